@@ -1,0 +1,46 @@
+# What a contributor types. Plain make: 3.81 (macOS) is enough. No compiler, no root.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
+
+install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing changed
+	@:
+
+train: install ## Train the example
+	@$(BIN)/python examples/lab_client.py
+
+test: check ## Everything a change must pass: check, then the tests
+	@$(BIN)/python -m pytest
+
+check: install ## Format, lint and types, changing nothing
+	@$(BIN)/python -m ruff format --check --quiet . || { echo "make format repairs this" >&2; exit 1; }
+	@$(BIN)/python -m ruff check --quiet .
+	@$(BIN)/python -m mypy
+
+format: install ## Format, and repair what lint can repair
+	@$(BIN)/python -m ruff format .
+	@$(BIN)/python -m ruff check --fix .
+
+proto: ## Generate src/hoop/wire/generated anew, after a change to a .proto file
+	@scripts/proto
+
+clean: ## Remove caches and build output; .venv and runs stay
+	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -path ./$(VENV) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# An interpreter that .venv lost (an upgrade of the system's) is replaced; otherwise what is there stays.
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "Hoop needs Python 3.11 or later; '$(PYTHON)' is: $$("$(PYTHON)" --version 2>&1)." >&2; \
+	  echo "Name another with: make install PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing Hoop and its tools into $(VENV) (once; PyTorch is the large part) ..."
+	@$(BIN)/python -c 'import pip' 2>/dev/null || "$(PYTHON)" -m venv --clear $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+.PHONY: help install train test check format proto clean

@@ -1,0 +1,5 @@
+"""``python -m hoop`` is ``hoop``."""
+
+from hoop.cli.main import main
+
+main()

@@ -1,0 +1,115 @@
+"""Everything that can go wrong, as one tree.
+
+    HoopError
+    ├── UserError                the caller's mistake: nothing happened, nothing was lost
+    │   ├── InvalidArgument          a value that can never be right
+    │   ├── OutOfRange               an address or a range outside a device's memory
+    │   ├── NotFound                 an unknown device, communicator, buffer or stream
+    │   ├── FailedPrecondition       right call, wrong moment
+    │   └── ResourceExhausted        a limit is reached
+    │       └── OutOfMemory              a device's arena is full
+    ├── PeerError                another process or a link failed: rebuild and go on
+    │   ├── PeerLost                 it died, or closed the link
+    │   ├── DeadlineExceeded         it did not answer in time
+    │   └── LinkCorrupted            what arrived is not what was sent
+    ├── MembershipChanged        not a failure: the work belongs to an older generation
+    └── InternalError            a bug in Hoop
+
+Each class has a ``code``, the name of the gRPC status that it becomes on the wire; ``named`` is the way
+back, on the other side.
+"""
+
+from __future__ import annotations
+
+
+class HoopError(Exception):
+    """Any error that Hoop raises on purpose."""
+
+    code = "UNKNOWN"
+
+
+class UserError(HoopError):
+    """The caller's mistake: nothing happened, nothing was lost."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class InvalidArgument(UserError, ValueError):
+    """A value that can never be right."""
+
+
+class OutOfRange(UserError, IndexError):
+    """An address or a range outside a device's memory."""
+
+    code = "OUT_OF_RANGE"
+
+
+class NotFound(UserError, LookupError):
+    """An unknown device, communicator, buffer or stream."""
+
+    code = "NOT_FOUND"
+
+
+class FailedPrecondition(UserError):
+    """The right call at the wrong moment."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class ResourceExhausted(UserError):
+    """A limit is reached."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class OutOfMemory(ResourceExhausted, MemoryError):
+    """A device's arena is full."""
+
+
+class PeerError(HoopError):
+    """Another process or a link failed: rebuild and go on."""
+
+    code = "UNAVAILABLE"
+
+
+class PeerLost(PeerError, ConnectionError):
+    """A peer died, or closed the link."""
+
+
+class DeadlineExceeded(PeerError, TimeoutError):
+    """A peer did not answer in time."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class LinkCorrupted(PeerError):
+    """What arrived is not what was sent."""
+
+    code = "DATA_LOSS"
+
+
+class MembershipChanged(HoopError):
+    """Not a failure: the work belongs to an older generation."""
+
+    code = "ABORTED"
+
+
+class InternalError(HoopError):
+    """A bug in Hoop."""
+
+    code = "INTERNAL"
+
+
+def _tree(kind: type[HoopError]) -> list[type[HoopError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _tree(child))]
+
+
+# The first class of a code speaks for it; a name is a name.
+_BY_NAME = {kind.code: kind for kind in reversed(_tree(HoopError))}
+_BY_NAME["INVALID_ARGUMENT"], _BY_NAME["UNAVAILABLE"] = InvalidArgument, PeerLost
+_BY_NAME |= {kind.__name__: kind for kind in _tree(HoopError)}
+
+
+def named(name: str, message: str) -> HoopError:
+    """The error that a class's name, or a gRPC status, stands for."""
+    return _BY_NAME.get(name, HoopError)(message)

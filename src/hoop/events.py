@@ -1,0 +1,79 @@
+"""What happened, in order: the log that status, the event stream and tests read.
+
+A log is bounded: old events fall out, and their numbers show that they did. Whoever waits for an
+event waits on the log itself, never by polling.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+CAPACITY = 10_000
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened."""
+
+    sequence: int
+    time: float
+    """Seconds since 1970, for people; nothing is decided by it."""
+    kind: str
+    """A stable name: ``device_joined``, ``device_dead``, ``operation_failed`` …"""
+    text: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+class EventLog:
+    """A bounded, thread-safe list of events with waiting and subscription."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._last = 0
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[Event], None]] = []
+
+    def publish(self, kind: str, text: str, **fields: object) -> Event:
+        with self._changed:
+            self._last += 1
+            event = Event(
+                self._last, time.time(), kind, text, {key: str(value) for key, value in fields.items()}
+            )
+            self._events.append(event)
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(event)
+        return event
+
+    def after(self, sequence: int = 0) -> list[Event]:
+        """The events with a higher sequence that are still held."""
+        with self._changed:
+            return [event for event in self._events if event.sequence > sequence]
+
+    def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every new event, on the publishing thread; returns the way out."""
+        with self._changed:
+            self._listeners.append(listener)
+
+        def unsubscribe() -> None:
+            with self._changed:
+                self._listeners.remove(listener)
+
+        return unsubscribe
+
+    def wait_for(self, match: Callable[[Event], bool], timeout: float) -> Event | None:
+        """The first held event that matches, waiting up to ``timeout`` seconds for one; None if none came."""
+        found: list[Event] = []
+
+        def look() -> bool:
+            found[:] = [event for event in self._events if match(event)][:1]
+            return bool(found)
+
+        with self._changed:
+            self._changed.wait_for(look, timeout)
+        return found[0] if found else None

@@ -1,0 +1,238 @@
+"""Who may import whom: the arrows between the rooms of ``src/hoop`` point down, where the table says.
+
+Every import counts: at the top of a file, inside a function, under ``TYPE_CHECKING``, and
+``import_module("hoop…")`` with a literal name.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+ROOT_MODULES = {"errors", "config", "topology", "events"}
+"""Modules directly in ``hoop``: values everyone shares, standard library only."""
+
+# A room, then the rooms it may import; every one of them stands above it. "above" means all of those.
+# "hoop" is the front door, hoop/__init__.py.
+TABLE = """
+    root
+    memory          root
+    wire            root
+    transport       root memory wire
+    collectives     root memory transport
+    membership      root wire
+    client          root memory wire collectives
+    servers         root memory wire transport collectives membership
+    models          root
+    data            root
+    plan            root
+    strategies      root plan
+    engine          root plan strategies collectives membership
+    simulate        root plan collectives
+    launch          root memory wire client servers engine
+    torch_backend   root memory transport collectives
+    report          root plan
+    hoop            root client
+    papers          above
+    cli             above
+    __main__        cli
+"""
+
+LEAN_ROOMS = ("memory", "transport", "collectives", "membership", "plan", "simulate")
+"""Rooms that import without torch and without gRPC."""
+
+
+def read_table(text: str) -> dict[str, set[str]]:
+    """Each room with the rooms it may import; an arrow that does not point down is an error."""
+    arrows: dict[str, set[str]] = {}
+    for line in text.split("\n"):
+        room, *allowed = line.split() or [""]
+        if room:
+            arrows[room] = set(arrows) if allowed == ["above"] else set(allowed)
+            upward = sorted(arrows[room] - (set(arrows) - {room}))
+            assert not upward, f"{room} may not import {', '.join(upward)}: not above it in the table"
+    return arrows
+
+
+ARROWS = read_table(TABLE)
+
+
+def room_of(module: str, src: Path) -> str:
+    """``hoop.memory.arena`` is in ``memory``, ``hoop.errors`` in ``root``, ``hoop.connect`` in ``hoop``."""
+    name = module.partition(".")[2].partition(".")[0]
+    if name in ROOT_MODULES:
+        return "root"
+    is_module = name in ARROWS or (src / "hoop" / name).is_dir() or (src / "hoop" / f"{name}.py").is_file()
+    return name if name and is_module else "hoop"
+
+
+def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a module of this package imports, lazily or not."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            case ast.ImportFrom():
+                base = package[: len(package) - node.level + 1] if node.level else []
+                origin = ".".join(base + ([node.module] if node.module else []))
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+            case ast.Call(
+                func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                yield node.lineno, name
+
+
+def broken_arrows(src: Path) -> list[str]:
+    """Every import under ``src/hoop`` that the table does not allow."""
+    broken = []
+    for path in sorted((src / "hoop").rglob("*.py")):
+        parts = list(path.relative_to(src).with_suffix("").parts)
+        room = "hoop" if parts == ["hoop", "__init__"] else room_of(".".join(parts), src)
+        allowed = ARROWS.get(room)
+        if allowed is None:
+            broken.append(f"{path}:1: {room} is not in the table of {Path(__file__).name}")
+            continue
+        for line, module in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
+            top = module.split(".")[0]
+            target = room_of(module, src) if top == "hoop" else None
+            where = f"{path}:{line}: {room} imports {module}"
+            if target is None and room == "root" and top not in sys.stdlib_module_names:
+                broken.append(f"{where}; root may import root and the standard library")
+            elif target is not None and target != room and target not in allowed:
+                broken.append(f"{where}; {room} may import {', '.join(sorted(allowed)) or 'no other room'}")
+    return broken
+
+
+def hollow_rooms(src: Path) -> list[str]:
+    """Rooms with nothing in them, and rooms that the table does not know."""
+    rooms = sorted(p for p in (src / "hoop").iterdir() if p.is_dir() and p.name != "__pycache__")
+    unknown = [
+        f"{room}: not in the table of {Path(__file__).name}" for room in rooms if room.name not in ARROWS
+    ]
+    hollow = [
+        f"{room}: a room without a module; fill it or remove it"
+        for room in rooms
+        if all(module.name == "__init__.py" for module in room.rglob("*.py"))
+    ]
+    return unknown + hollow
+
+
+def heavy_imports(package: str, forbidden: set[str], src: Path) -> set[str]:
+    """Which of the forbidden modules are loaded once every module of the package is, in a new interpreter."""
+    program = (
+        "import importlib, pkgutil, sys\n"
+        f"package = importlib.import_module({package!r})\n"
+        f"if {package!r} != 'hoop':\n"
+        f"    for found in pkgutil.walk_packages(package.__path__, {package + '.'!r}):\n"
+        "        importlib.import_module(found.name)\n"
+        f"sys.stdout.write(' '.join({forbidden!r} & set(sys.modules)))\n"
+    )
+    paths = os.pathsep.join(filter(None, [str(src), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"importing {package} failed:\n{done.stderr}"
+    return set(done.stdout.split())
+
+
+def test_imports_follow_the_table() -> None:
+    broken = broken_arrows(SRC)
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_every_room_is_known_and_lived_in() -> None:
+    hollow = hollow_rooms(SRC)
+    assert not hollow, "\n" + "\n".join(hollow)
+
+
+@pytest.mark.parametrize(
+    "room", [room for room in LEAN_ROOMS if (SRC / "hoop" / room).is_dir()] or ["memory"]
+)
+def test_lean_room_loads_neither_torch_nor_grpc(room: str) -> None:
+    assert heavy_imports(f"hoop.{room}", {"torch", "grpc"}, SRC) == set()
+
+
+def test_front_door_does_not_load_torch() -> None:
+    assert heavy_imports("hoop", {"torch"}, SRC) == set()
+
+
+# The rules themselves: each is shown a tree that breaks it.
+
+
+def tree_of(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / "hoop" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "line"),
+    [
+        ("memory/arena.py", "import hoop.servers.device", 1),
+        ("memory/arena.py", "from hoop import wire", 1),
+        ("memory/arena.py", "from hoop import connect", 1),
+        ("memory/arena.py", "import hoop", 1),
+        ("memory/arena.py", "from ..wire import frames", 1),
+        ("memory/__init__.py", "from ..wire.frames import Frame", 1),
+        ("memory/arena.py", "def f():\n    from hoop.cli.main import app", 2),
+        ("memory/arena.py", "if TYPE_CHECKING:\n    from hoop.transport.base import Link", 2),
+        ("memory/arena.py", "x = importlib.import_module('hoop.wire')", 1),
+        ("errors.py", "import numpy", 1),
+        ("events.py", "from hoop.memory import Arena", 1),
+        ("__init__.py", "from hoop.servers import device", 1),
+        ("__init__.py", "from .servers import device", 1),
+        ("servers/device.py", "import os\nfrom hoop.client import connect", 2),
+        ("cellar/wine.py", "", 1),
+        ("stray.py", "", 1),
+    ],
+)
+def test_a_broken_arrow_is_named(tmp_path: Path, file: str, text: str, line: int) -> None:
+    (found,) = broken_arrows(tree_of(tmp_path, {file: text}))
+    assert found.startswith(f"{tmp_path / 'hoop' / file}:{line}: ")
+
+
+def test_allowed_imports_pass(tmp_path: Path) -> None:
+    files = {
+        "errors.py": "from __future__ import annotations\nimport enum",
+        "config.py": "from hoop import errors\nfrom hoop.errors import HoopError\nfrom . import topology",
+        "memory/arena.py": "import numpy\nfrom . import allocator\nfrom hoop.memory.buffers import Buffer",
+        "cli/main.py": "import hoop\nfrom hoop.servers import device\nfrom hoop.papers import study",
+        "__init__.py": "from hoop.client import connect\nfrom .errors import HoopError",
+    }
+    assert broken_arrows(tree_of(tmp_path, files)) == []
+
+
+def test_hollow_and_unknown_rooms_are_named(tmp_path: Path) -> None:
+    (tmp_path / "hoop" / "wire").mkdir(parents=True)
+    tree_of(tmp_path, {"memory/__init__.py": "", "cellar/wine.py": "", "plan/partition.py": ""})
+    assert [Path(found.split(":")[0]).name for found in hollow_rooms(tmp_path)] == [
+        "cellar",
+        "memory",
+        "wire",
+    ]
+
+
+def test_the_table_refuses_an_arrow_that_points_up() -> None:
+    with pytest.raises(AssertionError, match="low may not import high"):
+        read_table("root\nlow high\nhigh root")
+
+
+def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
+    tree_of(tmp_path, {"__init__.py": "", "memory/__init__.py": "", "memory/arena.py": "import colorsys"})
+    assert heavy_imports("hoop.memory", {"colorsys", "grpc"}, tmp_path) == {"colorsys"}
