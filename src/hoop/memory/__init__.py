@@ -1,0 +1,11 @@
+"""A device's memory: one file-backed mapping with addresses, and named buffers inside it.
+
+``Arena`` is the mapping, ``Allocator`` decides (purely) which bytes a name gets, ``header`` makes that
+table survive a kill -9, ``backing`` is the file beneath, and ``DType`` says what elements the bytes are.
+"""
+
+from hoop.memory.allocator import Allocator
+from hoop.memory.arena import Arena, Buffer, default_directory
+from hoop.memory.dtypes import DType, dtype
+
+__all__ = ["Allocator", "Arena", "Buffer", "DType", "default_directory", "dtype"]
