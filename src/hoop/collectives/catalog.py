@@ -1,0 +1,140 @@
+"""Every collective Hoop knows, the algorithms for each, and what a call of one must say."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hoop.collectives import naive, ring, tree
+from hoop.collectives.plan import Plan, Shape
+from hoop.collectives.reduction import OPERATIONS
+from hoop.errors import InvalidArgument
+from hoop.memory.dtypes import DType, dtype
+
+PlanFunction = Callable[[Shape, int], Plan]
+DEFAULT_CHUNK_BYTES = 256 * 1024
+MAX_ELEMENTS = 1 << 48
+FLOAT32 = dtype("float32")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: its algorithms (the first is the default) and the sizes of its operands."""
+
+    algorithms: dict[str, PlanFunction]
+    source: Callable[[Shape, int], int]
+    """Elements that a rank's source must have."""
+    destination: Callable[[Shape, int], int]
+    reduces: bool = False
+
+
+def _one(shape: Shape, rank: int) -> int:
+    return shape.count
+
+
+def _all(shape: Shape, rank: int) -> int:
+    return shape.size * shape.count
+
+
+def _none(shape: Shape, rank: int) -> int:
+    return 0
+
+
+def _at_root(extent: Callable[[Shape, int], int]) -> Callable[[Shape, int], int]:
+    return lambda shape, rank: extent(shape, rank) if rank == shape.root else 0
+
+
+def _at_peer(shape: Shape, rank: int) -> int:
+    return shape.count if rank == shape.peer else 0
+
+
+CATALOG: dict[str, Collective] = {
+    "all_reduce": Collective(
+        {
+            "ring": ring.all_reduce,
+            "chunked_ring": ring.chunked_all_reduce,
+            "naive": naive.all_reduce,
+            "tree": tree.all_reduce,
+        },
+        _one,
+        _one,
+        reduces=True,
+    ),
+    "broadcast": Collective({"tree": tree.broadcast, "naive": naive.broadcast}, _at_root(_one), _one),
+    "reduce": Collective({"tree": tree.reduce, "naive": naive.reduce}, _one, _at_root(_one), reduces=True),
+    "all_gather": Collective({"ring": ring.all_gather}, _one, _all),
+    "reduce_scatter": Collective({"ring": ring.reduce_scatter}, _all, _one, reduces=True),
+    "gather": Collective({"naive": naive.gather}, _one, _at_root(_all)),
+    "scatter": Collective({"naive": naive.scatter}, _at_root(_all), _one),
+    "all_to_all": Collective({"pairwise": naive.all_to_all}, _all, _all),
+    "barrier": Collective({"tree": tree.barrier}, _none, _none),
+    "send": Collective({"naive": naive.send}, _at_root(_one), _at_peer),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One call of a collective, as all ranks must agree on it. Checked when it is made."""
+
+    collective: str
+    count: int = 0
+    dtype: DType = FLOAT32
+    op: str = "sum"
+    algorithm: str = ""
+    """Empty: Hoop chooses."""
+    root: int = 0
+    peer: int = 0
+    chunk_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.collective not in CATALOG:
+            raise InvalidArgument(f"collective: {self.collective!r} is unknown; known: {', '.join(CATALOG)}")
+        known = CATALOG[self.collective].algorithms
+        if self.algorithm and self.algorithm not in known:
+            raise InvalidArgument(
+                f"algorithm: {self.collective} has no {self.algorithm!r}; it has {', '.join(known)}"
+            )
+        if self.op not in OPERATIONS:
+            raise InvalidArgument(f"op: {self.op!r} is unknown; known: {', '.join(OPERATIONS)}")
+        if not 0 <= self.count <= MAX_ELEMENTS:
+            raise InvalidArgument(f"count: {self.count} is not in 0..2^48 elements")
+        if self.chunk_bytes and self.chunk_bytes < self.dtype.itemsize:
+            raise InvalidArgument(
+                f"chunk_bytes: {self.chunk_bytes} holds no {self.dtype.name}; at least {self.dtype.itemsize}"
+            )
+
+    def check(self, size: int) -> None:
+        """Whether it makes sense in a communicator of ``size`` ranks."""
+        for field, rank in (("root", self.root), ("peer", self.peer)):
+            if not 0 <= rank < size:
+                raise InvalidArgument(f"{field}: rank {rank} is not in 0..{size - 1}")
+
+    @property
+    def chosen(self) -> str:
+        """The algorithm that will run."""
+        return self.algorithm or next(iter(CATALOG[self.collective].algorithms))
+
+    def shape(self, size: int) -> Shape:
+        # In few and large chunks the plan stays small: a vector is never cut into more than 4096 a segment.
+        chunk = max(
+            (self.chunk_bytes or DEFAULT_CHUNK_BYTES) // self.dtype.itemsize, self.count // size // 4096
+        )
+        return Shape(size, self.count, self.root, self.peer, chunk)
+
+    def plan(self, size: int, rank: int) -> Plan:
+        return _plan(self.collective, self.chosen, self.shape(size), rank)
+
+    def extents(self, size: int, rank: int) -> tuple[int, int]:
+        """Elements that the rank's source and destination must have."""
+        entry, shape = CATALOG[self.collective], self.shape(size)
+        return entry.source(shape, rank), entry.destination(shape, rank)
+
+    def __str__(self) -> str:
+        what = f" {self.op}" if CATALOG[self.collective].reduces else ""
+        return f"{self.collective}{what} of {self.count} {self.dtype.name} by {self.chosen}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> Plan:
+    return CATALOG[collective].algorithms[algorithm](shape, rank)

@@ -1,0 +1,108 @@
+"""The contract of every transport.
+
+An endpoint belongs to one rank, in one communicator, at one generation, and is used by one thread at
+a time (``abort`` and ``close`` may come from another). Between two ranks messages arrive in the order
+in which they were sent, whole, or an error names the peer.
+
+``send`` never waits for the receiver: what the link does not take at once is handed over later,
+while this rank waits for something else. So a plan that would finish with unlimited buffers
+finishes here too, whatever the sizes. The price is that the bytes must stay as they are until then;
+the ``Pending`` that ``send`` returns tells, and ``detach`` copies what is left for whoever cannot wait.
+
+All deadlines are values of ``time.monotonic()``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from types import TracebackType
+
+from hoop.errors import DeadlineExceeded, HoopError
+from hoop.topology import Address
+
+
+class Pending(ABC):
+    """A message that the link has not taken whole yet."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool: ...
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Copies what is left, so that the caller may overwrite the original."""
+
+
+class Endpoint(ABC):
+    """One rank's links in one communicator at one generation."""
+
+    def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
+        self.communicator = communicator
+        self.generation = generation
+        self.rank = rank
+        self.peers = tuple(peers)
+        self.messages_sent = 0
+        self.bytes_sent = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.peers)
+
+    @abstractmethod
+    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+        """Starts a message to ``peer``; None when the link has taken all of it."""
+
+    @abstractmethod
+    def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
+        """The next message from ``peer``, which must be exactly as long as ``into``."""
+
+    @abstractmethod
+    def flush(self, deadline: float) -> None:
+        """Returns when the links have taken every message."""
+
+    @abstractmethod
+    def abort(self, error: HoopError) -> None:
+        """Makes the wait that is under way, and every later call, raise ``error``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes every link; peers that wait for this rank learn of it at once."""
+
+    def describe(self, peer: int) -> str:
+        return f"rank {peer} at {self.peers[peer]}"
+
+    def overdue(self, peer: int, doing: str) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"rank {self.rank}: {doing} {self.describe(peer)} passed its deadline "
+            f"(communicator {self.communicator}, generation {self.generation})"
+        )
+
+
+class Transport(ABC):
+    """A process's end of the data plane."""
+
+    scheme: str
+    address: Address
+    """Where peers dial."""
+
+    @abstractmethod
+    def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
+        """This rank's links to ``peers`` (in rank order, itself included)."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Transport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until a deadline, never negative."""
+    return max(0.0, deadline - time.monotonic())

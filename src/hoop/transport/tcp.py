@@ -1,0 +1,226 @@
+"""The transport between processes and hosts: plain TCP, one listener a process.
+
+A connection says HELLO (who dials, for which communicator and generation) and is handed to that
+endpoint. The endpoint may not be there yet, because a peer's launch came first: then the connection
+waits in the lobby. A generation that has been superseded is refused with a sentence. The lobby and
+the time a stranger may take to say HELLO are bounded, so that nobody can fill this process up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hoop.errors import InvalidArgument, LinkCorrupted
+from hoop.topology import Address
+from hoop.transport.base import Endpoint, Transport
+from hoop.transport.tcp_links import TcpEndpoint
+from hoop.wire.frames import HEADER_BYTES, Header, Kind
+
+HELLO_SECONDS = 5.0
+LOBBY_SECONDS = 60.0
+LOBBY_LIMIT = 1024
+_BACKLOG = 512
+
+_Seat = tuple[int, int, int]
+"""Which endpoint: communicator, generation, rank."""
+
+
+@dataclass
+class _Visitor:
+    """A connection that has not reached its endpoint yet."""
+
+    sock: socket.socket
+    until: float
+    heard: bytearray = field(default_factory=bytearray)
+    hello: Header | None = None
+
+
+class TcpTransport(Transport):
+    """A listener and the endpoints behind it."""
+
+    scheme = "tcp"
+
+    def __init__(self, address: Address) -> None:
+        try:
+            self._listener = socket.create_server(
+                (address.host, address.port),
+                family=socket.AF_INET6 if ":" in address.host else socket.AF_INET,
+                backlog=_BACKLOG,
+            )
+        except OSError as error:
+            raise InvalidArgument(f"data address {address}: cannot listen there: {error.strerror}") from None
+        self._listener.setblocking(False)
+        self.address = Address(address.host, self._listener.getsockname()[1])
+        self._lock = threading.Lock()
+        self._endpoints: dict[_Seat, TcpEndpoint] = {}
+        self._newest: dict[int, int] = {}
+        self._lobby: list[_Visitor] = []
+        self._bell, self._ringer = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._closing = False
+        self._thread = threading.Thread(target=self._receive_visitors, name="hoop-tcp-listener", daemon=True)
+        self._thread.start()
+
+    def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
+        seat = (communicator, generation, rank)
+        with self._lock:
+            if seat in self._endpoints:
+                raise InvalidArgument(
+                    f"communicator {communicator}, generation {generation}: "
+                    f"rank {rank} has an endpoint already"
+                )
+            endpoint = self._endpoints[seat] = _Tracked(self, communicator, generation, rank, peers)
+            self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
+            waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
+            self._lobby = [visitor for visitor in self._lobby if visitor not in waiting]
+        for visitor in waiting:
+            self._hand_over(visitor)
+        return endpoint
+
+    def forget(self, endpoint: TcpEndpoint) -> None:
+        with self._lock:
+            self._endpoints.pop((endpoint.communicator, endpoint.generation, endpoint.rank), None)
+
+    # ---- the listener's thread
+
+    def _receive_visitors(self) -> None:
+        strangers: list[_Visitor] = []
+        while not self._closing:
+            ready = self._selector.select(1.0 if strangers or self._lobby else None)
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept(strangers)
+                elif isinstance(key.data, _Visitor) and self._listen_to(key.data):
+                    strangers.remove(key.data)
+            self._send_away_the_late(strangers)
+        for visitor in strangers:
+            visitor.sock.close()
+
+    def _accept(self, strangers: list[_Visitor]) -> None:
+        with contextlib.suppress(BlockingIOError, OSError):
+            sock, _ = self._listener.accept()
+            if len(strangers) >= LOBBY_LIMIT:
+                sock.close()
+                return
+            sock.setblocking(False)
+            visitor = _Visitor(sock, time.monotonic() + HELLO_SECONDS)
+            strangers.append(visitor)
+            self._selector.register(sock, selectors.EVENT_READ, visitor)
+
+    def _listen_to(self, visitor: _Visitor) -> bool:
+        """Reads a HELLO as it comes; true when this visitor is no stranger any more (or gone)."""
+        try:
+            # Exactly the HELLO: what follows is for the endpoint, straight into memory.
+            data = visitor.sock.recv(HEADER_BYTES - len(visitor.heard))
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        visitor.heard += data
+        if data and len(visitor.heard) < HEADER_BYTES:
+            return False
+        self._selector.unregister(visitor.sock)
+        if not data:
+            visitor.sock.close()
+            return True
+        try:
+            visitor.hello = Header.unpack(visitor.heard)
+            if visitor.hello.kind != Kind.HELLO:
+                raise LinkCorrupted("the first frame on a link must be HELLO")
+        except LinkCorrupted as error:
+            self._refuse(visitor, str(error))
+            return True
+        self._welcome(visitor)
+        return True
+
+    def _welcome(self, visitor: _Visitor) -> None:
+        hello = visitor.hello
+        assert hello is not None, "a visitor is welcomed after its HELLO"
+        refusal = ""
+        with self._lock:
+            newest = self._newest.get(hello.communicator, 0)
+            known = _seat(hello) in self._endpoints
+            if not known and hello.generation < newest:
+                refusal = (
+                    f"generation {hello.generation} is over, communicator {hello.communicator} is at {newest}"
+                )
+            elif not known and len(self._lobby) >= LOBBY_LIMIT:
+                refusal = f"{LOBBY_LIMIT} links wait here already"
+            elif not known:
+                visitor.until = time.monotonic() + LOBBY_SECONDS
+                self._lobby.append(visitor)
+        if refusal:
+            self._refuse(visitor, refusal)
+        elif known:
+            self._hand_over(visitor)
+
+    def _hand_over(self, visitor: _Visitor) -> None:
+        hello = visitor.hello
+        assert hello is not None, "a visitor is handed over after its HELLO"
+        with self._lock:
+            endpoint = self._endpoints.get((hello.communicator, hello.generation, hello.sequence))
+        if endpoint is None or hello.source >= endpoint.size:
+            self._refuse(visitor, f"rank {hello.source} is not in communicator {hello.communicator}")
+            return
+        visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        endpoint.attach(hello.source, visitor.sock)
+
+    def _refuse(self, visitor: _Visitor, reason: str) -> None:
+        words = reason.encode()
+        header = Header(Kind.REFUSAL, 0, 0, 0, 0, len(words)).pack()
+        with contextlib.suppress(OSError):
+            visitor.sock.send(header + words)
+        visitor.sock.close()
+
+    def _send_away_the_late(self, strangers: list[_Visitor]) -> None:
+        now = time.monotonic()
+        for visitor in [visitor for visitor in strangers if visitor.until < now]:
+            strangers.remove(visitor)
+            self._selector.unregister(visitor.sock)
+            self._refuse(visitor, f"no HELLO within {HELLO_SECONDS:g} s")
+        with self._lock:
+            late = [visitor for visitor in self._lobby if visitor.until < now]
+            self._lobby = [visitor for visitor in self._lobby if visitor.until >= now]
+        for visitor in late:
+            self._refuse(visitor, f"nobody took this link within {LOBBY_SECONDS:g} s")
+
+    def close(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        self._ringer.send(b"!")
+        self._thread.join()
+        with self._lock:
+            endpoints, self._endpoints = list(self._endpoints.values()), {}
+            lobby, self._lobby = self._lobby, []
+        for endpoint in endpoints:
+            endpoint.close()
+        for sock in (*(visitor.sock for visitor in lobby), self._listener, self._bell, self._ringer):
+            sock.close()
+        self._selector.close()
+
+
+class _Tracked(TcpEndpoint):
+    """An endpoint that leaves its transport's table when it closes."""
+
+    def __init__(
+        self, transport: TcpTransport, communicator: int, generation: int, rank: int, peers: Sequence[Address]
+    ) -> None:
+        super().__init__(communicator, generation, rank, peers)
+        self._transport = transport
+
+    def close(self) -> None:
+        self._transport.forget(self)
+        super().close()
+
+
+def _seat(hello: Header | None) -> _Seat | None:
+    return (hello.communicator, hello.generation, hello.sequence) if hello else None

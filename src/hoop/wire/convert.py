@@ -1,0 +1,47 @@
+"""Between Hoop's values and the messages that carry them."""
+
+from __future__ import annotations
+
+from hoop.errors import InvalidArgument
+from hoop.events import Event
+from hoop.topology import Address, DeviceInfo
+from hoop.wire.generated import hoop_pb2 as pb
+
+
+def describe(info: DeviceInfo) -> pb.DeviceDescription:
+    return pb.DeviceDescription(
+        device_id=info.device_id,
+        address=str(info.address),
+        data_address=str(info.data_address),
+        min_address=info.min_address,
+        max_address=info.max_address,
+        host=info.host,
+        pid=info.pid,
+        incarnation=info.incarnation,
+    )
+
+
+def device_info(message: pb.DeviceDescription) -> DeviceInfo:
+    """Checked: what a device says of itself decides where others connect to."""
+    if not 0 < message.min_address <= message.max_address < 2**63:
+        raise InvalidArgument(
+            f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
+        )
+    if not message.incarnation or len(message.incarnation) > 64 or len(message.host) > 256:
+        raise InvalidArgument(f"device {message.device_id}: incarnation or host is missing or too long")
+    return DeviceInfo(
+        device_id=message.device_id,
+        address=Address.parse(message.address, "device.address"),
+        data_address=Address.parse(message.data_address, "device.data_address"),
+        min_address=message.min_address,
+        max_address=message.max_address,
+        host=message.host,
+        pid=message.pid,
+        incarnation=message.incarnation,
+    )
+
+
+def event_message(event: Event) -> pb.Event:
+    return pb.Event(
+        sequence=event.sequence, time=event.time, kind=event.kind, text=event.text, fields=event.fields
+    )

@@ -1,0 +1,85 @@
+"""The frames of the data plane: a fixed header, then the payload.
+
+    magic  version kind flags  communicator generation source sequence length payload-crc header-crc
+    4s     u8      u8   u16    u64          u32        u32    u64      u64    u32         u32
+
+A link carries frames one way, from the rank that dialled it. Every frame names its communicator,
+generation, source rank and place in the sequence, so that a stale, duplicated, lost or reordered
+one is refused and named instead of being summed. The header has a checksum of its own: no length is
+believed before it holds.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+from hoop.errors import LinkCorrupted
+
+_LAYOUT = struct.Struct("<4sBBHQIIQQI")
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _LAYOUT.size + _CHECK.size
+MAGIC = b"HOOP"
+VERSION = 1
+MAX_PAYLOAD = 1 << 40
+
+
+class Kind(IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1
+    """The first frame on a link: who dials, for which communicator; ``sequence`` is the rank dialled."""
+    DATA = 2
+    REFUSAL = 3
+    """Sent back once before the link is closed; the payload is a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A frame's header, as it stands on the wire."""
+
+    kind: int
+    communicator: int
+    generation: int
+    source: int
+    sequence: int
+    length: int
+    checksum: int = 0
+
+    def pack(self) -> bytes:
+        head = _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.kind,
+            0,
+            self.communicator,
+            self.generation,
+            self.source,
+            self.sequence,
+            self.length,
+            self.checksum,
+        )
+        return head + _CHECK.pack(zlib.crc32(head))
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
+        if len(data) != HEADER_BYTES:
+            raise LinkCorrupted(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
+        head = bytes(data[: _LAYOUT.size])
+        (check,) = _CHECK.unpack_from(data, _LAYOUT.size)
+        magic, version, kind, _flags, communicator, generation, source, sequence, length, checksum = (
+            _LAYOUT.unpack(head)
+        )
+        if magic != MAGIC:
+            raise LinkCorrupted(f"not a Hoop frame: it starts with {magic!r}, not {MAGIC!r}")
+        if zlib.crc32(head) != check:
+            raise LinkCorrupted("a frame header's checksum does not hold")
+        if version != VERSION:
+            raise LinkCorrupted(f"frame version {version}, this side speaks {VERSION}: update the older one")
+        if kind not in Kind.__members__.values():
+            raise LinkCorrupted(f"unknown frame kind {kind}")
+        if length > MAX_PAYLOAD:
+            raise LinkCorrupted(f"a frame of {length} bytes, over the limit of {MAX_PAYLOAD}")
+        return cls(kind, communicator, generation, source, sequence, length, checksum)

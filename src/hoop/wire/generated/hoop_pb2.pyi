@@ -1,0 +1,446 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Location(_message.Message):
+    __slots__ = ("address", "buffer", "offset")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    buffer: str
+    offset: int
+    def __init__(self, address: _Optional[int] = ..., buffer: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class Buffer(_message.Message):
+    __slots__ = ("name", "address", "bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: int
+    bytes: int
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("capacity", "used", "buffers")
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    capacity: int
+    used: int
+    buffers: int
+    def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ...) -> None: ...
+
+class DeviceDescription(_message.Message):
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    device_id: int
+    address: str
+    data_address: str
+    min_address: int
+    max_address: int
+    host: str
+    pid: int
+    incarnation: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("device", "memory", "open_streams")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceDescription
+    memory: DeviceMemory
+    open_streams: int
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ...) -> None: ...
+
+class AllocateRequest(_message.Message):
+    __slots__ = ("name", "bytes", "alignment", "reuse")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    bytes: int
+    alignment: int
+    reuse: bool
+    def __init__(self, name: _Optional[str] = ..., bytes: _Optional[int] = ..., alignment: _Optional[int] = ..., reuse: bool = ...) -> None: ...
+
+class AllocateResponse(_message.Message):
+    __slots__ = ("buffer",)
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    buffer: Buffer
+    def __init__(self, buffer: _Optional[_Union[Buffer, _Mapping]] = ...) -> None: ...
+
+class FreeRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class FreeResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListBuffersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListBuffersResponse(_message.Message):
+    __slots__ = ("buffers",)
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
+    def __init__(self, buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("location", "data")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    location: Location
+    data: bytes
+    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class WriteResponse(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("location", "bytes")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    location: Location
+    bytes: int
+    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ReadResponse(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("communicator_id", "generation", "rank", "members")
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    communicator_id: int
+    generation: int
+    rank: int
+    members: _containers.RepeatedCompositeFieldContainer[DeviceDescription]
+    def __init__(self, communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ...) -> None: ...
+
+class SeatRequest(_message.Message):
+    __slots__ = ("seat",)
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    seat: Seat
+    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ...) -> None: ...
+
+class SeatResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Operation(_message.Message):
+    __slots__ = ("collective", "algorithm", "dtype", "op", "count", "root", "peer", "chunk_bytes")
+    COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROOT_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    collective: str
+    algorithm: str
+    dtype: str
+    op: str
+    count: int
+    root: int
+    peer: int
+    chunk_bytes: int
+    def __init__(self, collective: _Optional[str] = ..., algorithm: _Optional[str] = ..., dtype: _Optional[str] = ..., op: _Optional[str] = ..., count: _Optional[int] = ..., root: _Optional[int] = ..., peer: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class Operand(_message.Message):
+    __slots__ = ("source", "destination")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    source: Location
+    destination: Location
+    def __init__(self, source: _Optional[_Union[Location, _Mapping]] = ..., destination: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+
+class LaunchRequest(_message.Message):
+    __slots__ = ("seat", "operations", "timeout_s", "release")
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    seat: Seat
+    operations: _containers.RepeatedCompositeFieldContainer[LaunchOperation]
+    timeout_s: float
+    release: bool
+    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ...) -> None: ...
+
+class LaunchOperation(_message.Message):
+    __slots__ = ("operation", "operand", "round")
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    OPERAND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    operation: Operation
+    operand: Operand
+    round: int
+    def __init__(self, operation: _Optional[_Union[Operation, _Mapping]] = ..., operand: _Optional[_Union[Operand, _Mapping]] = ..., round: _Optional[int] = ...) -> None: ...
+
+class LaunchResponse(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[OperationReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[OperationReport, _Mapping]]] = ...) -> None: ...
+
+class OperationReport(_message.Message):
+    __slots__ = ("seconds", "messages_sent", "bytes_sent", "algorithm")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_SENT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    messages_sent: int
+    bytes_sent: int
+    algorithm: str
+    def __init__(self, seconds: _Optional[float] = ..., messages_sent: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., algorithm: _Optional[str] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("communicator_id", "generation", "reason", "lost_device")
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LOST_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    communicator_id: int
+    generation: int
+    reason: str
+    lost_device: int
+    def __init__(self, communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., reason: _Optional[str] = ..., lost_device: _Optional[int] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("device",)
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceDescription
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ...) -> None: ...
+
+class JoinResponse(_message.Message):
+    __slots__ = ("device_id", "heartbeat_s", "lease_s")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    device_id: int
+    heartbeat_s: float
+    lease_s: float
+    def __init__(self, device_id: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("device_id", "incarnation", "memory")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    device_id: int
+    incarnation: str
+    memory: DeviceMemory
+    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+
+class HeartbeatAnswer(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("device_id", "incarnation")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    device_id: int
+    incarnation: str
+    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class LeaveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("address", "pid", "devices", "communicators")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATORS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    pid: int
+    devices: _containers.RepeatedCompositeFieldContainer[Member]
+    communicators: _containers.RepeatedCompositeFieldContainer[Communicator]
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("device", "state", "reason", "memory", "silent_s")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceDescription
+    state: str
+    reason: str
+    memory: DeviceMemory
+    silent_s: float
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
+
+class Communicator(_message.Message):
+    __slots__ = ("id", "generation", "members", "status", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    generation: int
+    members: _containers.RepeatedCompositeFieldContainer[DeviceDescription]
+    status: str
+    reason: str
+    def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("after", "follow")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    follow: bool
+    def __init__(self, after: _Optional[int] = ..., follow: bool = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("sequence", "time", "kind", "text", "fields")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: float
+    kind: str
+    text: str
+    fields: _containers.ScalarMap[str, str]
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class CreateCommunicatorRequest(_message.Message):
+    __slots__ = ("devices", "device_ids")
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    devices: int
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, devices: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetCommunicatorRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class RebuildCommunicatorRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class DestroyCommunicatorRequest(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class DestroyCommunicatorResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CommunicatorResponse(_message.Message):
+    __slots__ = ("communicator",)
+    COMMUNICATOR_FIELD_NUMBER: _ClassVar[int]
+    communicator: Communicator
+    def __init__(self, communicator: _Optional[_Union[Communicator, _Mapping]] = ...) -> None: ...
+
+class RunRequest(_message.Message):
+    __slots__ = ("communicator_id", "operations", "timeout_s")
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    communicator_id: int
+    operations: _containers.RepeatedCompositeFieldContainer[RunOperation]
+    timeout_s: float
+    def __init__(self, communicator_id: _Optional[int] = ..., operations: _Optional[_Iterable[_Union[RunOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class RunOperation(_message.Message):
+    __slots__ = ("operation", "operands", "driver")
+    class OperandsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: Operand
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[Operand, _Mapping]] = ...) -> None: ...
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    OPERANDS_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    operation: Operation
+    operands: _containers.MessageMap[int, Operand]
+    driver: str
+    def __init__(self, operation: _Optional[_Union[Operation, _Mapping]] = ..., operands: _Optional[_Mapping[int, Operand]] = ..., driver: _Optional[str] = ...) -> None: ...
+
+class RunResponse(_message.Message):
+    __slots__ = ("reports",)
+    REPORTS_FIELD_NUMBER: _ClassVar[int]
+    reports: _containers.RepeatedCompositeFieldContainer[OperationReport]
+    def __init__(self, reports: _Optional[_Iterable[_Union[OperationReport, _Mapping]]] = ...) -> None: ...
+
+class CopyRequest(_message.Message):
+    __slots__ = ("source_device", "source", "destination_device", "destination", "bytes")
+    SOURCE_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    source_device: int
+    source: Location
+    destination_device: int
+    destination: Location
+    bytes: int
+    def __init__(self, source_device: _Optional[int] = ..., source: _Optional[_Union[Location, _Mapping]] = ..., destination_device: _Optional[int] = ..., destination: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class CopyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

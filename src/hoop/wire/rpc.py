@@ -1,0 +1,146 @@
+"""gRPC from the .proto files alone: servers and stubs are made from the services' descriptors.
+
+So there is no generated gRPC code to keep in step with a gRPC version, and one place through which
+every call of every service passes. There, on the way in, bytes that are no message become
+INVALID_ARGUMENT; on the way out, a Hoop error becomes its status with its sentence, and anything else
+INTERNAL without a stack trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from hoop.errors import HoopError, InvalidArgument, named
+
+log = logging.getLogger("hoop")
+_MARK = "hoop-error"
+_ON_THE_WAY = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.UNKNOWN,
+)
+
+
+class Stub:
+    """A service's methods on a channel (``grpc`` or ``grpc.aio``), by their names in the .proto file."""
+
+    def __init__(self, channel: Any, service: Any) -> None:
+        for method in service.methods:
+            kind = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"
+            call = getattr(channel, kind)(
+                _path(method),
+                request_serializer=_message(method.input_type).SerializeToString,
+                response_deserializer=_message(method.output_type).FromString,
+            )
+            setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:  # only for names that the service does not have
+        raise AttributeError(f"the service has no method {name}")
+
+
+def handlers(service: Any, servicer: object) -> Any:
+    """The service, answered by ``servicer``: ``CommInit`` by ``await servicer.comm_init(request)``.
+
+    A streaming request arrives as an async iterator; a streaming response is an async generator.
+    """
+    table = {
+        method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
+    """The Hoop error that a failed call stands for."""
+    details = error.details() or "no reason given"
+    message = f"{whom}: {details}" if whom else details
+    return named(_mark(error) or error.code().name, message)
+
+
+def unreachable(error: grpc.RpcError) -> bool:
+    """Whether the call failed on its way, not by the other side's word."""
+    return not _mark(error) and error.code() in _ON_THE_WAY
+
+
+def _mark(error: grpc.RpcError) -> str:
+    """The class of the Hoop error behind a status, where Hoop sent it."""
+    metadata: Any = error.trailing_metadata() or ()
+    return next((str(value) for key, value in metadata if key == _MARK), "")
+
+
+def _handler(method: Any, answer: Callable[..., Any]) -> Any:
+    kind = _message(method.input_type)
+
+    def parse(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            raise InvalidArgument(
+                f"{method.name}: the request is not a valid {method.input_type.name}"
+            ) from None
+
+    async def parse_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+        async for data in stream:
+            yield parse(data)
+
+    async def unary(request: Any, context: Any) -> Any:
+        try:
+            return await answer(parse_all(request) if method.client_streaming else parse(request))
+        except Exception as error:
+            await _end(context, method, error)
+
+    async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in answer(parse_all(request) if method.client_streaming else parse(request)):
+                yield response
+        except Exception as error:
+            await _end(context, method, error)
+
+    make = getattr(
+        grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler"
+    )
+    # No deserializer: gRPC answers a malformed message with a stack trace in the log and INTERNAL.
+    return make(
+        streaming if method.server_streaming else unary,
+        request_deserializer=None,
+        response_serializer=_message(method.output_type).SerializeToString,
+    )
+
+
+async def _end(context: Any, method: Any, error: Exception) -> None:
+    if isinstance(error, HoopError):
+        code, text = grpc.StatusCode[error.code], str(error)
+    elif isinstance(error, grpc.RpcError | asyncio.IncompleteReadError):
+        code, text = grpc.StatusCode.CANCELLED, f"{method.name}: the caller went away"
+    elif type(error).__name__ in ("AbortError", "UsageError"):  # gRPC's own: already answered
+        raise error
+    else:
+        log.exception("%s failed: a bug in Hoop", method.full_name)
+        code, text = (
+            grpc.StatusCode.INTERNAL,
+            f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}",
+        )
+    await context.abort(code, text, ((_MARK, type(error).__name__),))
+
+
+def _arity(streaming: bool) -> str:
+    return "stream" if streaming else "unary"
+
+
+def _path(method: Any) -> str:
+    return f"/{method.containing_service.full_name}/{method.name}"
+
+
+def _message(descriptor: Any) -> Any:
+    return descriptor._concrete_class
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
