@@ -1,0 +1,62 @@
+"""When is a device dead? A lease that heartbeats renew, and X failed calls out of the last Y.
+
+Two witnesses, because each is blind where the other sees: a stopped process keeps its sockets open
+and only its heartbeats cease; a process whose server is broken may go on sending heartbeats.
+All times are values of a monotonic clock: a wall clock that jumps changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hoop.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class DetectorConfig:
+    """How patient the detector is."""
+
+    heartbeat_s: float = 0.1
+    lease_s: float = 1.5
+    """Silence after which a device is dead. The worst gap seen under heavy load was 0.19 s."""
+    failures: int = 3
+    """X: this many failed calls …"""
+    window: int = 5
+    """… out of the last Y make a device dead."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_s < self.lease_s:
+            raise InvalidArgument(
+                f"heartbeat {self.heartbeat_s:g} s must be above 0 and below the lease, {self.lease_s:g} s"
+            )
+        if not 1 <= self.failures <= self.window:
+            raise InvalidArgument(f"failures: {self.failures} is not in 1..{self.window} (the window)")
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What is known of one device's life."""
+
+    last_beat: float
+    calls: tuple[bool, ...] = field(default=())
+    """The outcomes of the last calls, oldest first."""
+
+    def beat(self, now: float) -> Pulse:
+        return replace(self, last_beat=max(now, self.last_beat))
+
+    def called(self, ok: bool, config: DetectorConfig) -> Pulse:
+        return replace(self, calls=(*self.calls, ok)[-config.window :])
+
+    def excused(self, seconds: float) -> Pulse:
+        """The watcher itself was away for so long: silence meanwhile is nobody's fault."""
+        return replace(self, last_beat=self.last_beat + seconds)
+
+    def verdict(self, now: float, config: DetectorConfig) -> str:
+        """Why this device is dead, or an empty string."""
+        silent = now - self.last_beat
+        if silent > config.lease_s:
+            return f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)"
+        failed = self.calls.count(False)
+        if failed >= config.failures:
+            return f"{failed} of the last {len(self.calls)} calls failed"
+        return ""

@@ -1,0 +1,133 @@
+"""The journal: what a restarted coordinator must know, one checksummed line an entry.
+
+    crc32 of the JSON, eight hex digits, a space, the JSON, a newline
+
+Appended and synced before the coordinator answers. A torn last line (the coordinator died while it wrote) is
+cut off; a bad line before good ones is damage, and is named. Rewritten as one snapshot when it is opened,
+so it does not grow from restart to restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from hoop.errors import FailedPrecondition
+from hoop.membership.detector import DetectorConfig, Pulse
+from hoop.membership.state import CommunicatorState, Health, Member, Outcome, State
+from hoop.topology import Address, DeviceInfo
+
+Entry = Mapping[str, Any]
+
+
+def encode(entry: Entry) -> bytes:
+    body = json.dumps(entry, separators=(",", ":"), sort_keys=True).encode()
+    return b"%08x %s\n" % (zlib.crc32(body), body)
+
+
+def decode(data: bytes, path: Path) -> list[Entry]:
+    """The entries of a journal; a torn tail is left out."""
+    entries: list[Entry] = []
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):  # the last has no newline: torn, or empty
+        try:
+            check, body = line[:8], line[9:]
+            if int(check, 16) != zlib.crc32(body):
+                raise ValueError("the checksum does not hold")
+            entries.append(json.loads(body))
+        except ValueError as error:
+            if number == len(lines) - 1 and not lines[-1]:
+                break
+            raise FailedPrecondition(
+                f"journal {path}, line {number}: {error}; move the file away to start without it"
+            ) from None
+    return entries
+
+
+def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> State:
+    """The state that these entries add up to. Devices get one lease to show that they are alive."""
+    state = State(config, last_tick=now)
+    members, communicators = dict(state.members), dict(state.communicators)
+    last = 0
+    for entry in entries:
+        match entry["kind"]:
+            case "device_joined":
+                info = _info(entry["info"])
+                members[info.device_id] = Member(
+                    info, Pulse(now), Health.SUSPECT, "the coordinator was restarted"
+                )
+            case "device_gone":
+                old = members[entry["device"]]
+                members[entry["device"]] = replace(
+                    old, health=Health(entry["health"]), reason="before a restart"
+                )
+            case "communicator":
+                one = CommunicatorState(entry["id"], tuple(entry["members"]), entry["generation"])
+                communicators[one.id] = one
+                last = max(last, one.id)
+            case "communicator_destroyed":
+                communicators.pop(entry["id"], None)
+                last = max(last, entry["id"])
+    for one in communicators.values():
+        gone = next((device for device in one.members if not members[device].usable), 0)
+        if gone:
+            why = f"{members[gone].info} is gone; rebuild the communicator to go on without it"
+            communicators[one.id] = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=gone)
+    return replace(state, members=members, communicators=communicators, next_communicator=last + 1)
+
+
+def snapshot(state: State) -> list[Entry]:
+    """The fewest entries that replay to this state."""
+    entries: list[Entry] = []
+    for member in state.members.values():
+        entries.append({"kind": "device_joined", "info": asdict(member.info)})
+        if not member.usable:
+            entries.append(
+                {"kind": "device_gone", "device": member.info.device_id, "health": str(member.health)}
+            )
+    if state.next_communicator > 1:
+        entries.append({"kind": "communicator_destroyed", "id": state.next_communicator - 1})
+    entries += [
+        {"kind": "communicator", "id": one.id, "members": list(one.members), "generation": one.generation}
+        for one in state.communicators.values()
+    ]
+    return entries
+
+
+def _info(plain: Mapping[str, Any]) -> DeviceInfo:
+    return DeviceInfo(
+        **{**plain, "address": Address(**plain["address"]), "data_address": Address(**plain["data_address"])}
+    )
+
+
+class Journal:
+    """An open journal file."""
+
+    def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
+        self.path = path
+        data = path.read_bytes() if path.exists() else b""
+        self.state = replay(decode(data, path), config, now)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(path.name + ".new")
+        with open(fresh, "wb", opener=_private) as file:
+            file.writelines(encode(entry) for entry in snapshot(self.state))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
+
+    def append(self, entry: Entry) -> None:
+        self._file.write(encode(entry))
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

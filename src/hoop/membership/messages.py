@@ -1,0 +1,169 @@
+"""What goes into the state machine, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hoop.topology import DeviceInfo
+
+# ---- in: what happened
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A device asks to be a member; ``device_id`` 0 asks for a new id."""
+
+    info: DeviceInfo
+    now: float
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A heartbeat came."""
+
+    device_id: int
+    incarnation: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Called:
+    """A call to a device ended; ``failure`` says why it could not be made, or nothing."""
+
+    device_id: int
+    failure: str
+    now: float
+
+
+@dataclass(frozen=True)
+class LinkClosed:
+    """A device's heartbeat stream broke off."""
+
+    device_id: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A suspect was asked directly; ``failure`` says why it cannot be reached, or nothing."""
+
+    device_id: int
+    incarnation: str
+    failure: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A device said goodbye."""
+
+    device_id: int
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed."""
+
+    now: float
+
+
+@dataclass(frozen=True)
+class Created:
+    """A communicator of these devices, in rank order."""
+
+    device_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The same communicator, of those of its members that are alive."""
+
+    communicator_id: int
+
+
+@dataclass(frozen=True)
+class Started:
+    """Work was given to a communicator."""
+
+    communicator_id: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Work at this generation ended; ``failure`` says why it failed, or nothing."""
+
+    communicator_id: int
+    generation: int
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """A communicator takes no more work."""
+
+    communicator_id: int
+
+
+@dataclass(frozen=True)
+class Destroyed:
+    """A communicator is forgotten."""
+
+    communicator_id: int
+
+
+Message = (
+    Joined
+    | Beat
+    | Called
+    | LinkClosed
+    | Probed
+    | Left
+    | Tick
+    | Created
+    | Rebuilt
+    | Started
+    | Finished
+    | Finalized
+    | Destroyed
+)
+
+# ---- out: what is to be done
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Publish an event."""
+
+    kind: str
+    text: str
+    fields: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """Write this to the journal before anything is answered."""
+
+    entry: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Ask this device directly whether it lives."""
+
+    device_id: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Abort what this communicator is doing at this generation."""
+
+    communicator_id: int
+    generation: int
+    reason: str
+    members: tuple[int, ...]
+    lost_device: int = 0
+    """Whose death it is about, if it is about one."""
+
+
+Instruction = Announce | Record | Probe | Stop

@@ -1,0 +1,93 @@
+"""What a coordinator knows: the devices, the communicators, and nothing that can be derived."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hoop.errors import NotFound
+from hoop.membership.detector import DetectorConfig, Pulse
+from hoop.topology import DeviceInfo
+
+
+class Health(StrEnum):
+    """A device's state.
+
+    alive ──▶ suspect ──▶ dead        suspect: a link or a call failed, it is being asked
+      ▲──────────┘          │         dead: silent, refused, or failing
+      ▲─────────────────────┘         it may join again, as a new incarnation or after a stall
+    left: it said goodbye
+    """
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+class Outcome(StrEnum):
+    """How a communicator's latest work stands."""
+
+    IN_PROGRESS = "in_progress"
+    """Running, or nothing has run yet."""
+    SUCCESS = "success"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One device, as the coordinator sees it."""
+
+    info: DeviceInfo
+    pulse: Pulse
+    health: Health = Health.ALIVE
+    reason: str = ""
+
+    @property
+    def usable(self) -> bool:
+        return self.health in (Health.ALIVE, Health.SUSPECT)
+
+
+@dataclass(frozen=True)
+class CommunicatorState:
+    """One communicator: its members in rank order, at one generation."""
+
+    id: int
+    members: tuple[int, ...]
+    generation: int = 1
+    outcome: Outcome = Outcome.IN_PROGRESS
+    reason: str = ""
+    broken_by: int = 0
+    """The device whose death broke it; 0: none. Only a rebuild mends that."""
+    finalized: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """All of it; replaced as a whole by every step."""
+
+    config: DetectorConfig = field(default_factory=DetectorConfig)
+    members: Mapping[int, Member] = field(default_factory=dict)
+    communicators: Mapping[int, CommunicatorState] = field(default_factory=dict)
+    next_communicator: int = 1
+    last_tick: float = 0.0
+
+    def member(self, device_id: int) -> Member:
+        if device_id not in self.members:
+            raise NotFound(f"device {device_id} is unknown; known: {sorted(self.members) or 'none yet'}")
+        return self.members[device_id]
+
+    def communicator(self, communicator_id: int) -> CommunicatorState:
+        if communicator_id not in self.communicators:
+            raise NotFound(f"communicator {communicator_id} is unknown or destroyed; call CommInit for one")
+        return self.communicators[communicator_id]
+
+    def usable(self) -> list[int]:
+        """The devices that can be used, those in the fewest communicators first."""
+        load = dict.fromkeys(self.members, 0)
+        for communicator in self.communicators.values():
+            for device_id in communicator.members:
+                load[device_id] = load.get(device_id, 0) + 1
+        ready = [device_id for device_id, member in self.members.items() if member.usable]
+        return sorted(ready, key=lambda device_id: (load[device_id], device_id))

@@ -1,0 +1,92 @@
+"""A device's standing with its coordinator: it joins, sends heartbeats, and joins again when it must.
+
+The coordinator may be away: the device works on and knocks until it is back. Only the first joining
+has a deadline, because whoever started the device wants to know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from hoop.errors import HoopError
+from hoop.topology import Address, DeviceInfo
+from hoop.wire.channels import Knocking, channel_options
+from hoop.wire.convert import describe
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import Stub, translate, unreachable
+
+log = logging.getLogger("hoop")
+SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+CALL_S = 5.0
+
+
+class Attendance:
+    """Keeps a device a member."""
+
+    def __init__(self, coordinator: Address, memory: Callable[[], pb.DeviceMemory]) -> None:
+        self.coordinator = coordinator
+        self._memory = memory
+        self._channel = grpc.aio.insecure_channel(str(coordinator), options=channel_options())
+        self._stub = Stub(self._channel, SERVICE)
+        self._heartbeat_s = 0.1
+        self._task: asyncio.Task[None] | None = None
+        self.info: DeviceInfo | None = None
+
+    async def join(self, info: DeviceInfo, patience_s: float) -> DeviceInfo:
+        """Joins, knocking until a deadline; the info comes back with the id it has there."""
+        knocking = Knocking("the coordinator", self.coordinator, patience_s)
+        for pause in knocking.pauses():
+            try:
+                answer = await self._stub.Join(pb.JoinRequest(device=describe(info)), timeout=CALL_S)
+            except grpc.RpcError as error:
+                if not unreachable(error):
+                    raise translate(error, f"the coordinator at {self.coordinator}") from None
+                knocking.heard(error.details() or error.code().name)
+                await asyncio.sleep(pause)
+                continue
+            self._heartbeat_s = answer.heartbeat_s
+            self.info = dataclasses.replace(info, device_id=answer.device_id)
+            return self.info
+        raise knocking.failure()
+
+    def attend(self) -> None:
+        """Starts the heartbeats."""
+        self._task = asyncio.ensure_future(self._attend())
+
+    async def _attend(self) -> None:
+        assert self.info is not None, "a device joins before it attends"
+        pause = Knocking.FIRST_S
+        while True:
+            try:
+                async for answer in self._stub.Attend(self._beats(self.info)):
+                    pause = Knocking.FIRST_S
+                    if not answer.known:
+                        break
+                self.info = await self.join(self.info, patience_s=CALL_S)
+            except (grpc.RpcError, HoopError) as error:
+                log.debug("the coordinator is away: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, Knocking.LONGEST_S)
+
+    async def _beats(self, info: DeviceInfo) -> AsyncIterator[pb.Heartbeat]:
+        while True:
+            yield pb.Heartbeat(device_id=info.device_id, incarnation=info.incarnation, memory=self._memory())
+            await asyncio.sleep(self._heartbeat_s)
+
+    async def leave(self) -> None:
+        """Says goodbye, if there is anybody to say it to."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.info is not None:
+            request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation)
+            try:
+                await self._stub.Leave(request, timeout=1.0)
+            except grpc.RpcError as error:
+                log.debug("nobody to say goodbye to: %s", error.details())
+        await self._channel.close(None)

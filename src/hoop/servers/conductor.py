@@ -1,0 +1,121 @@
+"""Gives communicators their work: in order on each, side by side on different ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import groupby
+
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.membership import messages as m
+from hoop.membership.state import CommunicatorState
+from hoop.servers.coordinator import Coordinator
+from hoop.servers.drivers import relay, stepped
+from hoop.servers.launching import launch, seat
+from hoop.servers.runner import MAX_OPERATIONS, MAX_TIMEOUT_S
+from hoop.servers.work import Work
+from hoop.wire.generated import hoop_pb2 as pb
+
+SEAT_S = 5.0
+Reports = list[pb.OperationReport]
+
+
+class Conductor:
+    """Creates communicators and runs operations on them."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    # ---- communicators
+
+    async def create(self, device_ids: Sequence[int], count: int = 0) -> CommunicatorState:
+        """A communicator of exactly these devices, or of ``count`` that are alive."""
+        if not device_ids:
+            usable = self._coordinator.state.usable()
+            if count > len(usable):
+                raise FailedPrecondition(
+                    f"devices: {count} were asked for, {len(usable)} are alive; "
+                    f"start more with: hoop device --join {self._coordinator.address}"
+                )
+            device_ids = sorted(usable[:count])
+        state = self._coordinator.apply(m.Created(tuple(device_ids)))
+        return await self._seat(state.communicator(state.next_communicator - 1))
+
+    async def rebuild(self, communicator_id: int) -> CommunicatorState:
+        state = self._coordinator.apply(m.Rebuilt(communicator_id))
+        return await self._seat(state.communicator(communicator_id))
+
+    async def _seat(self, one: CommunicatorState) -> CommunicatorState:
+        calls = [
+            self._coordinator.call(
+                device_id, "Seat", pb.SeatRequest(seat=seat(self._coordinator, one, rank)), SEAT_S
+            )
+            for rank, device_id in enumerate(one.members)
+        ]
+        await asyncio.gather(*calls)
+        return one
+
+    async def finalize(self, communicator_id: int) -> None:
+        """No more work from now on; returns when what is queued is done."""
+        self._coordinator.apply(m.Finalized(communicator_id))
+        async with self._turns[communicator_id]:
+            pass
+
+    async def destroy(self, communicator_id: int) -> None:
+        await self.finalize(communicator_id)
+        self._coordinator.apply(m.Destroyed(communicator_id))
+        self._turns.pop(communicator_id, None)
+
+    # ---- work
+
+    def check(self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0) -> None:
+        """Raises what is wrong with this work, naming the operation, before anything moves."""
+        one = self._coordinator.state.communicator(communicator_id)
+        if one.finalized:
+            raise FailedPrecondition(f"communicator {communicator_id} is finalized: it takes no more work")
+        if one.broken_by:
+            raise FailedPrecondition(f"communicator {communicator_id}: {one.reason}")
+        if len(works) > MAX_OPERATIONS:
+            raise InvalidArgument(f"operations: {len(works)} is more than {MAX_OPERATIONS}")
+        if not 0 <= timeout <= MAX_TIMEOUT_S:  # also refuses NaN
+            raise InvalidArgument(f"timeout_s: {timeout} is not in 0..{MAX_TIMEOUT_S:g}")
+        for index, work in enumerate(works, start=1):
+            try:
+                work.check(self._coordinator.state, one)
+            except HoopError as error:
+                where = f"operation {index} of {len(works)}: " if len(works) > 1 else ""
+                raise type(error)(f"{where}{error}") from None
+
+    async def run(self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0) -> Reports:
+        """Runs the works in order; they go on even if nobody waits for them any more."""
+        self.check(communicator_id, works, timeout)
+        return await asyncio.shield(self.begin(communicator_id, works, timeout))
+
+    def begin(
+        self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0
+    ) -> asyncio.Task[Reports]:
+        """Queues checked work: the communicator is in progress when this returns."""
+        self._coordinator.apply(m.Started(communicator_id))
+        return self._coordinator.in_background(self._perform(communicator_id, works, timeout))
+
+    async def _perform(self, communicator_id: int, works: Sequence[Work], timeout: float) -> Reports:
+        async with self._turns[communicator_id]:
+            one = self._coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
+            reports: Reports = []
+            try:
+                for driver, batch in groupby(works, key=lambda work: work.driver):
+                    reports += await self._drive(one, driver, list(batch), timeout)
+            except HoopError as error:
+                self._coordinator.apply(m.Finished(one.id, one.generation, str(error)))
+                raise
+            self._coordinator.apply(m.Finished(one.id, one.generation))
+            return reports
+
+    async def _drive(self, one: CommunicatorState, driver: str, works: list[Work], timeout: float) -> Reports:
+        timeout = timeout or self._coordinator.config.timeout_s
+        if driver == "devices":
+            return await launch(self._coordinator, one, works, timeout)
+        drive = {"stepped": stepped, "relay": relay}[driver]
+        return [await drive(self._coordinator, one, work, timeout) for work in works]

@@ -1,0 +1,183 @@
+"""The coordinator: knows who is in, watches them, and starts what they do together.
+
+It decides nothing itself: every happening goes through ``membership.step``, and what that returns is
+done here (journal, events, probes, aborts). No data passes through it but the lab's Memcpy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from hoop.errors import PeerLost
+from hoop.events import EventLog
+from hoop.membership import messages as m
+from hoop.membership.detector import DetectorConfig
+from hoop.membership.journal import Journal
+from hoop.membership.state import State
+from hoop.membership.step import step
+from hoop.servers.serving import check_exposure, serve
+from hoop.topology import Address
+from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import Stub, translate, unreachable
+
+DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
+PROBE_S = 0.5
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """How a coordinator is set up."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    journal: Path | None = None
+    count_unit: str = "bytes"
+    """What ``count`` means in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
+    timeout_s: float = 60.0
+    """How long an operation may take, where the caller does not say."""
+    detector: DetectorConfig = field(default_factory=DetectorConfig)
+    max_message: int = MAX_MESSAGE_BYTES
+    insecure: bool = False
+
+
+class Coordinator:
+    """The coordinator's state, its devices, and the loop that watches them."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        check_exposure(Address(config.host, config.port), config.insecure)
+        self.config = config
+        self.address = Address(config.host, config.port)
+        self.events = EventLog()
+        self.memory: dict[int, pb.DeviceMemory] = {}
+        now = time.monotonic()
+        self._journal = Journal(config.journal, config.detector, now) if config.journal else None
+        self.state = self._journal.state if self._journal else State(config.detector, last_tick=now)
+        self.stops: dict[tuple[int, int], asyncio.Event] = {}
+        """Set when a communicator's generation must stop what it does."""
+        self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: grpc.aio.Server | None = None
+
+    # ---- the state machine's hands
+
+    def apply(self, message: m.Message) -> State:
+        """One step, and what it asks for. Raises what the rules raise, with nothing changed."""
+        state, instructions = step(self.state, message)
+        for instruction in instructions:
+            if isinstance(instruction, m.Record) and self._journal is not None:
+                self._journal.append(instruction.entry)
+        self.state = state
+        for instruction in instructions:
+            match instruction:
+                case m.Announce(kind, text, fields):
+                    self.events.publish(kind, text, **fields)
+                case m.Probe(device_id):
+                    self.in_background(self._probe(device_id))
+                case m.Stop():
+                    if event := self.stops.get((instruction.communicator_id, instruction.generation)):
+                        event.set()
+                    self.in_background(self.abort(instruction))
+        return state
+
+    async def _probe(self, device_id: int) -> None:
+        """Asks a suspect directly. A refused connection is proof; a slow answer is the lease's business."""
+        info = self.state.members[device_id].info
+        failure = ""
+        try:
+            _, writer = await asyncio.wait_for(
+                asyncio.open_connection(info.address.host, info.address.port), PROBE_S
+            )
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        except TimeoutError:
+            return
+        except OSError as error:
+            failure = f"{info.address} refuses connections ({error.strerror or error})"
+        self.apply(m.Probed(device_id, info.incarnation, failure))
+
+    async def abort(self, stop: m.Stop) -> None:
+        """Tells every member that still lives to stop; returns when they have been told."""
+        members = [device_id for device_id in stop.members if self.state.members[device_id].usable]
+        request = pb.AbortRequest(
+            communicator_id=stop.communicator_id,
+            generation=stop.generation,
+            reason=stop.reason,
+            lost_device=stop.lost_device,
+        )
+        calls = (self.device(device_id).Abort(request, timeout=2.0) for device_id in members)
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    # ---- devices
+
+    def device(self, device_id: int) -> Stub:
+        """The services of a device, on a channel that is kept while the device lives."""
+        info = self.state.member(device_id).info
+        known = self._channels.get(device_id)
+        if known is not None and known[0] == info.incarnation:
+            return known[2]
+        if known is not None:
+            self.in_background(known[1].close(None))
+        channel = grpc.aio.insecure_channel(
+            str(info.address), options=channel_options(self.config.max_message + 65536)
+        )
+        stub = Stub(channel, DEVICE)
+        self._channels[device_id] = (info.incarnation, channel, stub)
+        return stub
+
+    async def call(self, device_id: int, method: str, request: Any, timeout: float) -> Any:
+        """One call to a device; how it goes is evidence of the device's health."""
+        member = self.state.member(device_id)
+        if not member.usable:
+            raise PeerLost(f"{member.info} is {member.health}: {member.reason}")
+        try:
+            answer = await getattr(self.device(device_id), method)(request, timeout=timeout)
+        except grpc.RpcError as error:
+            if unreachable(error):
+                failure = error.details() or error.code().name
+                self.apply(m.Called(device_id, failure, time.monotonic()))
+                raise PeerLost(f"{member.info} was lost during {method}: {failure}") from None
+            raise translate(error, f"device {device_id}") from None
+        self.apply(m.Called(device_id, "", time.monotonic()))
+        return answer
+
+    # ---- life
+
+    async def start(self, services: tuple[Any, ...]) -> Address:
+        self._server, self.address = await serve(self.address, services, self.config.max_message)
+        self.in_background(self._watch())
+        self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
+        return self.address
+
+    async def _watch(self) -> None:
+        while True:
+            self.apply(m.Tick(time.monotonic()))
+            await asyncio.sleep(self.config.detector.heartbeat_s)
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for _, channel, _ in self._channels.values():
+            await channel.close(None)
+        if self._journal is not None:
+            self._journal.close()

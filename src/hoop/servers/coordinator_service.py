@@ -1,0 +1,136 @@
+"""hoop.v1.Coordinator: joining, health, communicators, collectives, events."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+
+from hoop.errors import MembershipChanged
+from hoop.events import Event
+from hoop.membership import messages as m
+from hoop.membership.state import CommunicatorState, Member
+from hoop.servers.conductor import Conductor
+from hoop.servers.coordinator import Coordinator
+from hoop.servers.copying import copy
+from hoop.servers.groups import Groups
+from hoop.servers.work import Work
+from hoop.wire.convert import describe, device_info, event_message
+from hoop.wire.generated import hoop_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+
+
+class CoordinatorService:
+    """Answers Hoop's own calls to a coordinator."""
+
+    def __init__(self, coordinator: Coordinator, conductor: Conductor, groups: Groups) -> None:
+        self._coordinator = coordinator
+        self._conductor = conductor
+        self._groups = groups
+
+    # ---- devices
+
+    async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
+        info = device_info(request.device)
+        state = self._coordinator.apply(m.Joined(info, time.monotonic()))
+        device_id = info.device_id or max(state.members)
+        detector = self._coordinator.config.detector
+        return pb.JoinResponse(
+            device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s
+        )
+
+    async def attend(self, beats: AsyncIterator[pb.Heartbeat]) -> AsyncIterator[pb.HeartbeatAnswer]:
+        last: pb.Heartbeat | None = None
+        try:
+            async for beat in beats:
+                last = beat
+                try:
+                    self._coordinator.apply(m.Beat(beat.device_id, beat.incarnation, time.monotonic()))
+                except MembershipChanged:
+                    yield pb.HeartbeatAnswer(known=False)
+                    return
+                self._coordinator.memory[beat.device_id] = beat.memory
+        finally:
+            if last is not None:
+                self._coordinator.apply(m.LinkClosed(last.device_id, last.incarnation))
+
+    async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
+        self._coordinator.apply(m.Left(request.device_id, request.incarnation))
+        return pb.LeaveResponse()
+
+    # ---- what is going on
+
+    async def get_status(self, _: pb.GetStatusRequest) -> pb.GetStatusResponse:
+        state = self._coordinator.state
+        return pb.GetStatusResponse(
+            address=str(self._coordinator.address),
+            pid=os.getpid(),
+            devices=[self._member(state.members[device_id]) for device_id in sorted(state.members)],
+            communicators=[self._communicator(one) for one in state.communicators.values()],
+        )
+
+    def _member(self, member: Member) -> pb.Member:
+        return pb.Member(
+            device=describe(member.info),
+            state=str(member.health),
+            reason=member.reason,
+            memory=self._coordinator.memory.get(member.info.device_id)
+            or pb.DeviceMemory(capacity=member.info.capacity),
+            silent_s=max(0.0, time.monotonic() - member.pulse.last_beat),
+        )
+
+    def _communicator(self, one: CommunicatorState) -> pb.Communicator:
+        members = [describe(self._coordinator.state.members[device_id].info) for device_id in one.members]
+        return pb.Communicator(
+            id=one.id, generation=one.generation, members=members, status=str(one.outcome), reason=one.reason
+        )
+
+    async def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.Event]:
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+        unsubscribe = self._coordinator.events.subscribe(queue.put_nowait)
+        try:
+            last = request.after
+            for event in self._coordinator.events.after(request.after):
+                last = event.sequence
+                yield event_message(event)
+            while request.follow:
+                event = await queue.get()
+                if event.sequence > last:
+                    yield event_message(event)
+        finally:
+            unsubscribe()
+
+    # ---- communicators
+
+    async def create_communicator(self, request: pb.CreateCommunicatorRequest) -> pb.CommunicatorResponse:
+        one = await self._conductor.create(tuple(request.device_ids), request.devices)
+        return pb.CommunicatorResponse(communicator=self._communicator(one))
+
+    async def get_communicator(self, request: pb.GetCommunicatorRequest) -> pb.CommunicatorResponse:
+        one = self._coordinator.state.communicator(request.id)
+        return pb.CommunicatorResponse(communicator=self._communicator(one))
+
+    async def rebuild_communicator(self, request: pb.RebuildCommunicatorRequest) -> pb.CommunicatorResponse:
+        one = await self._conductor.rebuild(request.id)
+        return pb.CommunicatorResponse(communicator=self._communicator(one))
+
+    async def destroy_communicator(
+        self, request: pb.DestroyCommunicatorRequest
+    ) -> pb.DestroyCommunicatorResponse:
+        self._groups.forget(request.id)
+        await self._conductor.destroy(request.id)
+        return pb.DestroyCommunicatorResponse()
+
+    async def run(self, request: pb.RunRequest) -> pb.RunResponse:
+        works = [
+            Work(one.operation, dict(one.operands), one.driver or "devices") for one in request.operations
+        ]
+        return pb.RunResponse(
+            reports=await self._conductor.run(request.communicator_id, works, request.timeout_s)
+        )
+
+    async def copy(self, request: pb.CopyRequest) -> pb.CopyResponse:
+        await copy(self._coordinator, request)
+        return pb.CopyResponse()

@@ -1,0 +1,114 @@
+"""A device: an arena, its data links, and the services that let others use them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from hoop.errors import HoopError
+from hoop.memory import Arena
+from hoop.memory.arena import default_directory
+from hoop.servers import device_service, lab_device
+from hoop.servers.attendance import Attendance
+from hoop.servers.runner import Runner
+from hoop.servers.serving import check_exposure, serve
+from hoop.servers.streams import StreamTable
+from hoop.topology import Address, DeviceInfo
+from hoop.transport import open_transport
+from hoop.wire.channels import MAX_MESSAGE_BYTES
+from hoop.wire.rpc import handlers
+
+ID_LABEL = "device_id"
+"""Under this label an arena remembers whose memory it is, so that a restarted device gets its id again."""
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    """How a device is set up."""
+
+    coordinator: Address
+    memory: int = 256 * 1024 * 1024
+    host: str = "127.0.0.1"
+    port: int = 0
+    arena: Path | None = None
+    """A file that outlives the device; None: one that is deleted with it."""
+    device_id: int = 0
+    """0: what the arena remembers, else what the coordinator chooses."""
+    advertise: Address | None = None
+    """Where others reach its services, when that is not where it listens (a proxy, a NAT)."""
+    advertise_data: Address | None = None
+    patience_s: float = 30.0
+    max_message: int = MAX_MESSAGE_BYTES
+    insecure: bool = False
+
+
+class DeviceServer:
+    """A running device."""
+
+    def __init__(self, config: DeviceConfig) -> None:
+        check_exposure(Address(config.host, config.port), config.insecure)
+        self.config = config
+        self._keeps_arena = config.arena is not None
+        incarnation = secrets.token_hex(8)
+        path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
+        self._arena = Arena.open_or_create(path, config.memory)
+        self._transport = open_transport(f"tcp://{Address(config.host, 0)}")
+        self._runner = Runner(self._arena, self._transport)
+        self._streams = StreamTable(self._arena)
+        self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams)
+        self._service = device_service.DeviceService(self._arena, self._runner, self._streams)
+        self._attendance = Attendance(config.coordinator, self._service.memory)
+        self._server: grpc.aio.Server | None = None
+        self._info = DeviceInfo(
+            device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
+            address=Address(config.host, config.port),
+            data_address=config.advertise_data or self._transport.address,
+            min_address=self._arena.min_address,
+            max_address=self._arena.max_address,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            incarnation=incarnation,
+        )
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self._info
+
+    async def start(self) -> DeviceInfo:
+        """Serves, joins, and sends heartbeats from then on; on failure nothing is left behind."""
+        try:
+            self._service.info = self._info
+            services = (
+                handlers(lab_device.SERVICE, self._lab),
+                handlers(device_service.SERVICE, self._service),
+            )
+            self._server, address = await serve(self._info.address, services, self.config.max_message)
+            info = dataclasses.replace(self._info, address=self.config.advertise or address)
+            self._service.info = info
+            self._info = await self._attendance.join(info, self.config.patience_s)
+        except (HoopError, asyncio.CancelledError):
+            await self.stop()
+            raise
+        self._service.info = self._info
+        self._lab.device_id = self._info.device_id
+        if self._keeps_arena:
+            self._arena.set_label(ID_LABEL, str(self._info.device_id))
+        self._attendance.attend()
+        return self._info
+
+    async def stop(self) -> None:
+        """Leaves, ends what is under way, and gives everything back."""
+        await self._attendance.leave()
+        self._transport.close()
+        await self._lab.close()
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+        await asyncio.to_thread(self._runner.close)
+        self._arena.close(delete=not self._keeps_arena)

@@ -1,0 +1,100 @@
+"""hoop.v1.Device: memory by name, streamed copies, and the coordinator's launches."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from hoop.errors import InvalidArgument, PeerLost
+from hoop.memory import Arena, Buffer
+from hoop.servers.runner import Runner, locate
+from hoop.servers.streams import StreamTable
+from hoop.topology import DeviceInfo
+from hoop.wire.channels import STREAM_CHUNK_BYTES
+from hoop.wire.convert import describe
+from hoop.wire.generated import hoop_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
+
+
+class DeviceService:
+    """Answers Hoop's own calls to a device."""
+
+    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable) -> None:
+        self._arena = arena
+        self._runner = runner
+        self._streams = streams
+        self.info: DeviceInfo | None = None
+
+    def memory(self) -> pb.DeviceMemory:
+        arena = self._arena
+        return pb.DeviceMemory(capacity=arena.capacity, used=arena.used, buffers=len(arena.buffers()))
+
+    async def describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:
+        assert self.info is not None, "the service starts after the device knows itself"
+        return pb.DescribeResponse(
+            device=describe(self.info), memory=self.memory(), open_streams=self._streams.open
+        )
+
+    async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
+        buffer = self._arena.allocate(
+            request.name, request.bytes, request.alignment or 64, reuse=request.reuse
+        )
+        return pb.AllocateResponse(buffer=_message(buffer))
+
+    async def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
+        self._arena.free(request.name)
+        return pb.FreeResponse()
+
+    async def list_buffers(self, _: pb.ListBuffersRequest) -> pb.ListBuffersResponse:
+        return pb.ListBuffersResponse(buffers=[_message(buffer) for buffer in self._arena.buffers()])
+
+    async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
+        place: pb.Location | None = None
+        written = 0
+        async for request in requests:
+            if place is None:
+                place = request.location
+            elif request.HasField("location"):
+                raise InvalidArgument("location: only the first message of a Write names it")
+            at = pb.Location()
+            at.CopyFrom(place)
+            at.offset += written
+            self._arena.write(locate(self._arena, at, len(request.data)), request.data)
+            written += len(request.data)
+        if place is None:
+            raise InvalidArgument("location: the stream ended before its first message")
+        return pb.WriteResponse(bytes=written)
+
+    async def read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
+        address = locate(self._arena, request.location, request.bytes)
+        view = self._arena.view(address, request.bytes)
+        for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
+            yield pb.ReadResponse(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
+
+    async def seat(self, request: pb.SeatRequest) -> pb.SeatResponse:
+        self._runner.seat(request.seat)
+        return pb.SeatResponse()
+
+    async def launch(self, request: pb.LaunchRequest) -> pb.LaunchResponse:
+        reports = await self._runner.launch(request)
+        return pb.LaunchResponse(
+            reports=[
+                pb.OperationReport(
+                    seconds=report.seconds,
+                    messages_sent=report.messages_sent,
+                    bytes_sent=report.bytes_sent,
+                    algorithm=report.algorithm,
+                )
+                for report in reports
+            ]
+        )
+
+    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+        self._runner.abort(request.communicator_id, request.generation, PeerLost(request.reason))
+        if request.lost_device:
+            self._streams.lose(request.lost_device, request.reason)
+        return pb.AbortResponse()
+
+
+def _message(buffer: Buffer) -> pb.Buffer:
+    return pb.Buffer(name=buffer.name, address=buffer.address, bytes=buffer.size)

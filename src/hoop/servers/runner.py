@@ -1,0 +1,207 @@
+"""A device's part in collectives: its seats in communicators, and the launches it runs.
+
+coordinator ── Seat ────▶ (1) remembered: rank, generation, who the others are
+coordinator ── Launch ──▶ (2) every operand is checked, then all operations run on a thread of
+                          their own, chunks going device to device; one answer at the end
+coordinator ── Abort ───▶ (3) the links of that generation close, the thread comes back at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.communicator import Communicator, Report
+from hoop.collectives.reduction import Array
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged
+from hoop.memory import Arena
+from hoop.servers.work import operation_from
+from hoop.topology import DeviceInfo
+from hoop.transport import Transport
+from hoop.wire.convert import device_info
+from hoop.wire.generated import hoop_pb2 as pb
+
+MAX_TIMEOUT_S = 3600.0
+MAX_OPERATIONS = 1024
+
+
+@dataclass
+class Seat:
+    """This device's rank in a communicator, at one generation."""
+
+    generation: int
+    rank: int
+    members: tuple[DeviceInfo, ...]
+    communicator: Communicator | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    operation: Operation
+    source: Array
+    destination: Array
+    round: int | None
+
+
+class Runner:
+    """Runs what the coordinator launches."""
+
+    def __init__(self, arena: Arena, transport: Transport) -> None:
+        self._arena = arena
+        self._transport = transport
+        self._seats: dict[int, Seat] = {}
+        # A thread a communicator that is at work: one that waits for its peers must not hold up another.
+        self._threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="hoop-launch")
+
+    # ---- (1)
+
+    def seat(self, message: pb.Seat) -> Seat:
+        known = self._seats.get(message.communicator_id)
+        if known is not None and known.generation == message.generation:
+            return known
+        if known is not None and known.generation > message.generation:
+            raise MembershipChanged(
+                f"communicator {message.communicator_id} is at generation {known.generation} here, "
+                f"{message.generation} is over"
+            )
+        if not message.communicator_id or message.rank >= len(message.members):
+            raise InvalidArgument(f"seat: rank {message.rank} of {len(message.members)} members is no seat")
+        self._vacate(message.communicator_id)
+        seat = Seat(message.generation, message.rank, tuple(map(device_info, message.members)))
+        self._seats[message.communicator_id] = seat
+        return seat
+
+    def _vacate(self, communicator_id: int) -> None:
+        old = self._seats.pop(communicator_id, None)
+        if old is not None and old.communicator is not None:
+            old.communicator.close()
+
+    def member(self, rank: int, communicator_id: int = 0) -> DeviceInfo:
+        """Who has this rank, in that communicator or in this device's newest."""
+        if communicator_id and communicator_id not in self._seats:
+            raise FailedPrecondition(f"commId: this device is not in communicator {communicator_id}")
+        if not self._seats:
+            raise FailedPrecondition(
+                "this device is in no communicator yet, so ranks mean nothing: call CommInit"
+            )
+        seat = self._seats[communicator_id] if communicator_id else list(self._seats.values())[-1]
+        if rank >= len(seat.members):
+            raise InvalidArgument(f"rank: {rank} is not in 0..{len(seat.members) - 1}")
+        return seat.members[rank]
+
+    def device_at(self, rank: int) -> int:
+        """The device of this rank in the newest communicator that has one, or 0."""
+        for seat in reversed(list(self._seats.values())):
+            if rank < len(seat.members):
+                return seat.members[rank].device_id
+        return 0
+
+    # ---- (2)
+
+    async def launch(self, request: pb.LaunchRequest) -> list[Report]:
+        if not 0 < request.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
+            raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
+        if len(request.operations) > MAX_OPERATIONS:
+            raise InvalidArgument(f"operations: {len(request.operations)} is more than {MAX_OPERATIONS}")
+        seat = self.seat(request.seat)
+        communicator = seat.communicator = seat.communicator or Communicator(
+            self._transport.endpoint(
+                request.seat.communicator_id,
+                seat.generation,
+                seat.rank,
+                [member.data_address for member in seat.members],
+            )
+        )
+        total = len(request.operations)
+        jobs = []
+        for index, message in enumerate(request.operations, start=1):
+            with_name = f"operation {index} of {total}" if total > 1 else ""
+            try:
+                job = self._job(message, communicator)
+                communicator.check(job.operation, job.source, job.destination)
+            except HoopError as error:
+                raise _in(with_name, error) from error
+            jobs.append(job)
+        loop = asyncio.get_running_loop()
+        try:
+            reports = await loop.run_in_executor(
+                self._threads, _run_all, communicator, jobs, request.timeout_s
+            )
+        except HoopError:
+            # The links may hold half a message: whoever is at the other end must not wait for the rest.
+            self._leave(request.seat.communicator_id, seat)
+            raise
+        if request.release:
+            self._leave(request.seat.communicator_id, seat)
+        return reports
+
+    def _leave(self, communicator_id: int, seat: Seat) -> None:
+        if self._seats.get(communicator_id) is seat:
+            self._vacate(communicator_id)
+
+    def _job(self, message: pb.LaunchOperation, communicator: Communicator) -> _Job:
+        operation = operation_from(message.operation)
+        size, rank = communicator.size, communicator.rank
+        operation.check(size)
+        wanted = operation.extents(size, rank)
+        operand = message.operand
+        destination = operand.destination if operand.HasField("destination") else operand.source
+        places = (operand.source if operand.HasField("source") else destination, destination)
+        source, into = (
+            self._locate(place, operation, count) for place, count in zip(places, wanted, strict=True)
+        )
+        round_index = message.round if message.HasField("round") else None
+        rounds = len(operation.plan(size, rank).rounds)
+        if round_index is not None and round_index >= rounds:
+            raise InvalidArgument(f"round: {round_index} is not in 0..{rounds - 1}")
+        return _Job(operation, source, into, round_index)
+
+    def _locate(self, place: pb.Location, operation: Operation, count: int) -> Array:
+        size = count * operation.dtype.itemsize
+        if not count and not place.WhichOneof("base"):
+            return self._arena.array(self._arena.min_address, operation.dtype, 0)
+        return self._arena.array(locate(self._arena, place, size), operation.dtype, count)
+
+    # ---- (3)
+
+    def abort(self, communicator_id: int, generation: int, error: HoopError) -> None:
+        seat = self._seats.get(communicator_id)
+        if seat is None or seat.generation != generation:
+            return
+        if seat.communicator is not None:
+            seat.communicator.endpoint.abort(error)
+        self._leave(communicator_id, seat)
+
+    def close(self) -> None:
+        for communicator_id in list(self._seats):
+            self._vacate(communicator_id)
+        self._threads.shutdown(wait=True)
+
+
+def locate(arena: Arena, place: pb.Location, size: int) -> int:
+    """The absolute address of ``size`` bytes at a place, checked."""
+    match place.WhichOneof("base"):
+        case "address":
+            address = place.address + place.offset
+            arena.check(address, size)
+            return address
+        case "buffer":
+            return arena.resolve(place.buffer, place.offset, size)
+        case _:
+            raise InvalidArgument("location: neither an address nor a buffer")
+
+
+def _run_all(communicator: Communicator, jobs: list[_Job], timeout: float) -> list[Report]:
+    reports = []
+    for index, job in enumerate(jobs, start=1):
+        try:
+            reports.append(communicator.run(job.operation, job.source, job.destination, timeout, job.round))
+        except HoopError as error:
+            raise _in(f"operation {index} of {len(jobs)}" if len(jobs) > 1 else "", error) from error
+    return reports
+
+
+def _in(where: str, error: HoopError) -> HoopError:
+    return type(error)(f"{where}: {error}") if where else error
