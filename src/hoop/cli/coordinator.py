@@ -1,0 +1,80 @@
+"""``hoop coordinator``: a coordinator alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.config import parse_duration
+from hoop.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hoop.servers.coordinator import CoordinatorConfig
+
+_UNITS = ("bytes", "elements")
+
+
+def configure(
+    host: str, port: int, count_unit: str, lease: str, timeout: str, journal: Path | None, insecure: bool
+) -> CoordinatorConfig:
+    """A coordinator's configuration from its options, checked."""
+    from hoop.membership.detector import DetectorConfig
+    from hoop.servers.coordinator import CoordinatorConfig
+
+    if count_unit not in _UNITS:
+        raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(_UNITS)}")
+    seconds = parse_duration(timeout, "--timeout")
+    if not seconds:
+        raise InvalidArgument("--timeout: an operation needs more than 0 s")
+    return CoordinatorConfig(
+        host=host,
+        port=port,
+        journal=journal,
+        count_unit=count_unit,
+        timeout_s=seconds,
+        detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
+        insecure=insecure,
+    )
+
+
+def coordinator(
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 0,
+    address_file: options.AddressFile = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Remember devices and communicators here, across restarts.")
+    ] = None,
+    count_unit: options.CountUnit = "bytes",
+    lease: options.Lease = "1.5s",
+    timeout: options.Timeout = "60s",
+    insecure: options.Insecure = False,
+    json: options.Json = False,
+) -> None:
+    """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
+    from hoop.cli.running import Stopping
+    from hoop.servers.assembly import CoordinatorServer
+    from hoop.servers.serving import write_address_file
+
+    config = configure(host, port, count_unit, lease, timeout, journal, insecure)
+
+    async def run() -> None:
+        stopping = Stopping()
+        server = CoordinatorServer(config)
+        server.coordinator.events.subscribe(lambda event: typer.echo(event.text, err=True))
+        try:
+            address = await server.start()
+            if address_file is not None:
+                write_address_file(address_file, address)
+            typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
+            await stopping.wait()
+        finally:
+            await server.stop()
+            if address_file is not None:
+                address_file.unlink(missing_ok=True)
+
+    asyncio.run(run())

@@ -1,0 +1,83 @@
+"""``hoop device``: one device that joins a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.config import parse_duration, parse_size
+from hoop.topology import Address
+
+
+def device(
+    join: Annotated[str, typer.Option(envvar="HOOP_COORDINATOR", help="The coordinator to join, host:port.")],
+    memory: options.Memory = "256MiB",
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 0,
+    arena: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep this device's memory in this file: a restart on it finds id and buffers again."
+        ),
+    ] = None,
+    id: Annotated[  # noqa: A002 - the option's name
+        int, typer.Option(min=0, help="This device's id; 0: what the arena remembers, or a new one.")
+    ] = 0,
+    address_file: options.AddressFile = None,
+    advertise: Annotated[
+        str | None, typer.Option(help="Where others reach this device, if not where it listens.")
+    ] = None,
+    advertise_data: Annotated[
+        str | None, typer.Option(help="Where others reach its data links, if not where it listens.")
+    ] = None,
+    patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
+    insecure: options.Insecure = False,
+    json: options.Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+    ] = False,
+) -> None:
+    """Start one device and join it to a coordinator, at any time; Ctrl-C or SIGTERM makes it leave."""
+    from hoop.cli.running import Stopping
+    from hoop.servers.device import DeviceConfig, DeviceServer
+    from hoop.servers.serving import write_address_file
+
+    config = DeviceConfig(
+        coordinator=Address.parse(join, "--join"),
+        memory=parse_size(memory, "--memory"),
+        host=host,
+        port=port,
+        arena=arena,
+        device_id=id,
+        advertise=Address.parse(advertise, "--advertise") if advertise else None,
+        advertise_data=Address.parse(advertise_data, "--advertise-data") if advertise_data else None,
+        patience_s=parse_duration(patience, "--patience"),
+        insecure=insecure,
+    )
+
+    async def run() -> None:
+        stopping = Stopping(leave_with_stdin)
+        server = DeviceServer(config)
+        if not await stopping.unless(asyncio.ensure_future(server.start())):
+            return
+        info = server.info
+        try:
+            if address_file is not None:
+                write_address_file(address_file, info.address)
+            if json:
+                typer.echo(json_module.dumps({"device": info.device_id, "address": str(info.address)}))
+            elif not quiet:
+                typer.echo(f"device {info.device_id} {info.address}")
+            await stopping.wait()
+        finally:
+            await server.stop()
+            if address_file is not None:
+                address_file.unlink(missing_ok=True)
+
+    asyncio.run(run())

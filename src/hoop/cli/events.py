@@ -1,0 +1,35 @@
+"""``hoop events``: what happened, and what happens."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+
+
+def events(
+    coordinator: options.CoordinatorAddress,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep on until Ctrl-C.")] = False,
+    after: Annotated[int, typer.Option(min=0, help="Only events numbered higher than this.")] = 0,
+    json: options.Json = False,
+) -> None:
+    """Show a coordinator's events: devices that join, fall silent, die; communicators; failures."""
+    import hoop
+
+    with hoop.connect(coordinator) as cluster:
+        for event in cluster.events(after, follow):
+            if json:
+                plain = {
+                    "sequence": event.sequence,
+                    "time": event.time,
+                    "kind": event.kind,
+                    "text": event.text,
+                }
+                typer.echo(json_module.dumps({**plain, "fields": dict(event.fields)}))
+            else:
+                clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+                typer.echo(f"{event.sequence:>5} {clock} {event.kind:<22} {event.text}")

@@ -1,0 +1,55 @@
+"""``hoop``: the commands, and what becomes of an error.
+
+Exit codes: 0 done · 1 a bug · 2 a mistake in what was asked · 3 a peer failed or did not answer · 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hoop import __version__
+from hoop.cli import coordinator, device, events, status, up
+from hoop.errors import HoopError, PeerError, UserError
+
+app = typer.Typer(
+    name="hoop",
+    help="Train a PyTorch model across whatever devices you have; no failure changes what comes out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(up.up)
+app.command()(coordinator.coordinator)
+app.command()(device.device)
+app.command()(status.status)
+app.command()(events.events)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hoop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except HoopError as error:
+        typer.echo(f"hoop: {error}", err=True)
+        sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, PeerError) else 1)

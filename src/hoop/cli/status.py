@@ -1,0 +1,116 @@
+"""``hoop status``: who is in, how they are, what they are doing."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hoop.cli import options
+from hoop.config import format_size, parse_duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hoop.wire.generated import hoop_pb2 as pb
+
+_COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
+
+
+def status(
+    coordinator: options.CoordinatorAddress,
+    patience: Annotated[str, typer.Option(help="How long to knock before giving up.")] = "5s",
+    json: options.Json = False,
+) -> None:
+    """Show the devices and communicators of a running coordinator."""
+    import hoop
+
+    with hoop.connect(coordinator, patience=parse_duration(patience, "--patience")) as cluster:
+        found = cluster.status()
+    if json:
+        typer.echo(json_module.dumps(as_plain(found)))
+    else:
+        _print(found)
+
+
+def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
+    """The status as JSON-able values."""
+    return {
+        "coordinator": {"address": found.address, "pid": found.pid},
+        "devices": [
+            {
+                "id": member.device.device_id,
+                "pid": member.device.pid,
+                "host": member.device.host,
+                "address": member.device.address,
+                "data_address": member.device.data_address,
+                "state": member.state,
+                "reason": member.reason,
+                "silent_s": round(member.silent_s, 3),
+                "min_address": member.device.min_address,
+                "max_address": member.device.max_address,
+                "memory": {
+                    "capacity": member.memory.capacity,
+                    "used": member.memory.used,
+                    "buffers": member.memory.buffers,
+                },
+            }
+            for member in found.devices
+        ],
+        "communicators": [
+            {
+                "id": one.id,
+                "generation": one.generation,
+                "devices": [member.device_id for member in one.members],
+                "status": one.status,
+                "reason": one.reason,
+            }
+            for one in found.communicators
+        ],
+    }
+
+
+def _print(found: pb.GetStatusResponse) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"coordinator {found.address} (pid {found.pid})", highlight=False)
+    rows = [
+        {
+            "device": str(member.device.device_id),
+            "state": f"[{_COLOURS[member.state]}]{member.state}[/]",
+            "memory": f"{format_size(member.memory.used)} of {format_size(member.memory.capacity)}",
+            "buffers": str(member.memory.buffers),
+            "address": member.device.address,
+            "pid": f"{member.device.pid}@{member.device.host}",
+            "why": member.reason,
+        }
+        for member in found.devices
+    ]
+    console.print(_table(rows) if rows else "no devices yet")
+    rows = [
+        {
+            "communicator": str(one.id),
+            "generation": str(one.generation),
+            "devices": " ".join(str(member.device_id) for member in one.members),
+            "status": one.status,
+            "why": one.reason,
+        }
+        for one in found.communicators
+    ]
+    console.print(_table(rows) if rows else "no communicators")
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
+    """A table of the columns that say something."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    for name in names:
+        table.add_column(name, overflow="fold", no_wrap=name != "why")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return table

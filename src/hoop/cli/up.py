@@ -1,0 +1,72 @@
+"""``hoop up``: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.cli.coordinator import configure
+from hoop.config import format_size, parse_size
+from hoop.errors import InvalidArgument
+
+
+def up(
+    devices: Annotated[int, typer.Option(help="How many devices to start.")] = 4,
+    memory: options.Memory = "256MiB",
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 0,
+    address_file: options.AddressFile = None,
+    state: Annotated[
+        Path | None, typer.Option(help="Keep arenas and journal in this folder, and go on from them.")
+    ] = None,
+    count_unit: options.CountUnit = "bytes",
+    lease: options.Lease = "1.5s",
+    timeout: options.Timeout = "60s",
+    insecure: options.Insecure = False,
+    json: options.Json = False,
+) -> None:
+    """Start a coordinator and its devices here, until Ctrl-C.
+
+    The line [bold]coordinator HOST:PORT[/bold] tells where it is; programs that speak the lab's gpu_sim
+    protocol and Hoop's own clients connect there. Ctrl-C ends all of it and leaves nothing behind.
+    """
+    from hoop.cli.running import Stopping
+    from hoop.launch.local import LocalCluster, LocalConfig
+
+    if devices < 0:
+        raise InvalidArgument(f"--devices: {devices} is negative")
+    if state is not None:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    coordinator = configure(host, port, count_unit, lease, timeout, state and state / "journal", insecure)
+    config = LocalConfig(devices, parse_size(memory, "--memory"), state, dataclasses.replace(coordinator))
+
+    async def run() -> None:
+        stopping = Stopping()
+        cluster = LocalCluster(config)
+        unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
+        try:
+            if not await stopping.unless(asyncio.ensure_future(cluster.start(address_file))):
+                return
+            if json:
+                typer.echo(json_module.dumps({"coordinator": str(cluster.address), "devices": devices}))
+            else:
+                typer.echo(f"coordinator {cluster.address}")
+                typer.echo(
+                    f"{devices} devices of {format_size(config.memory)} are up; Ctrl-C ends them. In another terminal:"
+                    f" hoop status --coordinator {cluster.address}",
+                    err=True,
+                )
+            await stopping.wait()
+        finally:
+            unwatch()
+            await cluster.stop()
+            if address_file is not None:
+                address_file.unlink(missing_ok=True)
+
+    asyncio.run(run())

@@ -1,0 +1,129 @@
+"""The way in: a running coordinator and its devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from hoop.client.calls import call
+from hoop.client.communicator import Communicator
+from hoop.client.device import Device, location
+from hoop.errors import NotFound
+from hoop.events import Event
+from hoop.topology import Address, DeviceInfo
+from hoop.wire.channels import Knocking, channel_options
+from hoop.wire.convert import device_info
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import Stub, translate, unreachable
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+
+
+class Cluster:
+    """A running coordinator and its devices, seen from a client."""
+
+    def __init__(self, address: Address, timeout: float) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._channel = grpc.insecure_channel(str(address), options=channel_options())
+        self._stub = Stub(self._channel, SERVICE)
+        self._devices: dict[str, Device] = {}
+
+    def status(self) -> pb.GetStatusResponse:
+        """Every device and communicator, as the coordinator sees them now."""
+        answer: pb.GetStatusResponse = self._call("GetStatus", pb.GetStatusRequest())
+        return answer
+
+    def communicator(self, devices: int | Sequence[int]) -> Communicator:
+        """A communicator of so many devices, or of exactly those with these ids, in rank order."""
+        if isinstance(devices, int):
+            request = pb.CreateCommunicatorRequest(devices=devices)
+        else:
+            request = pb.CreateCommunicatorRequest(device_ids=devices)
+        answer = self._call("CreateCommunicator", request)
+        return Communicator(self._stub, answer.communicator, self._known, self._timeout)
+
+    def device(self, device_id: int) -> Device:
+        """One device, for its memory."""
+        for member in self.status().devices:
+            if member.device.device_id == device_id:
+                return self._known(device_info(member.device))
+        raise NotFound(f"device {device_id} is unknown to the coordinator at {self.address}")
+
+    def copy(
+        self,
+        source: tuple[int, int | str],
+        destination: tuple[int, int | str],
+        size: int,
+    ) -> None:
+        """Device to device: each end is a device's id and an address or a buffer's name."""
+        request = pb.CopyRequest(
+            source_device=source[0],
+            source=location(source[1]),
+            destination_device=destination[0],
+            destination=location(destination[1]),
+            bytes=size,
+        )
+        self._call("Copy", request)
+
+    def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
+        """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""
+        stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
+        try:
+            for event in stream:
+                yield Event(event.sequence, event.time, event.kind, event.text, dict(event.fields))
+        except grpc.RpcError as error:
+            raise translate(error, f"the coordinator at {self.address}") from None
+        finally:
+            stream.cancel()
+
+    def _known(self, info: DeviceInfo) -> Device:
+        if info.incarnation not in self._devices:
+            self._devices[info.incarnation] = Device(info, self._timeout)
+        return self._devices[info.incarnation]
+
+    def _call(self, method: str, request: object) -> Any:
+        return call(getattr(self._stub, method), request, self._timeout, f"the coordinator at {self.address}")
+
+    def close(self) -> None:
+        for device in self._devices.values():
+            device.close()
+        self._channel.close()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(address: str | Address, patience: float = 10.0, timeout: float = 60.0) -> Cluster:
+    """The cluster whose coordinator is at ``host:port``; knocks for up to ``patience`` seconds.
+
+    >>> with hoop.connect("127.0.0.1:4021") as cluster:
+    ...     comm = cluster.communicator(3)
+    ...     sums = comm.all_reduce([a, b, c])
+    """
+    address = Address.parse(address) if isinstance(address, str) else address
+    cluster = Cluster(address, timeout)
+    knocking = Knocking("the coordinator", address, patience)
+    try:
+        for pause in knocking.pauses():
+            try:
+                cluster._stub.GetStatus(pb.GetStatusRequest(), timeout=min(timeout, 5.0))
+                return cluster
+            except grpc.RpcError as error:
+                if not unreachable(error):
+                    raise translate(error, f"the coordinator at {address}") from None
+                knocking.heard(error.details() or error.code().name)
+                time.sleep(pause)
+        raise knocking.failure()
+    except BaseException:
+        cluster.close()
+        raise
