@@ -19,6 +19,9 @@ def device(
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
+    data_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The port for its data links; 0 picks a free one.")
+    ] = 0,
     arena: Annotated[
         Path | None,
         typer.Option(
@@ -53,6 +56,7 @@ def device(
         memory=parse_size(memory, "--memory"),
         host=host,
         port=port,
+        data_port=data_port,
         arena=arena,
         device_id=id,
         advertise=Address.parse(advertise, "--advertise") if advertise else None,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, PeerLost
-from hoop.membership.state import Health
 from hoop.servers.assembly import CoordinatorServer
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.serving import write_address_file
@@ -110,7 +109,7 @@ class LocalCluster:
 
     def _missing(self) -> list[int]:
         members = self._server.coordinator.state.members
-        alive = {key for key, member in members.items() if member.health == Health.ALIVE}
+        alive = {key for key, member in members.items() if member.health == "alive"}
         return sorted(set(self._devices) - alive)
 
     def watch(self, tell: Callable[[str], None]) -> Callable[[], None]:

@@ -35,6 +35,7 @@ class Attendance:
         self._stub = Stub(self._channel, SERVICE)
         self._heartbeat_s = 0.1
         self._task: asyncio.Task[None] | None = None
+        self._leaving = False
         self.info: DeviceInfo | None = None
 
     async def join(self, info: DeviceInfo, patience_s: float) -> DeviceInfo:
@@ -61,12 +62,14 @@ class Attendance:
     async def _attend(self) -> None:
         assert self.info is not None, "a device joins before it attends"
         pause = Knocking.FIRST_S
-        while True:
+        while not self._leaving:
             try:
                 async for answer in self._stub.Attend(self._beats(self.info)):
                     pause = Knocking.FIRST_S
                     if not answer.known:
                         break
+                if self._leaving:
+                    return
                 self.info = await self.join(self.info, patience_s=CALL_S)
             except (grpc.RpcError, HoopError) as error:
                 log.debug("the coordinator is away: %s", error)
@@ -80,13 +83,14 @@ class Attendance:
 
     async def leave(self) -> None:
         """Says goodbye, if there is anybody to say it to."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        self._leaving = True
         if self.info is not None:
             request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation)
             try:
                 await self._stub.Leave(request, timeout=1.0)
             except grpc.RpcError as error:
                 log.debug("nobody to say goodbye to: %s", error.details())
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close(None)

@@ -37,6 +37,7 @@ class DeviceConfig:
     memory: int = 256 * 1024 * 1024
     host: str = "127.0.0.1"
     port: int = 0
+    data_port: int = 0
     arena: Path | None = None
     """A file that outlives the device; None: one that is deleted with it."""
     device_id: int = 0
@@ -59,7 +60,7 @@ class DeviceServer:
         incarnation = secrets.token_hex(8)
         path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
         self._arena = Arena.open_or_create(path, config.memory)
-        self._transport = open_transport(f"tcp://{Address(config.host, 0)}")
+        self._transport = open_transport(f"tcp://{Address(config.host, config.data_port)}")
         self._runner = Runner(self._arena, self._transport)
         self._streams = StreamTable(self._arena)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams)
