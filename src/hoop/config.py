@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 
 from hoop.errors import InvalidArgument
 
@@ -12,27 +15,38 @@ _SIZE_UNITS = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
-_TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0}
+_TIME_UNITS: Mapping[str, int | Fraction] = {
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": 1,
+    "": 1,
+    "min": 60,
+}
+_MOST_DIGITS = 30
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
+def _quantity(
+    text: str, units: Mapping[str, int | Fraction], what: str, field: str, *, fold: bool = False
+) -> Fraction:
+    """An exact number from a number and a unit; digits beyond reason are a mistake, not a number."""
+    match = _QUANTITY.fullmatch(text)
+    unit = "" if match is None else match[2].lower() if fold else match[2]
+    if match is None or unit not in units or len(match[1]) > _MOST_DIGITS:
+        raise InvalidArgument(f"{field}: {text[:40]!r} is not {what}")
+    return Fraction(match[1]) * units[unit]
+
+
 def parse_size(text: str | int, field: str = "size") -> int:
-    """Bytes from ``1048576``, ``"256MiB"`` or ``"1.5 GB"``."""
-    if isinstance(text, int):
-        size = text
-    else:
-        match = _QUANTITY.fullmatch(text)
+    """Bytes from ``1048576``, ``"256MiB"`` or ``"1.5 GB"``; part of a byte is rounded up."""
+    size = text
+    if isinstance(text, str):
         units = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
-        if match is None or match[2].lower() not in units:
-            raise InvalidArgument(f"{field}: {text!r} is not a size; write bytes or e.g. 256MiB, 1.5GB")
-        size = (
-            int(float(match[1]) * units[match[2].lower()])
-            if "." in match[1]
-            else int(match[1]) * units[match[2].lower()]
-        )
-    if size < 0:
-        raise InvalidArgument(f"{field}: {text!r} is negative")
-    return size
+        what = "a size; write bytes or e.g. 256MiB, 1.5GB"
+        size = math.ceil(_quantity(text, units, what, field, fold=True))
+    if not 0 <= int(size) < 2**63:
+        raise InvalidArgument(f"{field}: {str(text)[:40]} is not in 0..2^63 bytes")
+    return int(size)
 
 
 def format_size(size: int) -> str:
@@ -46,13 +60,14 @@ def format_size(size: int) -> str:
 
 def parse_duration(text: str | float, field: str = "duration") -> float:
     """Seconds from ``2``, ``"500ms"`` or ``"1.5s"``."""
-    if isinstance(text, int | float):
-        seconds = float(text)
-    else:
-        match = _QUANTITY.fullmatch(text)
-        if match is None or match[2] not in _TIME_UNITS:
-            raise InvalidArgument(f"{field}: {text!r} is not a duration; write seconds or e.g. 500ms, 2s")
-        seconds = float(match[1]) * _TIME_UNITS[match[2]]
-    if not 0 <= seconds < float("inf"):
-        raise InvalidArgument(f"{field}: {text!r} is not a finite duration of zero or more")
+    try:
+        seconds = float(
+            _quantity(text, _TIME_UNITS, "a duration; write seconds or e.g. 500ms, 2s", field)
+            if isinstance(text, str)
+            else text
+        )
+    except OverflowError:
+        seconds = math.inf
+    if not 0 <= seconds < math.inf:
+        raise InvalidArgument(f"{field}: {str(text)[:40]} is not a finite duration of zero or more")
     return seconds

@@ -35,7 +35,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._last = 0
         self._changed = threading.Condition()
-        self._listeners: list[Callable[[Event], None]] = []
+        self._listeners: dict[object, Callable[[Event], None]] = {}
 
     def publish(self, kind: str, text: str, **fields: object) -> Event:
         with self._changed:
@@ -45,7 +45,7 @@ class EventLog:
             )
             self._events.append(event)
             self._changed.notify_all()
-            listeners = list(self._listeners)
+            listeners = list(self._listeners.values())
         for listener in listeners:
             listener(event)
         return event
@@ -57,12 +57,13 @@ class EventLog:
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Calls ``listener`` with every new event, on the publishing thread; returns the way out."""
+        key = object()  # the same listener may be here twice, and leave once
         with self._changed:
-            self._listeners.append(listener)
+            self._listeners[key] = listener
 
         def unsubscribe() -> None:
             with self._changed:
-                self._listeners.remove(listener)
+                self._listeners.pop(key, None)
 
         return unsubscribe
 

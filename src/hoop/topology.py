@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
+
+_HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]+)\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
+
+
+def _is_v6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).version == 6
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, order=True)
@@ -18,11 +28,12 @@ class Address:
     @classmethod
     def parse(cls, text: str, field: str = "address") -> Address:
         """``host:port`` or ``[v6]:port``."""
-        host, colon, port = text.strip().rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-            raise InvalidArgument(f"{field}: {text!r} is not host:port, e.g. 127.0.0.1:4021")
-        return cls(host, int(port))
+        match = _HOST_PORT.fullmatch(text.strip())
+        if match is None or int(match["port"]) > 65535 or (match["v6"] and not _is_v6(match["v6"])):
+            raise InvalidArgument(
+                f"{field}: {text[:80]!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021"
+            )
+        return cls(match["v6"] or match["name"], int(match["port"]))
 
     @property
     def is_loopback(self) -> bool:
@@ -52,6 +63,8 @@ class DeviceInfo:
     pid: int
     incarnation: str
     """New each time the process starts, so that a restart is told from a hiccup."""
+    shared_address: Address | None = None
+    """Where devices with the same host part share their memory with it; None: only links."""
 
     @property
     def capacity(self) -> int:

@@ -40,6 +40,7 @@ TABLE = """
     launch          root memory wire client servers engine
     torch_backend   root memory transport collectives
     report          root plan
+    bench           root memory transport collectives
     hoop            root client
     papers          above
     cli             above

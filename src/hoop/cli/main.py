@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import coordinator, device, events, status, up
+from hoop.cli import bench, coordinator, device, events, status, up
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command()(coordinator.coordinator)
 app.command()(device.device)
 app.command()(status.status)
 app.command()(events.events)
+app.command()(bench.bench)
 
 
 def _version(wanted: bool) -> None:
@@ -53,3 +54,8 @@ def main() -> None:
     except HoopError as error:
         typer.echo(f"hoop: {error}", err=True)
         sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, PeerError) else 1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"hoop: {error.filename}: {error.strerror}", err=True)  # a path that was given
+        sys.exit(2)

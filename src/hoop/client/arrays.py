@@ -22,6 +22,8 @@ def is_tensor(value: object) -> bool:
 
 def element_type(value: Any) -> DType:
     """The element type of an array or a tensor."""
+    if not hasattr(value, "dtype"):
+        raise InvalidArgument(f"values: a {type(value).__name__} is neither a NumPy array nor a torch tensor")
     return dtype(str(value.dtype).removeprefix("torch."))
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from hoop.client.buffer import Buffer
 from hoop.client.calls import Handle, call
 from hoop.client.device import Device, location
 from hoop.client.staging import Staging
-from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.convert import device_info
@@ -60,7 +60,8 @@ class Communicator:
                 made.append(device)
         except Exception:
             for device in () if reuse else made:
-                device.free(name)
+                with suppress(HoopError):  # one that is lost meanwhile must not keep the others from it
+                    device.free(name)
             raise
         return Buffer(self.devices, (name,) * self.size, 0, count, kind)
 
@@ -151,10 +152,13 @@ class Communicator:
                 )
             staging = Staging(self, x, blocks_in, blocks_out)
             x, out = staging.source, staging.out
-        if out is not None and out.dtype != x.dtype:
-            raise InvalidArgument(f"out: it holds {out.dtype.name}, the vectors are of {x.dtype.name}")
-        count = x.count // blocks_in
-        operation = pb.Operation(collective=collective, dtype=x.dtype.name, count=count, **fields)
+        count = self._check(x, out, blocks_in, blocks_out)
+        try:
+            operation = pb.Operation(collective=collective, dtype=x.dtype.name, count=count, **fields)
+        except (TypeError, ValueError) as error:  # what the message has no place for
+            if staging is not None:
+                staging.free()
+            raise InvalidArgument(f"options: {error}; {fields}") from None
         operands = {}
         for rank in range(self.size):
             into = location(out.places[rank], out.offset) if out is not None else None
@@ -164,6 +168,23 @@ class Communicator:
             return self._submit(work, wait, timeout)
         handle = self._start([work], timeout, staging.collect, staging.free)
         return handle.wait() if wait else handle
+
+    def _check(self, x: Buffer, out: Buffer | None, blocks_in: int, blocks_out: int) -> int:
+        """Elements a block, if these buffers are of this communicator and large enough."""
+        for name, buffer in (("values", x), ("out", out)):
+            if buffer is not None and len(buffer.places) != self.size:
+                raise InvalidArgument(
+                    f"{name}: the buffer is on {len(buffer.places)} devices, communicator {self.id} has "
+                    f"{self.size}; after a rebuild make it again, with reuse=True to keep what it holds"
+                )
+        if x.count % blocks_in:
+            raise InvalidArgument(f"values: {x.count} elements do not make {blocks_in} equal blocks")
+        count = x.count // blocks_in
+        if out is not None and out.dtype != x.dtype:
+            raise InvalidArgument(f"out: it holds {out.dtype.name}, the vectors are of {x.dtype.name}")
+        if out is not None and out.count < count * blocks_out:
+            raise InvalidArgument(f"out: it has {out.count} elements, the result {count * blocks_out}")
+        return count
 
     def _submit(self, work: pb.RunOperation, wait: bool, timeout: float) -> Any:
         if self._queue is not None:

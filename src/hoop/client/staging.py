@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from hoop.client.arrays import element_type, flatten, restore
 from hoop.client.buffer import Buffer
 from hoop.errors import HoopError, InvalidArgument
@@ -46,6 +48,8 @@ class Staging:
             self.source.fill(vectors)
             if self.out.count == count:
                 self.out.fill(vectors)  # what a rank does not receive it keeps
+            else:
+                self.out.fill([np.zeros(self.out.count, self._kind.numpy)] * owner.size)  # or is zero
         except BaseException:
             self.free()
             raise
@@ -62,5 +66,6 @@ class Staging:
         """Gives the memory back, where there still is a device to give it back to."""
         made, self._made = self._made, []
         for buffer in made:
-            with contextlib.suppress(HoopError):
-                buffer.free()
+            for device, place in zip(buffer.devices, buffer.places, strict=True):
+                with contextlib.suppress(HoopError):
+                    device.free(str(place))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hoop.collectives import naive, ring, tree
+from hoop.collectives import halving, naive, ring, shared, tree
 from hoop.collectives.plan import Plan, Shape
 from hoop.collectives.reduction import OPERATIONS
 from hoop.errors import InvalidArgument
@@ -23,9 +23,12 @@ class Collective:
     """One collective: its algorithms (the first is the default) and the sizes of its operands."""
 
     algorithms: dict[str, PlanFunction]
+    """By messages, over any link."""
     source: Callable[[Shape, int], int]
     """Elements that a rank's source must have."""
     destination: Callable[[Shape, int], int]
+    shared: dict[str, PlanFunction]
+    """Where ranks see each other's memory."""
     reduces: bool = False
 
 
@@ -49,6 +52,11 @@ def _at_peer(shape: Shape, rank: int) -> int:
     return shape.count if rank == shape.peer else 0
 
 
+def _shared(plan: Callable[..., Plan]) -> dict[str, PlanFunction]:
+    """Through stages used in turn, or directly in memory that must not change until all have read it."""
+    return {"staged": plan, "direct": functools.partial(plan, last_meeting=True)}
+
+
 CATALOG: dict[str, Collective] = {
     "all_reduce": Collective(
         {
@@ -56,20 +64,36 @@ CATALOG: dict[str, Collective] = {
             "chunked_ring": ring.chunked_all_reduce,
             "naive": naive.all_reduce,
             "tree": tree.all_reduce,
+            "halving_doubling": halving.all_reduce,
         },
         _one,
         _one,
+        {
+            "flat": shared.flat_all_reduce,
+            "staged": shared.staged_all_reduce,
+            "direct": shared.direct_all_reduce,
+        },
         reduces=True,
     ),
-    "broadcast": Collective({"tree": tree.broadcast, "naive": naive.broadcast}, _at_root(_one), _one),
-    "reduce": Collective({"tree": tree.reduce, "naive": naive.reduce}, _one, _at_root(_one), reduces=True),
-    "all_gather": Collective({"ring": ring.all_gather}, _one, _all),
-    "reduce_scatter": Collective({"ring": ring.reduce_scatter}, _all, _one, reduces=True),
-    "gather": Collective({"naive": naive.gather}, _one, _at_root(_all)),
-    "scatter": Collective({"naive": naive.scatter}, _at_root(_all), _one),
-    "all_to_all": Collective({"pairwise": naive.all_to_all}, _all, _all),
-    "barrier": Collective({"tree": tree.barrier}, _none, _none),
-    "send": Collective({"naive": naive.send}, _at_root(_one), _at_peer),
+    "broadcast": Collective(
+        {"tree": tree.broadcast, "naive": naive.broadcast}, _at_root(_one), _one, _shared(shared.broadcast)
+    ),
+    "reduce": Collective(
+        {"tree": tree.reduce, "naive": naive.reduce},
+        _one,
+        _at_root(_one),
+        _shared(shared.reduce),
+        reduces=True,
+    ),
+    "all_gather": Collective({"ring": ring.all_gather}, _one, _all, _shared(shared.all_gather)),
+    "reduce_scatter": Collective(
+        {"ring": ring.reduce_scatter}, _all, _one, _shared(shared.reduce_scatter), reduces=True
+    ),
+    "gather": Collective({"naive": naive.gather}, _one, _at_root(_all), _shared(shared.gather)),
+    "scatter": Collective({"naive": naive.scatter}, _at_root(_all), _one, _shared(shared.scatter)),
+    "all_to_all": Collective({"pairwise": naive.all_to_all}, _all, _all, _shared(shared.all_to_all)),
+    "barrier": Collective({"tree": tree.barrier}, _none, _none, {"staged": shared.barrier}),
+    "send": Collective({"naive": naive.send}, _at_root(_one), _at_peer, {}),
 }
 
 
@@ -90,7 +114,7 @@ class Operation:
     def __post_init__(self) -> None:
         if self.collective not in CATALOG:
             raise InvalidArgument(f"collective: {self.collective!r} is unknown; known: {', '.join(CATALOG)}")
-        known = CATALOG[self.collective].algorithms
+        known = {**CATALOG[self.collective].algorithms, **CATALOG[self.collective].shared}
         if self.algorithm and self.algorithm not in known:
             raise InvalidArgument(
                 f"algorithm: {self.collective} has no {self.algorithm!r}; it has {', '.join(known)}"
@@ -111,8 +135,8 @@ class Operation:
                 raise InvalidArgument(f"{field}: rank {rank} is not in 0..{size - 1}")
 
     @property
-    def chosen(self) -> str:
-        """The algorithm that will run."""
+    def default(self) -> str:
+        """The algorithm that was asked for, or the one that suits any link."""
         return self.algorithm or next(iter(CATALOG[self.collective].algorithms))
 
     def shape(self, size: int) -> Shape:
@@ -122,19 +146,29 @@ class Operation:
         )
         return Shape(size, self.count, self.root, self.peer, chunk)
 
-    def plan(self, size: int, rank: int) -> Plan:
-        return _plan(self.collective, self.chosen, self.shape(size), rank)
+    def plan(self, size: int, rank: int, algorithm: str = "", count: int | None = None) -> Plan:
+        """What a rank does; ``count`` plans for fewer elements, where a vector is worked on piece by piece."""
+        shape = self.shape(size)
+        if count is not None:
+            shape = replace(shape, count=count)
+        return _plan(self.collective, algorithm or self.default, shape, rank)
 
     def extents(self, size: int, rank: int) -> tuple[int, int]:
         """Elements that the rank's source and destination must have."""
         entry, shape = CATALOG[self.collective], self.shape(size)
         return entry.source(shape, rank), entry.destination(shape, rank)
 
+    def blocks(self, size: int) -> int:
+        """How many vectors of ``count`` the largest source has."""
+        return CATALOG[self.collective].source(Shape(size, 1, self.root, self.peer), self.root)
+
     def __str__(self) -> str:
         what = f" {self.op}" if CATALOG[self.collective].reduces else ""
-        return f"{self.collective}{what} of {self.count} {self.dtype.name} by {self.chosen}"
+        how = f" by {self.algorithm}" if self.algorithm else ""
+        return f"{self.collective}{what} of {self.count} {self.dtype.name}{how}"
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> Plan:
-    return CATALOG[collective].algorithms[algorithm](shape, rank)
+    entry = CATALOG[collective]
+    return (entry.algorithms.get(algorithm) or entry.shared[algorithm])(shape, rank)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from hoop.collectives.catalog import Operation
+from hoop.collectives.catalog import CATALOG, Operation
+from hoop.collectives.choose import LinkCost, choose
 from hoop.collectives.execute import Execution
 from hoop.collectives.reduction import Array, Reduction
+from hoop.collectives.sharing import Sharing
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, LinkCorrupted, PeerError, PeerLost
-from hoop.transport.base import Endpoint
+from hoop.transport.base import Endpoint, SharedEndpoint
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,10 @@ class Communicator:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self.cost: LinkCost | None = None
+        """What a link costs, where it was measured; decides between algorithms."""
+        self._scratch: Array = np.empty(0, np.uint8)
+        self._sharing = Sharing(endpoint) if isinstance(endpoint, SharedEndpoint) else None
 
     @property
     def rank(self) -> int:
@@ -49,10 +56,14 @@ class Communicator:
         for name, buffer, elements in zip(
             ("source", "destination"), (source, destination), wanted, strict=True
         ):
-            if buffer.dtype != operation.dtype.numpy or buffer.ndim != 1 or not buffer.flags.c_contiguous:
+            contiguous = buffer.flags.c_contiguous
+            if buffer.dtype != operation.dtype.numpy or buffer.ndim != 1 or not contiguous:
                 raise InvalidArgument(
-                    f"rank {self.rank}: {name} must be a contiguous vector of {operation.dtype.name}"
+                    f"rank {self.rank}: {name} must be a contiguous vector of {operation.dtype.name}, "
+                    f"got {'' if contiguous else 'non-contiguous '}{buffer.dtype} of shape {buffer.shape}"
                 )
+            if name == "destination" and elements and not buffer.flags.writeable:
+                raise InvalidArgument(f"rank {self.rank}: destination cannot be written to")
             if buffer.size < elements:
                 raise InvalidArgument(
                     f"rank {self.rank}: {operation} needs {elements} elements of {name}, got {buffer.size}"
@@ -81,14 +92,24 @@ class Communicator:
     ) -> Report:
         """Runs the operation with the other ranks; ``round_index`` runs that round of its plan alone."""
         self.check(operation, source, destination)
-        plan = operation.plan(self.size, self.rank)
+        # A round alone only makes sense for messages: where memory is shared there is nothing to step.
+        algorithm = choose(operation, self.endpoint, self.cost) if round_index is None else operation.default
         messages, sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
         started = time.monotonic()
+        if self._sharing is not None and algorithm in CATALOG[operation.collective].shared:
+            try:
+                self._sharing.run(operation, algorithm, source, destination, started + timeout)
+            except (PeerLost, DeadlineExceeded) as error:
+                raise type(error)(f"{error}, in {operation}") from error
+            return Report(time.monotonic() - started, 0, 0, algorithm)
+        plan = operation.plan(self.size, self.rank, algorithm)
+        if not round_index or self._scratch.size < plan.scratch:
+            self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
         execution = Execution(
             self.endpoint,
             source,
             destination,
-            plan.scratch,
+            self._scratch,
             Reduction(operation.op, operation.dtype),
             started + timeout,
         )
@@ -101,8 +122,31 @@ class Communicator:
             time.monotonic() - started,
             self.endpoint.messages_sent - messages,
             self.endpoint.bytes_sent - sent,
-            operation.chosen,
+            algorithm,
         )
+
+    def prepare(
+        self, operation: Operation, source: Array, destination: Array, timeout: float = 60.0
+    ) -> Callable[[float], None]:
+        """An all_reduce that is run again and again on the same memory: call it with a deadline.
+
+        Every rank must prepare it, and call it, in the same order. In shared memory a call costs two meetings and the
+        arithmetic; over links it is ``run`` without its checks.
+        """
+        self.check(operation, source, destination)
+        if operation.collective != "all_reduce":
+            raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
+        if self._sharing is not None and not operation.algorithm:
+            return self._sharing.prepare(operation, source, destination, time.monotonic() + timeout)
+        plan = operation.plan(self.size, self.rank, choose(operation, self.endpoint, self.cost))
+        reduction = Reduction(operation.op, operation.dtype)
+
+        scratch = np.empty(plan.scratch, source.dtype)
+
+        def again(deadline: float) -> None:
+            Execution(self.endpoint, source, destination, scratch, reduction, deadline).run(plan)
+
+        return again
 
     def close(self) -> None:
         self.endpoint.close()

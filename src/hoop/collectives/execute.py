@@ -19,12 +19,12 @@ class Execution:
         endpoint: Endpoint,
         source: Array,
         destination: Array,
-        scratch: int,
+        scratch: Array,
         reduction: Reduction,
         deadline: float,
     ) -> None:
         self._endpoint = endpoint
-        self._buffers = (source, destination, np.empty(scratch, source.dtype))
+        self._buffers = (source, destination, scratch)
         self._bases = tuple(buffer.__array_interface__["data"][0] for buffer in self._buffers)
         self._itemsize = source.dtype.itemsize
         self._reduction = reduction

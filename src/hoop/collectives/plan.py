@@ -4,7 +4,8 @@ Letters used throughout this room: n ranks, this one is r; S elements (``count``
 has; a *segment* is one of the n nearly equal parts of a vector, a *chunk* what one message carries.
 
 A plan names ranges of three buffers: the caller's ``SOURCE`` and ``DESTINATION`` (which may be the
-same memory) and ``SCRATCH``, which the executor provides. The same plan is executed over links, priced by
+same memory) and ``SCRATCH``, which the executor provides; where ranks share memory, also of their ``WINDOW``s.
+The same plan is executed over links, priced by
 the simulator and asserted in tests; ``verify`` checks one without running it.
 """
 
@@ -24,9 +25,11 @@ class Place(IntEnum):
     SOURCE = 0
     DESTINATION = 1
     SCRATCH = 2
+    WINDOW = 3
+    """What this rank lays open to the others, where they share memory; starts as a copy of the source, or is it."""
 
 
-SOURCE, DESTINATION, SCRATCH = Place.SOURCE, Place.DESTINATION, Place.SCRATCH
+SOURCE, DESTINATION, SCRATCH, WINDOW = Place.SOURCE, Place.DESTINATION, Place.SCRATCH, Place.WINDOW
 
 
 class Range(NamedTuple):
@@ -75,7 +78,31 @@ class Finish(NamedTuple):
     range: Range
 
 
-Instruction = Send | Recv | Reduce | Copy | Finish
+# ---- where ranks share memory
+
+
+class Meet(NamedTuple):
+    """Wait until every rank has come here; what they wrote before can be read afterwards."""
+
+
+class Take(NamedTuple):
+    """Copy a range of a peer's window (or one's own) to a range of the same length."""
+
+    peer: int
+    there: Range
+    here: Range
+
+
+class Fold(NamedTuple):
+    """Combine this range of every rank's window, in rank order, and finish it; put it into one's own range, or the
+    same range of everybody's destination."""
+
+    there: Range
+    here: Range
+    everyone: bool = False
+
+
+Instruction = Send | Recv | Reduce | Copy | Finish | Meet | Take | Fold
 Round = tuple[Instruction, ...]
 
 
@@ -145,6 +172,8 @@ def verify(plans: Sequence[Plan]) -> list[str]:
         for rank, instructions in enumerate(todo):
             while instructions:
                 instruction = instructions[0]
+                if isinstance(instruction, Meet):
+                    break
                 if isinstance(instruction, Send):
                     wires[rank, instruction.peer].append(instruction.range.length)
                 elif isinstance(instruction, Recv | Reduce):
@@ -155,6 +184,10 @@ def verify(plans: Sequence[Plan]) -> list[str]:
                         problems.append(f"rank {rank}: {instruction} gets {length} elements")
                 instructions.popleft()
                 moved = True
+        if not moved and all(left and isinstance(left[0], Meet) for left in todo):
+            for left in todo:
+                left.popleft()
+            moved = True
     problems += [f"rank {rank}: waits for ever at {left[0]}" for rank, left in enumerate(todo) if left]
     problems += [
         f"{len(wire)} messages {a} -> {b} are never received" for (a, b), wire in wires.items() if wire

@@ -7,7 +7,7 @@ NaN wins in MIN and MAX, so that a diverged rank is seen by all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "avg": np.add,
 }
 OPERATIONS = tuple(_KERNELS)
+_BLOCK_BYTES = 64 * 1024
 
 
 class Reduction:
@@ -40,13 +41,44 @@ class Reduction:
 
     def combine(self, into: Array, other: Array) -> None:
         """``into = into op other``."""
-        if self._brain:
-            mine, theirs = bfloat16_to_float32(into), bfloat16_to_float32(other)
-            self._kernel(mine, theirs, out=mine)
-            float32_to_bfloat16(mine, out=into)
-        else:
-            with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
+            if self._brain:
+                mine, theirs = bfloat16_to_float32(into), bfloat16_to_float32(other)
+                self._kernel(mine, theirs, out=mine)
+                float32_to_bfloat16(mine, out=into)
+            else:
                 self._kernel(into, other, out=into)
+
+    def fold(self, vectors: Sequence[Array], into: Sequence[Array]) -> None:
+        """Combines the vectors in their order, finishes, and puts the result into every one of ``into``.
+
+        Block by block, so that what is combined is still in the cache when it is written. The results may be
+        the vectors themselves.
+        """
+        block = _BLOCK_BYTES // self.dtype.itemsize
+        length = vectors[0].size
+        for start in range(0, length, block):
+            parts = [vector[start : start + block] for vector in vectors]
+            # In place where that harms nothing: the first two vectors are read before anything is written.
+            total = into[0][start : start + block] if len(vectors) <= 2 else np.empty_like(parts[0])
+            if len(parts) == 1:
+                np.copyto(total, parts[0])
+            elif self._brain:
+                np.copyto(total, self._brain_fold(parts))
+            else:
+                with np.errstate(all="ignore"):
+                    self._kernel(parts[0], parts[1], out=total)
+                    for part in parts[2:]:
+                        self._kernel(total, part, out=total)
+            self.finish(total, len(vectors))
+            for target in into if len(vectors) > 2 else into[1:]:
+                np.copyto(target[start : start + block], total)
+
+    def _brain_fold(self, parts: list[Array]) -> Array:
+        total = parts[0].copy()
+        for part in parts[1:]:
+            self.combine(total, part)
+        return total
 
     def finish(self, into: Array, size: int) -> None:
         """What comes last, when ``into`` holds the combination of ``size`` vectors."""
@@ -55,8 +87,9 @@ class Reduction:
         if self._brain:
             float32_to_bfloat16(bfloat16_to_float32(into) / np.float32(size), out=into)
         elif into.dtype.kind in "iu":
-            quotient = into // into.dtype.type(size)
-            quotient += (into < 0) & (quotient * into.dtype.type(size) != into)
+            wide = into.astype(np.int64)
+            quotient = wide // size
+            quotient += (wide < 0) & (quotient * size != wide)
             into[...] = quotient
         else:
             np.divide(into, into.dtype.type(size), out=into)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hoop.errors import DeadlineExceeded, PeerLost
+from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
+from hoop.memory.arena import default_directory
 from hoop.servers.assembly import CoordinatorServer
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.serving import write_address_file
@@ -95,8 +96,9 @@ class LocalCluster:
                     news.cancel()
                     for death, device_id in deaths.items():
                         if death.done():
-                            raise PeerLost(
-                                f"device {device_id} ended with code {death.result()} as it started"
+                            code = death.result()  # 2: it has said what is wrong with what it was asked
+                            raise (FailedPrecondition if code == 2 else PeerLost)(
+                                f"device {device_id} ended with code {code} as it started"
                             )
         except TimeoutError:
             raise DeadlineExceeded(
@@ -130,5 +132,8 @@ class LocalCluster:
             if not wait.done():
                 process.kill()
                 await wait
+            for folder in {default_directory(0), default_directory(sys.maxsize)}:
+                for left in folder.glob(f"hoop-{process.pid}-*.arena"):  # one that was killed could not
+                    left.unlink(missing_ok=True)
         self._devices.clear()
         await self._server.stop()

@@ -47,15 +47,19 @@ class Pulse:
     def called(self, ok: bool, config: DetectorConfig) -> Pulse:
         return replace(self, calls=(*self.calls, ok)[-config.window :])
 
-    def excused(self, seconds: float) -> Pulse:
+    def excused(self, seconds: float, now: float) -> Pulse:
         """The watcher itself was away for so long: silence meanwhile is nobody's fault."""
-        return replace(self, last_beat=self.last_beat + seconds)
+        return replace(self, last_beat=min(now, self.last_beat + seconds))
 
-    def verdict(self, now: float, config: DetectorConfig) -> str:
-        """Why this device is dead, or an empty string."""
+    def silence(self, now: float, config: DetectorConfig) -> str:
+        """Why this device is dead by its silence, or an empty string."""
         silent = now - self.last_beat
-        if silent > config.lease_s:
-            return f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)"
+        return (
+            f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)" if silent > config.lease_s else ""
+        )
+
+    def failures(self, config: DetectorConfig) -> str:
+        """Why this device is dead by its failed calls, or an empty string."""
         failed = self.calls.count(False)
         if failed >= config.failures:
             return f"{failed} of the last {len(self.calls)} calls failed"

@@ -17,9 +17,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hoop.errors import FailedPrecondition
+from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.membership.detector import DetectorConfig, Pulse
 from hoop.membership.state import CommunicatorState, Health, Member, Outcome, State
+from hoop.membership.step import communicator_entry
 from hoop.topology import Address, DeviceInfo
 
 Entry = Mapping[str, Any]
@@ -67,17 +68,20 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
                     old, health=Health(entry["health"]), reason="before a restart"
                 )
             case "communicator":
-                one = CommunicatorState(entry["id"], tuple(entry["members"]), entry["generation"])
+                one = CommunicatorState(
+                    entry["id"],
+                    tuple(entry["members"]),
+                    entry["generation"],
+                    Outcome.FAILED if entry["broken_by"] else Outcome.IN_PROGRESS,
+                    entry["reason"],
+                    entry["broken_by"],
+                    entry["finalized"],
+                )
                 communicators[one.id] = one
                 last = max(last, one.id)
             case "communicator_destroyed":
                 communicators.pop(entry["id"], None)
                 last = max(last, entry["id"])
-    for one in communicators.values():
-        gone = next((device for device in one.members if not members[device].usable), 0)
-        if gone:
-            why = f"{members[gone].info} is gone; rebuild the communicator to go on without it"
-            communicators[one.id] = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=gone)
     return replace(state, members=members, communicators=communicators, next_communicator=last + 1)
 
 
@@ -92,17 +96,14 @@ def snapshot(state: State) -> list[Entry]:
             )
     if state.next_communicator > 1:
         entries.append({"kind": "communicator_destroyed", "id": state.next_communicator - 1})
-    entries += [
-        {"kind": "communicator", "id": one.id, "members": list(one.members), "generation": one.generation}
-        for one in state.communicators.values()
-    ]
+    entries += [communicator_entry(one) for one in state.communicators.values()]
     return entries
 
 
 def _info(plain: Mapping[str, Any]) -> DeviceInfo:
-    return DeviceInfo(
-        **{**plain, "address": Address(**plain["address"]), "data_address": Address(**plain["data_address"])}
-    )
+    places = {name: Address(**plain[name]) for name in ("address", "data_address")}
+    shared = plain.get("shared_address")
+    return DeviceInfo(**{**plain, **places, "shared_address": Address(**shared) if shared else None})
 
 
 class Journal:
@@ -119,14 +120,34 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(fresh, path)
+        _sync_folder(path.parent)
         self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
 
     def append(self, entry: Entry) -> None:
-        self._file.write(encode(entry))
-        os.fsync(self._file.fileno())
+        """Writes an entry and syncs it, or leaves the journal as it was and raises."""
+        line = encode(entry)
+        good = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            written, why = 0, error.strerror
+        else:
+            why = "the disk is full"
+        if written != len(line):
+            os.ftruncate(self._file.fileno(), good)  # half a line would spoil the next one
+            raise ResourceExhausted(f"journal {self.path}: cannot write {len(line)} bytes: {why}; make room")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _private(path: str, flags: int) -> int:

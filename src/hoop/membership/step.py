@@ -41,8 +41,8 @@ def step(state: State, message: m.Message) -> Result:
         case m.Finished():
             return _finished(state, message)
         case m.Finalized():
-            communicator = state.communicator(message.communicator_id)
-            return _with_communicator(state, replace(communicator, finalized=True)), ()
+            one = replace(state.communicator(message.communicator_id), finalized=True)
+            return _with_communicator(state, one), (_communicator_record(one),)
         case m.Destroyed():
             return _destroyed(state, message.communicator_id)
 
@@ -53,7 +53,9 @@ def step(state: State, message: m.Message) -> Result:
 def _joined(state: State, message: m.Joined) -> Result:
     info = message.info
     if info.device_id == 0:
-        info = replace(info, device_id=max(state.members, default=0) + 1)
+        # Asked again because the answer was lost, it is still the same device.
+        same = (key for key, one in state.members.items() if one.info.incarnation == info.incarnation)
+        info = replace(info, device_id=next(same, max(state.members, default=0) + 1))
     known = state.members.get(info.device_id)
     if known is None and len(state.members) >= MAX_DEVICES:
         raise ResourceExhausted(f"{MAX_DEVICES} devices are known already")
@@ -70,7 +72,7 @@ def _joined(state: State, message: m.Joined) -> Result:
     if restarted:
         # Whatever its former self was doing is gone with it.
         state, broken = _break(state, info.device_id, "it was restarted")
-    return state, (m.Record({"kind": "device_joined", **_plain(info)}), announce, *broken)
+    return state, _in_order(m.Record({"kind": "device_joined", **_plain(info)}), announce, broken)
 
 
 def _plain(info: object) -> dict[str, object]:
@@ -95,7 +97,7 @@ def _called(state: State, message: m.Called) -> Result:
     state = _with_member(state, member)
     if not message.failure:
         return state, ()
-    if verdict := member.pulse.verdict(message.now, state.config):
+    if verdict := member.pulse.failures(state.config):
         return _died(state, member, f"{verdict}: {message.failure}")
     return _doubted(state, message.device_id, member.info.incarnation, message.failure)
 
@@ -121,31 +123,36 @@ def _probed(state: State, message: m.Probed) -> Result:
 
 def _left(state: State, message: m.Left) -> Result:
     member = state.members.get(message.device_id)
-    if member is None or member.info.incarnation != message.incarnation:
+    if member is None or member.info.incarnation != message.incarnation or not member.usable:
         return state, ()
     member = replace(member, health=Health.LEFT, reason="it left")
     state, broken = _break(_with_member(state, member), message.device_id, "it left")
-    return state, (_lost_record(member), _announce("device_left", member, "left"), *broken)
+    return state, _in_order(_lost_record(member), _announce("device_left", member, "left"), broken)
 
 
 def _tick(state: State, now: float) -> Result:
     away = now - state.last_tick - state.config.lease_s / 2 if state.last_tick else 0.0
     if away > 0:
-        members = {key: replace(one, pulse=one.pulse.excused(away)) for key, one in state.members.items()}
+        members = {
+            key: replace(one, pulse=one.pulse.excused(away, now)) for key, one in state.members.items()
+        }
         state = replace(state, members=members)
     state = replace(state, last_tick=now)
     instructions: tuple[m.Instruction, ...] = ()
     for member in list(state.members.values()):
-        if member.usable and (verdict := member.pulse.verdict(now, state.config)):
+        if member.usable and (verdict := member.pulse.silence(now, state.config)):
             state, more = _died(state, member, verdict)
             instructions += more
+        elif member.health == Health.SUSPECT:  # one that was just dying may have answered the first probe
+            instructions += (m.Probe(member.info.device_id),)
     return state, instructions
 
 
 def _died(state: State, member: Member, reason: str) -> Result:
     member = replace(member, health=Health.DEAD, reason=reason)
     state, broken = _break(_with_member(state, member), member.info.device_id, reason)
-    return state, (_lost_record(member), _announce("device_dead", member, f"is dead: {reason}"), *broken)
+    announce = _announce("device_dead", member, f"is dead: {reason}")
+    return state, _in_order(_lost_record(member), announce, broken)
 
 
 def _break(state: State, device_id: int, reason: str) -> Result:
@@ -157,11 +164,11 @@ def _break(state: State, device_id: int, reason: str) -> Result:
         why = (
             f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
         )
-        state = _with_communicator(
-            state, replace(one, outcome=Outcome.FAILED, reason=why, broken_by=device_id)
-        )
+        one = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=device_id)
+        state = _with_communicator(state, one)
         fields = {"communicator": one.id, "generation": one.generation, "device": device_id}
         instructions += (
+            _communicator_record(one),
             m.Announce("communicator_failed", f"communicator {one.id}: {why}", fields),
             m.Stop(one.id, one.generation, why, one.members, device_id),
         )
@@ -250,11 +257,30 @@ def _tell(kind: str, one: CommunicatorState, what: str) -> m.Announce:
     return m.Announce(kind, f"communicator {one.id} {kind.split('_')[1]} {what}".rstrip(), fields)
 
 
+def _in_order(
+    record: m.Record, announce: m.Announce, broken: tuple[m.Instruction, ...]
+) -> tuple[m.Instruction, ...]:
+    """What broke is written before why: a journal that ends between them must not call it whole."""
+    records = tuple(one for one in broken if isinstance(one, m.Record))
+    return (*records, record, announce, *(one for one in broken if not isinstance(one, m.Record)))
+
+
 def _lost_record(member: Member) -> m.Record:
     return m.Record({"kind": "device_gone", "device": member.info.device_id, "health": str(member.health)})
 
 
 def _communicator_record(one: CommunicatorState) -> m.Record:
-    return m.Record(
-        {"kind": "communicator", "id": one.id, "members": list(one.members), "generation": one.generation}
-    )
+    return m.Record(communicator_entry(one))
+
+
+def communicator_entry(one: CommunicatorState) -> dict[str, object]:
+    """A communicator as the journal keeps it: all but the outcome of its latest work."""
+    return {
+        "kind": "communicator",
+        "id": one.id,
+        "members": list(one.members),
+        "generation": one.generation,
+        "finalized": one.finalized,
+        "broken_by": one.broken_by,
+        "reason": one.reason if one.broken_by else "",
+    }

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, OutOfRange
-from hoop.memory.allocator import Span
+from hoop.memory.allocator import MAX_NAME, Span
 from hoop.memory.backing import BackingFile, default_directory
 from hoop.memory.dtypes import DType
 from hoop.memory.geometry import MIN_ADDRESS, PAGE, TABLE_SIZE, Geometry, check_uint64
@@ -130,6 +130,11 @@ class Arena:
             undo.pop_all()
         return arena
 
+    def share(self) -> tuple[int, int]:
+        """A descriptor for another process of this host, which the caller closes, and where the bytes begin in it."""
+        self._memory()
+        return self._file.reopened(), self._geometry.data_offset
+
     @property
     def used(self) -> int:
         """Bytes that belong to a buffer."""
@@ -230,8 +235,17 @@ class Arena:
         """Keep a small fact with the arena."""
         with self._lock:
             header = self._owned(f"set label {key!r}")
-            header.labels = {**header.labels, key: value}
-            header.save(self._allocator.spans())
+            if any(not text.isprintable() or len(text) > MAX_NAME for text in (key, value)):
+                raise InvalidArgument(
+                    f"{self._who}: label {key!r}: keys and values are up to {MAX_NAME} printable characters"
+                )
+            before = header.labels
+            try:
+                header.labels = {**before, key: value}
+                header.save(self._allocator.spans())
+            except BaseException:
+                header.labels = before
+                raise
 
     def refresh(self) -> None:
         """Look again at which buffers there are, where another process owns them."""

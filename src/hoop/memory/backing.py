@@ -81,6 +81,14 @@ class BackingFile:
                 "use a smaller capacity or raise the limit on address space (ulimit -v)"
             ) from error
 
+    def reopened(self) -> int:
+        """A descriptor of the same file that does not carry the lock, to give to another process."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if os.path.samestat(os.fstat(descriptor), os.fstat(self._file.fileno())):
+            return descriptor
+        os.close(descriptor)
+        raise FailedPrecondition(f"arena {self.path}: the name means another file now; restart the device")
+
     def unlink(self) -> None:
         """Remove the name, if it still means this file."""
         try:

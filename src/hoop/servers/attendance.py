@@ -23,6 +23,8 @@ from hoop.wire.rpc import Stub, translate, unreachable
 log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 CALL_S = 5.0
+RETURN_S = 0.2
+"""How long at most a member waits before it knocks again: a restarted coordinator gives it one lease."""
 
 
 class Attendance:
@@ -74,7 +76,7 @@ class Attendance:
             except (grpc.RpcError, HoopError) as error:
                 log.debug("the coordinator is away: %s", error)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, Knocking.LONGEST_S)
+                pause = min(2 * pause, RETURN_S)
 
     async def _beats(self, info: DeviceInfo) -> AsyncIterator[pb.Heartbeat]:
         while True:

@@ -41,7 +41,12 @@ class Conductor:
                 )
             device_ids = sorted(usable[:count])
         state = self._coordinator.apply(m.Created(tuple(device_ids)))
-        return await self._seat(state.communicator(state.next_communicator - 1))
+        one = state.communicator(state.next_communicator - 1)
+        try:
+            return await self._seat(one)
+        except BaseException:  # nobody has heard of it: without this it would stay for ever
+            self._coordinator.apply(m.Destroyed(one.id))
+            raise
 
     async def rebuild(self, communicator_id: int) -> CommunicatorState:
         state = self._coordinator.apply(m.Rebuilt(communicator_id))
@@ -54,7 +59,9 @@ class Conductor:
             )
             for rank, device_id in enumerate(one.members)
         ]
-        await asyncio.gather(*calls)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         return one
 
     async def finalize(self, communicator_id: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from hoop.errors import PeerLost
+from hoop.errors import HoopError, PeerLost
 from hoop.events import EventLog
 from hoop.membership import messages as m
 from hoop.membership.detector import DetectorConfig
@@ -65,6 +65,7 @@ class Coordinator:
         self.stops: dict[tuple[int, int], asyncio.Event] = {}
         """Set when a communicator's generation must stop what it does."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
+        self._probing: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: grpc.aio.Server | None = None
 
@@ -90,9 +91,12 @@ class Coordinator:
         return state
 
     async def _probe(self, device_id: int) -> None:
-        """Asks a suspect directly. A refused connection is proof; a slow answer is the lease's business."""
+        """Asks a suspect directly. A refused connection is proof; anything else is the lease's business."""
+        if device_id in self._probing:
+            return
         info = self.state.members[device_id].info
         failure = ""
+        self._probing.add(device_id)
         try:
             _, writer = await asyncio.wait_for(
                 asyncio.open_connection(info.address.host, info.address.port), PROBE_S
@@ -100,10 +104,12 @@ class Coordinator:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-        except TimeoutError:
-            return
-        except OSError as error:
+        except (ConnectionRefusedError, ConnectionResetError) as error:
             failure = f"{info.address} refuses connections ({error.strerror or error})"
+        except (OSError, UnicodeError):  # too slow, or trouble of our own: no evidence against the device
+            return
+        finally:
+            self._probing.discard(device_id)
         self.apply(m.Probed(device_id, info.incarnation, failure))
 
     async def abort(self, stop: m.Stop) -> None:
@@ -154,6 +160,9 @@ class Coordinator:
     # ---- life
 
     async def start(self, services: tuple[Any, ...]) -> Address:
+        for one in [one for one in self.state.communicators.values() if not one.broken_by]:
+            # What a former coordinator launched may still run: it must not meet, on the same links, what this one will.
+            self.apply(m.Rebuilt(one.id))
         self._server, self.address = await serve(self.address, services, self.config.max_message)
         self.in_background(self._watch())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
@@ -161,7 +170,10 @@ class Coordinator:
 
     async def _watch(self) -> None:
         while True:
-            self.apply(m.Tick(time.monotonic()))
+            try:
+                self.apply(m.Tick(time.monotonic()))
+            except HoopError as error:  # the journal's disk is full: watching must go on all the same
+                self.events.publish("coordinator_failing", str(error))
             await asyncio.sleep(self.config.detector.heartbeat_s)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 
-from hoop.errors import MembershipChanged
+from hoop.errors import InvalidArgument, MembershipChanged
 from hoop.events import Event
 from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState, Member
@@ -34,8 +34,14 @@ class CoordinatorService:
 
     async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
         info = device_info(request.device)
+        if info.device_id >= 1 << 63 and info.device_id not in self._coordinator.state.members:
+            raise InvalidArgument(
+                f"device_id: {info.device_id} leaves no room for others; choose one below 2^63"
+            )
         state = self._coordinator.apply(m.Joined(info, time.monotonic()))
-        device_id = info.device_id or max(state.members)
+        device_id = info.device_id or next(
+            key for key, member in state.members.items() if member.info.incarnation == info.incarnation
+        )
         detector = self._coordinator.config.detector
         return pb.JoinResponse(
             device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from hoop.errors import FailedPrecondition, HoopError, PeerLost, ResourceExhausted
+from hoop.errors import FailedPrecondition, HoopError, OutOfRange, PeerLost, ResourceExhausted
 from hoop.membership.state import CommunicatorState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.launching import launch
@@ -37,8 +37,17 @@ def _failed(coordinator: Coordinator, device_id: int, error: grpc.RpcError) -> H
 async def write(
     coordinator: Coordinator, device_id: int, place: pb.Location, data: bytes, timeout: float
 ) -> None:
-    """Host to device."""
+    """Host to device. The whole range is checked here: no part is written of what does not fit."""
     _reachable(coordinator, device_id)
+    info = coordinator.state.member(device_id).info
+    start = place.address + place.offset
+    if place.WhichOneof("base") == "address" and not (
+        info.min_address <= start <= start + len(data) <= info.max_address
+    ):
+        raise OutOfRange(
+            f"[{start:#x}, {start + len(data):#x}) is outside device {device_id}'s memory "
+            f"[{info.min_address:#x}, {info.max_address:#x})"
+        )
 
     def chunks() -> Iterator[pb.WriteRequest]:
         yield pb.WriteRequest(location=place, data=data[:STREAM_CHUNK_BYTES])

@@ -22,6 +22,7 @@ from hoop.servers.serving import check_exposure, serve
 from hoop.servers.streams import StreamTable
 from hoop.topology import Address, DeviceInfo
 from hoop.transport import open_transport
+from hoop.transport.shm import share
 from hoop.wire.channels import MAX_MESSAGE_BYTES
 from hoop.wire.rpc import handlers
 
@@ -60,8 +61,13 @@ class DeviceServer:
         incarnation = secrets.token_hex(8)
         path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
         self._arena = Arena.open_or_create(path, config.memory)
-        self._transport = open_transport(f"tcp://{Address(config.host, config.data_port)}")
-        self._runner = Runner(self._arena, self._transport)
+        try:
+            self._transport = open_transport(f"tcp://{Address(config.host, config.data_port)}")
+        except HoopError:
+            self._arena.close(delete=not self._keeps_arena)
+            raise
+        self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
+        self._runner = Runner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams)
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams)
@@ -76,6 +82,7 @@ class DeviceServer:
             host=socket.gethostname(),
             pid=os.getpid(),
             incarnation=incarnation,
+            shared_address=self._shared.address if self._shared else None,
         )
 
     @property
@@ -108,6 +115,8 @@ class DeviceServer:
         """Leaves, ends what is under way, and gives everything back."""
         await self._attendance.leave()
         self._transport.close()
+        if self._shared is not None:
+            self._shared.close()
         await self._lab.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)

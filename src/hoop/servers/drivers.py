@@ -25,7 +25,7 @@ async def stepped(
     """A call a device a round: n · rounds calls where the devices alone need n."""
     size = len(one.members)
     rounds = len(work.operation.plan(size, 0).rounds)
-    total = pb.OperationReport(algorithm=f"{work.operation.chosen}, stepped")
+    total = pb.OperationReport(algorithm=f"{work.operation.default}, stepped")
     for index in range(rounds):
         (report,) = await launch(coordinator, one, [work], timeout, round_index=index)
         total.seconds += report.seconds

@@ -67,21 +67,24 @@ class LabDevice:
         """Carries a stream to its destination, whatever becomes of it."""
 
         def chunks() -> Iterator[lab.DataChunk]:
-            yield lab.DataChunk(data=bytes(view[:STREAM_CHUNK_BYTES]), streamId=lab.StreamId(value=stream.id))
-            for at in range(STREAM_CHUNK_BYTES, stream.size, STREAM_CHUNK_BYTES):
+            # The name alone: the bytes wait here, not there, for their BeginReceive.
+            yield lab.DataChunk(streamId=lab.StreamId(value=stream.id))
+            for at in range(0, stream.size, STREAM_CHUNK_BYTES):
                 yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
         try:
             async with grpc.aio.insecure_channel(str(to), options=channel_options()) as channel:
                 call = Stub(channel, SERVICE).StreamSend(chunks())
+                sending = asyncio.ensure_future(_outcome(call))
                 lost = asyncio.ensure_future(stream.ended.wait())
-                await asyncio.wait(
-                    {asyncio.ensure_future(_outcome(call)), lost}, return_when="FIRST_COMPLETED"
-                )
-                if stream.ended.is_set():
-                    call.cancel()
-                lost.cancel()
-                await call
+                try:
+                    await asyncio.wait({sending, lost}, return_when="FIRST_COMPLETED")
+                    if stream.ended.is_set():
+                        call.cancel()
+                    await sending
+                finally:
+                    lost.cancel()
+                    sending.cancel()
             stream.end()
         except grpc.RpcError as error:
             stream.end(str(translate(error, f"StreamSend to {to}")))

@@ -60,7 +60,10 @@ async def launch(
         if not all(call.done() for call in calls):  # (2)
             reason = str(_worst(coordinator, one, calls))
             await coordinator.abort(m.Stop(one.id, one.generation, reason, one.members))
-            await asyncio.wait(calls, timeout=GRACE_S)
+            usable = {device_id: coordinator.state.member(device_id).usable for device_id in one.members}
+            alive = [call for device_id, call in zip(one.members, calls, strict=True) if usable[device_id]]
+            if alive:  # the dead do not come back
+                await asyncio.wait(alive, timeout=GRACE_S)
         if stop.done() or _failures(calls):
             raise _worst(coordinator, one, calls)
     finally:

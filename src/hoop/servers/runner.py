@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.reduction import Array
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged, PeerLost
 from hoop.memory import Arena
 from hoop.servers.work import operation_from
 from hoop.topology import DeviceInfo
-from hoop.transport import Transport
+from hoop.transport import Endpoint, Transport
 from hoop.wire.convert import device_info
 from hoop.wire.generated import hoop_pb2 as pb
 
 MAX_TIMEOUT_S = 3600.0
 MAX_OPERATIONS = 1024
+MAX_MEMBERS = 4096
 
 
 @dataclass
@@ -35,6 +36,10 @@ class Seat:
     rank: int
     members: tuple[DeviceInfo, ...]
     communicator: Communicator | None = None
+
+    @property
+    def incarnations(self) -> list[str]:
+        return [member.incarnation for member in self.members]
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,10 @@ class _Job:
 class Runner:
     """Runs what the coordinator launches."""
 
-    def __init__(self, arena: Arena, transport: Transport) -> None:
+    def __init__(self, arena: Arena, links: Transport, shared: Transport | None) -> None:
         self._arena = arena
-        self._transport = transport
+        self._links = links
+        self._shared = shared
         self._seats: dict[int, Seat] = {}
         # A thread a communicator that is at work: one that waits for its peers must not hold up another.
         self._threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="hoop-launch")
@@ -59,17 +65,25 @@ class Runner:
 
     def seat(self, message: pb.Seat) -> Seat:
         known = self._seats.get(message.communicator_id)
-        if known is not None and known.generation == message.generation:
+        who = [member.incarnation for member in message.members]
+        # A coordinator that was restarted without a journal gives the same name to something else.
+        if known is not None and (known.generation, known.rank, known.incarnations) == (
+            message.generation,
+            message.rank,
+            who,
+        ):
             return known
         if known is not None and known.generation > message.generation:
             raise MembershipChanged(
                 f"communicator {message.communicator_id} is at generation {known.generation} here, "
                 f"{message.generation} is over"
             )
+        if len(message.members) > MAX_MEMBERS:
+            raise InvalidArgument(f"seat: {len(message.members)} members are more than {MAX_MEMBERS}")
         if not message.communicator_id or message.rank >= len(message.members):
             raise InvalidArgument(f"seat: rank {message.rank} of {len(message.members)} members is no seat")
-        self._vacate(message.communicator_id)
         seat = Seat(message.generation, message.rank, tuple(map(device_info, message.members)))
+        self._vacate(message.communicator_id)
         self._seats[message.communicator_id] = seat
         return seat
 
@@ -107,12 +121,7 @@ class Runner:
             raise InvalidArgument(f"operations: {len(request.operations)} is more than {MAX_OPERATIONS}")
         seat = self.seat(request.seat)
         communicator = seat.communicator = seat.communicator or Communicator(
-            self._transport.endpoint(
-                request.seat.communicator_id,
-                seat.generation,
-                seat.rank,
-                [member.data_address for member in seat.members],
-            )
+            self._endpoint(request.seat.communicator_id, seat)
         )
         total = len(request.operations)
         jobs = []
@@ -136,6 +145,16 @@ class Runner:
         if request.release:
             self._leave(request.seat.communicator_id, seat)
         return reports
+
+    def _endpoint(self, communicator_id: int, seat: Seat) -> Endpoint:
+        """Shared memory where all members have it in common, else links."""
+        shared = [member.shared_address for member in seat.members]
+        hosts = {address.host if address else "" for address in shared}
+        if self._shared is not None and len(hosts) == 1 and "" not in hosts:
+            peers = [address for address in shared if address is not None]
+            return self._shared.endpoint(communicator_id, seat.generation, seat.rank, peers)
+        peers = [member.data_address for member in seat.members]
+        return self._links.endpoint(communicator_id, seat.generation, seat.rank, peers)
 
     def _leave(self, communicator_id: int, seat: Seat) -> None:
         if self._seats.get(communicator_id) is seat:
@@ -200,6 +219,10 @@ def _run_all(communicator: Communicator, jobs: list[_Job], timeout: float) -> li
             reports.append(communicator.run(job.operation, job.source, job.destination, timeout, job.round))
         except HoopError as error:
             raise _in(f"operation {index} of {len(jobs)}" if len(jobs) > 1 else "", error) from error
+        except (OSError, UnicodeError) as error:  # no descriptor left; a name that no resolver takes
+            raise PeerLost(
+                f"rank {communicator.rank}: no link could be made for {job.operation}: {error}"
+            ) from error
     return reports
 
 

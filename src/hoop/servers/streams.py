@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from hoop.errors import (
+    DeadlineExceeded,
     FailedPrecondition,
     HoopError,
     InvalidArgument,
@@ -29,6 +30,8 @@ from hoop.wire.generated import gpu_sim_pb2 as lab
 
 MAX_OPEN = 4096
 MAX_REMEMBERED = 16384
+MAX_WAITING_BYTES = 64 * 1024 * 1024
+"""How much data may be here before its BeginReceive, unless it is one message. A device sends none before."""
 MATCH_SECONDS = 30.0
 """How long one half of a transfer waits for the other."""
 
@@ -62,7 +65,8 @@ class StreamTable:
         self._receives: OrderedDict[int, Stream] = OrderedDict()
         self._arrived = asyncio.Condition()
         self._arriving = 0
-        """Senders that wait for their BeginReceive."""
+        """Senders that have not met their BeginReceive yet."""
+        self._waiting_bytes = 0
 
     @property
     def open(self) -> int:
@@ -109,10 +113,11 @@ class StreamTable:
         """(3), until the last byte: what StreamSend does."""
         if self.open >= MAX_OPEN:
             raise ResourceExhausted(f"{MAX_OPEN} streams are open here; wait for some to end")
-        first = await anext(aiter(chunks), None)
-        if first is None:
-            raise InvalidArgument("StreamSend: the stream ended before its first chunk")
-        stream = await self._match(first.streamId.value)
+        self._arriving += 1
+        try:
+            first, stream = await self._meet(chunks)
+        finally:
+            self._arriving -= 1
         try:
             await self._fill(stream, first, chunks)
             stream.end()
@@ -123,6 +128,25 @@ class StreamTable:
             stream.end(f"the sender vanished: {error or type(error).__name__}")
             raise
 
+    async def _meet(self, chunks: AsyncIterator[lab.DataChunk]) -> tuple[lab.DataChunk, Stream]:
+        """A sender's first chunk, and the receive that it is for."""
+        try:
+            first = await asyncio.wait_for(anext(aiter(chunks), None), MATCH_SECONDS)
+        except TimeoutError:
+            raise DeadlineExceeded(f"StreamSend: no chunk came within {MATCH_SECONDS:g} s") from None
+        if first is None:
+            raise InvalidArgument("StreamSend: the stream ended before its first chunk")
+        size = len(first.data)
+        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise ResourceExhausted(
+                f"StreamSend: {self._waiting_bytes} bytes wait for their BeginReceive here, {size} more are too many"
+            )
+        self._waiting_bytes += size
+        try:
+            return first, await self._match(first.streamId.value)
+        finally:
+            self._waiting_bytes -= size
+
     async def _match(self, stream_id: int) -> Stream:
         """The receive that these bytes are for, waiting for its BeginReceive."""
 
@@ -132,18 +156,14 @@ class StreamTable:
             waiting = (one for one in self._receives.values() if not one.claimed and not one.ended.is_set())
             return next(waiting, None)
 
-        self._arriving += 1
         try:
             async with self._arrived:
-                await asyncio.wait_for(self._arrived.wait_for(lambda: found() is not None), MATCH_SECONDS)
+                stream = await asyncio.wait_for(self._arrived.wait_for(found), MATCH_SECONDS)
         except TimeoutError:
             raise FailedPrecondition(
                 f"StreamSend: no BeginReceive for stream {stream_id or 'any'} within {MATCH_SECONDS:g} s"
             ) from None
-        finally:
-            self._arriving -= 1
-        stream = found()
-        assert stream is not None, "the condition held a moment ago"
+        assert stream is not None, "the condition is that there is one"
         if stream.claimed:
             raise FailedPrecondition(f"StreamSend: stream {stream.id} has a sender already")
         stream.claimed = True

@@ -51,8 +51,8 @@ class Work:
             raise InvalidArgument(f"driver: {self.driver!r} is unknown; known: {', '.join(DRIVERS)}")
         if self.driver == "relay" and operation.collective != "all_reduce":
             raise InvalidArgument(f"driver: relay does all_reduce only, not {operation.collective}")
-        if self.driver == "stepped" and operation.chosen == "chunked_ring":
-            raise InvalidArgument("driver: a chunked ring's rounds overlap and cannot be stepped; use ring")
+        if self.driver == "stepped" and operation.default in ("chunked_ring", "flat", "staged", "direct"):
+            raise InvalidArgument(f"driver: {operation.default} has no rounds that can be stepped; use ring")
         strangers = sorted(rank for rank in self.operands if rank >= size)
         if strangers:
             raise InvalidArgument(f"operands: ranks {strangers} are not in 0..{size - 1}")

@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 
-from hoop.errors import DeadlineExceeded, HoopError
+from hoop.errors import DeadlineExceeded, HoopError, InternalError
 from hoop.topology import Address
+from hoop.transport.mailbox import Bytes, Mailbox
 
 
 class Pending(ABC):
@@ -58,6 +59,17 @@ class Endpoint(ABC):
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         """The next message from ``peer``, which must be exactly as long as ``into``."""
 
+    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
+        """Waits until some of these peers have a message, or are lost, and names them: ``recv_into`` tells which.
+
+        Empty when ``wake`` was called, a pending message moved on or the deadline passed, whichever came first.
+        """
+        raise InternalError(f"{type(self).__name__} cannot wait for several peers")
+
+    def wake(self) -> None:
+        """Makes ``senders`` return; from any thread."""
+        raise InternalError(f"{type(self).__name__} cannot wait for several peers")
+
     @abstractmethod
     def flush(self, deadline: float) -> None:
         """Returns when the links have taken every message."""
@@ -78,6 +90,25 @@ class Endpoint(ABC):
             f"rank {self.rank}: {doing} {self.describe(peer)} passed its deadline "
             f"(communicator {self.communicator}, generation {self.generation})"
         )
+
+
+class SharedEndpoint(Endpoint):
+    """Links between ranks that see each other's memory."""
+
+    mailboxes: list[Mailbox]
+    """What each rank lays open, by rank."""
+    arenas: list[Bytes | None]
+    """Each rank's device memory, where it shares one."""
+    publications: int
+    """How many vectors have been laid open; slots and stages are used in turn."""
+
+    @abstractmethod
+    def gather(self, deadline: float) -> None:
+        """Returns when every peer's memory is there."""
+
+    @abstractmethod
+    def meet(self, deadline: float) -> None:
+        """Returns when every rank has come; what they wrote before is there to read afterwards."""
 
 
 class Transport(ABC):

@@ -42,15 +42,24 @@ class InprocTransport(Transport):
                 address = Address(address.host, _BOARD.next_port)
                 _BOARD.next_port += 1
         self.address = address
+        self._endpoints: dict[tuple[int, int, int], InprocEndpoint] = {}
 
     def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
-        return InprocEndpoint(communicator, generation, rank, peers)
+        seat = (communicator, generation, rank)
+        if seat in self._endpoints and not self._endpoints[seat].closed:
+            raise InvalidArgument(
+                f"communicator {communicator}, generation {generation}: rank {rank} has an endpoint already"
+            )
+        endpoint = self._endpoints[seat] = InprocEndpoint(communicator, generation, rank, peers)
+        return endpoint
 
     def close(self) -> None:
+        for endpoint in self._endpoints.values():
+            endpoint.close()
         with _BOARD.changed:
+            # That it closed stays known: addresses are never used again.
             for key in [key for key in _BOARD.queues if key[0][0] == self.address]:
                 del _BOARD.queues[key]
-            _BOARD.closed = {key for key in _BOARD.closed if key[0] != self.address}
 
 
 class InprocEndpoint(Endpoint):
@@ -59,6 +68,11 @@ class InprocEndpoint(Endpoint):
     def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
         super().__init__(communicator, generation, rank, peers)
         self._error: HoopError | None = None
+        self._woken = False
+
+    @property
+    def closed(self) -> bool:
+        return self._key(self.rank) in _BOARD.closed
 
     def _key(self, rank: int) -> _Key:
         return self.peers[rank], self.communicator, self.generation
@@ -94,7 +108,29 @@ class InprocEndpoint(Endpoint):
             raise LinkCorrupted(
                 f"rank {self.rank}: {self.describe(peer)} sent {len(message)} bytes, expected {into.nbytes}"
             )
-        into[:] = message
+        if message:
+            into.cast("B")[:] = message
+
+    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
+        def ready() -> list[int]:
+            queues = _BOARD.queues
+            return [
+                peer
+                for peer in peers
+                if queues.get((self._key(self.rank), peer)) or self._key(peer) in _BOARD.closed
+            ]
+
+        with _BOARD.changed:
+            _BOARD.changed.wait_for(lambda: ready() or self._woken or self._error, remaining(deadline))
+            self._woken = False
+            if self._error is not None:
+                raise self._error
+            return ready()
+
+    def wake(self) -> None:
+        with _BOARD.changed:
+            self._woken = True
+            _BOARD.changed.notify_all()
 
     def flush(self, deadline: float) -> None:
         if self._error is not None:
@@ -102,7 +138,7 @@ class InprocEndpoint(Endpoint):
 
     def abort(self, error: HoopError) -> None:
         with _BOARD.changed:
-            self._error = error
+            self._error = self._error or error
             _BOARD.changed.notify_all()
 
     def close(self) -> None:

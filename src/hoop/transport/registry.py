@@ -8,10 +8,12 @@ from hoop.errors import InvalidArgument
 from hoop.topology import Address
 from hoop.transport.base import Transport
 from hoop.transport.inproc import InprocTransport
+from hoop.transport.shm import ShmTransport
 from hoop.transport.tcp import TcpTransport
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {
     InprocTransport.scheme: InprocTransport,
+    ShmTransport.scheme: ShmTransport,
     TcpTransport.scheme: TcpTransport,
 }
 

@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_links import TcpEndpoint
+from hoop.transport.tcp_sockets import last_words
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 HELLO_SECONDS = 5.0
@@ -60,6 +62,8 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._endpoints: dict[_Seat, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
+        self._closed: OrderedDict[_Seat, None] = OrderedDict()
+        """Endpoints that were here, so that whoever dials one late is told."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -80,14 +84,22 @@ class TcpTransport(Transport):
             endpoint = self._endpoints[seat] = _Tracked(self, communicator, generation, rank, peers)
             self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
-            self._lobby = [visitor for visitor in self._lobby if visitor not in waiting]
+            stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
+            self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
         for visitor in waiting:
             self._hand_over(visitor)
+        for visitor in stale:
+            assert visitor.hello is not None, "who waits in the lobby has said HELLO"
+            self._refuse(visitor, _over(visitor.hello, generation))
         return endpoint
 
     def forget(self, endpoint: TcpEndpoint) -> None:
+        seat = (endpoint.communicator, endpoint.generation, endpoint.rank)
         with self._lock:
-            self._endpoints.pop((endpoint.communicator, endpoint.generation, endpoint.rank), None)
+            if self._endpoints.pop(seat, None) is not None:
+                self._closed[seat] = None
+                while len(self._closed) > LOBBY_LIMIT:
+                    self._closed.popitem(last=False)
 
     # ---- the listener's thread
 
@@ -148,17 +160,18 @@ class TcpTransport(Transport):
         with self._lock:
             newest = self._newest.get(hello.communicator, 0)
             known = _seat(hello) in self._endpoints
+            closed = _seat(hello) in self._closed
             if not known and hello.generation < newest:
-                refusal = (
-                    f"generation {hello.generation} is over, communicator {hello.communicator} is at {newest}"
-                )
+                refusal = _over(hello, newest)
+            elif closed:
+                refusal = f"rank {hello.sequence} of communicator {hello.communicator} has closed its links"
             elif not known and len(self._lobby) >= LOBBY_LIMIT:
                 refusal = f"{LOBBY_LIMIT} links wait here already"
             elif not known:
                 visitor.until = time.monotonic() + LOBBY_SECONDS
                 self._lobby.append(visitor)
         if refusal:
-            self._refuse(visitor, refusal)
+            self._refuse(visitor, refusal, Kind.GOODBYE if closed else Kind.REFUSAL)
         elif known:
             self._hand_over(visitor)
 
@@ -173,11 +186,9 @@ class TcpTransport(Transport):
         visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         endpoint.attach(hello.source, visitor.sock)
 
-    def _refuse(self, visitor: _Visitor, reason: str) -> None:
-        words = reason.encode()
-        header = Header(Kind.REFUSAL, 0, 0, 0, 0, len(words)).pack()
+    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL) -> None:
         with contextlib.suppress(OSError):
-            visitor.sock.send(header + words)
+            visitor.sock.send(last_words(kind, reason))
         visitor.sock.close()
 
     def _send_away_the_late(self, strangers: list[_Visitor]) -> None:
@@ -220,6 +231,14 @@ class _Tracked(TcpEndpoint):
     def close(self) -> None:
         self._transport.forget(self)
         super().close()
+
+
+def _over(hello: Header, newest: int) -> str:
+    return f"generation {hello.generation} is over, communicator {hello.communicator} is at {newest}"
+
+
+def _is_older(hello: Header | None, communicator: int, generation: int) -> bool:
+    return hello is not None and hello.communicator == communicator and hello.generation < generation
 
 
 def _seat(hello: Header | None) -> _Seat | None:

@@ -4,8 +4,8 @@
     outgoing[p] ── HELLO, DATA, DATA … ──▶   incoming[r]        (1) dialled on the first send
     incoming[p] ◀── HELLO, DATA, DATA … ──   outgoing[r]        (2) handed in by p's own dialling
 
-A link is one way. All sockets are non-blocking. ``_wait`` (3) is the only place that sleeps: it watches the
-link that is awaited, every link with bytes still to hand over, and the bell that ``abort``, ``close`` and the
+A link is one way. All sockets are non-blocking. ``_sleep`` (3) is the only place that sleeps: it watches the
+links that are awaited, every link with bytes still to hand over, and the bell that ``abort``, ``close`` and the
 arrival of a new incoming link ring.
 """
 
@@ -16,66 +16,17 @@ import select
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
+from hoop.errors import HoopError, InternalError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Pending, remaining
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.transport.parcel import Parcel
+from hoop.transport.tcp_sockets import Incoming, Outgoing, connect, last_words
+from hoop.wire.frames import Header, Kind
 
-_REFUSAL_LIMIT = 4096
-
-
-class _Parcel(Pending):
-    """The rest of a frame that the socket has not taken."""
-
-    def __init__(self, parts: list[memoryview]) -> None:
-        self.parts = parts
-
-    @property
-    def done(self) -> bool:
-        return not self.parts
-
-    def detach(self) -> None:
-        self.parts = [memoryview(bytes(part)) for part in self.parts]
-
-    def advance(self, sent: int) -> None:
-        while self.parts and sent >= self.parts[0].nbytes:
-            sent -= self.parts.pop(0).nbytes
-        if sent:
-            self.parts[0] = self.parts[0][sent:]
-
-
-class _Outgoing:
-    """The link that this rank dialled."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.sequence = 0
-        self.queue: deque[_Parcel] = deque()
-
-    def push(self) -> None:
-        """Hands over what the socket takes now."""
-        while self.queue:
-            parcel = self.queue[0]
-            if parcel.parts:
-                try:
-                    sent = self.sock.sendmsg(parcel.parts)
-                except (BlockingIOError, InterruptedError):
-                    return
-                parcel.advance(sent)
-            if parcel.done:
-                self.queue.popleft()
-
-
-class _Incoming:
-    """The link that a peer dialled."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.sequence = 0
-        self.header = bytearray(HEADER_BYTES)
+_PATIENCE_S = 0.05
+"""How long a rank waits for a peer to dial before it dials itself, to learn whether there is anybody."""
 
 
 class TcpEndpoint(Endpoint):
@@ -83,10 +34,14 @@ class TcpEndpoint(Endpoint):
 
     def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
         super().__init__(communicator, generation, rank, peers)
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._incoming: dict[int, _Incoming] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._error: HoopError | None = None
+        self._promised: set[int] = set()
+        """Peers that are gone, and have said that a link of theirs is on the way."""
         self._lock = threading.Lock()
+        self._busy = threading.RLock()
+        """Held by whoever uses the sockets, so that ``close`` does not take them away under its hands."""
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
@@ -94,38 +49,41 @@ class TcpEndpoint(Endpoint):
     # ---- sending
 
     def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
-        link = self._outgoing.get(peer) or self._dial(peer, deadline)
+        with self._busy:
+            return self._send(peer, data, deadline)
+
+    def _send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
         if self._error is not None:
             raise self._error
+        link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
-        header = Header(
-            Kind.DATA, self.communicator, self.generation, self.rank, link.sequence, payload.nbytes
-        ).pack()
+        place = (self.communicator, self.generation, self.rank, link.sequence)
+        header = Header(Kind.DATA, *place, payload.nbytes).pack()
         link.sequence += 1
-        parcel = _Parcel([memoryview(header), payload] if payload.nbytes else [memoryview(header)])
+        parcel = Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
         link.queue.append(parcel)
         self._push(peer, link)
         self.messages_sent += 1
         self.bytes_sent += payload.nbytes
         return None if parcel.done else parcel
 
-    def _dial(self, peer: int, deadline: float) -> _Outgoing:  # (1)
+    def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
-        address = self.peers[peer]
         try:
-            sock = socket.create_connection(
-                (address.host, address.port), timeout=max(0.001, remaining(deadline))
-            )
+            sock = connect(self.peers[peer], self._bell, deadline, lambda: self._error is not None)
+        except InterruptedError:
+            assert self._error is not None, "only an error stops it"
+            raise self._error from None
         except TimeoutError:
             raise self.overdue(peer, "connecting to") from None
-        except OSError as error:
-            raise PeerLost(f"rank {self.rank}: {self.describe(peer)} does not answer: {error}") from None
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setblocking(False)
-        link = _Outgoing(sock)
+        except (OSError, ValueError) as error:
+            raise self._error or PeerLost(
+                f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
+            ) from None
+        link = Outgoing(sock)
         hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0).pack()
-        link.queue.append(_Parcel([memoryview(hello)]))
+        link.queue.append(Parcel([memoryview(hello)]))
         with self._lock:
             if self._error is None:
                 self._outgoing[peer] = link
@@ -133,16 +91,19 @@ class TcpEndpoint(Endpoint):
         sock.close()
         raise self._error
 
-    def _push(self, peer: int, link: _Outgoing) -> None:
+    def _push(self, peer: int, link: Outgoing) -> None:
         try:
             link.push()
         except OSError as error:
             raise self._lost(peer, error) from None
 
     def flush(self, deadline: float) -> None:
-        for peer, link in list(self._outgoing.items()):
-            while link.queue:
-                self._wait(peer, None, deadline, "handing over to")
+        if self._error is not None:
+            raise self._error
+        with self._busy:
+            for peer, link in list(self._outgoing.items()):
+                while link.queue:
+                    self._wait(peer, None, deadline, "handing over to")
 
     # ---- receiving
 
@@ -150,23 +111,44 @@ class TcpEndpoint(Endpoint):
         """A link that ``peer`` dialled; from the transport's thread."""
         with self._lock:
             if self._error is None and peer not in self._incoming:
-                self._incoming[peer] = _Incoming(sock)
+                self._incoming[peer] = Incoming(sock)
                 sock = None  # type: ignore[assignment]
         if sock is not None:
             sock.close()
         self._ring()
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
+        with self._busy:
+            self._recv_into(peer, into, deadline)
+
+    def _recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         while (link := self._incoming.get(peer)) is None:
-            self._wait(peer, None, deadline, "waiting for")
+            self._await_link(peer, deadline)
         self._fill(peer, link, memoryview(link.header), deadline)
-        header = Header.unpack(link.header)
+        try:
+            header = Header.unpack(link.header)
+        except LinkCorrupted as error:
+            raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
         self._check(peer, link, header, into.nbytes)
         link.sequence += 1
         if into.nbytes:
             self._fill(peer, link, into.cast("B"), deadline)
 
-    def _fill(self, peer: int, link: _Incoming, view: memoryview, deadline: float) -> None:
+    def _await_link(self, peer: int, deadline: float) -> None:
+        """Waits for ``peer`` to dial; where nothing links the two, dials it to see whether it is there."""
+        if peer in self._outgoing:
+            self._wait(peer, None, deadline, "waiting for")
+            return
+        moved, _, _ = self._sleep({}, min(deadline, time.monotonic() + _PATIENCE_S))
+        if not moved and peer not in self._incoming:
+            if time.monotonic() >= deadline:
+                raise self.overdue(peer, "waiting for")
+            self._push(peer, self._dial(peer, deadline))
+
+    def _link_from(self, peer: int) -> str:
+        return f"link {peer} -> {self.rank} of communicator {self.communicator}"
+
+    def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
         while view.nbytes:
             if self._error is not None:
                 raise self._error
@@ -181,8 +163,8 @@ class TcpEndpoint(Endpoint):
                 raise self._lost(peer, None)
             view = view[got:]
 
-    def _check(self, peer: int, link: _Incoming, header: Header, expected: int) -> None:
-        link_name = f"link {peer} -> {self.rank} of communicator {self.communicator}"
+    def _check(self, peer: int, link: Incoming, header: Header, expected: int) -> None:
+        link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
@@ -205,50 +187,75 @@ class TcpEndpoint(Endpoint):
 
     # ---- waiting
 
-    def _wait(self, peer: int, readable: socket.socket | None, deadline: float, doing: str) -> None:  # (3)
-        """Sleeps until something moved; hands over pending messages meanwhile."""
+    def _wait(self, peer: int, readable: socket.socket | None, deadline: float, doing: str) -> None:
+        """Sleeps until something moved, for the sake of ``peer``."""
+        # A peer that refused us, or died before it dialled, shows on our own link to it.
+        link = self._outgoing.get(peer)
+        sock = readable or (link.sock if link and peer not in self._promised else None)
+        moved, ready, broken = self._sleep({sock.fileno(): peer} if sock else {}, deadline)
+        if readable is None and ready and link is not None:
+            words = link.last_words()
+            if words is None or words[0].kind != Kind.GOODBYE or not words[0].sequence or link.queue:
+                raise self._lost(peer, None)
+            self._promised.add(peer)  # it has sent something: its own link is on the way
+        for other, error in broken.items():
+            raise self._lost(other, error) from None
+        if not moved and time.monotonic() >= deadline:
+            raise self.overdue(peer, doing)
+
+    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
+        links = {peer: self._incoming.get(peer) or self._outgoing.get(peer) for peer in peers}
+        watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
+        _, ready, broken = self._sleep(watched, deadline)
+        for peer in broken:
+            self._outgoing[peer].queue.clear()
+        return [*ready, *(peer for peer in broken if peer not in ready)]
+
+    def _sleep(self, watched: dict[int, int], deadline: float) -> tuple[bool, list[int], dict[int, OSError]]:
+        """Hands over pending messages (3): did anything move, whose descriptor is readable, which links broke."""
         if self._error is not None:
             raise self._error
         poll = select.poll()
-        poll.register(self._bell, select.POLLIN)
-        if readable is not None:
-            poll.register(readable, select.POLLIN)
-        watched = {}
-        for other, link in self._outgoing.items():
-            # A peer that refused us, or died before it dialled, shows on our own link to it. Once it has
-            # dialled, its link tells; others that are done may close theirs.
-            refusable = other == peer and readable is None
-            wanted = (select.POLLOUT if link.queue else 0) | (select.POLLIN if refusable else 0)
-            if wanted:
-                poll.register(link.sock, wanted)
-                watched[link.sock.fileno()] = (other, link)
-        ready = poll.poll(remaining(deadline) * 1000)
-        for descriptor, happened in ready:
+        try:
+            poll.register(self._bell, select.POLLIN)
+            handing = {link.sock.fileno(): peer for peer, link in self._outgoing.items() if link.queue}
+            for descriptor in watched.keys() | handing.keys():
+                reads, writes = descriptor in watched, descriptor in handing
+                poll.register(descriptor, select.POLLIN * reads | select.POLLOUT * writes)
+        except (ValueError, RuntimeError):  # closed by another thread in this very moment
+            raise self._error or InternalError(f"rank {self.rank}: a link has no socket") from None
+        ready: list[int] = []
+        broken: dict[int, OSError] = {}
+        happened = poll.poll(remaining(deadline) * 1000)
+        for descriptor, events in happened:
             if descriptor == self._bell.fileno():
                 with contextlib.suppress(BlockingIOError):
                     self._bell.recv(64)
-            elif descriptor in watched:
-                other, link = watched[descriptor]
-                if happened & ~select.POLLOUT and other == peer and readable is None:
-                    raise self._lost(other, None)
-                self._push(other, link)
+            elif descriptor in watched and events & ~select.POLLOUT:
+                ready.append(watched[descriptor])
+            elif descriptor in handing:
+                try:
+                    self._outgoing[handing[descriptor]].push()
+                except OSError as error:
+                    broken[handing[descriptor]] = error
         if self._error is not None:
             raise self._error
-        if not ready and time.monotonic() >= deadline:
-            raise self.overdue(peer, doing)
+        return bool(happened), ready, broken
+
+    def wake(self) -> None:
+        self._ring()
 
     def _lost(self, peer: int, error: OSError | None) -> HoopError:
         """Why the links to ``peer`` are gone: its own words where it refused, else the socket's."""
         if self._error is not None:
             return self._error
         link = self._outgoing.get(peer)
-        if link is not None and (refusal := _read_refusal(link.sock)):
-            return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {refusal}")
-        return PeerLost(
-            f"rank {self.rank}: {self.describe(peer)} closed its link"
-            f"{f' ({error.strerror})' if error else ''} "
-            f"(communicator {self.communicator}, generation {self.generation})"
-        )
+        words = link.last_words() if link is not None else None
+        if words is not None and words[0].kind == Kind.REFUSAL:
+            return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
+        why = f" ({error.strerror})" if error else ""
+        where = f"communicator {self.communicator}, generation {self.generation}"
+        return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{why} ({where})")
 
     # ---- ending
 
@@ -262,23 +269,15 @@ class TcpEndpoint(Endpoint):
 
     def close(self) -> None:
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
-        with self._lock:
-            socks = [link.sock for link in self._outgoing.values()]
-            socks += [link.sock for link in self._incoming.values()]
+        with self._busy, self._lock:
+            for peer, incoming in self._incoming.items():
+                sent = self._outgoing[peer].sequence if peer in self._outgoing else 0
+                with contextlib.suppress(OSError):
+                    incoming.sock.send(last_words(Kind.GOODBYE, "it closed its links", sent))
+            socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
             self._incoming.clear()
             self._outgoing.clear()
         for sock in socks:
             sock.close()
         self._ringer.close()
         self._bell.close()
-
-
-def _read_refusal(sock: socket.socket) -> str:
-    """The sentence of a REFUSAL frame, or nothing."""
-    try:
-        sock.setblocking(False)
-        data = sock.recv(HEADER_BYTES + _REFUSAL_LIMIT)
-        header = Header.unpack(data[:HEADER_BYTES])
-    except (OSError, LinkCorrupted):
-        return ""
-    return data[HEADER_BYTES:].decode(errors="replace") if header.kind == Kind.REFUSAL else ""

@@ -28,7 +28,8 @@ def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
+        # Well within the lease that a restarted coordinator gives its devices to come back.
+        ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.enable_http_proxy", 0),
         # A subchannel of one's own: another channel's back-off is not ours.
         ("grpc.use_local_subchannel_pool", 1),

@@ -18,6 +18,7 @@ def describe(info: DeviceInfo) -> pb.DeviceDescription:
         host=info.host,
         pid=info.pid,
         incarnation=info.incarnation,
+        shared_address=str(info.shared_address or ""),
     )
 
 
@@ -38,6 +39,9 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         host=message.host,
         pid=message.pid,
         incarnation=message.incarnation,
+        shared_address=Address.parse(message.shared_address, "device.shared_address")
+        if message.shared_address
+        else None,
     )
 
 

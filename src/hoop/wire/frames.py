@@ -34,6 +34,8 @@ class Kind(IntEnum):
     DATA = 2
     REFUSAL = 3
     """Sent back once before the link is closed; the payload is a sentence."""
+    GOODBYE = 4
+    """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
 
 
 @dataclass(frozen=True, slots=True)

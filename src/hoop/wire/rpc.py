@@ -12,12 +12,13 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from hoop.errors import HoopError, InvalidArgument, named
+from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, named
 
 log = logging.getLogger("hoop")
 _MARK = "hoop-error"
@@ -27,6 +28,9 @@ _ON_THE_WAY = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 )
+_NO_HOOP_SERVERS = (*_ON_THE_WAY[2:], grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+_LONGEST = 1500
+"""Characters of a sentence. It travels in a header, percent-encoded, and a client takes 8 KiB of headers."""
 
 
 class Stub:
@@ -61,6 +65,8 @@ def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
     """The Hoop error that a failed call stands for."""
     details = error.details() or "no reason given"
     message = f"{whom}: {details}" if whom else details
+    if not _mark(error) and error.code() in _NO_HOOP_SERVERS:
+        return PeerLost(f"{message} (no answer of a Hoop server: {error.code().name})")
     return named(_mark(error) or error.code().name, message)
 
 
@@ -86,22 +92,32 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
                 f"{method.name}: the request is not a valid {method.input_type.name}"
             ) from None
 
-    async def parse_all(stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-        async for data in stream:
-            yield parse(data)
+    async def parse_all(stream: Any) -> AsyncIterator[Any]:
+        async with aclosing(aiter(stream)) as messages:  # left open in the middle, it would keep the last one
+            async for data in messages:
+                message = parse(data)
+                del data  # while the message is worked on it need not be here twice
+                yield message
 
     async def unary(request: Any, context: Any) -> Any:
         try:
             return await answer(parse_all(request) if method.client_streaming else parse(request))
         except Exception as error:
-            await _end(context, method, error)
+            ending = context.abort(*_ending(method, error))
+        # The context keeps what abort raises, and so the frames it passes through: without this the request, and
+        # whatever the error's own frames hold, would stay until Python looks for cycles.
+        del request, context
+        return await ending
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
             async for response in answer(parse_all(request) if method.client_streaming else parse(request)):
                 yield response
+            return
         except Exception as error:
-            await _end(context, method, error)
+            ending = context.abort(*_ending(method, error))
+        del request, context
+        await ending
 
     make = getattr(
         grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler"
@@ -114,7 +130,8 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
     )
 
 
-async def _end(context: Any, method: Any, error: Exception) -> None:
+def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
+    """The status, the sentence and the metadata with which a call ends."""
     if isinstance(error, HoopError):
         code, text = grpc.StatusCode[error.code], str(error)
     elif isinstance(error, grpc.RpcError | asyncio.IncompleteReadError):
@@ -127,7 +144,11 @@ async def _end(context: Any, method: Any, error: Exception) -> None:
             grpc.StatusCode.INTERNAL,
             f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}",
         )
-    await context.abort(code, text, ((_MARK, type(error).__name__),))
+    half = _LONGEST // (2 if text.isascii() else 6)
+    if len(text) > 2 * half:
+        text = f"{text[:half]} ... {text[-half:]}"
+    kind = type(error) if isinstance(error, HoopError) else InternalError
+    return code, text, ((_MARK, kind.__name__),)
 
 
 def _arity(streaming: bool) -> str:

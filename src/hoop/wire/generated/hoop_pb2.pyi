@@ -36,7 +36,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class DeviceDescription(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SHARED_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -53,7 +54,8 @@ class DeviceDescription(_message.Message):
     host: str
     pid: int
     incarnation: str
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    shared_address: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,163 @@
+"""Runs contenders on the same sizes and ranks, one after the other, and hands back their times."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hoop.errors import InvalidArgument, PeerLost
+
+NATIVE = ("arena", "shm", "tcp")
+TORCH = ("torch", "gloo")
+MPI = ("openmpi", "mpich")
+CONTENDERS = (*NATIVE, *TORCH, *MPI)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender's time for one size on so many ranks."""
+
+    contender: str
+    ranks: int
+    bytes: int
+    seconds: float
+
+    @property
+    def algbw(self) -> float:
+        """Bytes of the vector a second."""
+        return self.bytes / self.seconds
+
+    @property
+    def busbw(self) -> float:
+        """What the slowest link of a ring would carry: nccl-tests' figure, comparable across rank counts."""
+        return self.algbw * 2 * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What is measured."""
+
+    contenders: Sequence[str]
+    ranks: Sequence[int]
+    sizes: Sequence[int]
+    seconds: float = 0.5
+    mpirun: dict[str, Path] | None = None
+    """Where each MPI's mpirun is; a Python with mpi4py must lie beside it."""
+
+    def __post_init__(self) -> None:
+        for name in self.contenders:
+            if name not in CONTENDERS:
+                raise InvalidArgument(f"contender: {name!r} is unknown; known: {', '.join(CONTENDERS)}")
+        for size in self.sizes:
+            if size < 4 or size % 4:
+                raise InvalidArgument(f"size: {size} bytes are not whole float32 elements")
+
+    def run(self) -> Iterator[Row]:
+        """Every row as it is measured; the contenders take turns, so that all see the same machine."""
+        for ranks in self.ranks:
+            for contender in self.contenders:
+                start = _mpi if contender in MPI else _processes
+                for answer in start(self, contender, ranks):
+                    yield Row(contender, ranks, int(answer["bytes"]), float(answer["seconds"]))
+
+
+def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, float]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hoop.bench.rank"]
+    processes = [
+        subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        for _ in range(ranks)
+    ]
+    try:
+        master = f"127.0.0.1:{_free_port()}"
+        for rank, process in enumerate(processes):
+            task = {"contender": contender, "rank": rank, "ranks": ranks, "sizes": list(contest.sizes)}
+            _write(process, {**task, "seconds": contest.seconds, "master": master, "host": "127.0.0.1"})
+        addresses = [json.loads(_read(process, contender)) for process in processes]
+        for process in processes:
+            _write(process, addresses)
+        for _ in contest.sizes:
+            yield json.loads(_read(processes[0], contender))
+        for rank, process in enumerate(processes):
+            if process.wait(60):
+                raise PeerLost(f"{contender}: rank {rank} ended with code {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, float]]:
+    found = (contest.mpirun or {}).get(contender) or shutil.which("mpirun")
+    if found is None:
+        raise InvalidArgument(f"{contender}: no mpirun is on the path; name one with --{contender} PATH")
+    mpirun = Path(found)
+    beside = mpirun.parent / "python"
+    python = str(beside) if beside.exists() else sys.executable
+    options = ["--oversubscribe", "--bind-to", "none"] if contender == "openmpi" else []
+    if contender == "openmpi" and os.getuid() == 0:
+        options.append("--allow-run-as-root")
+    command = [str(mpirun), "-n", str(ranks), *options, python, str(Path(__file__).with_name("mpi_rank.py"))]
+    command += [str(contest.seconds), *map(str, contest.sizes)]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise PeerLost(f"{contender}: mpirun ended with code {process.returncode}: {' '.join(command)}")
+
+
+def copy_bandwidth(processes: int, size: int = 64 << 20, seconds: float = 0.5) -> float:
+    """Bytes read and written a second when so many processes copy at once: the memory's own limit."""
+    readers, children = [], []
+    for _ in range(processes):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            source, target = np.ones(size // 8), np.empty(size // 8)
+            np.copyto(target, source)
+            started, count = time.perf_counter(), 0
+            while time.perf_counter() - started < seconds:
+                np.copyto(target, source)
+                count += 1
+            os.write(writer, str(2 * size * count / (time.perf_counter() - started)).encode())
+            os._exit(0)
+        os.close(writer)
+        readers.append(reader)
+        children.append(child)
+    total = 0.0
+    for reader, child in zip(readers, children, strict=True):
+        total += float(os.read(reader, 64))
+        os.close(reader)
+        os.waitpid(child, 0)
+    return total
+
+
+def _write(process: subprocess.Popen[str], what: object) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.flush()
+
+
+def _read(process: subprocess.Popen[str], contender: str) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise PeerLost(f"{contender}: a rank ended with code {process.wait()}")
+    return line
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])

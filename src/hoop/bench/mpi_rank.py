@@ -1,0 +1,39 @@
+"""One MPI rank of a benchmark: run under mpirun, by any Python that has mpi4py and NumPy.
+
+``mpirun -n 2 python mpi_rank.py SECONDS BYTES …`` prints, on rank 0, one JSON line a size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import sys
+
+
+def main() -> None:
+    import numpy as np
+    from mpi4py import MPI
+
+    spec = importlib.util.spec_from_file_location("timing", pathlib.Path(__file__).with_name("timing.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    timing = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(timing)
+    world = MPI.COMM_WORLD
+    for size in map(int, sys.argv[2:]):
+        vector = np.ones(size // 4, np.float32)
+        result = np.empty_like(vector)
+        taken = timing.median_seconds(
+            lambda vector=vector, result=result: world.Allreduce(vector, result),
+            lambda value: world.bcast(value, root=0),
+            float(sys.argv[1]),
+        )
+        assert (result == world.size).all()
+        if world.rank == 0:
+            sys.stdout.write(json.dumps({"bytes": size, "seconds": taken}) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

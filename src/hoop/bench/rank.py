@@ -1,0 +1,120 @@
+"""One rank of a benchmark that Hoop starts itself: ``python -m hoop.bench.rank``, driven over its standard input.
+
+rank ── its address ──▶ runner      (1) one JSON line
+rank ◀── everybody's ── runner      (2) one JSON line
+rank 0 ── a size's time ──▶ runner  (3) one JSON line a size
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from hoop.bench.timing import median_seconds
+from hoop.collectives.catalog import Operation
+from hoop.collectives.communicator import Communicator
+from hoop.memory import Arena, default_directory, dtype
+from hoop.topology import Address
+from hoop.transport import open_transport
+from hoop.transport.base import Transport
+from hoop.transport.shm import ShmTransport
+
+TIMEOUT_S = 120.0
+FLOAT32 = dtype("float32")
+
+
+def _tell(what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def _agree(communicator: Communicator) -> Callable[[float], float]:
+    def agree(value: float) -> float:
+        box = np.array([value], np.float64)
+        communicator.run(Operation("broadcast", 1, dtype("float64")), box, box, TIMEOUT_S)
+        return float(box[0])
+
+    return agree
+
+
+def native(task: dict[str, Any]) -> None:
+    """Hoop's own communicator: vectors in arenas (``arena``), anywhere (``shm``), or over TCP (``tcp``)."""
+    sizes, seconds = task["sizes"], task["seconds"]
+    with ExitStack() as stack:
+        arena: Arena | None = None
+        transport: Transport
+        if task["contender"] == "arena":
+            capacity = 2 * sum(sizes) + (1 << 20)
+            arena = Arena.create(default_directory(capacity) / f"hoop-bench-{os.getpid()}.arena", capacity)
+            stack.callback(arena.close, delete=True)
+            transport = stack.enter_context(ShmTransport(Address("bench", 0), arena))
+        else:
+            transport = stack.enter_context(open_transport(f"{task['contender']}://{task['host']}:0"))
+        _tell(str(transport.address))  # (1)
+        peers = [Address.parse(one) for one in json.loads(sys.stdin.readline())]  # (2)
+        endpoint = transport.endpoint(1, 1, task["rank"], peers)
+        communicator = Communicator(endpoint)
+        for size in sizes:
+            count = size // 4
+            if arena is not None:
+                vector = arena.array(arena.allocate(f"v{size}", size).address, FLOAT32, count)
+                result = arena.array(arena.allocate(f"r{size}", size).address, FLOAT32, count)
+            else:
+                vector, result = np.empty(count, np.float32), np.empty(count, np.float32)
+            vector[:] = 1
+            run = communicator.prepare(Operation("all_reduce", count), vector, result)
+            taken = median_seconds(
+                lambda run=run: run(time.monotonic() + TIMEOUT_S),  # type: ignore[misc]
+                _agree(communicator),
+                seconds,
+            )
+            assert (result == len(peers)).all(), f"rank {task['rank']}: the sum is wrong"
+            if task["rank"] == 0:
+                _tell({"bytes": size, "seconds": taken})  # (3)
+        communicator.run(Operation("barrier"), vector[:0], vector[:0], TIMEOUT_S)
+        communicator.close()
+
+
+def through_torch(task: dict[str, Any]) -> None:
+    """torch.distributed with ordinary tensors: ``torch`` is Hoop's backend, ``gloo`` its rival."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    _tell("")
+    json.loads(sys.stdin.readline())
+    backend = "gloo" if task["contender"] == "gloo" else "hoop"
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{task['master']}",
+        rank=task["rank"],
+        world_size=task["ranks"],
+    )
+
+    def agree(value: float) -> float:
+        box = torch.tensor([value], dtype=torch.float64)
+        dist.broadcast(box, 0)
+        return float(box[0])
+
+    for size in task["sizes"]:
+        tensor = torch.zeros(size // 4)
+        taken = median_seconds(lambda tensor=tensor: dist.all_reduce(tensor), agree, task["seconds"])  # type: ignore[misc]
+        tensor.fill_(1)
+        dist.all_reduce(tensor)
+        assert bool((tensor == task["ranks"]).all()), f"rank {task['rank']}: the sum is wrong"
+        if task["rank"] == 0:
+            _tell({"bytes": size, "seconds": taken})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work = json.loads(sys.stdin.readline())
+    (through_torch if work["contender"] in ("torch", "gloo") else native)(work)

@@ -1,0 +1,69 @@
+"""One rank's part of the shared memory of a communicator: what it lays out for the others to take.
+
+    | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | blocks for peer 1 | …
+      told      small vectors     large vectors       messages, as a stream of blocks
+
+Slots and stages are used in turn, so that the next operation can begin while a peer still reads the last one.
+The memory has no name: it is made by one rank, and the others get a descriptor of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE = 4096
+TOLD = 8
+"""Numbers that a rank can tell the others with each meeting."""
+SLOT_BYTES = 16 * 1024
+STAGE_BYTES = 1024 * 1024
+BLOCK_BYTES = 64 * 1024
+BLOCKS = 4
+_SLOTS = PAGE
+_STAGES = _SLOTS + 2 * SLOT_BYTES
+_BLOCKS = _STAGES + 2 * STAGE_BYTES
+
+
+def size_for(ranks: int) -> int:
+    return _BLOCKS + ranks * BLOCKS * BLOCK_BYTES
+
+
+def new_memory(size: int) -> int:
+    """A descriptor of shared memory without a name; pages that nobody touches cost nothing."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("hoop", os.MFD_CLOEXEC)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def map_bytes(descriptor: int, start: int, size: int) -> Bytes:
+    """``size`` bytes of a file from ``start`` (a multiple of a page) on, shared with whoever else maps them."""
+    return np.frombuffer(mmap.mmap(descriptor, size, offset=start), np.uint8)
+
+
+class Mailbox:
+    """One rank's shared memory, as this process maps it."""
+
+    def __init__(self, descriptor: int, ranks: int) -> None:
+        memory = map_bytes(descriptor, 0, size_for(ranks))
+        self._memory = memory
+        control = memory[:PAGE].view(np.uint64)
+        self.arrived = control[:1]
+        """How many meetings its owner has come to."""
+        self.told = [control[8 + turn * TOLD : 8 + (turn + 1) * TOLD] for turn in (0, 1)]
+        self.slots = [memory[_SLOTS + turn * SLOT_BYTES :][:SLOT_BYTES] for turn in (0, 1)]
+        self.stages = [memory[_STAGES + turn * STAGE_BYTES :][:STAGE_BYTES] for turn in (0, 1)]
+
+    def blocks(self, peer: int) -> list[memoryview]:
+        """Where its owner puts what it sends to ``peer``."""
+        start = _BLOCKS + peer * BLOCKS * BLOCK_BYTES
+        return [self._memory[start + index * BLOCK_BYTES :][:BLOCK_BYTES].data for index in range(BLOCKS)]

@@ -1,0 +1,571 @@
+"""Plans as data: they fit together, they cost what they promise, and a bad call moves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import LONG_S, URIS, Ranks
+
+from hoop.collectives.catalog import CATALOG, MAX_ELEMENTS, Collective, Operation
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.plan import (
+    DESTINATION,
+    SOURCE,
+    Copy,
+    Finish,
+    Meet,
+    Plan,
+    Range,
+    Recv,
+    Reduce,
+    Send,
+    Shape,
+    pieces,
+    split,
+    verify,
+)
+from hoop.errors import InvalidArgument
+from hoop.memory.dtypes import dtype
+from hoop.transport import open_transport
+
+SIZES = range(1, 10)
+COUNTS = range(41)
+ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.algorithms]
+SHARED_ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.shared]
+
+
+def over(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    """Runs a test for these collectives and algorithms."""
+    params = [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
+    return pytest.mark.parametrize(("collective", "algorithm"), params)
+
+
+every_algorithm = over(ALGORITHMS)
+# A chunked ring's rounds overlap, which is its point.
+every_steppable = over([pair for pair in ALGORITHMS if pair[1] != "chunked_ring"])
+
+
+def shapes(collective: str, algorithm: str) -> Iterator[Shape]:
+    """Every size and count, with every root, pair or chunk where the collective has one."""
+    for n, count in itertools.product(SIZES, COUNTS if collective != "barrier" else (0,)):
+        rooted = collective in {"broadcast", "reduce", "gather", "scatter", "send"}
+        for root, peer in itertools.product(
+            range(n if rooted else 1), range(n if collective == "send" else 1)
+        ):
+            for chunk in (0, 1, 2, 3, 7, 100) if algorithm == "chunked_ring" else (0,):
+                yield Shape(n, count, root, peer, chunk)
+
+
+def plans(collective: str, algorithm: str, shape: Shape) -> list[Plan]:
+    entry = CATALOG[collective]
+    function = {**entry.algorithms, **entry.shared}[algorithm]
+    return [function(shape, rank) for rank in range(shape.size)]
+
+
+# ---- they fit together
+
+
+@every_algorithm
+def test_nothing_is_wrong_with_any_plan(collective: str, algorithm: str) -> None:
+    for shape in shapes(collective, algorithm):
+        problems = verify(plans(collective, algorithm, shape))
+        assert not problems, f"{shape}: {problems}"
+
+
+@over(SHARED_ALGORITHMS)
+def test_nothing_is_wrong_with_any_plan_in_shared_memory(collective: str, algorithm: str) -> None:
+    """Ranks meet equally often, and nobody sends."""
+    for shape in shapes(collective, algorithm):
+        made = plans(collective, algorithm, shape)
+        problems = verify(made)
+        assert not problems, f"{shape}: {problems}"
+        assert not any(plan.messages or plan.elements for plan in made)
+
+
+@every_algorithm
+def test_plans_stay_within_their_buffers(collective: str, algorithm: str) -> None:
+    """Ranges lie in what the catalog says a rank must bring; only the destination and scratch are written."""
+    entry = CATALOG[collective]
+    for shape in shapes(collective, algorithm):
+        for rank, plan in enumerate(plans(collective, algorithm, shape)):
+            problem = stray(entry, shape, rank, plan)
+            assert not problem, f"{shape}, rank {rank}: {problem}"
+
+
+def stray(entry: Collective, shape: Shape, rank: int, plan: Plan) -> str:
+    """What is out of bounds in a plan, if anything."""
+    extents = (entry.source(shape, rank), entry.destination(shape, rank), plan.scratch)
+    for instruction in plan:
+        match instruction:
+            case Copy(source, destination):
+                read, written = source, destination
+                if source.length != destination.length:
+                    return f"{instruction} copies {source.length} elements to {destination.length}"
+            case Send(peer, where):
+                read, written = where, None
+            case Recv(peer, where) | Reduce(peer, where):
+                read, written = where, where
+            case Finish(where):
+                read, written = where, where
+        if isinstance(instruction, Send | Recv | Reduce) and (peer == rank or not 0 <= peer < shape.size):
+            return f"{instruction} has no such peer"
+        for where in (read, written):
+            if where is not None and not 0 <= where.start <= where.stop <= extents[where.place]:
+                return f"{instruction} leaves a buffer of {extents[where.place]}"
+        if written is not None and written.place == SOURCE and written.length:
+            return f"{instruction} writes to the source"
+    return ""
+
+
+@every_steppable
+def test_every_round_is_complete_in_itself(collective: str, algorithm: str) -> None:
+    """So a collective can be stepped."""
+    for shape in shapes(collective, algorithm):
+        all_rounds = [plan.rounds for plan in plans(collective, algorithm, shape)]
+        assert len(set(map(len, all_rounds))) == 1, (
+            f"{shape}: ranks differ in rounds {[*map(len, all_rounds)]}"
+        )
+        for index, together in enumerate(zip(*all_rounds, strict=True)):
+            problems = verify([Plan((instructions,)) for instructions in together])
+            assert not problems, f"{shape}, round {index}: {problems}"
+
+
+@pytest.mark.parametrize("parts", range(1, 8))
+def test_split_covers_everything_in_nearly_equal_parts(parts: int) -> None:
+    for count in COUNTS:
+        ranges = split(count, parts)
+        assert [index for start, stop in ranges for index in range(start, stop)] == list(range(count))
+        lengths = [stop - start for start, stop in ranges]
+        assert len(lengths) == parts
+        assert sorted(lengths, reverse=True) == lengths
+        assert lengths[0] - lengths[-1] <= 1
+        for chunk in range(1, 9):
+            cut = [piece for bounds in ranges for piece in pieces(*bounds, chunk)]
+            assert [index for start, stop in cut for index in range(start, stop)] == list(range(count))
+            assert all(0 < stop - start <= chunk for start, stop in cut)
+
+
+# ---- verify finds what is planted
+
+
+SEGMENT, OTHER = Range(DESTINATION, 0, 4), Range(DESTINATION, 0, 3)
+
+
+def dropped(plan: Plan, kind: type) -> Plan:
+    """Without its first instruction of a kind."""
+    at = next(index for index, instruction in enumerate(plan) if isinstance(instruction, kind))
+    return Plan((tuple(instruction for index, instruction in enumerate(plan) if index != at),))
+
+
+def test_a_missing_receive_is_found() -> None:
+    ring = plans("all_reduce", "ring", Shape(3, 9))
+    ring[1] = dropped(ring[1], Recv)
+    assert "1 messages 0 -> 1 are never received" in verify(ring)
+
+
+def test_a_missing_send_is_found() -> None:
+    ring = plans("all_reduce", "ring", Shape(3, 9))
+    ring[1] = dropped(ring[1], Send)
+    assert [problem for problem in verify(ring) if problem.startswith("rank 2: waits for ever at Re")]
+
+
+def test_a_wrong_length_is_found() -> None:
+    wrong = [Plan(((Send(1, SEGMENT),),)), Plan(((Recv(0, OTHER),),))]
+    assert verify(wrong) == [f"rank 1: {Recv(0, OTHER)} gets 4 elements"]
+    ring = plans("all_reduce", "ring", Shape(3, 9))
+    ring[2] = plans("all_reduce", "ring", Shape(3, 10))[2]
+    assert verify(ring)
+
+
+def test_a_deadlock_is_found() -> None:
+    """Both wait before they speak; the other way round it is fine, for nobody waits when sending."""
+    talk = [(Recv(1, SEGMENT), Send(1, SEGMENT)), (Reduce(0, SEGMENT), Send(0, SEGMENT))]
+    assert verify([Plan((steps,)) for steps in talk]) == [
+        f"rank 0: waits for ever at {Recv(1, SEGMENT)}",
+        f"rank 1: waits for ever at {Reduce(0, SEGMENT)}",
+    ]
+    assert verify([Plan((steps[::-1],)) for steps in talk]) == []
+
+
+def test_a_missed_meeting_is_found() -> None:
+    meets = plans("barrier", "staged", Shape(3, 0))
+    meets[1] = Plan(())
+    assert verify(meets) == [f"rank {rank}: waits for ever at {Meet()}" for rank in (0, 2)]
+
+
+def test_a_swapped_order_is_found() -> None:
+    wrong = [
+        Plan(((Send(1, SEGMENT), Send(1, OTHER)),)),
+        Plan(((Recv(0, OTHER), Recv(0, SEGMENT)),)),
+    ]
+    assert len(verify(wrong)) == 2
+
+
+def test_ranks_with_different_counts_are_found() -> None:
+    for collective, algorithm in ALGORITHMS:
+        if collective == "barrier":
+            continue
+        shape = Shape(3, 9, root=0, peer=1)
+        mixed = plans(collective, algorithm, shape)
+        mixed[1] = plans(collective, algorithm, replace(shape, count=12))[1]
+        assert verify(mixed), f"{collective} by {algorithm}"
+
+
+# ---- they cost what they promise
+
+
+def log2_up(n: int) -> int:
+    return math.ceil(math.log2(n))
+
+
+Cost = list[tuple[int, int]]
+"""For each rank how many messages and how many elements it sends."""
+
+
+def ring_all_reduce(shape: Shape) -> Cost:
+    """2(n-1) messages and 2(n-1)/n · S elements a rank; a rank sends every segment but two twice."""
+    n, lengths = shape.size, [stop - start for start, stop in split(shape.count, shape.size)]
+    sent = [
+        [lengths[(rank - step) % n] for step in range(2 * n - 2)]  # r, r-1, …, and on around the ring
+        for rank in range(n)
+    ]
+    chunk = shape.chunk or max(shape.count, 1)
+    return [(sum(math.ceil(length / chunk) for length in one), sum(one)) for one in sent]
+
+
+def halving_doubling(shape: Shape) -> Cost:
+    """A rank below m, the largest power of two, sends in halving all that it does not keep, in doubling all that it
+    has by then; the ranks beyond m send S once, and get it from their partners."""
+    n, count, m = shape.size, shape.count, 1 << (shape.size.bit_length() - 1)
+    segments = split(count, m)
+
+    def aligned(index: int, width: int) -> int:
+        """Elements of the ``width`` segments around one, as powers of two are aligned."""
+        first = index // width * width
+        return segments[first + width - 1][1] - segments[first][0]
+
+    cost = []
+    for rank in range(n):
+        widths = [1 << level for level in range(m.bit_length() - 1)] if rank < m else []
+        sent = [aligned(place, width) for width in widths for place in (rank ^ width, rank)]
+        sent += [count] if rank >= m or rank < n - m else []
+        cost.append((sum(map(bool, sent)), sum(sent)))
+    return cost
+
+
+def per_rank(messages: Callable[[Shape, int], int]) -> Callable[[Shape], Cost]:
+    """So many messages of S from each rank; none of them when S is 0."""
+
+    def cost(shape: Shape) -> Cost:
+        counts = [messages(shape, rank) if shape.count else 0 for rank in range(shape.size)]
+        return [(count, count * shape.count) for count in counts]
+
+    return cost
+
+
+def binomial_children(n: int, place: int) -> int:
+    """How many ranks a place counted from the root hands the data to."""
+    low = place & -place if place else 1 << log2_up(n)
+    return sum(place + (1 << k) < n for k in range(low.bit_length() - 1))
+
+
+COSTS: dict[tuple[str, str], Callable[[Shape], Cost]] = {
+    ("all_reduce", "ring"): lambda shape: ring_all_reduce(replace(shape, chunk=0)),
+    ("all_reduce", "chunked_ring"): ring_all_reduce,
+    ("all_reduce", "naive"): per_rank(lambda shape, rank: 1 if rank else shape.size - 1),
+    ("all_reduce", "tree"): per_rank(
+        lambda shape, rank: (rank > 0) + binomial_children(shape.size, rank)  # up once, down to each child
+    ),
+    ("all_reduce", "halving_doubling"): halving_doubling,
+    ("broadcast", "naive"): per_rank(lambda shape, rank: shape.size - 1 if rank == shape.root else 0),
+    ("broadcast", "tree"): per_rank(
+        lambda shape, rank: binomial_children(shape.size, (rank - shape.root) % shape.size)
+    ),
+    ("reduce", "naive"): per_rank(lambda shape, rank: int(rank != shape.root)),
+    ("reduce", "tree"): per_rank(lambda shape, rank: int(rank != shape.root)),
+    ("all_gather", "ring"): per_rank(lambda shape, rank: shape.size - 1),
+    ("reduce_scatter", "ring"): per_rank(lambda shape, rank: shape.size - 1),
+    ("gather", "naive"): per_rank(lambda shape, rank: int(rank != shape.root)),
+    ("scatter", "naive"): per_rank(lambda shape, rank: shape.size - 1 if rank == shape.root else 0),
+    ("all_to_all", "pairwise"): per_rank(lambda shape, rank: shape.size - 1),
+    ("barrier", "tree"): lambda shape: [(log2_up(shape.size), 0)] * shape.size,
+    ("send", "naive"): per_rank(lambda shape, rank: int(rank == shape.root != shape.peer)),
+}
+
+
+@every_algorithm
+def test_messages_and_elements_of_every_rank(collective: str, algorithm: str) -> None:
+    promised = COSTS[collective, algorithm]
+    for shape in shapes(collective, algorithm):
+        made = plans(collective, algorithm, shape)
+        assert [(plan.messages, plan.elements) for plan in made] == promised(shape), shape
+
+
+TOTALS: dict[tuple[str, str], Callable[[int], int]] = {
+    ("all_reduce", "naive"): lambda n: 2 * (n - 1),
+    ("all_reduce", "tree"): lambda n: 2 * (n - 1),
+    ("broadcast", "naive"): lambda n: n - 1,
+    ("broadcast", "tree"): lambda n: n - 1,
+    ("reduce", "naive"): lambda n: n - 1,
+    ("reduce", "tree"): lambda n: n - 1,
+    ("all_gather", "ring"): lambda n: n * (n - 1),
+    ("reduce_scatter", "ring"): lambda n: n * (n - 1),
+    ("gather", "naive"): lambda n: n - 1,
+    ("scatter", "naive"): lambda n: n - 1,
+    ("all_to_all", "pairwise"): lambda n: n * (n - 1),
+}
+"""Messages of S in all, as the docstrings have it."""
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), TOTALS)
+def test_totals(collective: str, algorithm: str) -> None:
+    for shape in shapes(collective, algorithm):
+        made = plans(collective, algorithm, shape)
+        total = TOTALS[collective, algorithm](shape.size)
+        assert sum(plan.messages for plan in made) == (total if shape.count else 0), shape
+        assert sum(plan.elements for plan in made) == total * shape.count, shape
+
+
+def test_what_the_rings_docstring_says() -> None:
+    for n, k in itertools.product(SIZES, range(1, 6)):
+        for plan in plans("all_reduce", "ring", Shape(n, n * k)):
+            assert (plan.messages, plan.elements) == (2 * (n - 1), 2 * (n - 1) * k)
+            assert n == 1 or len(plan.rounds) == 2 * (n - 1)
+        for chunk in (1, 2, 3, 7):
+            for plan in plans("all_reduce", "chunked_ring", Shape(n, n * k, chunk=chunk)):
+                assert (plan.messages, plan.elements) == (2 * (n - 1) * math.ceil(k / chunk), 2 * (n - 1) * k)
+    for shape in shapes("all_reduce", "ring"):
+        made = plans("all_reduce", "ring", shape)
+        assert sum(plan.elements for plan in made) == 2 * (shape.size - 1) * shape.count
+
+
+def test_what_the_docstring_of_halving_and_doubling_says() -> None:
+    for n, k in itertools.product((1, 2, 4, 8), range(1, 6)):
+        for plan in plans("all_reduce", "halving_doubling", Shape(n, n * k)):
+            assert (plan.messages, plan.elements) == (2 * log2_up(n), 2 * (n - 1) * k)
+
+
+def test_empty_segments_are_not_sent() -> None:
+    """With S < n only S segments travel; with nothing to send only a barrier speaks."""
+    for n in SIZES:
+        for count in range(n):
+            made = plans("all_reduce", "ring", Shape(n, count))
+            assert sum(plan.messages for plan in made) == 2 * (n - 1) * count
+    for collective, algorithm in ALGORITHMS:
+        for shape in shapes(collective, algorithm):
+            if shape.count == 0 and collective != "barrier":
+                assert not any(plan.messages for plan in plans(collective, algorithm, shape)), (
+                    collective,
+                    shape,
+                )
+
+
+@pytest.mark.parametrize(
+    ("collective", "depth"), [("all_reduce", 2), ("reduce", 1), ("broadcast", 1), ("barrier", 1)]
+)
+def test_a_tree_takes_log2_n_rounds_of_messages(collective: str, depth: int) -> None:
+    for n in SIZES:
+        made = plans(collective, "tree", Shape(n, 5))
+        speaking = {
+            index
+            for plan in made
+            for index, steps in enumerate(plan.rounds)
+            if any(isinstance(step, Send) for step in steps)
+        }
+        assert len(speaking) == depth * log2_up(n), n
+
+
+def test_a_pairwise_exchange_has_one_sender_for_each_receiver() -> None:
+    """In no round is a rank everybody's target."""
+    for n in SIZES:
+        for together in zip(
+            *(plan.rounds for plan in plans("all_to_all", "pairwise", Shape(n, 2))), strict=True
+        ):
+            peers = [step.peer for steps in together for step in steps if isinstance(step, Send)]
+            assert len(peers) == len(set(peers))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param((scheme, size), id=f"{scheme}-{size}") for scheme in sorted(URIS) for size in (1, 4)],
+    indirect=True,
+)
+@every_algorithm
+def test_what_is_sent_is_what_was_planned(ranks: Ranks, collective: str, algorithm: str) -> None:
+    n = ranks.size
+    for name, count in itertools.product(("int8", "float32", "float64"), (0, 3, 4, 10)):
+        if collective == "barrier":
+            count = 0
+        kind = dtype(name)
+        operation = Operation(
+            collective, count, kind, algorithm=algorithm, root=n - 1, peer=n // 2, chunk_bytes=kind.itemsize
+        )
+
+        def job(one: Communicator, operation: Operation = operation) -> Any:
+            source, destination = (np.zeros(one.size * operation.count, operation.dtype.numpy) for _ in "ab")
+            return one.run(operation, source, destination, LONG_S)
+
+        for rank, report in enumerate(ranks.run(job)):
+            plan = operation.plan(n, rank)
+            found = (report.messages_sent, report.bytes_sent, report.algorithm)
+            assert found == (plan.messages, plan.elements * kind.itemsize, algorithm), (
+                f"rank {rank}: {operation}"
+            )
+            assert report.seconds >= 0
+
+
+# ---- a call that makes no sense
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"collective": "all_red"}, r"collective: 'all_red' is unknown; known: all_reduce, "),
+        (
+            {"algorithm": "star"},
+            r"algorithm: all_reduce has no 'star'; it has ring, chunked_ring, naive, tree",
+        ),
+        ({"op": "xor"}, r"op: 'xor' is unknown; known: sum, prod, min, max, avg"),
+        ({"count": -1}, r"count: -1 is not in 0..2\^48 elements"),
+        ({"count": MAX_ELEMENTS + 1}, rf"count: {MAX_ELEMENTS + 1} is not in"),
+        ({"chunk_bytes": 3}, r"chunk_bytes: 3 holds no float32; at least 4"),
+        ({"chunk_bytes": -8}, r"chunk_bytes: -8 holds no float32; at least 4"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_an_operation_is_checked_when_it_is_made(call: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        Operation(**{"collective": "all_reduce", "count": 4, **call})
+
+
+@pytest.fixture
+def alone() -> Iterator[Communicator]:
+    """Rank 1 of three, who never meets the others."""
+    with open_transport(URIS["inproc"]) as transport:
+        one = Communicator(transport.endpoint(1, 1, 1, [transport.address] * 3))
+        yield one
+        assert (one.endpoint.messages_sent, one.endpoint.bytes_sent) == (0, 0), "something moved"
+        one.close()
+
+
+def vector(size: int, kind: type = np.float32) -> Any:
+    return np.zeros(size, kind)
+
+
+@pytest.mark.parametrize(
+    ("call", "buffers", "message"),
+    [
+        ({"root": 3}, (vector(4), vector(4)), r"root: rank 3 is not in 0..2"),
+        ({"root": -1}, (vector(4), vector(4)), r"root: rank -1 is not in 0..2"),
+        ({"peer": 3}, (vector(4), vector(4)), r"peer: rank 3 is not in 0..2"),
+        (
+            {},
+            (vector(3), vector(4)),
+            r"rank 1: all_reduce sum of 4 float32\b.* needs 4 .* of source, got 3",
+        ),
+        (
+            {},
+            (vector(4), vector(3)),
+            r"rank 1: all_reduce sum of 4 .* needs 4 elements of destination, got 3",
+        ),
+        (
+            {"collective": "all_gather"},
+            (vector(4), vector(11)),
+            r"all_gather of 4 float32\b.* needs 12 elements of destination, got 11",
+        ),
+        ({}, (vector(4, np.float64), vector(4)), r"rank 1: source must be .* float32"),
+        ({}, (vector(4), vector(4, np.int32)), r"rank 1: destination must be .* float32"),
+        ({}, (vector(8)[::2], vector(4)), r"rank 1: source must be a contiguous vector of float32"),
+        ({}, (vector(4), vector(4).reshape(2, 2)), r"rank 1: destination must be a contiguous vector"),
+    ],
+    ids=[
+        "root too large",
+        "root negative",
+        "peer too large",
+        "source too short",
+        "destination too short",
+        "destination too short for all",
+        "source of another type",
+        "destination of another type",
+        "source with gaps",
+        "destination a matrix",
+    ],
+)
+def test_a_call_is_checked_before_anything_moves(
+    alone: Communicator, call: dict[str, Any], buffers: tuple[Any, Any], message: str
+) -> None:
+    operation = Operation(**{"collective": "all_reduce", "count": 4, **call})
+    with pytest.raises(InvalidArgument, match=message):
+        alone.run(operation, *buffers, timeout=LONG_S)
+
+
+def test_the_wrong_element_type_is_named(alone: Communicator) -> None:
+    with pytest.raises(InvalidArgument, match=r"source must be .* float32, (got|it is) .*float64"):
+        alone.run(Operation("all_reduce", 4), vector(4, np.float64), vector(4), timeout=LONG_S)
+
+
+def test_a_destination_that_cannot_be_written_is_refused(alone: Communicator) -> None:
+    destination = vector(4)
+    destination.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="destination"):
+        alone.run(Operation("all_reduce", 4), vector(4), destination, timeout=LONG_S)
+
+
+OVERLAPS = [
+    ("all_reduce", 0, 4, 1),
+    ("all_reduce", 1, 4, 0),
+    ("broadcast", 0, 4, 3),
+    ("reduce", 3, 4, 0),
+    ("all_gather", 0, 12, 0),  # rank 1's own block begins at 4, not at 0
+    ("all_gather", 5, 12, 0),
+    ("gather", 8, 12, 0),
+    ("reduce_scatter", 0, 4, 0),
+    ("reduce_scatter", 0, 4, 8),
+    ("scatter", 0, 4, 5),
+    ("all_to_all", 0, 12, 0),
+    ("all_to_all", 0, 12, 1),
+]
+
+
+@pytest.mark.parametrize(("collective", "source_at", "gets", "destination_at"), OVERLAPS)
+def test_operands_that_overlap_are_refused(
+    alone: Communicator, collective: str, source_at: int, gets: int, destination_at: int
+) -> None:
+    memory = np.arange(32, dtype=np.float32)
+    operation = Operation(collective, 4, root=1)
+    needs, _ = operation.extents(3, 1)
+    operands = memory[source_at : source_at + needs], memory[destination_at : destination_at + gets]
+    with pytest.raises(
+        InvalidArgument, match=rf"rank 1: source and destination of {collective}.* overlap; use"
+    ):
+        alone.run(operation, *operands, timeout=LONG_S)
+    assert memory.tolist() == list(range(32))
+
+
+IN_PLACE = {"all_gather": (4, 0), "gather": (4, 0), "reduce_scatter": (0, 4), "scatter": (0, 4)}
+
+
+@every_algorithm
+def test_operands_side_by_side_or_in_place_are_accepted(
+    alone: Communicator, collective: str, algorithm: str
+) -> None:
+    memory = np.zeros(24, np.float32)
+    operation = Operation(
+        collective, 4 if collective != "barrier" else 0, algorithm=algorithm, root=1, peer=1
+    )
+    needs, gets = operation.extents(3, 1)
+    alone.check(operation, memory[:needs], memory[needs : needs + gets])
+    alone.check(operation, memory[gets : gets + needs], memory[:gets])
+    if collective != "all_to_all":
+        source_at, destination_at = IN_PLACE.get(collective, (0, 0))
+        alone.check(
+            operation,
+            memory[source_at : source_at + needs],
+            memory[destination_at : destination_at + gets],
+        )

@@ -1,0 +1,369 @@
+"""What every transport promises, whatever its messages travel through."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from exchange import Pair, Waiter, meet, receive, say, until_started
+from ranks import COMMUNICATOR, LONG_S, PROMPT_S, URIS, endpoints_of, soon
+
+from hoop.errors import (
+    DeadlineExceeded,
+    HoopError,
+    InvalidArgument,
+    LinkCorrupted,
+    MembershipChanged,
+    PeerLost,
+)
+from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.registry import SCHEMES
+
+MIB = 1 << 20
+SIZES = (0, 1, 2, 63, 64, 65, 4096, 65_537, 0, 3 * MIB + 1, 1)
+
+
+def message(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng((size, seed)).bytes(size)
+
+
+def test_every_scheme_is_under_contract() -> None:
+    assert set(URIS) == set(SCHEMES), "enter a new transport in URIS of tests/contract/ranks.py"
+
+
+def test_an_unknown_scheme_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(
+        InvalidArgument, match=rf"'pigeon://roof:1' has no known scheme; known: {', '.join(sorted(SCHEMES))}"
+    ):
+        open_transport("pigeon://roof:1")
+    with pytest.raises(InvalidArgument, match=r"'nowhere' is not host:port"):
+        open_transport("tcp://nowhere")
+
+
+def test_port_0_is_any_free_one(transports: list[Transport], scheme: str) -> None:
+    first, second = transports
+    assert first.scheme == second.scheme == scheme
+    assert first.address != second.address
+    assert first.address.port != 0
+
+
+def test_messages_arrive_in_order_and_whole(pair: Pair) -> None:
+    zero, one = pair
+    with ThreadPoolExecutor(1) as thread:
+        for size in SIZES:
+            thread.submit(say, one, 0, message(size))
+        for size in SIZES:
+            assert receive(zero, 1, size) == message(size), f"{size} bytes"
+
+
+def test_both_directions_are_independent(pair: Pair) -> None:
+    zero, one = pair
+
+    def exchange(mine: Endpoint, peer: int) -> list[bytes]:
+        for size in SIZES:
+            mine.send(peer, memoryview(message(size, mine.rank)), soon())
+        heard = [receive(mine, peer, size) for size in SIZES]
+        mine.flush(soon())
+        return heard
+
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(exchange, one, 0)
+        assert exchange(zero, 1) == [message(size, 1) for size in SIZES]
+        assert there.result(LONG_S) == [message(size, 0) for size in SIZES]
+
+
+def test_elements_of_any_type_travel_as_bytes(pair: Pair) -> None:
+    zero, one = pair
+    values, into = np.arange(100, dtype=np.float64), np.zeros(100)
+    one.send(0, values.data, soon())
+    zero.recv_into(1, into.data, soon())
+    assert into.tobytes() == values.tobytes()
+    one.send(0, values[:0].data, soon())
+    zero.recv_into(1, into[:0].data, soon())
+    assert one.bytes_sent == values.nbytes
+
+
+def test_send_never_waits_for_the_receiver(pair: Pair) -> None:
+    """One thread sends 32 MiB each way before anyone receives: whoever waited would wait for ever."""
+    zero, one = pair
+    letters = [message(32 * MIB, rank) for rank in range(2)]
+    zero.send(1, memoryview(letters[0]), soon())
+    one.send(0, memoryview(letters[1]), soon())
+
+    def take(mine: Endpoint, peer: int) -> bytes:
+        heard = receive(mine, peer, 32 * MIB)
+        mine.flush(soon())
+        return heard
+
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(take, one, 0)
+        assert take(zero, 1) == letters[1]
+        assert there.result(LONG_S) == letters[0]
+
+
+def test_after_detach_the_sender_may_overwrite(pair: Pair) -> None:
+    zero, one = pair
+    buffers = [bytearray(message(16 * MIB, seed)) for seed in range(3)]
+    expected = [bytes(buffer) for buffer in buffers]
+    for buffer in buffers:
+        if (pending := zero.send(1, memoryview(buffer), soon())) is not None:
+            assert not pending.done
+            pending.detach()
+            pending.detach()  # nothing more to copy
+        buffer[:] = bytes(len(buffer))
+    with ThreadPoolExecutor(1) as thread:
+        flushed = thread.submit(zero.flush, soon())
+        for index, want in enumerate(expected):
+            assert receive(one, 0, 16 * MIB) == want, f"message {index}"
+        flushed.result(LONG_S)
+
+
+def test_a_pending_message_tells_when_it_is_done(pair: Pair) -> None:
+    zero, one = pair
+    pending = zero.send(1, memoryview(message(16 * MIB)), soon())
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(receive, one, 0, 16 * MIB)
+        zero.flush(soon())
+        assert pending is None or pending.done
+        assert there.result(LONG_S) == message(16 * MIB)
+
+
+@pytest.mark.parametrize("expected", [0, 7, 9], ids="expected {}".format)
+def test_a_wrong_length_is_refused_and_named(pair: Pair, expected: int) -> None:
+    zero, one = pair
+    say(one, 0, b"12345678")
+    # "rank 0: rank 1 at …" or "link 1 -> 0 of …"
+    with pytest.raises(LinkCorrupted, match=rf"(rank|link) 1 .*\b8 bytes.* expected {expected}\b"):
+        receive(zero, 1, expected)
+
+
+def test_a_message_to_oneself_is_refused(pair: Pair) -> None:
+    with pytest.raises(InvalidArgument, match="rank 0: a message to oneself is a copy"):
+        pair[0].send(0, memoryview(b"me"), soon())
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["before the first message", "between messages"])
+def test_a_deadline_passes_and_the_peer_is_named(pair: Pair, met: bool) -> None:
+    zero, one = pair
+    if met:
+        meet(pair)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=rf"rank 0: waiting for rank 1 at {one.peers[1]}"):
+        receive(zero, 1, 8, soon(0.05))
+    assert 0.04 < time.monotonic() - started < PROMPT_S
+
+
+def test_a_deadline_that_has_passed_does_not_lose_what_is_there(pair: Pair) -> None:
+    zero, one = pair
+    meet(pair)
+    say(one, 0, b"in time")
+    say(one, 0, b"as well")
+    assert receive(zero, 1, 7) == b"in time"
+    assert receive(zero, 1, 7, time.monotonic() - 1) == b"as well"
+
+
+def test_several_peers_are_awaited_at_once(transports: list[Transport]) -> None:
+    """Whoever has a message is named; a lost one as well, and ``recv_into`` tells which."""
+    zero, one = pair = endpoints_of(transports)
+    if type(zero).senders is Endpoint.senders:
+        pytest.skip("this transport waits for one peer at a time")
+    meet(pair)
+    assert zero.senders([1], soon(0.01)) == []
+    say(one, 0, b"first")
+    assert zero.senders([1], soon()) == [1]
+    assert zero.senders([1], soon()) == [1], "it is still there"
+    assert receive(zero, 1, 5) == b"first"
+    one.close()
+    assert zero.senders([1], soon()) == [1]
+    with pytest.raises(PeerLost, match="rank 1"):
+        receive(zero, 1, 5)
+    zero.close()
+
+
+def test_wake_ends_the_wait_for_several_peers(pair: Pair) -> None:
+    zero, _ = pair
+    if type(zero).senders is Endpoint.senders:
+        pytest.skip("this transport waits for one peer at a time")
+    for met in (False, True):
+        if met:
+            meet(pair)
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(zero.senders, [1], soon())
+            until_started(waiting)
+            zero.wake()
+            assert waiting.result(PROMPT_S) == []
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["before the first message", "between messages"])
+def test_abort_wakes_whoever_waits(transports: list[Transport], met: bool) -> None:
+    """Again and again, because the abort may come before, at or after the moment of falling asleep."""
+    for generation in range(1, 21):
+        pair = zero, one = endpoints_of(transports, generation=generation)
+        if met:
+            meet(pair)
+        waiter = Waiter(zero, peer=1)
+        reason = MembershipChanged(f"generation {generation + 1} begins")
+        zero.abort(reason)
+        assert waiter.error() is reason
+        one.close()
+        zero.close()
+
+
+def test_after_an_abort_every_call_raises_its_error(pair: Pair) -> None:
+    zero, _ = pair
+    meet(pair)
+    reason = MembershipChanged("generation 2 begins")
+    zero.abort(reason)
+    zero.abort(PeerLost("an afterthought"))  # the first reason is the reason
+    for call in (
+        lambda: zero.send(1, memoryview(b"late"), soon()),
+        lambda: receive(zero, 1, 1),
+        lambda: zero.flush(soon()),
+    ):
+        with pytest.raises(HoopError) as raised:
+            call()
+        assert raised.value is reason
+
+
+def test_closing_wakes_ones_own_waiting_thread(transports: list[Transport]) -> None:
+    for generation in range(1, 51):
+        pair = zero, one = endpoints_of(transports, generation=generation)
+        meet(pair)
+        waiter = Waiter(zero, peer=1)
+        zero.close()
+        error = waiter.error()
+        assert isinstance(error, PeerLost), repr(error)
+        assert "rank 0: this endpoint is closed" in str(error)
+        one.close()
+
+
+def test_closing_twice_is_closing_once(pair: Pair) -> None:
+    meet(pair)
+    pair[0].close()
+    pair[0].close()
+    with pytest.raises(PeerLost, match="rank 0: this endpoint is closed"):
+        pair[0].send(1, memoryview(b"late"), soon())
+
+
+def test_a_peer_that_closes_is_lost_and_named(pair: Pair) -> None:
+    zero, one = pair
+    meet(pair)
+    waiter = Waiter(zero, peer=1)
+    one.close()
+    error = waiter.error()
+    assert isinstance(error, PeerLost), repr(error)
+    assert f"rank 0: rank 1 at {one.peers[1]} " in str(error)
+
+
+def test_a_peer_that_closes_before_its_first_message_is_lost(pair: Pair) -> None:
+    zero, one = pair
+    waiter = Waiter(zero, peer=1)
+    one.close()
+    error = waiter.error()
+    assert isinstance(error, PeerLost), repr(error)
+    assert "rank 1" in str(error)
+
+
+def test_a_peer_that_closed_before_it_was_called_is_lost(pair: Pair) -> None:
+    """The question may still leave, or be refused at once; the answer is not awaited in vain."""
+    zero, one = pair
+    one.close()
+
+    def ask() -> None:
+        zero.send(1, memoryview(b"anyone there?"), soon(2))
+        receive(zero, 1, 8, soon(2))
+
+    with pytest.raises((PeerLost, MembershipChanged), match=r"rank 0: rank 1 at"):
+        ask()
+
+
+def test_a_process_that_goes_takes_its_endpoints_along(transports: list[Transport], pair: Pair) -> None:
+    zero, one = pair
+    meet(pair)
+    waiter = Waiter(zero, peer=1)
+    one.close()
+    transports[1].close()
+    error = waiter.error()
+    assert isinstance(error, PeerLost), repr(error)
+    assert "rank 1" in str(error)
+
+
+def test_a_transport_that_closes_closes_its_endpoints(transports: list[Transport], pair: Pair) -> None:
+    zero, one = pair
+    meet(pair)
+    transports[1].close()
+    with pytest.raises(PeerLost, match="rank 0: rank 1 at"):
+        receive(zero, 1, 8, soon(2))
+    with pytest.raises(PeerLost, match="rank 1: this endpoint is closed"):
+        receive(one, 0, 8, soon(2))
+
+
+def test_what_was_handed_over_before_the_close_arrives(transports: list[Transport]) -> None:
+    """Also when the close follows at once, before the receiver has seen anything of its peer."""
+    for generation in range(1, 51):
+        zero, one = endpoints_of(transports, generation=generation)
+        say(zero, 1, b"ping")
+        say(one, 0, b"last words")
+        assert receive(one, 0, 4) == b"ping"
+        one.close()
+        assert receive(zero, 1, 10) == b"last words", f"attempt {generation}"
+        with pytest.raises(PeerLost, match="rank 1"):
+            receive(zero, 1, 1)
+        zero.close()
+
+
+def test_communicators_do_not_mix(transports: list[Transport]) -> None:
+    pairs = {number: endpoints_of(transports, communicator=number) for number in (1, 2, 1 << 60)}
+    for number, (zero, _) in pairs.items():
+        say(zero, 1, b"from %20d" % number)
+    for number, (_, one) in reversed(pairs.items()):
+        assert receive(one, 0, 25) == b"from %20d" % number
+    assert {zero.messages_sent for zero, _ in pairs.values()} == {1}
+    pairs[1][0].close()
+    say(pairs[2][0], 1, b"still here")
+    assert receive(pairs[2][1], 0, 10) == b"still here"
+    for pair in pairs.values():
+        for endpoint in pair:
+            endpoint.close()
+
+
+def test_generations_do_not_mix(transports: list[Transport]) -> None:
+    """What is left of an old generation does not reach the next one of the same communicator."""
+    old = endpoints_of(transports, generation=3)
+    new = endpoints_of(transports, generation=4)
+    say(old[0], 1, b"the old")
+    say(new[0], 1, b"the new")
+    assert receive(new[1], 0, 7) == b"the new"
+    old[0].close()
+    old[1].close()
+    say(new[1], 0, b"and back")
+    assert receive(new[0], 1, 8) == b"and back"
+    new[0].close()
+    new[1].close()
+
+
+def test_a_rank_has_one_endpoint(transports: list[Transport], pair: Pair) -> None:
+    with pytest.raises(
+        InvalidArgument, match=rf"communicator {COMMUNICATOR}, generation 1: rank 0 has an end"
+    ):
+        transports[0].endpoint(COMMUNICATOR, 1, 0, pair[0].peers)
+
+
+def test_messages_and_bytes_are_counted(pair: Pair) -> None:
+    zero, one = pair
+    assert (zero.messages_sent, zero.bytes_sent) == (0, 0)
+    for index, size in enumerate((0, 10, 1000)):
+        say(zero, 1, message(size))
+        receive(one, 0, size)
+        assert zero.messages_sent == index + 1
+    assert zero.bytes_sent == 1010
+    assert (one.messages_sent, one.bytes_sent) == (0, 0)
+
+
+def test_an_endpoint_says_who_it_is(pair: Pair, transports: list[Transport]) -> None:
+    for rank, endpoint in enumerate(pair):
+        assert (endpoint.communicator, endpoint.generation, endpoint.rank) == (COMMUNICATOR, 1, rank)
+        assert endpoint.size == 2
+        assert endpoint.peers == tuple(transport.address for transport in transports)
