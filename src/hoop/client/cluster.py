@@ -12,7 +12,7 @@ import grpc
 from hoop.client.calls import call
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
-from hoop.errors import NotFound
+from hoop.errors import InvalidArgument, NotFound
 from hoop.events import Event
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.channels import Knocking, channel_options
@@ -40,6 +40,9 @@ class Cluster:
 
     def communicator(self, devices: int | Sequence[int]) -> Communicator:
         """A communicator of so many devices, or of exactly those with these ids, in rank order."""
+        ids = [devices] if isinstance(devices, int) else list(devices)
+        if any(not 0 <= one < 2**32 for one in ids):
+            raise InvalidArgument(f"devices: {devices} is neither a number of devices nor their ids")
         if isinstance(devices, int):
             request = pb.CreateCommunicatorRequest(devices=devices)
         else:

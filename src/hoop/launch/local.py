@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
-from hoop.memory.arena import default_directory
+from hoop.memory.backing import default_directory
 from hoop.servers.assembly import CoordinatorServer
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.serving import write_address_file

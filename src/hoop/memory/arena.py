@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, OutOfRange
-from hoop.memory.allocator import MAX_NAME, Span
-from hoop.memory.backing import BackingFile, default_directory
+from hoop.memory.allocator import Span
+from hoop.memory.backing import BackingFile
 from hoop.memory.dtypes import DType
 from hoop.memory.geometry import MIN_ADDRESS, PAGE, TABLE_SIZE, Geometry, check_uint64
 from hoop.memory.header import Header
-
-__all__ = ["Arena", "Buffer", "default_directory"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,11 @@ class Arena:
         self._memory()
         return self._file.reopened(), self._geometry.data_offset
 
+    def unname(self) -> None:
+        """Remove the file's name: the memory then ends with the last process that has it, however that ends."""
+        self._owned("remove the name")
+        self._file.unlink()
+
     @property
     def used(self) -> int:
         """Bytes that belong to a buffer."""
@@ -234,18 +237,7 @@ class Arena:
     def set_label(self, key: str, value: str) -> None:
         """Keep a small fact with the arena."""
         with self._lock:
-            header = self._owned(f"set label {key!r}")
-            if any(not text.isprintable() or len(text) > MAX_NAME for text in (key, value)):
-                raise InvalidArgument(
-                    f"{self._who}: label {key!r}: keys and values are up to {MAX_NAME} printable characters"
-                )
-            before = header.labels
-            try:
-                header.labels = {**before, key: value}
-                header.save(self._allocator.spans())
-            except BaseException:
-                header.labels = before
-                raise
+            self._owned(f"set label {key!r}").set_label(key, value, self._allocator.spans())
 
     def refresh(self) -> None:
         """Look again at which buffers there are, where another process owns them."""

@@ -83,7 +83,9 @@ class BackingFile:
 
     def reopened(self) -> int:
         """A descriptor of the same file that does not carry the lock, to give to another process."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        own = f"/proc/self/fd/{self._file.fileno()}"  # on Linux it needs no name any more
+        path, follow = (own, 0) if os.path.exists(own) else (str(self.path), os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | follow)
         if os.path.samestat(os.fstat(descriptor), os.fstat(self._file.fileno())):
             return descriptor
         os.close(descriptor)

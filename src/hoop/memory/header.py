@@ -14,8 +14,8 @@ import struct
 import zlib
 from collections.abc import Iterable
 
-from hoop.errors import ResourceExhausted
-from hoop.memory.allocator import Allocator, Span
+from hoop.errors import InvalidArgument, ResourceExhausted
+from hoop.memory.allocator import MAX_NAME, Allocator, Span
 from hoop.memory.geometry import PAGE, Geometry, damaged
 
 _SLOT = struct.Struct("<QQ")  # sequence, payload length
@@ -77,6 +77,19 @@ class Header:
         self._mapping[start : start + len(record)] = record
         self._flush(start, len(record))
         self._sequence = sequence
+
+    def set_label(self, key: str, value: str, spans: Iterable[Span]) -> None:
+        """Keep a small fact with the table, or leave everything as it was."""
+        if any(not text.isprintable() or len(text) > MAX_NAME for text in (key, value)):
+            raise InvalidArgument(
+                f"{self._who}: label {key!r}: keys and values are up to {MAX_NAME} printable characters"
+            )
+        before, self.labels = self.labels, {**self.labels, key: value}
+        try:
+            self.save(spans)
+        except BaseException:
+            self.labels = before
+            raise
 
     def _read(self, slot: int) -> tuple[int, Allocator, dict[str, str]]:
         start = self._slot(slot)

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import secrets
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import grpc
 
 from hoop.errors import HoopError
 from hoop.memory import Arena
-from hoop.memory.arena import default_directory
+from hoop.memory.backing import default_directory
 from hoop.servers import device_service, lab_device
 from hoop.servers.attendance import Attendance
 from hoop.servers.runner import Runner
@@ -61,6 +62,8 @@ class DeviceServer:
         incarnation = secrets.token_hex(8)
         path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
         self._arena = Arena.open_or_create(path, config.memory)
+        if not self._keeps_arena and sys.platform == "linux":
+            self._arena.unname()  # elsewhere peers can only be given it by its name
         try:
             self._transport = open_transport(f"tcp://{Address(config.host, config.data_port)}")
         except HoopError:

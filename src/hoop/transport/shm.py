@@ -11,15 +11,10 @@ TCP and shared memory; only processes of the same user are let in.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import random
-import re
 import selectors
 import socket
 import struct
-import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,28 +24,24 @@ from hoop.errors import FailedPrecondition, InvalidArgument, LinkCorrupted
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
+from hoop.transport.bell import sweep
+from hoop.transport.handshake import (
+    ABSTRACT,
+    Guest,
+    Seat,
+    check_memory,
+    host_identity,
+    listen,
+    listen_to,
+    name_of,
+    offer,
+    send_away,
+)
 from hoop.transport.mailbox import Bytes, map_bytes, size_for
 from hoop.transport.shm_links import ShmEndpoint
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import Header, Kind
 
-_OFFER = struct.Struct("<32sQQ")  # token, where the arena's bytes start in its file, how many they are
-_HELLO_BYTES = HEADER_BYTES + _OFFER.size
 _LOBBY_LIMIT = 1024
-_TRIES = 100
-
-_Seat = tuple[int, int, int]
-
-
-@dataclass
-class _Guest:
-    """A peer that dialled."""
-
-    sock: socket.socket
-    seat: _Seat
-    source: int
-    token: str
-    descriptors: list[int]
-    span: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -69,11 +60,12 @@ class ShmTransport(Transport):
     scheme = "shm"
 
     def __init__(self, address: Address, arena: Arena | None = None) -> None:
-        self._listener, self.address = _listen(address)
+        sweep()
+        self._listener, self.address = listen(address)
         self._arena = arena
         self._lock = threading.Lock()
-        self._endpoints: dict[_Seat, ShmEndpoint] = {}
-        self._lobby: list[_Guest] = []
+        self._endpoints: dict[Seat, ShmEndpoint] = {}
+        self._lobby: list[Guest] = []
         self._watched: list[_Watched] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -107,21 +99,21 @@ class ShmTransport(Transport):
             descriptor, start = self._arena.share()
             descriptors.append(descriptor)
             size = self._arena.capacity
-        offer = _OFFER.pack(endpoint.token.encode(), start, size)
+        words = offer(endpoint.token, start, size)
         for peer in range(endpoint.size):
             if peer != endpoint.rank:
-                self._dial(endpoint, peer, offer, descriptors)
+                self._dial(endpoint, peer, words, descriptors)
         for descriptor in descriptors[1:]:
             os.close(descriptor)
 
-    def _dial(self, endpoint: ShmEndpoint, peer: int, offer: bytes, descriptors: list[int]) -> None:
+    def _dial(self, endpoint: ShmEndpoint, peer: int, words: bytes, descriptors: list[int]) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         hello = Header(
-            Kind.HELLO, endpoint.communicator, endpoint.generation, endpoint.rank, peer, len(offer)
+            Kind.HELLO, endpoint.communicator, endpoint.generation, endpoint.rank, peer, len(words)
         )
         try:
-            sock.connect(_name(endpoint.peers[peer]))
-            socket.send_fds(sock, [hello.pack() + offer], descriptors)
+            sock.connect(name_of(endpoint.peers[peer]))
+            socket.send_fds(sock, [hello.pack() + words], descriptors)
         except OSError as error:
             sock.close()
             endpoint.lost(peer, f"does not answer: {error.strerror}")
@@ -185,7 +177,7 @@ class ShmTransport(Transport):
         except OSError:
             return
         try:
-            guest = _listen_to(sock)
+            guest = listen_to(sock)
         except (OSError, LinkCorrupted, ValueError, struct.error):
             sock.close()
             return
@@ -195,22 +187,22 @@ class ShmTransport(Transport):
                 self._lobby.append(guest)
                 return
         if endpoint is None:
-            _send_away(guest)
+            send_away(guest)
         else:
             self._seat_guest(guest, endpoint)
 
-    def _seat_guest(self, guest: _Guest, endpoint: ShmEndpoint) -> None:
+    def _seat_guest(self, guest: Guest, endpoint: ShmEndpoint) -> None:
         try:
-            _check_memory(guest.descriptors[0], 0, size_for(endpoint.size))
+            check_memory(guest.descriptors[0], 0, size_for(endpoint.size))
             arena = None
             if len(guest.descriptors) > 1:
-                _check_memory(guest.descriptors[1], *guest.span)
+                check_memory(guest.descriptors[1], *guest.span)
                 arena = map_bytes(guest.descriptors[1], *guest.span)
             endpoint.attach(guest.source, guest.token, guest.descriptors[0], arena)
             guest.sock.send(b"!")
         except (OSError, ValueError) as error:
             endpoint.lost(guest.source, f"offered memory that cannot be used: {error}")
-            _send_away(guest)
+            send_away(guest)
             return
         for descriptor in guest.descriptors:
             os.close(descriptor)  # the mappings stay
@@ -239,31 +231,20 @@ class ShmTransport(Transport):
         self._ring()
         self._thread.join()
         for guest in self._lobby:
-            _send_away(guest)
+            send_away(guest)
         for sock in (self._listener, self._bell, self._ringer):
             sock.close()
-        if not _ABSTRACT:
-            Path(_name(self.address)).unlink(missing_ok=True)
+        if not ABSTRACT:
+            Path(name_of(self.address)).unlink(missing_ok=True)
         self._selector.close()
 
 
 def share(address: Address, arena: Arena) -> ShmTransport | None:
     """Shared memory beside TCP at ``address``, under the host's own identity; None where that cannot be had."""
     try:
-        return ShmTransport(Address(_host_identity(), address.port), arena)
+        return ShmTransport(Address(host_identity(), address.port), arena)
     except (FailedPrecondition, OSError):
         return None
-
-
-def _host_identity() -> str:
-    """The same for all processes that can share memory, and for no others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.stat("/proc/self/ns/ipc").st_ino, os.stat("/proc/self/ns/net").st_ino
-        identity = f"{boot} {namespace} {os.getuid()}"
-    except OSError:
-        identity = f"{socket.gethostname()} {os.getuid()}"
-    return "shm-" + hashlib.sha256(identity.encode()).hexdigest()[:12]
 
 
 class _Tracked(ShmEndpoint):
@@ -284,64 +265,3 @@ class _Tracked(ShmEndpoint):
     def close(self) -> None:
         self._transport.forget(self)
         super().close()
-
-
-# ---- the local socket
-
-_ABSTRACT = sys.platform == "linux"
-"""Linux has socket names that are no files and end with the process; elsewhere it is a file."""
-
-
-def _name(address: Address) -> str:
-    name = f"hoop-{os.getuid()}-{address.port}"
-    return f"\0{name}" if _ABSTRACT else str(Path(tempfile.gettempdir()) / name)
-
-
-def _listen(address: Address) -> tuple[socket.socket, Address]:
-    for _ in range(_TRIES):
-        chosen = address if address.port else Address(address.host, random.randrange(1024, 65536))
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(_name(chosen))
-            sock.listen(512)
-            return sock, chosen
-        except OSError:
-            sock.close()
-            if address.port:
-                break
-    raise FailedPrecondition(f"shared memory at {address}: another process of this user has that name")
-
-
-def _listen_to(sock: socket.socket) -> _Guest:
-    """A peer's HELLO, with the descriptors of its memory."""
-    sock.settimeout(1.0)
-    if _ABSTRACT:
-        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
-            raise LinkCorrupted(f"user {user} may not share memory with this one")
-    data, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
-    while data and len(data) < _HELLO_BYTES:
-        data += sock.recv(_HELLO_BYTES - len(data))
-    try:
-        header = Header.unpack(data[:HEADER_BYTES])
-        token, start, size = _OFFER.unpack(data[HEADER_BYTES:])
-        if header.kind != Kind.HELLO or not descriptors or not re.fullmatch(rb"[0-9a-f]{32}", token):
-            raise LinkCorrupted("not a HELLO with memory")
-    except Exception:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
-    seat = (header.communicator, header.generation, header.sequence)
-    return _Guest(sock, seat, header.source, token.decode(), list(descriptors), (start, size))
-
-
-def _check_memory(descriptor: int, start: int, size: int) -> None:
-    found = os.fstat(descriptor)
-    if found.st_uid != os.getuid() or found.st_size < start + size:
-        raise ValueError(f"{found.st_size} bytes of user {found.st_uid} where {start + size} are needed")
-
-
-def _send_away(guest: _Guest) -> None:
-    guest.sock.close()
-    for descriptor in guest.descriptors:
-        os.close(descriptor)

@@ -36,7 +36,7 @@ class ShmEndpoint(SharedEndpoint):
         self, communicator: int, generation: int, rank: int, peers: Sequence[Address], arena: Bytes | None
     ) -> None:
         super().__init__(communicator, generation, rank, peers)
-        self.token = os.urandom(16).hex()
+        self.token = f"{os.getpid():08x}{os.urandom(12).hex()}"
         self.descriptor = new_memory(size_for(self.size))
         self.mailboxes = [Mailbox(self.descriptor, self.size)] * self.size
         self.arenas = [arena] * self.size

@@ -70,9 +70,10 @@ class Knocking:
         """How long to wait before each next try; raises when the patience is at its end."""
         for attempt in range(1000):
             pause = min(self.FIRST_S * 2**attempt, self.LONGEST_S) * random.uniform(0.5, 1.0)
-            if time.monotonic() + pause > self._started + self.patience_s:
+            left = self._started + self.patience_s - time.monotonic()
+            if left <= 0:
                 break
-            yield pause
+            yield min(pause, left)
         raise self.failure()
 
     def failure(self) -> DeadlineExceeded:

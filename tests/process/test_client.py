@@ -1,0 +1,642 @@
+"""The Python client against devices that are processes: every collective, by arrays and by buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hoop
+from hoop.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutOfMemory,
+    OutOfRange,
+)
+
+UP = ("--devices", "4", "--memory", "256MiB")
+N = 4
+LARGE = 100_000_000
+"""Bytes: more than any one message may have."""
+
+
+@pytest.fixture
+def comm(cluster: hoop.Cluster) -> Iterator[hoop.Communicator]:
+    """All four devices; whatever a test leaves in their memory is freed, and they were empty before."""
+    made = cluster.communicator([1, 2, 3, 4])
+    yield made
+    for device in made.devices:
+        for name in device.buffers():
+            assert not name.startswith("hoop."), f"{name} was left in {device.info}"
+            device.free(name)
+    made.destroy()
+
+
+def vectors(count: int, kind: str = "float32", ranks: int = N) -> list[Any]:
+    """Small whole numbers, so that sums are exact in any order and any type."""
+    return [(np.arange(count) % 7 + rank + 1).astype(kind) for rank in range(ranks)]
+
+
+def blocks(values: list[Any], rank: int) -> list[Any]:
+    """Block ``rank`` of everybody's vector."""
+    return [value.reshape(N, -1)[rank] for value in values]
+
+
+# What every rank has afterwards, given what every rank had (``x``) and what was in its result (``old``).
+EXPECTED: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
+    "all_reduce": lambda x, _: [sum(x)] * N,
+    "broadcast": lambda x, _: [x[1]] * N,
+    "reduce": lambda x, old: [sum(x) if rank == 1 else old[rank] for rank in range(N)],
+    "all_gather": lambda x, _: [np.concatenate(x)] * N,
+    "reduce_scatter": lambda x, _: [sum(blocks(x, rank)) for rank in range(N)],
+    "gather": lambda x, old: [np.concatenate(x) if rank == 1 else old[rank] for rank in range(N)],
+    "scatter": lambda x, _: list(x[1].reshape(N, -1)),
+    "all_to_all": lambda x, _: [np.concatenate(blocks(x, rank)) for rank in range(N)],
+    "send": lambda x, old: [x[1] if rank == 3 else old[rank] for rank in range(N)],
+}
+ROOTED = {name: {"root": 1} for name in ("broadcast", "reduce", "gather", "scatter")}
+OPTIONS: dict[str, dict[str, int]] = {**ROOTED, "send": {"source": 1, "destination": 3}}
+GROWS = {"all_gather": N, "gather": N, "reduce_scatter": 1 / N, "scatter": 1 / N}
+"""How long the result is; 1 where it is not said."""
+COLLECTIVES = sorted(EXPECTED)
+
+
+def same(found: list[Any], wanted: list[Any]) -> None:
+    assert len(found) == len(wanted)
+    for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        np.testing.assert_array_equal(one, other, err_msg=f"rank {rank}")
+
+
+# ---- arrays
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_arrays(comm: hoop.Communicator, collective: str) -> None:
+    """NumPy arrays in, new ones out, right on every rank; what a rank does not receive it keeps, or is zero."""
+    length = int(3 * N * GROWS.get(collective, 1))
+    for kind in ("float32", "float64", "float16", "int8", "int32", "int64", "uint8"):
+        x = vectors(3 * N, kind)
+        given = [value.copy() for value in x]
+        found = getattr(comm, collective)(x, **OPTIONS.get(collective, {}))
+        old = x if length == 3 * N else [np.zeros(length, kind)] * N
+        same(found, EXPECTED[collective](x, old))
+        assert all(value.dtype == kind for value in found)
+        same(x, given)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_tensors(comm: hoop.Communicator, collective: str) -> None:
+    values = vectors(2 * N)
+    length = int(2 * N * GROWS.get(collective, 1))
+    old = values if length == 2 * N else [np.zeros(length, "float32")] * N
+    for kind in (torch.float32, torch.bfloat16, torch.int32):
+        tensors = [torch.from_numpy(value).to(kind) for value in values]
+        found = getattr(comm, collective)(tensors, **OPTIONS.get(collective, {}))
+        assert all(isinstance(tensor, torch.Tensor) and tensor.dtype == kind for tensor in found)
+        same([tensor.to(torch.float32).numpy() for tensor in found], EXPECTED[collective](values, old))
+
+
+def test_bfloat16_keeps_its_bits(comm: hoop.Communicator) -> None:
+    """Every one of the 65536 patterns, NaNs among them, arrives as it was sent."""
+    patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    tensors = [patterns.view(torch.bfloat16)] + [torch.zeros(2**16, dtype=torch.bfloat16)] * (N - 1)
+    for tensor in comm.broadcast(tensors):
+        assert torch.equal(tensor.view(torch.int16), patterns)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
+def test_every_operation(comm: hoop.Communicator, op: str) -> None:
+    x = vectors(10, "float64")
+    wanted = {"sum": sum(x), "prod": np.prod(x, 0), "min": x[0], "max": x[3], "avg": sum(x) / N}[op]
+    same(comm.all_reduce(x, op=op), [wanted] * N)
+    same(comm.reduce(x, op=op, root=2), [x[0], x[1], wanted, x[3]])
+    same(comm.reduce_scatter([np.tile(value, N) for value in x], op=op), [wanted] * N)
+
+
+def test_shapes_are_kept(comm: hoop.Communicator) -> None:
+    """Also of what is not contiguous, or needs a gradient."""
+    x = [value.reshape(2, 3).T for value in vectors(6)]
+    found = comm.all_reduce(x)
+    assert found[0].shape == (3, 2)
+    same(found, [sum(x)] * N)
+    tensors = [torch.from_numpy(value.copy()).requires_grad_() for value in x]
+    same([tensor.numpy() for tensor in comm.all_reduce(tensors)], [sum(x)] * N)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_fewer_elements_than_ranks(comm: hoop.Communicator, count: int) -> None:
+    same(comm.all_reduce(vectors(count)), [sum(vectors(count))] * N)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "chunked_ring", "naive", "tree"])
+def test_algorithms(comm: hoop.Communicator, algorithm: str) -> None:
+    x = vectors(1000)
+    buffer = comm.buffer("x", 1000).fill(x)
+    report = comm.all_reduce(buffer, algorithm=algorithm, chunk_bytes=256)
+    assert report.algorithm == algorithm
+    assert (
+        report.bytes_sent == 2 * (N - 1) * 4000
+    )  # all of them send what one rank's vector costs, spread or not
+    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+
+
+# ---- buffers
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_buffers(comm: hoop.Communicator, collective: str) -> None:
+    """From one buffer into another: the source stays, a rank that receives nothing keeps what it had."""
+    x = vectors(4 * N)
+    length = int(4 * N * GROWS.get(collective, 1))
+    old = [np.full(length, -1, "float32")] * N
+    source, out = comm.buffer("x", 4 * N).fill(x), comm.buffer("y", length).fill(old)
+    getattr(comm, collective)(source, out=out, **OPTIONS.get(collective, {}))
+    same([out.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
+    same([source.read(rank) for rank in range(N)], x)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "send"])
+def test_buffers_in_place(comm: hoop.Communicator, collective: str) -> None:
+    x = vectors(50)
+    buffer = comm.buffer("x", 50).fill(x)
+    getattr(comm, collective)(buffer, **OPTIONS.get(collective, {}))
+    same([buffer.read(rank) for rank in range(N)], EXPECTED[collective](x, x))
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "gather", "reduce_scatter", "scatter"])
+def test_blocks_in_place(comm: hoop.Communicator, collective: str) -> None:
+    """Rank r's own block is block r of the whole: different addresses on every rank."""
+    whole = comm.buffer("whole", 3 * N)
+    places = [
+        device.buffers()["whole"][0] + rank * 3 * whole.dtype.itemsize
+        for rank, device in enumerate(comm.devices)
+    ]
+    mine = comm.at(places, 3)
+    long = vectors(3 * N)
+    whole.fill(long)
+    old = [value.copy() for value in long]
+    if "gather" in collective:
+        x = [value.reshape(N, 3)[rank] for rank, value in enumerate(long)]
+        getattr(comm, collective)(mine, out=whole, **OPTIONS.get(collective, {}))
+        same([whole.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
+    else:
+        getattr(comm, collective)(whole, out=mine, **OPTIONS.get(collective, {}))
+        same([mine.read(rank) for rank in range(N)], EXPECTED[collective](long, old))
+
+
+def test_part(comm: hoop.Communicator) -> None:
+    """Elements of a buffer, relative to its start; the ones around them stay."""
+    x = vectors(10)
+    buffer = comm.buffer("x", 10).fill(x)
+    middle = buffer.part(2, 8)
+    assert (middle.count, middle.part(1, 3).offset) == (6, 12)
+    comm.all_reduce(middle.part(1, 3))
+    wanted = [value.copy() for value in x]
+    for value in wanted:
+        value[3:5] = sum(x)[3:5]
+    same([buffer.read(rank) for rank in range(N)], wanted)
+    comm.broadcast(buffer.part(0, 5), out=buffer.part(5, 10), root=2)
+    same([buffer.read(rank)[5:] for rank in range(N)], [wanted[2][:5]] * N)
+
+
+def test_different_addresses(comm: hoop.Communicator) -> None:
+    """Every rank's vector lies elsewhere, and no name is involved."""
+    x = vectors(64, "float64")
+    buffer = comm.at([0x1000 + 4096 * rank for rank in range(N)], 64, "float64").fill(x)
+    comm.all_reduce(buffer)
+    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+    raw = comm.devices[2].read(0x1000 + 4096 * 2, 64 * 8)
+    np.testing.assert_array_equal(np.frombuffer(raw, "float64"), sum(x))
+
+
+def test_buffers_are_kept_and_found_again(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    x = vectors(8)
+    comm.buffer("weights", 8).fill(x)
+    with pytest.raises(FailedPrecondition, match="'weights' already exists"):
+        comm.buffer("weights", 8)
+    with pytest.raises(FailedPrecondition, match="exists with 32 bytes"):
+        comm.buffer("weights", 9, reuse=True)
+    other = cluster.communicator([4, 3, 2, 1]).buffer("weights", 8, reuse=True)
+    same([other.read(rank) for rank in range(N)], x[::-1])
+    assert cluster.device(3).buffers()["weights"][1] == 32
+    other.free()
+    assert "weights" not in cluster.device(3).buffers()
+
+
+# ---- drivers, groups, handles
+
+
+def test_drivers_agree_to_the_bit(comm: hoop.Communicator) -> None:
+    """The coordinator that steps the devices does what they do by themselves, in the same order."""
+    generator = np.random.default_rng(1)
+    x = [generator.standard_normal(1001).astype("float32") for _ in range(N)]
+    found = {
+        driver: comm.all_reduce(x, driver=driver, algorithm="ring")
+        for driver in ("devices", "stepped", "relay")
+    }
+    for one, other in zip(found["devices"], found["stepped"], strict=True):
+        assert one.tobytes() == other.tobytes()
+    # The relay adds in rank order; the ring starts elsewhere for each segment.
+    same(found["relay"], [((x[0] + x[1]) + x[2]) + x[3]] * N)
+    whole = vectors(1001)
+    for driver in ("devices", "stepped", "relay"):
+        same(comm.all_reduce(whole, driver=driver), [sum(whole)] * N)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_stepped(comm: hoop.Communicator, collective: str) -> None:
+    """Also those in which a rank keeps something aside from round to round."""
+    x = vectors(2 * N)
+    options = OPTIONS.get(collective, {})
+    call = getattr(comm, collective)
+    same(call(x, driver="stepped", **options), call(x, **options))
+
+
+def test_drivers_that_cannot(comm: hoop.Communicator) -> None:
+    x = vectors(8)
+    for options, says in (
+        ({"driver": "magic"}, "driver: 'magic' is unknown; known: devices, stepped, relay"),
+        ({"driver": "stepped", "algorithm": "chunked_ring"}, "be stepped; use ring"),
+        ({"algorithm": "magic"}, "all_reduce has no 'magic'"),
+        ({"op": "xor"}, "op: 'xor' is unknown"),
+        ({"timeout": -1.0}, "timeout_s: -1.0"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            comm.all_reduce(x, **options)
+    with pytest.raises(InvalidArgument, match="relay does all_reduce only"):
+        comm.broadcast(x, driver="relay")
+    with pytest.raises(InvalidArgument, match=r"root: rank 9 is not in 0\.\.3"):
+        comm.broadcast(x, root=9)
+
+
+def test_a_group_runs_in_order(comm: hoop.Communicator) -> None:
+    """Each operation finds what the one before it left."""
+    x = vectors(16)
+    buffer, out = comm.buffer("x", 16).fill(x), comm.buffer("y", 16)
+    with comm.group():
+        assert comm.all_reduce(buffer) is None
+        comm.all_reduce(buffer, out=out)
+        comm.broadcast(buffer, root=0)
+        comm.reduce(out, root=3, op="max")
+        comm.barrier()
+        same([buffer.read(rank) for rank in range(N)], x)  # nothing has moved yet
+    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+    same([out.read(rank) for rank in range(N)], [sum(x) * N] * N)
+
+
+def test_a_group_is_left_behind_by_an_exception(comm: hoop.Communicator) -> None:
+    x = vectors(4)
+    buffer = comm.buffer("x", 4).fill(x)
+
+    def interrupted() -> None:
+        with comm.group():
+            comm.all_reduce(buffer)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
+    with pytest.raises(FailedPrecondition, match="groups do not nest"), comm.group(), comm.group():
+        pass
+    with pytest.raises(InvalidArgument, match="cannot be in a group"), comm.group():
+        comm.all_reduce(x)
+    same([buffer.read(rank) for rank in range(N)], x)
+    comm.barrier()
+
+
+def test_a_group_names_the_operation(comm: hoop.Communicator) -> None:
+    """Whether the coordinator can tell, and nothing has moved yet, or only a device."""
+    x = vectors(4)
+    buffer = comm.buffer("x", 4).fill(x)
+    outside = comm.at([0] * N, 4)
+    missing = hoop.Buffer(buffer.devices, ("x", "x", "gone", "x"), 0, 4, buffer.dtype)
+
+    def reduce_all(*buffers: hoop.Buffer) -> None:
+        with comm.group():
+            for each in buffers:
+                comm.all_reduce(each)
+
+    with pytest.raises(OutOfRange, match=r"operation 2 of 3: rank 0: \[0x0, 0x10\)"):
+        reduce_all(buffer, outside, buffer)
+    same([buffer.read(rank) for rank in range(N)], x)
+    with pytest.raises(NotFound, match=r"device 3: operation 3 of 3: .* no buffer is called 'gone'"):
+        reduce_all(buffer, buffer, missing)
+
+
+def test_handles(comm: hoop.Communicator) -> None:
+    x = vectors(4_000_000)
+    handle = comm.all_reduce(x, wait=False)
+    assert isinstance(handle, hoop.Handle)
+    with pytest.raises(DeadlineExceeded, match=r"not done after 1e-05 s; it goes on"):
+        handle.wait(1e-5)
+    found = handle.wait(30)
+    assert handle.done()
+    assert handle.wait() is found
+    same(found, [sum(x)] * N)
+    buffer = comm.buffer("x", 4).fill(vectors(4))
+    handles = [comm.all_reduce(buffer, wait=False) for _ in range(8)]
+    for one in handles:
+        assert one.wait(30).algorithm
+    same([buffer.read(rank) for rank in range(N)], [sum(vectors(4)) * N**7] * N)
+
+
+def test_a_handle_tells_of_a_failure(comm: hoop.Communicator) -> None:
+    handle = comm.all_reduce(comm.at([0] * N, 4), wait=False)
+    for _ in range(2):
+        with pytest.raises(OutOfRange, match="outside device 1's memory"):
+            handle.wait(30)
+    assert handle.done()
+
+
+def test_barrier_and_reports(comm: hoop.Communicator) -> None:
+    assert comm.barrier().bytes_sent == 0
+    assert comm.barrier(wait=False).wait(10).algorithm
+    buffer = comm.buffer("x", 100)
+    report = comm.all_reduce(buffer, algorithm="ring")
+    assert (report.algorithm, report.bytes_sent, report.messages_sent) == ("ring", 2 * (N - 1) * 400, 24)
+    assert 0 < report.seconds < 10
+    report = comm.all_reduce(buffer, algorithm="ring", driver="stepped")
+    assert (report.algorithm, report.messages_sent) == ("ring, stepped", 24)
+    report = comm.all_reduce(buffer, driver="relay")
+    assert (report.algorithm, report.messages_sent) == ("naive, relayed", 2 * N)
+
+
+# ---- memory
+
+
+def test_copies(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    """Device to device and on one device, by name and by address; both ends may be the same."""
+    comm.buffer("x", 8)
+    one, two = cluster.device(1), cluster.device(2)
+    one.write("x", bytes(range(32)))
+    cluster.copy((1, "x"), (2, "x"), 32)
+    assert two.read("x", 32) == bytes(range(32))
+    cluster.copy((2, "x"), (1, 0x2000), 16)
+    assert one.read(0x2000, 16) == bytes(range(16))
+    cluster.copy((1, 0x2000), (1, "x"), 4)
+    cluster.copy((1, "x"), (1, "x"), 32)
+    assert one.read("x", 32) == bytes(range(32))
+    cluster.copy((1, "x"), (2, "x"), 0)
+
+
+def test_copies_that_cannot(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    comm.buffer("x", 8)
+    with pytest.raises(NotFound, match=r"device 2: .*no buffer is called 'y'"):
+        cluster.copy((1, "x"), (2, "y"), 8)
+    with pytest.raises(NotFound, match=r"device 1: .*no buffer is called 'y'"):
+        cluster.copy((1, "y"), (2, "x"), 8)
+    with pytest.raises(NotFound, match="device 9 is unknown"):
+        cluster.copy((1, "x"), (9, "x"), 8)
+    with pytest.raises(OutOfRange, match="past the end of buffer 'x' of 32 bytes"):
+        cluster.copy((1, "x"), (2, "x"), 33)
+    with pytest.raises(OutOfRange, match="outside device 2's memory"):
+        cluster.copy((1, "x"), (2, 0), 8)
+    cluster.copy((1, "x"), (2, "x"), 32)
+
+
+def test_large_transfers(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    """100 MB there, on, and back: more than any message may carry."""
+    data = np.random.default_rng(2).integers(0, 256, LARGE, dtype="uint8")
+    one, two = cluster.device(1), cluster.device(2)
+    one.allocate("large", LARGE)
+    two.allocate("large", LARGE)
+    one.write("large", data.data)
+    cluster.copy((1, "large"), (2, "large"), LARGE)
+    assert np.array_equal(np.frombuffer(two.read("large", LARGE), "uint8"), data)
+    assert two.read("large", 10, offset=LARGE - 10) == data[-10:].tobytes()
+
+
+def test_write_takes_whatever_has_bytes(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    """Elements of more than a byte, and more than one dimension."""
+    values = np.arange(3 * 2**19, dtype="float64").reshape(-1, 2)  # 12 MiB
+    device = cluster.device(1)
+    device.allocate("x", values.nbytes)
+    device.write("x", values.data)
+    assert device.read("x", values.nbytes) == values.tobytes()
+    device.write("x", b"")
+    device.write("x", b"end", offset=values.nbytes - 3)
+    assert device.read("x", 5, offset=values.nbytes - 5) == values.tobytes()[-5:-3] + b"end"
+    assert device.read("x", 0) == b""
+
+
+def test_out_of_memory(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    """The message has all that one needs to see why; no device keeps a part."""
+    cluster.device(4).allocate("hoard", 200 * 2**20)
+    with pytest.raises(OutOfMemory) as caught:
+        comm.buffer("x", 60 * 2**20, "uint8")
+    for words in ("device 4", "'x'", "60 MiB", "56 MiB free of 256 MiB", "held by 'hoard' 200 MiB"):
+        assert words in str(caught.value)
+    with pytest.raises(OutOfMemory):
+        comm.all_reduce([np.zeros(60 * 2**20, "uint8")] * N)
+    assert [list(device.buffers()) for device in comm.devices] == [[], [], [], ["hoard"]]
+
+
+def test_staging_is_freed(comm: hoop.Communicator) -> None:
+    """After a success, a refusal and a failure; also of what nobody waited for until late."""
+    x = vectors(8)
+    comm.all_reduce(x)
+    with pytest.raises(InvalidArgument):
+        comm.all_reduce(x, op="xor")
+    handle = comm.all_reduce(x, op="xor", wait=False)
+    with pytest.raises(InvalidArgument):
+        handle.wait(10)
+    for options in ({"root": -1}, {"root": "first"}, {"colour": "red"}):
+        with pytest.raises(InvalidArgument, match=f"options: .*{next(iter(options))}"):
+            comm.broadcast(x, **options)
+    comm.all_reduce(x, wait=False).wait(10)
+    assert [device.buffers() for device in comm.devices] == [{}] * N
+
+
+# ---- mistakes
+
+
+def test_mistakes_in_arrays(comm: hoop.Communicator) -> None:
+    for values, says in (
+        (vectors(3)[:3], "values: 3 were given for 4 ranks"),
+        ([*vectors(3)[:3], np.zeros(4, "float32")], r"their sizes differ: \[3, 3, 3, 4\]"),
+        ([*vectors(3)[:3], np.zeros(3)], "an array of float64 was given, float32 is wanted"),
+        (
+            [torch.zeros(3)] * 3 + [torch.zeros(3).double()],
+            "a tensor of float64 was given, float32 is wanted",
+        ),
+        ([np.zeros(3, complex)] * N, "dtype: 'complex128' is not known; use one of"),
+        ([[1.0, 2.0]] * N, "a list is neither a NumPy array nor a torch tensor"),
+    ):
+        with pytest.raises(InvalidArgument, match=says):
+            comm.all_reduce(values)
+    with pytest.raises(InvalidArgument, match="values: 3 elements do not make 4 equal blocks"):
+        comm.reduce_scatter(vectors(3))
+    with pytest.raises(InvalidArgument, match="they need no out"):
+        comm.all_reduce(vectors(3), out=comm.buffer("x", 3))
+
+
+def test_mistakes_in_buffers(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    buffer = comm.buffer("x", 10)
+    with pytest.raises(InvalidArgument, match="values: 3 elements were given, the buffer has 10"):
+        buffer.write(0, np.zeros(3, "float32"))
+    with pytest.raises(InvalidArgument, match="an array of float64 was given, float32 is wanted"):
+        buffer.write(0, np.zeros(10))
+    with pytest.raises(InvalidArgument, match="values: 1 were given for 4 ranks"):
+        buffer.fill([np.zeros(10, "float32")])
+    with pytest.raises(InvalidArgument, match=r"part: \[3, 11\) is not within the buffer's 10 elements"):
+        buffer.part(3, 11)
+    with pytest.raises(InvalidArgument, match="addresses: 2 were given for 4 ranks"):
+        comm.at([1, 2], 3)
+    with pytest.raises(InvalidArgument, match="dtype: 'float8' is not known"):
+        comm.buffer("y", 3, "float8")
+    with pytest.raises(InvalidArgument, match="out: it holds int32, the vectors are of float32"):
+        comm.all_reduce(buffer, out=comm.buffer("y", 10, "int32"))
+    with pytest.raises(InvalidArgument, match="rank 3: address 0x1001 is not aligned to the 4 bytes"):
+        comm.all_reduce(comm.at([0x1000, 0x1000, 0x1000, 0x1001], 3))
+    with pytest.raises(InvalidArgument, match="overlap"):
+        comm.all_reduce(buffer.part(0, 6), out=buffer.part(2, 8))
+    with pytest.raises(InvalidArgument, match=r"on 4 devices, communicator \d+ has 2"):
+        cluster.communicator(2).all_reduce(buffer)
+
+
+def test_a_result_never_leaves_its_buffer(comm: hoop.Communicator) -> None:
+    """A part that is too short is refused, though there is memory behind it; so are blocks that do not come out."""
+    x, old = vectors(10), vectors(40)
+    source, out = comm.buffer("x", 10).fill(x), comm.buffer("y", 40).fill(old)
+    with pytest.raises(InvalidArgument, match="out: it has 4 elements, the result 10"):
+        comm.all_reduce(source, out=out.part(0, 4))
+    with pytest.raises(InvalidArgument, match="out: it has 39 elements, the result 40"):
+        comm.all_gather(source, out=out.part(0, 39))
+    with pytest.raises(InvalidArgument, match="values: 10 elements do not make 4 equal blocks"):
+        comm.reduce_scatter(source, out=out)
+    same([out.read(rank) for rank in range(N)], old)
+
+
+def test_device_memory_mistakes(cluster: hoop.Cluster) -> None:
+    device = cluster.device(1)
+    with pytest.raises(OutOfRange, match=r"device 1 .*address 0x0 with size 8"):
+        device.read(0, 8)
+    with pytest.raises(OutOfRange, match="device 1"):
+        device.write(device.info.max_address - 4, b"12345678")
+    for call in (device.free, lambda name: device.read(name, 1), lambda name: device.write(name, b"1")):
+        with pytest.raises(NotFound, match="no buffer is called 'nobody'"):
+            call("nobody")
+    with pytest.raises(InvalidArgument, match="cannot name a buffer"):
+        device.allocate("", 8)
+    with pytest.raises(NotFound, match="device 9 is unknown to the coordinator at"):
+        cluster.device(9)
+
+
+# ---- communicators
+
+
+def test_ranks_are_in_the_order_of_the_ids(cluster: hoop.Cluster) -> None:
+    comm = cluster.communicator([3, 1, 4])
+    assert [device.id for device in comm.devices] == [3, 1, 4]
+    x = vectors(3, ranks=3)
+    same(comm.all_gather(x), [np.concatenate(x)] * 3)
+    comm.buffer("mine", 3).fill(x)
+    found = [np.frombuffer(cluster.device(device_id).read("mine", 12), "float32") for device_id in (3, 1, 4)]
+    same(found, x)
+    comm.buffer("mine", 3, reuse=True).free()
+    comm.destroy()
+
+
+def test_communicators_that_cannot_be(cluster: hoop.Cluster) -> None:
+    with pytest.raises(
+        FailedPrecondition, match="9 were asked for, 4 are alive; start more with: hoop device"
+    ):
+        cluster.communicator(9)
+    with pytest.raises(NotFound, match=r"device 7 is unknown; known: \[1, 2, 3, 4\]"):
+        cluster.communicator([1, 7])
+    with pytest.raises(InvalidArgument, match=r"\[1, 1\] names a device twice"):
+        cluster.communicator([1, 1])
+    for nobody in (0, []):
+        with pytest.raises(InvalidArgument, match="needs at least one"):
+            cluster.communicator(nobody)
+
+
+@pytest.mark.parametrize("driver", ["devices", "stepped", "relay"])
+def test_alone(cluster: hoop.Cluster, driver: str) -> None:
+    """One device: every collective is the identity, and nobody waits for anybody."""
+    comm = cluster.communicator([2])
+    x = vectors(5, ranks=1)
+    for collective in COLLECTIVES:
+        if driver != "relay" or collective == "all_reduce":
+            options = {"source": 0, "destination": 0} if collective == "send" else {}
+            same(getattr(comm, collective)(x, driver=driver, **options), x)
+    comm.barrier()
+    comm.destroy()
+
+
+def test_a_communicator_s_life(cluster: hoop.Cluster) -> None:
+    comm = cluster.communicator(2)
+    assert (comm.size, comm.generation, comm.status().status) == (2, 1, "in_progress")
+    comm.barrier()
+    assert (comm.status().status, comm.status().reason) == ("success", "")
+    with pytest.raises(OutOfRange):
+        comm.all_reduce(comm.at([0, 0], 1))
+    assert comm.status().status == "success"  # a mistake that is seen at the door changes nothing
+    assert comm.rebuild().generation == 2  # with everybody alive it is the same, anew
+    same(comm.all_reduce(vectors(3, ranks=2)), [sum(vectors(3, ranks=2))] * 2)
+    comm.destroy()
+    for call in (comm.barrier, comm.status, comm.rebuild, comm.destroy):
+        with pytest.raises(NotFound, match="unknown or destroyed"):
+            call()
+    assert comm.id not in [one.id for one in cluster.status().communicators]
+
+
+def test_communicators_side_by_side(cluster: hoop.Cluster) -> None:
+    """Eight over the same devices in all orders, each from a thread of its own."""
+    orders = [[1, 2, 3, 4], [4, 3, 2, 1], [2, 1], [1, 2], [3, 4, 1], [2], [4, 2], [1, 4, 2, 3]]
+    begin = threading.Barrier(len(orders), timeout=30)
+
+    def work(number: int) -> int:
+        comm = cluster.communicator(orders[number])
+        x = [value * (number + 1) for value in vectors(5000, ranks=comm.size)]
+        begin.wait()
+        for _ in range(10):
+            same(comm.all_reduce(x), [sum(x)] * comm.size)
+        comm.destroy()
+        return number
+
+    with ThreadPoolExecutor(len(orders)) as threads:
+        assert sorted(threads.map(work, range(len(orders)))) == list(range(len(orders)))
+
+
+def test_one_communicator_from_many_threads(comm: hoop.Communicator) -> None:
+    """Its operations run one after the other, whoever asks."""
+    buffer = comm.buffer("x", 100).fill([np.ones(100, "float64").astype("float32")] * N)
+    with ThreadPoolExecutor(6) as threads:
+        assert len(list(threads.map(lambda _: comm.all_reduce(buffer), range(6)))) == 6
+    same([buffer.read(rank) for rank in range(N)], [np.full(100, float(N**6), "float32")] * N)
+
+
+def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> None:
+    """Two at a time; what one makes the other sees; nothing needs to be closed in order."""
+    one, two = connect(up.address), connect(up.address, timeout=20.0)
+    comm = one.communicator([1, 2])
+    assert comm.id in [each.id for each in two.status().communicators]
+    kinds = [event.kind for event in two.events()]
+    assert kinds[0] == "coordinator_started"
+    assert kinds.count("device_joined") == N
+    comm.destroy()
+    sequence = [event.sequence for event in two.events()]
+    assert sequence == list(range(1, len(sequence) + 1))
+    assert [event.kind for event in two.events(after=sequence[-1] - 1)] == ["communicator_destroyed"]
+    follow = two.events(after=sequence[-1], follow=True)
+    made = one.communicator([2])
+    event = next(follow)
+    assert (event.kind, event.fields["communicator"]) == ("communicator_created", str(made.id))
+    follow.close()
+    made.destroy()
+
+
+def test_connect_says_what_it_tried() -> None:
+    with pytest.raises(DeadlineExceeded) as caught:
+        hoop.connect("127.0.0.1:1", patience=0.4)
+    for words in ("the coordinator at 127.0.0.1:1", "within 0.", "tries", "refused"):
+        assert words in str(caught.value)
+    with pytest.raises(InvalidArgument, match="'nonsense' is not host:port"):
+        hoop.connect("nonsense")

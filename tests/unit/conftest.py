@@ -1,0 +1,8 @@
+"""Generated examples have no deadline each: a busy machine is not a failure."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+settings.register_profile("unit", deadline=None)
+settings.load_profile("unit")

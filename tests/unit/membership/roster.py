@@ -1,0 +1,57 @@
+"""Devices to be members, and the shortest way to a state in which something can happen to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hoop.membership import messages as m
+from hoop.membership.detector import DetectorConfig
+from hoop.membership.state import State
+from hoop.membership.step import step
+from hoop.topology import Address, DeviceInfo
+
+NOW = 1000.0
+"""A monotonic clock starts anywhere."""
+CONFIG = DetectorConfig(heartbeat_s=0.1, lease_s=1.5, failures=3, window=5)
+
+
+def device(device_id: int = 0, incarnation: str = "a") -> DeviceInfo:
+    return DeviceInfo(
+        device_id,
+        address=Address("127.0.0.1", 4000 + device_id % 1000),
+        data_address=Address("127.0.0.1", 5000 + device_id % 1000),
+        min_address=0x1000,
+        max_address=0x11000,
+        host="here",
+        pid=100 + device_id % 1000,
+        incarnation=incarnation,
+    )
+
+
+def after(state: State, *messages: m.Message) -> State:
+    """The state after all of these."""
+    for message in messages:
+        state, _ = step(state, message)
+    return state
+
+
+def cluster(*device_ids: int) -> State:
+    """These devices have just joined, as incarnation ``a``."""
+    return after(State(CONFIG, last_tick=NOW), *(m.Joined(device(one), NOW) for one in device_ids))
+
+
+def dead(device_id: int) -> m.Message:
+    """What makes a member of ``cluster`` dead."""
+    return m.Probed(device_id, "a", "connection refused")
+
+
+def announced(instructions: Iterable[m.Instruction]) -> list[str]:
+    return [one.kind for one in instructions if isinstance(one, m.Announce)]
+
+
+def recorded(instructions: Iterable[m.Instruction]) -> list[m.Record]:
+    return [one for one in instructions if isinstance(one, m.Record)]
+
+
+def stops(instructions: Iterable[m.Instruction]) -> list[m.Stop]:
+    return [one for one in instructions if isinstance(one, m.Stop)]

@@ -1,0 +1,114 @@
+"""When a device is dead: the lease, X of Y, and the watcher's own absence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hoop.errors import InvalidArgument
+from hoop.membership.detector import DetectorConfig, Pulse
+
+CONFIG = DetectorConfig(heartbeat_s=0.125, lease_s=1.5, failures=3, window=5)  # exact in binary
+
+
+def calls(text: str, pulse: Pulse | None = None) -> Pulse:
+    """A pulse after these calls, ``x`` for a failed one."""
+    pulse = pulse or Pulse(100.0)
+    for one in text:
+        pulse = pulse.called(one != "x", CONFIG)
+    return pulse
+
+
+def test_silence_is_forgiven_to_the_end_of_the_lease() -> None:
+    pulse = Pulse(100.0)
+    assert pulse.silence(100.0, CONFIG) == pulse.silence(101.5, CONFIG) == ""
+    assert pulse.silence(101.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
+
+
+def test_a_heartbeat_renews_the_lease() -> None:
+    pulse = Pulse(100.0).beat(101.0)
+    assert pulse.silence(102.5, CONFIG) == ""
+    assert pulse.silence(102.6, CONFIG)
+
+
+def test_a_late_heartbeat_does_not_take_back_time() -> None:
+    assert Pulse(100.0).beat(101.0).beat(100.5).last_beat == 101.0
+
+
+def test_a_pulse_is_not_changed_but_replaced() -> None:
+    pulse = Pulse(100.0)
+    pulse.beat(200.0)
+    pulse.called(False, CONFIG)
+    pulse.excused(5.0, 200.0)
+    assert pulse == Pulse(100.0)
+
+
+@pytest.mark.parametrize("history", ["", "...", "x", "xx", "x.x", "xx...", "xx....xx", "xxx...", ".x.x."])
+def test_fewer_than_x_failures_of_the_last_y_are_forgiven(history: str) -> None:
+    assert calls(history).failures(CONFIG) == ""
+
+
+@pytest.mark.parametrize(
+    ("history", "verdict"),
+    [
+        ("xxx", "3 of the last 3 calls failed"),
+        ("x.x.x", "3 of the last 5 calls failed"),
+        ("xxx..", "3 of the last 5 calls failed"),
+        (".....xxx", "3 of the last 5 calls failed"),
+        ("xxxxxxxx", "5 of the last 5 calls failed"),
+    ],
+)
+def test_x_failures_of_the_last_y_are_the_end(history: str, verdict: str) -> None:
+    assert calls(history).failures(CONFIG) == verdict
+
+
+def test_each_witness_is_heard_alone() -> None:
+    beating = calls("xxx").beat(200.0)
+    assert "calls failed" in beating.failures(CONFIG), "it sends heartbeats, but serves nobody"
+    assert beating.silence(200.0, CONFIG) == ""
+    answering = calls(".....")
+    assert "no heartbeat" in answering.silence(200.0, CONFIG), "silence is not outweighed by old answers"
+    assert answering.failures(CONFIG) == ""
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_the_window_holds_the_last_calls_and_no_more(outcomes: list[bool]) -> None:
+    pulse = Pulse(0.0)
+    for ok in outcomes:
+        pulse = pulse.called(ok, CONFIG)
+    assert pulse.calls == tuple(outcomes[-5:])
+    assert bool(pulse.failures(CONFIG)) == (outcomes[-5:].count(False) >= 3)
+
+
+def test_the_watchers_absence_excuses_silence() -> None:
+    pulse = Pulse(100.0).excused(60.0, 161.0)
+    assert pulse.silence(161.5, CONFIG) == ""
+    assert pulse.silence(161.6, CONFIG)
+    assert calls("xxx").excused(60.0, 161.0).failures(CONFIG), "but not failures"
+
+
+def test_an_excuse_ends_now() -> None:
+    assert Pulse(100.0).excused(60.0, 130.0).last_beat == 130.0
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "lease"),
+    [(0, 1), (-1, 1), (1, 1), (2, 1), (math.nan, 1), (0.1, math.nan), (math.inf, math.inf), (0.1, -1)],
+)
+def test_a_heartbeat_is_shorter_than_the_lease(heartbeat: float, lease: float) -> None:
+    with pytest.raises(InvalidArgument, match=f"heartbeat {heartbeat:g} s .* below the lease, {lease:g} s"):
+        DetectorConfig(heartbeat_s=heartbeat, lease_s=lease)
+
+
+@pytest.mark.parametrize(("failures", "window"), [(0, 5), (-1, 5), (6, 5), (1, 0)])
+def test_x_is_at_least_one_and_at_most_y(failures: int, window: int) -> None:
+    with pytest.raises(InvalidArgument, match=rf"failures: {failures} is not in 1..{window} \(the window\)"):
+        DetectorConfig(failures=failures, window=window)
+
+
+def test_the_edges_that_can_be() -> None:
+    assert DetectorConfig(failures=1, window=1).failures == 1
+    assert DetectorConfig().heartbeat_s < DetectorConfig().lease_s

@@ -1,0 +1,317 @@
+"""The journal: what it replays to, and what becomes of it when it is torn, damaged or opened again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from roster import CONFIG, NOW, after, cluster, dead, device, recorded
+
+from hoop.errors import FailedPrecondition, ResourceExhausted
+from hoop.membership import messages as m
+from hoop.membership.journal import Entry, Journal, decode, encode, replay, snapshot
+from hoop.membership.state import Health, Outcome, State
+from hoop.membership.step import step
+from hoop.topology import Address
+
+HISTORY: list[m.Message] = [
+    *(m.Joined(device(one), NOW) for one in (1, 2, 3)),
+    m.Created((1, 2)),
+    m.Created((2, 3)),
+    m.Created((3, 1)),
+    m.Finished(2, 1, "checksum"),
+    dead(1),
+    m.Rebuilt(1),
+    m.Left(3, "a"),
+    m.Destroyed(2),
+    m.Created((2,)),
+    m.Destroyed(4),
+]
+
+
+def entries_of(*messages: m.Message, state: State | None = None) -> list[Entry]:
+    """What the journal gets to see of these."""
+    state, entries = state or State(CONFIG), []
+    for message in messages:
+        state, instructions = step(state, message)
+        entries += [record.entry for record in recorded(instructions)]
+    return entries
+
+
+ENTRIES = entries_of(*HISTORY)
+LINES = [encode(entry) for entry in ENTRIES]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that open thousands of journals and pull no plug."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+
+
+def opened(path: Path) -> State:
+    """What a coordinator that starts now finds."""
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        return journal.state
+
+
+# ---- what it says
+
+
+def test_entries_come_back() -> None:
+    assert decode(b"".join(LINES), Path("journal")) == ENTRIES
+    assert decode(b"", Path("journal")) == []
+
+
+def test_history_adds_up() -> None:
+    state = replay(ENTRIES, CONFIG, NOW)
+    assert {key: member.health for key, member in state.members.items()} == {
+        1: Health.DEAD,
+        2: Health.SUSPECT,
+        3: Health.LEFT,
+    }
+    assert state.member(2).info == device(2)
+    assert {one.id: (one.members, one.generation, one.broken_by) for one in state.communicators.values()} == {
+        1: ((2,), 2, 0),
+        3: ((3, 1), 1, 1),  # by the first to go
+    }
+    assert state.communicator(3).outcome == Outcome.FAILED
+    assert state.communicator(3).reason == after(State(CONFIG), *HISTORY).communicator(3).reason
+    assert state.next_communicator == 5
+    assert state.last_tick == NOW
+
+
+@pytest.mark.parametrize("shared", [None, Address("/run/hoop.sock", 0)])
+def test_all_that_a_device_said_of_itself_comes_back(shared: Address | None) -> None:
+    info = replace(device(1), address=Address("::1", 1), host="größe \n", shared_address=shared)
+    lines = b"".join(encode(entry) for entry in entries_of(m.Joined(info, NOW)))
+    assert replay(decode(lines, Path("journal")), CONFIG, NOW).member(1).info == info
+
+
+def test_after_a_restart_devices_have_one_lease_to_show_up() -> None:
+    state = replay(entries_of(*HISTORY[:2]), CONFIG, NOW)
+    state = after(state, m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.0), m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
+    assert (state.member(1).health, state.member(2).health) == (Health.ALIVE, Health.DEAD)
+
+
+def test_a_kind_of_a_newer_version_is_passed_over() -> None:
+    assert replay([*ENTRIES, {"kind": "of tomorrow"}], CONFIG, NOW) == replay(ENTRIES, CONFIG, NOW)
+
+
+@pytest.mark.parametrize("length", range(len(ENTRIES) + 1))
+def test_a_snapshot_replays_to_the_same_state(length: int) -> None:
+    state = replay(ENTRIES[:length], CONFIG, NOW)
+    assert replay(snapshot(state), CONFIG, NOW) == state
+
+
+@pytest.mark.parametrize(
+    "back", [[m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)], [dead(1), m.Joined(device(1), NOW)]]
+)
+def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.Message]) -> None:
+    messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), *back]
+    assert after(State(CONFIG), *messages).communicator(1).broken_by == 1
+    assert replay(entries_of(*messages), CONFIG, NOW).communicator(1).broken_by == 1
+
+
+@pytest.mark.parametrize(
+    "end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]]
+)
+def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.Message]) -> None:
+    before = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), m.Created((2, 1))]
+    whole, last = entries_of(*before), entries_of(*end, state=after(State(CONFIG), *before))
+    assert len(last) == 3
+    for length in range(len(last) + 1):
+        state = replay([*whole, *last[:length]], CONFIG, NOW)
+        if state.member(1).info != device(1) or not state.member(1).usable:
+            assert [one.broken_by for one in state.communicators.values()] == [1, 1]
+
+
+def test_a_rebuilt_communicator_is_whole_after_a_restart() -> None:
+    messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), dead(1), m.Rebuilt(1)]
+    one = replay(entries_of(*messages), CONFIG, NOW).communicator(1)
+    assert (one.broken_by, one.outcome, one.reason) == (0, Outcome.IN_PROGRESS, "")
+
+
+@pytest.mark.parametrize("more", [[], [m.Rebuilt(1)], [m.Finished(1, 1, "checksum")]])
+def test_a_finalized_communicator_is_finalized_after_a_restart(more: list[m.Message]) -> None:
+    messages: list[m.Message] = [m.Joined(device(1), NOW), m.Created((1,)), m.Finalized(1), *more]
+    state = replay(entries_of(*messages), CONFIG, NOW)
+    assert state.communicator(1).finalized
+    assert replay(snapshot(state), CONFIG, NOW).communicator(1).finalized
+
+
+# ---- torn and damaged
+
+
+def test_a_tail_torn_at_any_byte_is_cut_off(path: Path, unsynced: None) -> None:
+    whole = b"".join(LINES)
+    states = [replay(ENTRIES[:length], CONFIG, NOW) for length in range(len(ENTRIES) + 1)]
+    for cut in range(len(whole) + 1):
+        left = whole[:cut].count(b"\n")
+        assert decode(whole[:cut], path) == ENTRIES[:left]
+        path.write_bytes(whole[:cut])
+        assert opened(path) == states[left]
+
+
+def test_what_follows_a_torn_tail_is_whole(path: Path) -> None:
+    path.write_bytes(b"".join(LINES)[:-5])
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        journal.append(ENTRIES[-1])
+    assert opened(path) == replay(ENTRIES, CONFIG, NOW)
+
+
+@pytest.mark.parametrize("line", range(1, len(LINES)))
+def test_damage_before_the_end_is_named(path: Path, line: int) -> None:
+    start = len(b"".join(LINES[: line - 1]))
+    offsets = set(range(len(LINES[line - 1]))) - {8}  # the space: nothing is read from it
+    if line == len(LINES) - 1:  # without its newline it is the last line, and so counts as torn
+        offsets.remove(len(LINES[line - 1]) - 1)
+    for offset in offsets:
+        damaged = bytearray(b"".join(LINES))
+        damaged[start + offset] ^= 1
+        with pytest.raises(
+            FailedPrecondition, match=rf"^journal {path}, line {line}: .*; move the file away"
+        ):
+            decode(bytes(damaged), path)
+
+
+def test_a_damaged_last_line_counts_as_torn(path: Path) -> None:
+    whole = b"".join(LINES)
+    for offset in range(len(whole) - len(LINES[-1]), len(whole)):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 1
+        assert decode(bytes(damaged), path) in (ENTRIES[:-1], ENTRIES)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\n", b"hello\n", b"\xff" * 20 + b"\n", b"00000000 \n", b"00000000 {}\n"]
+)
+def test_garbage_before_good_lines_is_damage(path: Path, garbage: bytes) -> None:
+    path.write_bytes(garbage + LINES[0])
+    with pytest.raises(FailedPrecondition, match="line 1: "):
+        Journal(path, CONFIG, NOW)
+    assert path.read_bytes() == garbage + LINES[0], "nothing is thrown away"
+    assert os.listdir(path.parent) == ["journal"]
+
+
+# ---- the file
+
+
+def test_it_is_for_its_owner_only(path: Path) -> None:
+    path.write_bytes(LINES[0])
+    path.chmod(0o644)
+    old = os.umask(0)
+    try:
+        with closing(Journal(path, CONFIG, NOW)):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        opened(path.with_name("another"))
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.with_name("another").stat().st_mode) == 0o600
+
+
+def test_a_new_one_is_empty_in_a_new_folder(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "down" / "journal"
+    assert opened(path) == State(CONFIG, last_tick=NOW)
+    assert path.read_bytes() == b""
+    assert os.listdir(path.parent) == ["journal"]
+
+
+def test_opening_it_again_does_not_make_it_grow(path: Path) -> None:
+    path.write_bytes(b"".join(LINES))
+    state = opened(path)
+    once = path.read_bytes()
+    assert len(once) < len(b"".join(LINES))
+    for _ in range(3):
+        assert opened(path) == state
+        assert path.read_bytes() == once
+
+
+def test_a_thousand_entries_about_two_things_become_two(path: Path, unsynced: None) -> None:
+    rebuilt = entries_of(*[m.Rebuilt(1)] * 1000, state=after(cluster(1), m.Created((1,))))
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        for entry in [*entries_of(m.Joined(device(1), NOW), m.Created((1,))), *rebuilt]:
+            journal.append(entry)
+    assert opened(path).communicator(1).generation == 1001
+    assert path.read_bytes().count(b"\n") == 3  # and the last id that was given
+
+
+def test_an_entry_is_in_the_file_before_it_is_synced_and_synced_before_append_returns(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        synced: list[bytes] = []
+        monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.read_bytes()))
+        for entry in ENTRIES[:3]:
+            journal.append(entry)
+    assert synced == [b"".join(LINES[:length]) for length in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_whoever_dies_while_opening_it_leaves_the_old_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path.write_bytes(b"".join(LINES))
+    monkeypatch.setattr(os, call, die)
+    with pytest.raises(KeyboardInterrupt):
+        Journal(path, CONFIG, NOW)
+    monkeypatch.undo()
+    assert path.read_bytes() == b"".join(LINES)
+    assert opened(path) == replay(ENTRIES, CONFIG, NOW)
+    assert os.listdir(path.parent) == ["journal"]
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file can grow past this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 10])
+def test_an_entry_that_did_not_fit_is_refused_and_harms_no_other(path: Path, room: int) -> None:
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        journal.append(ENTRIES[0])
+        with (
+            full_disk(path.stat().st_size + room),
+            pytest.raises(ResourceExhausted, match=rf"^journal {path}: cannot write {len(LINES[1])} bytes: "),
+        ):
+            journal.append(ENTRIES[1])
+        assert path.read_bytes() == LINES[0]
+        journal.append(ENTRIES[2])
+    assert sorted(opened(path).members) == [1, 3]
+
+
+def test_an_entry_that_was_not_synced_is_refused_and_taken_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with closing(Journal(path, CONFIG, NOW)) as journal:
+        journal.append(ENTRIES[0])
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", fail)
+            with pytest.raises(ResourceExhausted, match="Input/output error"):
+                journal.append(ENTRIES[1])
+        assert path.read_bytes() == LINES[0]
+        journal.append(ENTRIES[2])
+    assert sorted(opened(path).members) == [1, 3]

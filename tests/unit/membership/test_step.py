@@ -1,0 +1,445 @@
+"""The rules of membership, one small test each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from roster import CONFIG, NOW, after, announced, cluster, dead, device, recorded, stops
+
+from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, NotFound, ResourceExhausted
+from hoop.membership import messages as m
+from hoop.membership.state import Health, Outcome, State
+from hoop.membership.step import communicator_entry, step
+
+# ---- joining
+
+
+def test_a_device_joins_with_the_id_it_brings() -> None:
+    state, instructions = step(State(CONFIG), m.Joined(device(7), NOW))
+    assert state.member(7).info == device(7)
+    assert state.member(7).health == Health.ALIVE
+    assert announced(instructions) == ["device_joined"]
+    assert recorded(instructions)[0].entry["kind"] == "device_joined"
+
+
+def test_id_zero_asks_for_a_new_one() -> None:
+    state = after(cluster(1, 7), m.Joined(device(0, "b"), NOW), m.Joined(device(0, "c"), NOW))
+    assert sorted(state.members) == [1, 7, 8, 9]
+    assert state.member(8).info == replace(device(0, "b"), device_id=8)
+    assert sorted(after(State(CONFIG), m.Joined(device(0), NOW)).members) == [1]
+
+
+def test_the_id_of_a_device_that_is_gone_is_not_given_away() -> None:
+    state = after(cluster(1, 2), m.Left(2, "a"), m.Joined(device(0, "b"), NOW))
+    assert state.member(2).health == Health.LEFT
+    assert state.member(3).info.incarnation == "b"
+
+
+def test_an_id_in_use_is_refused_and_the_holder_named() -> None:
+    with pytest.raises(FailedPrecondition, match=r"device id 1 is in use by device 1 \(pid 101, .*--id"):
+        step(cluster(1), m.Joined(device(1, "b"), NOW))
+
+
+@pytest.mark.parametrize("gone", [m.LinkClosed(1, "a"), dead(1), m.Left(1, "a")])
+def test_a_restarted_device_takes_its_id_back(gone: m.Message) -> None:
+    before = after(cluster(1, 2), m.Created((1, 2)), gone)
+    state, instructions = step(before, m.Joined(device(1, "b"), NOW + 1))
+    assert state.member(1).health == Health.ALIVE
+    assert state.member(1).info.incarnation == "b"
+    assert "came back" in next(one.text for one in instructions if isinstance(one, m.Announce))
+
+
+def test_a_restart_breaks_what_the_former_self_was_doing() -> None:
+    before = after(cluster(1, 2), m.Created((1, 2)), m.Created((2,)), m.LinkClosed(1, "a"))
+    state, instructions = step(before, m.Joined(device(1, "b"), NOW))
+    assert state.communicator(1).broken_by == 1
+    assert state.communicator(2).broken_by == 0
+    assert [(one.communicator_id, one.lost_device) for one in stops(instructions)] == [(1, 1)]
+    assert after(state, m.Rebuilt(1)).communicator(1).members == (1, 2), "the new self may be in it"
+
+
+def test_a_device_that_was_only_slow_is_here_again() -> None:
+    before = after(cluster(1, 2), m.Created((1, 2)), m.LinkClosed(1, "a"))
+    state, instructions = step(before, m.Joined(device(1), NOW + 1))
+    assert state.member(1).health == Health.ALIVE
+    assert state.member(1).reason == ""
+    assert state.communicator(1).broken_by == 0, "it still has everything"
+    assert "is here again" in next(one.text for one in instructions if isinstance(one, m.Announce))
+
+
+def test_joining_again_after_death_mends_no_communicator() -> None:
+    state = after(cluster(1, 2), m.Created((1, 2)), dead(1), m.Joined(device(1), NOW))
+    assert state.member(1).usable
+    assert state.communicator(1).broken_by == 1
+
+
+def test_joining_again_starts_with_a_clean_record() -> None:
+    state = after(cluster(1), *[m.Called(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
+    assert state.member(1).pulse.calls == ()
+    assert after(state, m.Tick(NOW + 5)).member(1).usable
+
+
+def test_as_many_devices_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hoop.membership.step.MAX_DEVICES", 2)
+    state = cluster(1, 2)
+    for one in (0, 3):
+        with pytest.raises(ResourceExhausted, match="2 devices are known already"):
+            step(state, m.Joined(device(one, "b"), NOW))
+    step(state, m.Joined(device(2), NOW))  # a known one may always come back
+
+
+def test_joining_twice_is_joining_once() -> None:
+    state = after(cluster(7), m.Joined(device(0, "b"), NOW), m.Created((7, 8)), m.Joined(device(0, "b"), NOW))
+    assert sorted(state.members) == [7, 8]
+    assert state.member(8).info == replace(device(0, "b"), device_id=8)
+    assert state.communicator(1).broken_by == 0, "it is the same device"
+
+
+# ---- heartbeats
+
+
+def test_a_heartbeat_renews_the_lease() -> None:
+    state = after(cluster(1), m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.4), m.Tick(NOW + 1.4))
+    state, instructions = step(state, m.Tick(NOW + 2.0))
+    assert state.member(1).health == Health.ALIVE
+    assert instructions == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "beat"),
+    [
+        (cluster(1), m.Beat(2, "a", NOW)),
+        (cluster(1), m.Beat(1, "older", NOW)),
+        (after(cluster(1), dead(1)), m.Beat(1, "a", NOW)),
+        (after(cluster(1), m.Left(1, "a")), m.Beat(1, "a", NOW)),
+    ],
+    ids=["unknown", "stale incarnation", "dead", "left"],
+)
+def test_who_is_no_member_is_told_to_join_again(state: State, beat: m.Beat) -> None:
+    with pytest.raises(MembershipChanged, match=f"device {beat.device_id} is not a member .*join again"):
+        step(state, beat)
+
+
+def test_a_heartbeat_clears_a_suspect() -> None:
+    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.Beat(1, "a", NOW))
+    assert (state.member(1).health, state.member(1).reason) == (Health.ALIVE, "")
+    assert announced(instructions) == ["device_recovered"]
+
+
+def test_a_missing_heartbeat_is_death_at_the_end_of_the_lease() -> None:
+    state = after(cluster(1, 2), m.Created((1, 2)))
+    for tenths in range(1, 16):
+        state = after(state, m.Beat(2, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+    assert state.member(1).usable
+    state, instructions = step(state, m.Tick(NOW + 1.6))
+    assert (state.member(1).health, state.member(2).health) == (Health.DEAD, Health.ALIVE)
+    assert state.member(1).reason == "no heartbeat for 1.6 s (lease 1.5 s)"
+    assert announced(instructions) == ["device_dead", "communicator_failed"]
+    assert stops(instructions)[0].lost_device == 1
+
+
+def test_the_dead_do_not_die_again() -> None:
+    state = after(cluster(1), dead(1))
+    assert step(state, m.Tick(NOW + 0.5))[1] == ()
+    assert step(state, dead(1)) == (state, ())
+
+
+# ---- the watcher was away
+
+
+@pytest.mark.parametrize("gap", [5.0, 3600.0])
+def test_silence_while_the_watcher_was_away_is_nobodys_fault(gap: float) -> None:
+    state = after(cluster(1), m.Tick(NOW + 0.1), m.Tick(NOW + gap))
+    assert state.member(1).health == Health.ALIVE
+    assert state.last_tick == NOW + gap
+
+
+def test_after_an_absence_a_silent_device_has_no_more_than_a_lease() -> None:
+    now = NOW + 3600
+    state = after(cluster(1), m.Tick(now))
+    for tenths in range(1, 16):
+        state = after(state, m.Tick(now + tenths / 10))
+    assert state.member(1).health == Health.DEAD
+
+
+def test_the_first_tick_of_all_excuses_nothing() -> None:
+    state = after(State(CONFIG), m.Joined(device(1), NOW), m.Tick(NOW + 1.6))
+    assert state.member(1).health == Health.DEAD
+
+
+def test_an_excuse_does_not_reach_into_the_future() -> None:
+    now = NOW + 100
+    state = after(cluster(1), m.Tick(NOW + 0.1), m.Beat(1, "a", now), m.Tick(now + 0.1))
+    assert state.member(1).pulse.last_beat <= now + 0.1
+    for tenths in range(2, 40):
+        state = after(state, m.Tick(now + tenths / 10))
+    assert state.member(1).health == Health.DEAD
+
+
+def test_one_failed_call_after_an_absence_is_not_death() -> None:
+    state = after(cluster(1), m.Tick(NOW + 0.1), m.Called(1, "connection reset", NOW + 100))
+    assert state.member(1).health == Health.SUSPECT
+
+
+# ---- suspicion
+
+
+def test_a_closed_link_makes_a_suspect_who_is_asked() -> None:
+    state, instructions = step(cluster(1), m.LinkClosed(1, "a"))
+    assert (state.member(1).health, state.member(1).reason) == (Health.SUSPECT, "its heartbeat link closed")
+    assert state.member(1).usable
+    assert announced(instructions) == ["device_suspect"]
+    assert instructions[-1] == m.Probe(1)
+
+
+def test_a_suspect_is_asked_again_without_a_fuss() -> None:
+    state = after(cluster(1), m.LinkClosed(1, "a"))
+    assert step(state, m.LinkClosed(1, "a")) == (state, (m.Probe(1),))
+
+
+def test_a_suspect_is_asked_with_every_tick_until_it_is_clear() -> None:
+    state = after(cluster(1, 2), m.LinkClosed(1, "a"))
+    assert step(state, m.Tick(NOW + 0.1))[1] == (m.Probe(1),)
+    assert step(after(state, m.Beat(1, "a", NOW + 0.1)), m.Tick(NOW + 0.1))[1] == ()
+
+
+def test_who_answers_a_probe_lives_until_its_lease_ends() -> None:
+    state = after(cluster(1), m.LinkClosed(1, "a"))
+    assert step(state, m.Probed(1, "a", "")) == (state, ())
+
+
+def test_who_cannot_be_reached_is_dead_and_breaks_its_communicators() -> None:
+    before = after(cluster(1, 2, 3), m.Created((3, 1)), m.Created((2, 3)), m.LinkClosed(1, "a"))
+    state, instructions = step(before, m.Probed(1, "a", "127.0.0.1:4001 refuses connections"))
+    assert (state.member(1).health, state.member(1).reason) == (
+        Health.DEAD,
+        "127.0.0.1:4001 refuses connections",
+    )
+    broken = state.communicator(1)
+    assert [one.entry for one in recorded(instructions)] == [
+        communicator_entry(broken),
+        {"kind": "device_gone", "device": 1, "health": "dead"},
+    ]
+    assert announced(instructions) == ["device_dead", "communicator_failed"]
+    assert (broken.outcome, broken.broken_by, broken.generation) == (Outcome.FAILED, 1, 1)
+    assert stops(instructions) == [m.Stop(1, 1, broken.reason, (3, 1), lost_device=1)]
+    for part in ("device 1 (pid 101", "refuses connections", "rebuild"):
+        assert part in broken.reason
+    assert state.communicator(2) == before.communicator(2)
+
+
+def test_the_first_to_die_is_the_one_who_broke_it() -> None:
+    state, instructions = step(after(cluster(1, 2), m.Created((1, 2)), dead(2)), dead(1))
+    assert state.communicator(1).broken_by == 2
+    assert stops(instructions) == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.LinkClosed(1, "older"),
+        m.Probed(1, "older", "refused"),
+        m.Left(1, "older"),
+        m.LinkClosed(9, "a"),
+        m.Probed(9, "a", "refused"),
+        m.Left(9, "a"),
+        m.Called(9, "refused", NOW),
+    ],
+)
+def test_news_of_a_former_self_or_a_stranger_is_no_news(message: m.Message) -> None:
+    state = after(cluster(1), m.Created((1,)))
+    assert step(state, message) == (state, ())
+
+
+@pytest.mark.parametrize("gone", [dead(1), m.Left(1, "a")])
+def test_nothing_more_is_asked_of_who_is_gone(gone: m.Message) -> None:
+    state = after(cluster(1), gone)
+    for message in (m.LinkClosed(1, "a"), m.Called(1, "refused", NOW), m.Called(1, "", NOW), dead(1)):
+        assert step(state, message) == (state, ())
+    assert step(state, m.Left(1, "a")) == (state, ())
+
+
+# ---- calls
+
+
+def test_a_call_that_worked_is_remembered_and_changes_nothing_else() -> None:
+    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.Called(1, "", NOW))
+    assert state.member(1).pulse.calls == (True,)
+    assert state.member(1).health == Health.SUSPECT, "only a heartbeat clears it"
+    assert instructions == ()
+
+
+def test_a_call_that_failed_makes_a_suspect() -> None:
+    state, instructions = step(cluster(1), m.Called(1, "connection reset", NOW))
+    assert (state.member(1).health, state.member(1).reason) == (Health.SUSPECT, "connection reset")
+    assert instructions[-1] == m.Probe(1)
+
+
+def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
+    state = cluster(1)
+    for _ in range(2):
+        state = after(state, m.Called(1, "reset", NOW), m.Called(1, "", NOW), m.Beat(1, "a", NOW))
+    state, instructions = step(state, m.Called(1, "reset", NOW))
+    assert (state.member(1).health, state.member(1).reason) == (
+        Health.DEAD,
+        "3 of the last 5 calls failed: reset",
+    )
+    assert announced(instructions) == ["device_dead"]
+
+
+# ---- leaving
+
+
+def test_a_goodbye_is_not_a_death() -> None:
+    state, instructions = step(after(cluster(1, 2), m.Created((1, 2))), m.Left(1, "a"))
+    assert (state.member(1).health, state.member(1).usable) == (Health.LEFT, False)
+    assert recorded(instructions)[-1].entry == {"kind": "device_gone", "device": 1, "health": "left"}
+    assert announced(instructions) == ["device_left", "communicator_failed"]
+    assert stops(instructions)[0].lost_device == 1
+
+
+# ---- communicators
+
+
+def test_a_communicator_has_its_devices_in_the_order_given() -> None:
+    state, instructions = step(cluster(1, 2, 3), m.Created((3, 1)))
+    one = state.communicator(1)
+    assert (one.members, one.generation, one.outcome) == ((3, 1), 1, Outcome.IN_PROGRESS)
+    assert recorded(instructions)[0].entry == {
+        "kind": "communicator",
+        "id": 1,
+        "members": [3, 1],
+        "generation": 1,
+        "finalized": False,
+        "broken_by": 0,
+        "reason": "",
+    }
+    assert announced(instructions) == ["communicator_created"]
+
+
+def test_a_suspect_may_be_in_a_new_communicator() -> None:
+    assert after(cluster(1), m.LinkClosed(1, "a"), m.Created((1,))).communicator(1).members == (1,)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "kind", "why"),
+    [
+        ((), InvalidArgument, "needs at least one"),
+        ((1, 2, 1), InvalidArgument, r"\[1, 2, 1\] names a device twice"),
+        ((1, 9), NotFound, r"device 9 is unknown; known: \[1, 2, 3\]"),
+        ((1, 3), FailedPrecondition, r"device 3 \(pid 103, .* is dead: connection refused"),
+    ],
+)
+def test_what_cannot_be_a_communicator(device_ids: tuple[int, ...], kind: type[Exception], why: str) -> None:
+    with pytest.raises(kind, match=why):
+        step(after(cluster(1, 2, 3), dead(3)), m.Created(device_ids))
+
+
+def test_as_many_communicators_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hoop.membership.step.MAX_COMMUNICATORS", 2)
+    state = after(cluster(1), m.Created((1,)), m.Created((1,)))
+    with pytest.raises(ResourceExhausted, match=r"2 communicators exist; destroy some \(CommDestroy\)"):
+        step(state, m.Created((1,)))
+    assert sorted(after(state, m.Destroyed(1), m.Created((1,))).communicators) == [2, 3]
+
+
+def test_a_rebuilt_communicator_goes_on_without_the_dead() -> None:
+    before = after(cluster(1, 2, 3), m.Created((3, 1, 2)), dead(1))
+    state, instructions = step(before, m.Rebuilt(1))
+    one = state.communicator(1)
+    assert (one.members, one.generation, one.broken_by) == ((3, 2), 2, 0)
+    assert (one.outcome, one.reason) == (Outcome.IN_PROGRESS, "")
+    assert recorded(instructions)[0].entry["generation"] == 2
+    assert announced(instructions) == ["communicator_rebuilt"]
+    assert stops(instructions) == [m.Stop(1, 1, "communicator 1 was rebuilt", (3, 1, 2))]
+
+
+def test_a_whole_communicator_may_be_rebuilt_too() -> None:
+    state = after(cluster(1, 2), m.Created((1, 2)), m.Rebuilt(1), m.Rebuilt(1))
+    assert (state.communicator(1).members, state.communicator(1).generation) == ((1, 2), 3)
+
+
+def test_nobody_is_left_to_rebuild_with() -> None:
+    with pytest.raises(FailedPrecondition, match="communicator 1: none of its devices is alive"):
+        step(after(cluster(1), m.Created((1,)), dead(1)), m.Rebuilt(1))
+
+
+def test_a_destroyed_communicator_is_stopped_and_forgotten_and_its_id_too() -> None:
+    before = after(cluster(1), m.Created((1,)))
+    state, instructions = step(before, m.Destroyed(1))
+    assert state.communicators == {}
+    assert recorded(instructions) == [m.Record({"kind": "communicator_destroyed", "id": 1})]
+    assert stops(instructions) == [m.Stop(1, 1, "communicator 1 was destroyed", (1,))]
+    assert sorted(after(state, m.Created((1,))).communicators) == [2]
+
+
+def test_a_finalized_communicator_stays_so_when_rebuilt() -> None:
+    state, instructions = step(after(cluster(1), m.Created((1,))), m.Finalized(1))
+    assert state.communicator(1).finalized
+    assert instructions == (m.Record(communicator_entry(state.communicator(1))),)
+    assert communicator_entry(state.communicator(1))["finalized"] is True
+    assert after(state, m.Rebuilt(1)).communicator(1).finalized
+
+
+@pytest.mark.parametrize("message", [m.Rebuilt(5), m.Started(5), m.Finalized(5), m.Destroyed(5)])
+def test_an_unknown_communicator_is_named(message: m.Message) -> None:
+    with pytest.raises(NotFound, match="communicator 5 is unknown or destroyed; call CommInit"):
+        step(cluster(1), message)
+
+
+# ---- work
+
+
+def test_work_starts_and_ends_well() -> None:
+    state = after(cluster(1), m.Created((1,)), m.Started(1), m.Finished(1, 1))
+    assert (state.communicator(1).outcome, state.communicator(1).generation) == (Outcome.SUCCESS, 1)
+    assert after(state, m.Started(1)).communicator(1).outcome == Outcome.IN_PROGRESS
+
+
+def test_work_that_failed_gets_the_next_fresh_links() -> None:
+    before = after(cluster(1, 2), m.Created((1, 2)), m.Started(1))
+    state, instructions = step(before, m.Finished(1, 1, "checksum"))
+    one = state.communicator(1)
+    assert (one.outcome, one.reason, one.generation) == (Outcome.FAILED, "checksum", 2)
+    assert one.broken_by == 0, "everybody is alive: the next operation may start at once"
+    assert recorded(instructions)[0].entry["generation"] == 2
+    assert announced(instructions) == ["operation_failed"]
+    assert stops(instructions) == [m.Stop(1, 1, "checksum", (1, 2))]
+    assert after(state, m.Started(1)).communicator(1).outcome == Outcome.IN_PROGRESS
+
+
+@pytest.mark.parametrize(
+    "finished", [m.Finished(1, 1), m.Finished(1, 1, "too late"), m.Finished(1, 3), m.Finished(9, 1, "whose?")]
+)
+def test_the_end_of_work_of_another_generation_is_ignored(finished: m.Finished) -> None:
+    state = after(cluster(1), m.Created((1,)), m.Rebuilt(1), m.Started(1))
+    assert step(state, finished) == (state, ())
+
+
+@pytest.mark.parametrize("failure", ["", "peer lost"])
+def test_no_end_of_work_mends_a_broken_communicator(failure: str) -> None:
+    state = after(cluster(1, 2), m.Created((1, 2)), m.Started(1), dead(1))
+    assert step(state, m.Finished(1, 1, failure)) == (state, ())
+
+
+def test_a_broken_communicator_takes_no_work_and_says_why() -> None:
+    state = after(cluster(1, 2), m.Created((1, 2)), dead(1))
+    with pytest.raises(FailedPrecondition, match=r"communicator 1: device 1 .* is gone: .*; rebuild"):
+        step(state, m.Started(1))
+
+
+# ---- who can be used
+
+
+def test_the_least_busy_are_used_first_and_the_gone_not_at_all() -> None:
+    state = after(
+        cluster(1, 2, 3, 4, 5),
+        m.Created((1, 2)),
+        m.Created((1, 3)),
+        m.LinkClosed(3, "a"),
+        m.Left(4, "a"),
+        dead(5),
+    )
+    assert state.usable() == [2, 3, 1]
+    assert after(state, m.Destroyed(1)).usable() == [2, 1, 3]

@@ -1,0 +1,46 @@
+"""A place for an arena, an arena there, and other processes of this host to share it with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import hoop.memory.arena
+from hoop.memory import Arena
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "device.arena"
+
+
+@pytest.fixture
+def arena(path: Path) -> Iterator[Arena]:
+    with Arena.create(path, 64 * 1024) as made:
+        yield made
+
+
+@pytest.fixture
+def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a program in a process of its own, which does not outlive the test."""
+    with ExitStack() as ended:
+
+        def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+            child = subprocess.Popen(
+                [sys.executable, "-c", program, *map(str, arguments)],
+                env={**os.environ, "PYTHONPATH": str(Path(hoop.memory.arena.__file__).parents[2])},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            ended.enter_context(child)
+            ended.callback(child.kill)
+            return child
+
+        yield start

@@ -1,0 +1,99 @@
+"""The tree of errors: as drawn, and there and back over the wire."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+
+from hoop import errors
+from hoop.errors import HoopError, named
+
+
+def tree(kind: type[HoopError], depth: int = 0) -> list[tuple[int, type[HoopError]]]:
+    """A class and those below it, in the order of their definition, with their depths."""
+    ours = [child for child in kind.__subclasses__() if child.__module__ == "hoop.errors"]
+    return [(depth, kind), *(below for child in ours for below in tree(child, depth + 1))]
+
+
+KINDS = [kind for _, kind in tree(HoopError)]
+SPEAKERS = {
+    "UNKNOWN": errors.HoopError,
+    "INVALID_ARGUMENT": errors.InvalidArgument,
+    "OUT_OF_RANGE": errors.OutOfRange,
+    "NOT_FOUND": errors.NotFound,
+    "FAILED_PRECONDITION": errors.FailedPrecondition,
+    "RESOURCE_EXHAUSTED": errors.ResourceExhausted,
+    "UNAVAILABLE": errors.PeerLost,
+    "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
+    "DATA_LOSS": errors.LinkCorrupted,
+    "ABORTED": errors.MembershipChanged,
+    "INTERNAL": errors.InternalError,
+}
+"""Which class a bare status becomes."""
+
+
+def test_the_drawing_is_the_tree() -> None:
+    assert errors.__doc__ is not None
+    drawn = re.findall(r"^    ([│├└─ ]*)([A-Z]\w+)", errors.__doc__, re.MULTILINE)
+    assert [(len(lines) // 4, name) for lines, name in drawn] == [
+        (depth, kind.__name__) for depth, kind in tree(HoopError)
+    ]
+
+
+def test_no_error_is_defined_elsewhere() -> None:
+    package = Path(errors.__file__).parent
+    names = {kind.__name__ for kind in KINDS}
+    strays = [
+        f"{path.relative_to(package)}:{node.lineno} {node.name}"
+        for path in sorted(package.rglob("*.py"))
+        if path != Path(errors.__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if (base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")) in names
+    ]
+    assert not strays, "errors.py draws every error: " + ", ".join(strays)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind: type[HoopError]) -> None:
+    sent = kind("rank 2: 'gone'")
+    back = named(kind.__name__, str(sent))
+    assert type(back) is kind
+    assert str(back) == "rank 2: 'gone'"
+    bare = named(kind.code, str(sent))
+    assert type(bare) is SPEAKERS[kind.code]
+    assert bare.code == kind.code
+    assert str(bare) == "rank 2: 'gone'"
+    assert kind.__doc__
+
+
+def test_every_code_is_a_status_and_has_one_speaker() -> None:
+    assert {kind.code for kind in KINDS} == set(SPEAKERS)
+    assert set(SPEAKERS) <= {status.name for status in grpc.StatusCode}
+
+
+@pytest.mark.parametrize("name", ["", "OK", "CANCELLED", "hooperror", "Exception", "named"])
+def test_an_unknown_name_is_any_error(name: str) -> None:
+    assert type(named(name, "what")) is HoopError
+    assert str(named(name, "what")) == "what"
+
+
+@pytest.mark.parametrize(
+    ("kind", "builtin"),
+    [
+        (errors.InvalidArgument, ValueError),
+        (errors.OutOfRange, IndexError),
+        (errors.NotFound, LookupError),
+        (errors.OutOfMemory, MemoryError),
+        (errors.PeerLost, ConnectionError),
+        (errors.DeadlineExceeded, TimeoutError),
+    ],
+)
+def test_python_knows_them_too(kind: type[HoopError], builtin: type[Exception]) -> None:
+    with pytest.raises(builtin):
+        raise kind("what")

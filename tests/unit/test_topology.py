@@ -1,0 +1,124 @@
+"""Addresses as people write them, and what a device says of itself."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv6Address
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hoop.errors import InvalidArgument
+from hoop.topology import Address, DeviceInfo
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("127.0.0.1:4021", "127.0.0.1", 4021),
+        ("localhost:0", "localhost", 0),
+        ("node-7.cluster.local:65535", "node-7.cluster.local", 65535),
+        ("[::1]:4021", "::1", 4021),
+        ("[fe80::1%eth0]:1", "fe80::1%eth0", 1),
+        ("[fe80::1%br-lan.7]:1", "fe80::1%br-lan.7", 1),
+        (" 10.0.0.1:80\n", "10.0.0.1", 80),
+        ("10.0.0.1:00080", "10.0.0.1", 80),
+    ],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert Address.parse(text) == Address(host, port)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ":",
+        "host",
+        "host:",
+        ":4021",
+        "[]:4021",
+        "[::1]",
+        "host:port",
+        "host:-1",
+        "host:+1",
+        "host:65536",
+        "host:99999999999999999999",
+        "host:80.0",
+        "host:0x50",
+        "host:1_0",
+        "host: 80",
+        "host:80/path",
+        "host:²",
+        "host:٣",
+    ],
+)
+def test_what_is_no_address_is_refused_with_field_and_value(text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Address.parse(text, "join")
+    assert str(caught.value) == f"join: {text!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "::1",
+        "::1:4021",
+        "[::1:4021",
+        "::1]:4021",
+        "[[::1]]:4021",
+        "[127.0.0.1]:80",
+        "[host]:80",
+        "[1:2]:80",
+        "a b:80",
+        "http://host:80",
+        "host:1:2",
+        "x" * 254 + ":80",
+    ],
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"join: .* is not host:port"):
+        Address.parse(text, "join")
+
+
+def test_a_port_of_absurd_length_is_refused_in_our_words() -> None:
+    with pytest.raises(InvalidArgument, match="join: "):
+        Address.parse("host:" + "9" * 5000, "join")
+
+
+hosts = st.one_of(
+    st.integers(0, 2**32 - 1).map(lambda number: str(IPv4Address(number))),
+    st.integers(0, 2**128 - 1).map(lambda number: str(IPv6Address(number))),
+    st.text("abc019-.", min_size=1, max_size=20),
+)
+
+
+@given(hosts, st.integers(0, 65535))
+def test_an_address_written_back_reads_as_itself(host: str, port: int) -> None:
+    address = Address(host, port)
+    assert Address.parse(str(address)) == address
+    assert str(address).startswith("[") == (":" in host)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "0:0:0:0:0:0:0:1"])
+def test_loopback(host: str) -> None:
+    assert Address(host, 1).is_loopback
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["0.0.0.0", "::", "10.0.0.1", "128.0.0.1", "fe80::1", "example.com", "localhost.evil.com", "127.1", ""],
+)
+def test_not_loopback(host: str) -> None:
+    assert not Address(host, 1).is_loopback
+
+
+def test_addresses_are_ordered_and_can_be_keys() -> None:
+    assert sorted([Address("b", 1), Address("a", 2), Address("a", 1)])[0] == Address("a", 1)
+    assert {Address("a", 1): 1}[Address.parse("a:1")] == 1
+
+
+def test_a_device_says_how_large_and_who_it_is() -> None:
+    info = DeviceInfo(3, Address("::1", 1), Address("::1", 2), 0x1000, 0x3000, "host", 42, "incarnation")
+    assert info.capacity == 0x2000
+    assert str(info) == "device 3 (pid 42, [::1]:1)"
