@@ -22,14 +22,15 @@ def main() -> None:
     spec.loader.exec_module(timing)
     world = MPI.COMM_WORLD
     for size in map(int, sys.argv[2:]):
-        vector = np.ones(size // 4, np.float32)
-        result = np.empty_like(vector)
+        vector = np.zeros(size // 4, np.float32)
         taken = timing.median_seconds(
-            lambda vector=vector, result=result: world.Allreduce(vector, result),
+            lambda vector=vector: world.Allreduce(MPI.IN_PLACE, vector),
             lambda value: world.bcast(value, root=0),
             float(sys.argv[1]),
         )
-        assert (result == world.size).all()
+        vector[:] = world.rank + 1
+        world.Allreduce(MPI.IN_PLACE, vector)
+        assert (vector == world.size * (world.size + 1) / 2).all(), f"rank {world.rank}: the sum is wrong"
         if world.rank == 0:
             sys.stdout.write(json.dumps({"bytes": size, "seconds": taken}) + "\n")
             sys.stdout.flush()

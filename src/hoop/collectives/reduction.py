@@ -25,7 +25,8 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "avg": np.add,
 }
 OPERATIONS = tuple(_KERNELS)
-_BLOCK_BYTES = 64 * 1024
+_BLOCK_BYTES = 256 * 1024
+"""Four of these are in the cache of a core at once."""
 
 
 class Reduction:
@@ -50,29 +51,43 @@ class Reduction:
                 self._kernel(into, other, out=into)
 
     def fold(self, vectors: Sequence[Array], into: Sequence[Array]) -> None:
-        """Combines the vectors in their order, finishes, and puts the result into every one of ``into``.
+        """Combines the vectors in their order, finishes, and puts the result into every one of ``into``."""
+        self.folding(vectors, into)()
+
+    def folding(self, vectors: Sequence[Array], into: Sequence[Array]) -> Callable[[], None]:
+        """``fold``, ready to be called again and again on the same memory.
 
         Block by block, so that what is combined is still in the cache when it is written. The results may be
-        the vectors themselves.
+        the vectors themselves: two vectors are read before anything is written; more are summed aside.
         """
         block = _BLOCK_BYTES // self.dtype.itemsize
-        length = vectors[0].size
-        for start in range(0, length, block):
+        size = len(vectors)
+        aside = np.empty(min(block, vectors[0].size), vectors[0].dtype) if size > 2 else None
+        steps = []
+        for start in range(0, vectors[0].size, block):
             parts = [vector[start : start + block] for vector in vectors]
-            # In place where that harms nothing: the first two vectors are read before anything is written.
-            total = into[0][start : start + block] if len(vectors) <= 2 else np.empty_like(parts[0])
-            if len(parts) == 1:
-                np.copyto(total, parts[0])
-            elif self._brain:
-                np.copyto(total, self._brain_fold(parts))
-            else:
-                with np.errstate(all="ignore"):
-                    self._kernel(parts[0], parts[1], out=total)
-                    for part in parts[2:]:
-                        self._kernel(total, part, out=total)
-            self.finish(total, len(vectors))
-            for target in into if len(vectors) > 2 else into[1:]:
-                np.copyto(target[start : start + block], total)
+            targets = [target[start : start + block] for target in into]
+            total = targets.pop(0) if aside is None else aside[: parts[0].size]
+            steps.append((parts, total, targets))
+        kernel, copy, finish = self._kernel, np.copyto, self.finish if self.op == "avg" else None
+
+        def fold() -> None:
+            with np.errstate(all="ignore"):
+                for parts, total, targets in steps:
+                    if size == 1:
+                        copy(total, parts[0])
+                    elif self._brain:
+                        copy(total, self._brain_fold(parts))
+                    else:
+                        kernel(parts[0], parts[1], out=total)
+                        for part in parts[2:]:
+                            kernel(total, part, out=total)
+                    if finish is not None:
+                        finish(total, size)
+                    for target in targets:
+                        copy(target, total)
+
+        return fold
 
     def _brain_fold(self, parts: list[Array]) -> Array:
         total = parts[0].copy()

@@ -177,14 +177,15 @@ class Sharing:
         if source.nbytes <= FLAT_BYTES:
             turns = [self._windows("slots", operation.dtype, turn) for turn in (0, 1)]
             seen = [[window[: operation.count] for window in windows] for windows in turns]
-            into = [destination]
+            mine = [windows[endpoint.rank] for windows in seen]
+            folds = [reduction.folding(windows, [destination]) for windows in seen]
 
             def flat(deadline: float) -> None:
-                endpoint.publications += 1
-                vectors = seen[endpoint.publications & 1]
-                vectors[endpoint.rank][:] = source
+                endpoint.publications = publication = endpoint.publications + 1
+                turn = publication & 1
+                mine[turn][:] = source
                 meet(deadline)
-                reduction.fold(vectors, into)
+                folds[turn]()
 
             return flat
         exchanged = self._exchange(source, destination, deadline)
@@ -196,10 +197,11 @@ class Sharing:
         fold = next(one for one in plan if isinstance(one, Fold))
         span = slice(fold.there.start, fold.there.stop)
         sources, destinations = ([array[span] for array in arrays] for arrays in exchanged)
+        fold_slice = reduction.folding(sources, destinations)
 
         def direct(deadline: float) -> None:
             meet(deadline)
-            reduction.fold(sources, destinations)
+            fold_slice()
             meet(deadline)
 
         return direct

@@ -57,7 +57,7 @@ class Mailbox:
         memory = map_bytes(descriptor, 0, size_for(ranks))
         self._memory = memory
         control = memory[:PAGE].view(np.uint64)
-        self.arrived = control[:1]
+        self.arrived = memoryview(control[:1])  # type: ignore[arg-type]
         """How many meetings its owner has come to."""
         self.told = [control[8 + turn * TOLD : 8 + (turn + 1) * TOLD] for turn in (0, 1)]
         self.slots = [memory[_SLOTS + turn * SLOT_BYTES :][:SLOT_BYTES] for turn in (0, 1)]

@@ -52,6 +52,8 @@ class ShmEndpoint(SharedEndpoint):
         self._arrivals = [self.mailboxes[rank].arrived] * self.size
         self._arrived = threading.Condition()
         self._gone: dict[int, str] = {}
+        self._troubled = False
+        """Whether anybody is gone, or an error was told: all that the usual way looks at."""
         self._error: HoopError | None = None
         self._unconfirmed = set(range(self.size)) - {rank}
         self._spins = spins_for(self.size)
@@ -84,6 +86,7 @@ class ShmEndpoint(SharedEndpoint):
 
     def lost(self, peer: int, why: str) -> None:
         self._gone.setdefault(peer, why)
+        self._troubled = True
         self._wake([peer])
 
     def _wake(self, peers: Iterable[int]) -> None:
@@ -117,20 +120,19 @@ class ShmEndpoint(SharedEndpoint):
         """Returns when every rank has come; what they wrote before is there to read afterwards."""
         if not self._ready:
             self.gather(deadline)
-        if self._gone or self._error is not None:
+        if self._troubled:
             raise self._error or self._departed(next(iter(self._gone)))
-        self.meetings += 1
-        turn = self.meetings & 1
-        self._arrivals[self.rank][0] = self.meetings
-        bells = self._bells[turn]
-        for bell in bells:
+        self.meetings = meetings = self.meetings + 1
+        turn = meetings & 1
+        self._arrivals[self.rank][0] = meetings
+        for bell in self._bells[turn]:
             bell.ring()
         bell = self._mine[turn]
-        take, spins = bell.take, self._spins
-        for _ in bells:
-            if not take(False) and not bell.wait(deadline, spins):
+        take = bell.take
+        for _ in range(self.size - 1):
+            if not take(False) and not bell.wait(deadline, self._spins):
                 raise self.overdue(self._absent() or 0, "waiting for")
-        if self._gone or self._error is not None:
+        if self._troubled:
             self._check_all_came()
 
     def _absent(self) -> int | None:
@@ -236,6 +238,7 @@ class ShmEndpoint(SharedEndpoint):
 
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
+        self._troubled = True
         self._wake(range(self.size))
 
     def close(self) -> None:
