@@ -19,13 +19,14 @@ from types import SimpleNamespace
 
 import pytest
 from exchange import Pair, Waiter, meet, receive, say, until, until_started
-from ranks import COMMUNICATOR, LONG_S, PROMPT_S, soon
+from ranks import COMMUNICATOR, LONG_S, PROMPT_S, endpoints_of, soon
 
 import hoop.transport.tcp
 import hoop.wire.frames
 from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.tcp import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 MIB = 1 << 20
@@ -247,6 +248,28 @@ def test_a_damaged_header_names_its_link(transports: list[Transport], pair: Pair
     raw(transports[0], hello(), flipped(frame(0), 20))
     with pytest.raises(LinkCorrupted, match=r"link 1 -> 0 of communicator 7|rank 0: rank 1 at"):
         receive(pair[0], 1, 8)
+
+
+def test_a_link_that_changes_a_byte_is_named() -> None:
+    """With checksums; a proxy of our own could do it, here the sender's checksum is simply of other bytes."""
+    with (
+        TcpTransport(Address("127.0.0.1", 0), checksums=True) as left,
+        TcpTransport(Address("127.0.0.1", 0), checksums=True) as right,
+    ):
+        zero, one = endpoints_of([left, right])
+        say(one, 0, b"as it was")
+        say(one, 0, b"")
+        assert receive(zero, 1, 9) == b"as it was"
+        assert receive(zero, 1, 0) == b""
+        honest = right.checksum
+        one._checksum = lambda data: honest(memoryview(bytes(data)[:-1] + b"?"))
+        say(one, 0, b"and is no more")
+        with pytest.raises(
+            LinkCorrupted, match="link 1 -> 0 of communicator 7: message 2 of 14 bytes is not what"
+        ):
+            receive(zero, 1, 14)
+        zero.close()
+        one.close()
 
 
 # ---- strangers

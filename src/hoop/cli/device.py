@@ -38,6 +38,10 @@ def device(
     advertise_data: Annotated[
         str | None, typer.Option(help="Where others reach its data links, if not where it listens.")
     ] = None,
+    checksums: Annotated[
+        bool,
+        typer.Option("--checksums", help="Check every message over TCP (needs crc32c); all devices alike."),
+    ] = False,
     patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
     insecure: options.Insecure = False,
     json: options.Json = False,
@@ -61,6 +65,7 @@ def device(
         device_id=id,
         advertise=Address.parse(advertise, "--advertise") if advertise else None,
         advertise_data=Address.parse(advertise_data, "--advertise-data") if advertise_data else None,
+        checksums=checksums,
         patience_s=parse_duration(patience, "--patience"),
         insecure=insecure,
     )

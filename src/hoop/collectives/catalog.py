@@ -140,9 +140,9 @@ class Operation:
         return self.algorithm or next(iter(CATALOG[self.collective].algorithms))
 
     def shape(self, size: int) -> Shape:
-        # In few and large chunks the plan stays small: a vector is never cut into more than 4096 a segment.
+        # In few and large chunks the plan stays small: a vector is never cut into more than 256 a segment.
         chunk = max(
-            (self.chunk_bytes or DEFAULT_CHUNK_BYTES) // self.dtype.itemsize, self.count // size // 4096
+            (self.chunk_bytes or DEFAULT_CHUNK_BYTES) // self.dtype.itemsize, self.count // size // 256
         )
         return Shape(size, self.count, self.root, self.peer, chunk)
 
@@ -168,7 +168,7 @@ class Operation:
         return f"{self.collective}{what} of {self.count} {self.dtype.name}{how}"
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> Plan:
     entry = CATALOG[collective]
     return (entry.algorithms.get(algorithm) or entry.shared[algorithm])(shape, rank)

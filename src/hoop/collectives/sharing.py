@@ -7,7 +7,6 @@ before a peer may go on to the next.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -33,11 +32,11 @@ class Sharing:
 
     # ---- where vectors lie
 
-    def _windows(self, where: str, kind: DType, turn: int) -> list[Array]:
+    def _windows(self, where: str, kind: DType, turn: int, deadline: float) -> list[Array]:
         """Everybody's slots or stages, as vectors of this type."""
         found = self._views.get((where, kind))
         if found is None:
-            self._endpoint.gather(time.monotonic() + 60.0)
+            self._endpoint.gather(deadline)
             boxes = self._endpoint.mailboxes
             found = (
                 [getattr(box, where)[0].view(kind.numpy) for box in boxes],
@@ -119,7 +118,7 @@ class Sharing:
             stop = min(start + width, count)
             size = stop - start
             endpoint.publications += 1
-            windows = self._windows(where, kind, endpoint.publications & 1)
+            windows = self._windows(where, kind, endpoint.publications & 1, deadline)
             mine = windows[endpoint.rank]
             if has[0]:
                 np.copyto(mine[: len(given) * size].reshape(-1, size), given[:, start:stop])
@@ -175,7 +174,7 @@ class Sharing:
         reduction = Reduction(operation.op, operation.dtype)
         meet = endpoint.meet
         if source.nbytes <= FLAT_BYTES:
-            turns = [self._windows("slots", operation.dtype, turn) for turn in (0, 1)]
+            turns = [self._windows("slots", operation.dtype, turn, deadline) for turn in (0, 1)]
             seen = [[window[: operation.count] for window in windows] for windows in turns]
             mine = [windows[endpoint.rank] for windows in seen]
             folds = [reduction.folding(windows, [destination]) for windows in seen]

@@ -84,10 +84,12 @@ class State:
         return self.communicators[communicator_id]
 
     def usable(self) -> list[int]:
-        """The devices that can be used, those in the fewest communicators first."""
+        """The devices that can be used: those in good health first, then those in the fewest communicators."""
         load = dict.fromkeys(self.members, 0)
         for communicator in self.communicators.values():
             for device_id in communicator.members:
                 load[device_id] = load.get(device_id, 0) + 1
         ready = [device_id for device_id, member in self.members.items() if member.usable]
-        return sorted(ready, key=lambda device_id: (load[device_id], device_id))
+        return sorted(
+            ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id)
+        )

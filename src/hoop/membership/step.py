@@ -58,7 +58,9 @@ def _joined(state: State, message: m.Joined) -> Result:
         info = replace(info, device_id=next(same, max(state.members, default=0) + 1))
     known = state.members.get(info.device_id)
     if known is None and len(state.members) >= MAX_DEVICES:
-        raise ResourceExhausted(f"{MAX_DEVICES} devices are known already")
+        state = _without_the_forgotten(state)
+        if len(state.members) >= MAX_DEVICES:
+            raise ResourceExhausted(f"{MAX_DEVICES} devices are known already")
     if known is not None and known.info.incarnation != info.incarnation and known.health == Health.ALIVE:
         raise FailedPrecondition(
             f"device id {info.device_id} is in use by {known.info}; choose another with --id or stop that"
@@ -159,11 +161,14 @@ def _break(state: State, device_id: int, reason: str) -> Result:
     """Every communicator with this device fails, and what it is doing stops."""
     instructions: tuple[m.Instruction, ...] = ()
     for one in state.communicators.values():
-        if device_id not in one.members or one.broken_by:
+        if device_id not in one.members:
             continue
         why = (
             f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
         )
+        if one.broken_by:  # what waits for this one has to know too
+            instructions += (m.Stop(one.id, one.generation, why, one.members, device_id),)
+            continue
         one = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=device_id)
         state = _with_communicator(state, one)
         fields = {"communicator": one.id, "generation": one.generation, "device": device_id}
@@ -235,6 +240,13 @@ def _destroyed(state: State, communicator_id: int) -> Result:
     stop = m.Stop(one.id, one.generation, f"communicator {one.id} was destroyed", one.members)
     record = m.Record({"kind": "communicator_destroyed", "id": one.id})
     return replace(state, communicators=left), (record, _tell("communicator_destroyed", one, ""), stop)
+
+
+def _without_the_forgotten(state: State) -> State:
+    """Room for newcomers: devices that are gone, and in no communicator, are forgotten."""
+    needed = {device_id for one in state.communicators.values() for device_id in one.members}
+    kept = {key: one for key, one in state.members.items() if one.usable or key in needed}
+    return replace(state, members=kept)
 
 
 # ---- small words

@@ -22,8 +22,8 @@ from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
 from hoop.servers.streams import StreamTable
 from hoop.topology import Address, DeviceInfo
-from hoop.transport import open_transport
 from hoop.transport.shm import share
+from hoop.transport.tcp import TcpTransport
 from hoop.wire.channels import MAX_MESSAGE_BYTES
 from hoop.wire.rpc import handlers
 
@@ -47,6 +47,8 @@ class DeviceConfig:
     advertise: Address | None = None
     """Where others reach its services, when that is not where it listens (a proxy, a NAT)."""
     advertise_data: Address | None = None
+    checksums: bool = False
+    """Messages over TCP carry a checksum each."""
     patience_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
     insecure: bool = False
@@ -65,7 +67,7 @@ class DeviceServer:
         if not self._keeps_arena and sys.platform == "linux":
             self._arena.unname()  # elsewhere peers can only be given it by its name
         try:
-            self._transport = open_transport(f"tcp://{Address(config.host, config.data_port)}")
+            self._transport = TcpTransport(Address(config.host, config.data_port), config.checksums)
         except HoopError:
             self._arena.close(delete=not self._keeps_arena)
             raise

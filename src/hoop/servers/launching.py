@@ -72,6 +72,9 @@ async def launch(
         await asyncio.gather(*calls, stop, return_exceptions=True)
         coordinator.stops.pop((one.id, one.generation), None)
     answers = [call.result() for call in calls]
+    for device_id, answer in zip(one.members, answers, strict=True):
+        if len(answer.reports) != len(works):
+            raise PeerLost(f"device {device_id} reports {len(answer.reports)} operations of {len(works)}")
     return [_summary([answer.reports[index] for answer in answers]) for index in range(len(works))]
 
 

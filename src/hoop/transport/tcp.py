@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hoop.errors import InvalidArgument, LinkCorrupted
@@ -48,7 +48,9 @@ class TcpTransport(Transport):
 
     scheme = "tcp"
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, checksums: bool = False) -> None:
+        """With ``checksums`` every message carries one, and a link that changes a byte is named."""
+        self.checksum = _crc32c() if checksums else None
         try:
             self._listener = socket.create_server(
                 (address.host, address.port),
@@ -82,7 +84,8 @@ class TcpTransport(Transport):
                     f"rank {rank} has an endpoint already"
                 )
             endpoint = self._endpoints[seat] = _Tracked(self, communicator, generation, rank, peers)
-            self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
+            if generation > 1:  # nothing is older than the first
+                self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
             stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
             self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
@@ -225,12 +228,21 @@ class _Tracked(TcpEndpoint):
     def __init__(
         self, transport: TcpTransport, communicator: int, generation: int, rank: int, peers: Sequence[Address]
     ) -> None:
-        super().__init__(communicator, generation, rank, peers)
+        super().__init__(communicator, generation, rank, peers, transport.checksum)
         self._transport = transport
 
     def close(self) -> None:
         self._transport.forget(self)
         super().close()
+
+
+def _crc32c() -> Callable[[memoryview], int]:
+    try:
+        from crc32c import crc32c
+    except ImportError:
+        raise InvalidArgument("checksums: crc32c is not installed; pip install 'hoop[checksums]'") from None
+    function: Callable[[memoryview], int] = crc32c
+    return function
 
 
 def _over(hello: Header, newest: int) -> str:

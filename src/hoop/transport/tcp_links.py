@@ -16,7 +16,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hoop.errors import HoopError, InternalError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
@@ -32,8 +32,16 @@ _PATIENCE_S = 0.05
 class TcpEndpoint(Endpoint):
     """One rank's TCP links."""
 
-    def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
+    def __init__(
+        self,
+        communicator: int,
+        generation: int,
+        rank: int,
+        peers: Sequence[Address],
+        checksum: Callable[[memoryview], int] | None = None,
+    ) -> None:
         super().__init__(communicator, generation, rank, peers)
+        self._checksum = checksum
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._error: HoopError | None = None
@@ -58,7 +66,8 @@ class TcpEndpoint(Endpoint):
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        kind, check = (Kind.CHECKED, self._checksum(payload)) if self._checksum else (Kind.DATA, 0)
+        header = Header(kind, *place, payload.nbytes, check).pack()
         link.sequence += 1
         parcel = Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
         link.queue.append(parcel)
@@ -131,8 +140,13 @@ class TcpEndpoint(Endpoint):
             raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
         self._check(peer, link, header, into.nbytes)
         link.sequence += 1
+        payload = into.cast("B") if into.nbytes else into
         if into.nbytes:
-            self._fill(peer, link, into.cast("B"), deadline)
+            self._fill(peer, link, payload, deadline)
+        if header.kind == Kind.CHECKED and self._checksum and self._checksum(payload) != header.checksum:
+            raise LinkCorrupted(
+                f"{self._link_from(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"
+            )
 
     def _await_link(self, peer: int, deadline: float) -> None:
         """Waits for ``peer`` to dial; where nothing links the two, dials it to see whether it is there."""
@@ -170,7 +184,7 @@ class TcpEndpoint(Endpoint):
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
                 f"came at generation {self.generation}; refused as stale"
             )
-        if header.kind != Kind.DATA or header.source != peer:
+        if header.kind not in (Kind.DATA, Kind.CHECKED) or header.source != peer:
             raise LinkCorrupted(
                 f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place"
             )

@@ -34,6 +34,8 @@ class Kind(IntEnum):
     DATA = 2
     REFUSAL = 3
     """Sent back once before the link is closed; the payload is a sentence."""
+    CHECKED = 5
+    """DATA with a checksum (CRC-32C) of its payload."""
     GOODBYE = 4
     """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
 

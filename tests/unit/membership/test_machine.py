@@ -50,16 +50,20 @@ class Membership(RuleBasedStateMachine):
         self.state = new
 
     def check_told(self, old: State, new: State, instructions: tuple[m.Instruction, ...]) -> None:
-        """Whoever works on something that is over is told to stop."""
-        told = {(one.communicator_id, one.generation): one for one in stops(instructions)}
+        """Whoever works on something that is over is told to stop; of further losses too, for its streams."""
+        told: dict[tuple[int, int], list[m.Stop]] = {}
+        for one in stops(instructions):
+            told.setdefault((one.communicator_id, one.generation), []).append(one)
         for before in old.communicators.values():
             now = new.communicators.get(before.id)
             broke = now is not None and now.broken_by != 0 and before.broken_by == 0
             if now is None or now.generation != before.generation or broke:
-                stop = told.pop((before.id, before.generation))
+                stop = told[before.id, before.generation].pop(0)
                 assert stop.members == before.members
                 assert stop.lost_device == (now.broken_by if now is not None and broke else 0)
-        assert not told, "a stop of something that goes on"
+        for further in (stop for left in told.values() for stop in left):
+            assert new.communicators[further.communicator_id].broken_by, "a stop of something that goes on"
+            assert further.lost_device in further.members
 
     def picked(self, pick: int) -> int:
         """One of the communicators that there are; now and then one that there is not."""

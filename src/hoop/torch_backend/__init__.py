@@ -1,0 +1,1 @@
+"""The torch.distributed backend "hoop": process groups whose collectives and messages run over Hoop's links."""

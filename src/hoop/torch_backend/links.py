@@ -1,0 +1,126 @@
+"""One group's way to its other ranks: the communicator for collectives, the post for messages.
+
+What goes wrong is told here: the first error breaks the group and names the rank that was lost or waited for, by its
+number in the group and in the world; every later operation says so at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.communicator import Communicator
+from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
+from hoop.memory.dtypes import DType
+from hoop.torch_backend.errors import for_torch
+from hoop.torch_backend.post import Post
+from hoop.torch_backend.tensors import Array
+
+CULPRIT_SECONDS = 1.0
+"""How long an operation that lost a link waits for news of the rank that died first."""
+
+_operation = functools.lru_cache(maxsize=4096)(Operation)
+
+
+class Links:
+    """A rank's communicator and post in one group."""
+
+    def __init__(
+        self, name: str, communicator: Communicator, post: Post, world: Sequence[int], timeout: float
+    ) -> None:
+        self.name = name
+        self.rank, self.size = communicator.rank, communicator.size
+        self.world = tuple(world)
+        """The global rank of every rank of the group."""
+        self.timeout = timeout
+        self.post = post
+        self._communicator = communicator
+        self._broken: HoopError | None = None
+        post.on_death, post.named = self._lost, self.named
+        post.open()
+
+    # ---- operations
+
+    def run(
+        self,
+        collective: str,
+        count: int,
+        kind: DType,
+        source: Array,
+        destination: Array,
+        timeout: float,
+        op: str = "sum",
+        root: int = 0,
+    ) -> None:
+        """One planned operation of all ranks."""
+        operation = _operation(collective, count, kind, op, "", root)
+        self._communicator.run(operation, source, destination, timeout)
+
+    def exchange(self, sources: Sequence[Array], destinations: Sequence[Array], timeout: float) -> None:
+        """Message i goes to rank i, of whatever length; in round k to r+k and from r-k."""
+        deadline = time.monotonic() + timeout
+        endpoint, rank, size = self._communicator.endpoint, self.rank, self.size
+        np.copyto(destinations[rank], sources[rank])
+        for k in range(1, size):
+            to, by = (rank + k) % size, (rank - k) % size
+            if sources[to].size:
+                endpoint.send(to, sources[to].data, deadline)
+            if destinations[by].size:
+                endpoint.recv_into(by, destinations[by].data, deadline)
+        endpoint.flush(deadline)
+
+    def attempt(self, title: str, job: Callable[[float], None], timeout: float) -> None:
+        """Runs an operation; what goes wrong on the way is told with names, and breaks the group."""
+        if self._broken is not None:
+            raise for_torch(type(self._broken), f"{self.who}: {title} cannot run any more: {self._broken}")
+        try:
+            job(timeout)
+        except (PeerError, MembershipChanged) as error:
+            raise self._explained(title, error, timeout) from error
+        except HoopError as error:
+            raise for_torch(type(error), f"{self.who}: {title}: {error}") from error
+
+    # ---- errors
+
+    @property
+    def who(self) -> str:
+        return f"{self.named(self.rank)} of group {self.name!r}"
+
+    def named(self, rank: int) -> str:
+        return f"rank {rank} (global rank {self.world[rank]})"
+
+    def _lost(self, peer: int, why: str) -> None:
+        """A peer is gone without a word; from the post's thread."""
+        error = PeerLost(f"{self.named(peer)} {why}")
+        self._broken = self._broken or error
+        self._communicator.endpoint.abort(error)
+
+    def _explained(self, title: str, error: HoopError, timeout: float) -> HoopError:
+        dead = self.post.first_dead(CULPRIT_SECONDS) if isinstance(error, PeerLost) else None
+        if dead is not None and (death := f"{self.named(dead[0])} {dead[1]}") not in str(error):
+            error = PeerLost(f"{death}; {error}")
+        self._broken = self._broken or error
+        self._communicator.endpoint.abort(error)
+        return self.told(title, error, timeout)
+
+    def told(self, title: str, error: HoopError, timeout: float) -> HoopError:
+        """An error as the user gets it: who, what, and what happened."""
+        what = f"ran into its timeout of {timeout:g} s" if isinstance(error, DeadlineExceeded) else "failed"
+        return for_torch(type(error), f"{self.who}: {title} {what}: {error}{self._legend}")
+
+    @property
+    def _legend(self) -> str:
+        """Which global ranks the group's are, where they differ."""
+        if self.world == tuple(range(self.size)):
+            return ""
+        return f" (ranks of this group are global ranks {', '.join(map(str, self.world))})"
+
+    def close(self) -> None:
+        """Says goodbye and closes every link; operations under way end with an error."""
+        self._broken = self._broken or PeerLost("this process group is destroyed")
+        self.post.close()
+        self._communicator.close()

@@ -1,0 +1,195 @@
+"""Every collective of torch.distributed as operations of Hoop's communicator.
+
+Each function runs on the group's lane, with every rank doing the same. Data that is only moved travels as bytes, so
+every type can. Where ranks have different amounts, plain messages take the place of the planned operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hoop.memory.dtypes import dtype
+from hoop.torch_backend.links import Links
+from hoop.torch_backend.reductions import Reduce
+from hoop.torch_backend.tensors import (
+    Array,
+    Landing,
+    Row,
+    bytes_of,
+    elements_of,
+    is_plain,
+    sized,
+    split,
+    to_send,
+)
+
+BYTES = dtype("uint8")
+Tensors = Sequence[torch.Tensor]
+
+
+# ---- moving
+
+
+def broadcast(links: Links, tensor: torch.Tensor, root: int, timeout: float) -> None:
+    landing = Landing(tensor)
+    if links.rank == root and landing.flat is not tensor:
+        landing.flat.copy_(tensor.detach())
+    data = bytes_of(landing.flat)
+    links.run("broadcast", data.size, BYTES, data, data, timeout, root=root)
+    if links.rank != root:
+        landing.settle()
+
+
+def all_gather(links: Links, outputs: Tensors, tensor: torch.Tensor, timeout: float) -> None:
+    own = bytes_of(to_send(tensor))
+    if len({output.numel() for output in outputs}) == 1:
+        row = Row(outputs, filled=False)
+        assert row.flat is not None, "a row always has memory"
+        links.run("all_gather", own.size, BYTES, own, bytes_of(row.flat), timeout)
+        row.settle()
+        return
+    landings = [Landing(output) for output in outputs]
+    links.exchange([own] * links.size, [bytes_of(landing.flat) for landing in landings], timeout)
+    for landing in landings:
+        landing.settle()
+
+
+def all_gather_single(links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
+    landing, own = Landing(output), bytes_of(to_send(tensor))
+    links.run("all_gather", own.size, BYTES, own, bytes_of(landing.flat), timeout)
+    landing.settle()
+
+
+def gather(links: Links, outputs: Tensors, tensor: torch.Tensor, root: int, timeout: float) -> None:
+    own = bytes_of(to_send(tensor))
+    if links.rank != root:
+        links.run("gather", own.size, BYTES, own, own[:0], timeout, root=root)
+        return
+    row = Row(outputs, filled=False)
+    assert row.flat is not None, "a row always has memory"
+    links.run("gather", own.size, BYTES, own, bytes_of(row.flat), timeout, root=root)
+    row.settle()
+
+
+def scatter(links: Links, output: torch.Tensor, tensors: Tensors, root: int, timeout: float) -> None:
+    landing = Landing(output)
+    into = bytes_of(landing.flat)
+    source = into[:0]
+    if links.rank == root:
+        row = Row(tensors, filled=True)
+        assert row.flat is not None, "a row always has memory"
+        source = bytes_of(row.flat)
+    links.run("scatter", into.size, BYTES, source, into, timeout, root=root)
+    landing.settle()
+
+
+def all_to_all(links: Links, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
+    landings = [Landing(output) for output in outputs]
+    sources = [bytes_of(to_send(tensor)) for tensor in tensors]
+    links.exchange(sources, [bytes_of(landing.flat) for landing in landings], timeout)
+    for landing in landings:
+        landing.settle()
+
+
+def all_to_all_single(links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
+    landing, source = Landing(output), bytes_of(to_send(tensor))
+    block = source.size // links.size
+    links.run("all_to_all", block, BYTES, source, bytes_of(landing.flat), timeout)
+    landing.settle()
+
+
+def barrier(links: Links, timeout: float) -> None:
+    links.run("barrier", 0, BYTES, sized(0), sized(0), timeout)
+
+
+# ---- reducing
+
+
+def all_reduce(links: Links, tensor: torch.Tensor, how: Reduce, timeout: float) -> None:
+    if how.as_is and how.element is not None and is_plain(tensor):
+        where = elements_of(tensor.detach())
+        links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op)
+        return
+    source = to_send(how.scaled(tensor))
+    landing = Landing(tensor)
+    if not how.by_links or how.element is None:
+        landing.flat.copy_(how.fold(_gathered(links, source, timeout)))
+    else:
+        given, into = elements_of(how.plain(source)), elements_of(how.plain(landing.flat))
+        links.run("all_reduce", into.size, how.element, given, into, timeout, op=how.op)
+    landing.settle()
+
+
+def all_reduce_coalesced(links: Links, tensors: Tensors, how: Reduce, timeout: float) -> None:
+    row = Row(tensors, filled=True)
+    assert row.flat is not None, "a row always has memory"
+    all_reduce(links, row.flat, how, timeout)
+    row.settle()
+
+
+def reduce(links: Links, tensor: torch.Tensor, root: int, how: Reduce, timeout: float) -> None:
+    source = to_send(how.scaled(tensor))
+    result = Landing(tensor) if links.rank == root else None
+    if not how.by_links or how.element is None:
+        every = _gathered(links, source, timeout)
+        if result is not None:
+            result.flat.copy_(how.fold(every))
+    else:
+        given = elements_of(how.plain(source))
+        into = elements_of(how.plain(result.flat)) if result is not None else given[:0]
+        links.run("reduce", given.size, how.element, given, into, timeout, op=how.op, root=root)
+    if result is not None:
+        result.settle()
+
+
+def reduce_scatter(links: Links, output: torch.Tensor, tensors: Tensors, how: Reduce, timeout: float) -> None:
+    if len({tensor.numel() for tensor in tensors}) == 1:
+        row = Row(tensors, filled=True)
+        assert row.flat is not None, "a row always has memory"
+        reduce_scatter_single(links, output, row.flat, how, timeout)
+        return
+    for root, tensor in enumerate(tensors):
+        own = to_send(tensor).clone()
+        reduce(links, own, root, how, timeout)
+        if root == links.rank:
+            output.detach().copy_(own.view(output.shape))
+
+
+def reduce_scatter_single(
+    links: Links, output: torch.Tensor, tensor: torch.Tensor, how: Reduce, timeout: float
+) -> None:
+    landing, source = Landing(output), to_send(how.scaled(tensor))
+    if not how.by_links or how.element is None:
+        blocks = torch.empty_like(source)
+        all_to_all_single(links, blocks, source, timeout)
+        total = how.fold(split(blocks.reshape(-1), [output.numel()] * links.size))
+        landing.flat.copy_(total.view(output.shape))
+    else:
+        into, given = elements_of(how.plain(landing.flat)), elements_of(how.plain(source))
+        links.run("reduce_scatter", into.size, how.element, given, into, timeout, op=how.op)
+    landing.settle()
+
+
+def sparse_all_reduce(links: Links, tensor: torch.Tensor, timeout: float) -> None:
+    """Sums sparse tensors: everybody's indices and values, gathered and added."""
+    mine = tensor.detach().coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(links.size)]
+    all_gather(links, counts, torch.tensor([values.shape[0]]), timeout)
+    lengths = [int(count) for count in counts]
+    every_index = [torch.empty(indices.shape[0], length, dtype=torch.int64) for length in lengths]
+    every_value = [torch.empty(length, *values.shape[1:], dtype=values.dtype) for length in lengths]
+    all_to_all(links, every_index, [indices] * links.size, timeout)
+    all_to_all(links, every_value, [values] * links.size, timeout)
+    total = torch.sparse_coo_tensor(torch.cat(every_index, 1), torch.cat(every_value), tensor.shape)
+    with torch.no_grad():  # a detached sparse tensor would get the result for itself
+        tensor.copy_(total.coalesce())
+
+
+def _gathered(links: Links, tensor: torch.Tensor, timeout: float) -> list[torch.Tensor]:
+    every = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
+    own: Array = bytes_of(tensor)
+    links.run("all_gather", own.size, BYTES, own, bytes_of(every), timeout)
+    return list(every)

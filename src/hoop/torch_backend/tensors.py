@@ -1,0 +1,136 @@
+"""Tensors as the plain vectors that links carry: contiguous, on the CPU, with their bytes in reach.
+
+Nothing is copied for a contiguous tensor. Any other is copied before it is sent, and after it has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hoop.errors import InvalidArgument
+from hoop.memory.dtypes import DTYPES, DType
+
+Array = npt.NDArray[Any]
+ELEMENTS: dict[torch.dtype, DType] = {getattr(torch, name): kind for name, kind in DTYPES.items()}
+"""Types that Hoop reduces by itself."""
+_STORED = {torch.bfloat16: torch.uint16}
+"""NumPy has no bfloat16; Hoop keeps its bits as uint16."""
+
+
+def check(title: str, *tensors: torch.Tensor) -> None:
+    """Whether these can travel: dense and on the CPU."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or not tensor.is_cpu:
+            what = tensor.layout if tensor.layout is not torch.strided else f"on {tensor.device}"
+            raise InvalidArgument(f"{title}: a tensor is {what}; Hoop moves dense tensors on the CPU")
+
+
+def check_alike(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], sizes: bool = True) -> None:
+    """Whether others have the same type, and as many elements."""
+    for index, other in enumerate(others):
+        if other.dtype != like.dtype:
+            raise InvalidArgument(f"{title}: tensor {index} is {other.dtype}, expected {like.dtype}")
+        if sizes and other.numel() != like.numel():
+            raise InvalidArgument(
+                f"{title}: tensor {index} has {other.numel()} elements, expected {like.numel()}"
+            )
+
+
+def only(title: str, items: Sequence[Any]) -> Any:
+    """The one item of torch's lists of one."""
+    if len(items) != 1:
+        raise InvalidArgument(f"{title}: {len(items)} tensors (or lists) where one is expected")
+    return items[0]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its elements, one after the other, as they are."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def to_send(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy."""
+    tensor = tensor.detach()
+    return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def elements_of(tensor: torch.Tensor) -> Array:
+    """A contiguous tensor's elements as NumPy sees them; the same memory."""
+    stored = _STORED.get(tensor.dtype)
+    if stored is not None:
+        tensor = tensor.view(stored)
+    array: Array = tensor.numpy()
+    return array.reshape(-1)
+
+
+def bytes_of(tensor: torch.Tensor) -> Array:
+    """A contiguous tensor's bytes; the same memory."""
+    array: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return array
+
+
+def split(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Consecutive parts of dimension 0; the same memory."""
+    return list(tensor.split(list(lengths)))  # type: ignore[no-untyped-call]
+
+
+def sized(nbytes: int) -> Array:
+    return np.empty(nbytes, np.uint8)
+
+
+class Landing:
+    """Where results arrive: the tensor itself, or memory that is copied into it when all is there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._target = tensor.detach()
+        plain = is_plain(self._target)
+        self.flat = self._target if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def settle(self) -> None:
+        if self.flat is not self._target:
+            self._target.copy_(self.flat)
+
+
+class Row:
+    """A list of tensors as one contiguous piece of memory: n blocks in a row.
+
+    Where they lie in a row already (chunks of one tensor), that is the memory.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], filled: bool) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._lengths = [tensor.numel() for tensor in tensors]
+        self.flat = _as_row(self._tensors)
+        self._apart = self.flat is None
+        if self.flat is None:
+            self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype)
+            if filled:
+                for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
+                    part.view(tensor.shape).copy_(tensor)
+
+    def settle(self) -> None:
+        """What arrived goes to the tensors."""
+        if self._apart:
+            assert self.flat is not None, "a row always has memory"
+            for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _as_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    first = tensors[0]
+    expected = first.data_ptr()
+    for tensor in tensors:
+        if not is_plain(tensor) or tensor.data_ptr() != expected:
+            return None
+        expected += tensor.numel() * tensor.element_size()
+    base = first.untyped_storage()
+    start = first.storage_offset() * first.element_size()
+    total = sum(tensor.numel() for tensor in tensors)
+    if start + total * first.element_size() > base.nbytes() or not total:
+        return None
+    return first.as_strided((total,), (1,))

@@ -1,0 +1,148 @@
+"""What an operation returns: torch's Work, in Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import Work
+
+from hoop.errors import DeadlineExceeded
+from hoop.torch_backend.errors import for_torch
+
+NO_TIMEOUT = timedelta(0)
+
+
+class HoopWork(Work):
+    """One operation, from its call to its end; finished once, by whichever thread ran it.
+
+    The future is made when someone asks for it: an ordinary ``all_reduce`` never does.
+    """
+
+    def __init__(self, title: str, results: Any = None, apart: bool = False) -> None:
+        super().__init__()
+        self.title = title
+        self._apart = apart
+        self._results = results
+        self._error: BaseException | None = None
+        self._source = -1
+        self._done = False
+        self._lock = threading.Lock()
+        self._waiters: list[threading.Lock] = []
+        self._future: torch.futures.Future[Any] | None = None
+        self.on_end: Callable[[], None] | None = None
+
+    # ---- from the thread that runs it
+
+    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
+        """Ends it: wakes who waits, then runs what was hung on the future."""
+        if self.on_end is not None:
+            self.on_end()
+        with self._lock:
+            if self._done:
+                return
+            self._error, self._source = error, source
+            self._done = True
+            waiters, future = self._waiters, self._future
+        for waiter in waiters:
+            waiter.release()
+        if future is None:
+            return
+        if self._apart:  # what hangs on it may wait for the very thread that ends it
+            threading.Thread(target=self._settle, args=(future,), name="hoop-future", daemon=True).start()
+        else:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self.result())
+
+    # ---- torch's side
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        if not self._done:
+            waiter = threading.Lock()
+            waiter.acquire()
+            with self._lock:
+                if not self._done:
+                    self._waiters.append(waiter)
+                else:
+                    waiter.release()
+            seconds = timeout.total_seconds()
+            if not waiter.acquire(timeout=seconds if seconds > 0 else -1) and not self._done:
+                raise for_torch(
+                    DeadlineExceeded,
+                    f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; "
+                    "it goes on",
+                )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        results = self._results
+        if isinstance(results, torch.Tensor):
+            return [results]
+        return list(results) if results is not None else []
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            done = self._done
+        if done:
+            self._settle(future)
+        return future
+
+
+class Together(HoopWork):
+    """Several works as one."""
+
+    def __init__(self, title: str, works: Sequence[Work]) -> None:
+        super().__init__(title)
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        futures = torch.futures.collect_all([work.get_future() for work in self._works])
+        return futures.then(lambda all_of_them: [one for each in all_of_them.value() for one in each.value()])
+
+
+DONE = HoopWork("done")
+"""For whoever waited already: torch then only asks whether it is over."""
+DONE.finish()

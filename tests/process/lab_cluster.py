@@ -1,0 +1,150 @@
+"""A real cluster for a test module: ``hoop up`` in a process of its own, used through the lab's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import gpu_sim_messages as lab  # noqa: E402
+from lab_client import LabClient  # noqa: E402
+
+START_S, CALL_S, STOP_S = 60.0, 20.0, 20.0
+NOISE = re.compile(r"Traceback|never retrieved|a bug in Hoop|Exception ignored|Fatal|Segmentation")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A coordinator's address, and the log of all its processes."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def status(self) -> dict[str, Any]:
+        """What ``hoop status --json`` says."""
+        command = [sys.executable, "-m", "hoop", "status", "--json", "--coordinator", self.address]
+        done = subprocess.run(command, capture_output=True, timeout=CALL_S, check=True)
+        return dict(json.loads(done.stdout))
+
+    def pids(self) -> dict[str, int]:
+        """Who is alive, and in which process."""
+        status = self.status()
+        alive = {
+            f"device {one['id']}": one["pid"]
+            for one in status["devices"]
+            if one["state"] in ("alive", "suspect")
+        }
+        return {"coordinator": status["coordinator"]["pid"], **alive}
+
+    def noise(self) -> list[str]:
+        """Lines of the log that no request, however wrong, may cause."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if NOISE.search(line)]
+
+
+@contextlib.contextmanager
+def hoop_up(devices: int = 3, *options: str, quiet: bool = True) -> Iterator[Cluster]:
+    """``hoop up`` until the context ends; then it must end by itself, and its log hold no stack trace."""
+    with tempfile.TemporaryDirectory(prefix="lab-cluster-") as folder:
+        address, log = Path(folder, "address"), Path(folder, "log")
+        command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "64MiB"]
+        command += ["--address-file", str(address), *options]
+        with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+            try:
+                wait_for(lambda: address.exists() or process.poll() is not None, "hoop up", START_S)
+                assert address.exists(), log.read_text()
+                cluster = Cluster(address.read_text().strip(), process, log)
+                yield cluster
+            finally:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise
+        assert not (quiet and cluster.noise()), log.read_text(errors="replace")[-20000:]
+
+
+def wait_for(look: Callable[[], Result], what: str, deadline_s: float = CALL_S) -> Result:
+    """What ``look`` returns once it is true; for things that can only be asked for."""
+    deadline = time.monotonic() + deadline_s
+    while not (result := look()):
+        assert time.monotonic() < deadline, f"{what}: nothing within {deadline_s:g} s"
+        time.sleep(0.005)
+    return result
+
+
+@contextlib.contextmanager
+def channel_to(address: str, **options: int) -> Iterator[grpc.Channel]:
+    """A channel that shares its connection with no other, and is connected."""
+    plain = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    plain += [(f"grpc.{name}", value) for name, value in options.items()]
+    with grpc.insecure_channel(address, options=plain) as channel:
+        ready = grpc.channel_ready_future(channel)
+        try:
+            ready.result(CALL_S)
+        finally:
+            ready.cancel()
+        yield channel
+
+
+def check_all_reduce(channel: grpc.Channel, devices: int = 3, count: int = 100) -> None:
+    """An ordinary all-reduce by an ordinary client comes out right on every device."""
+    comm = LabClient(channel, devices)
+    vectors = np.random.default_rng(count).normal(size=(devices, count))
+    addresses = [comm.address(rank, 4096 + 8 * rank) for rank in range(devices)]
+    for rank, address in enumerate(addresses):
+        comm.write(rank, address, vectors[rank])
+    comm.all_reduce(lab.SUM, addresses, count)
+    for rank, address in enumerate(addresses):
+        np.testing.assert_allclose(
+            comm.read(rank, address, count), vectors.sum(axis=0), rtol=1e-12, atol=1e-12
+        )
+    comm.on_all("CommDestroy")
+
+
+@contextlib.contextmanager
+def refused(*codes: str, words: str = "") -> Iterator[list[str]]:
+    """The call inside must fail with one of these statuses and a sentence, which comes back in the list."""
+    said: list[str] = []
+    with pytest.raises(grpc.RpcError) as caught:
+        yield said
+    said.append(check_refusal(caught.value, *codes, words=words))
+
+
+def check_refusal(error: Any, *codes: str, words: str = "") -> str:
+    """The sentence of a refusal that is in order."""
+    details = error.details() or ""
+    assert error.code().name in codes, f"{error.code().name}, not {' or '.join(codes)}: {details}"
+    assert re.search(r"\w\W+\w", details), f"{error.code().name} without a sentence: {details!r}"
+    assert "Traceback" not in details
+    assert re.search(words, details), f"nothing of {words!r} in: {details}"
+    return str(details)
+
+
+def memory_of(pid: int) -> int:
+    """The resident memory of a process, in bytes; 0 where that cannot be known."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")

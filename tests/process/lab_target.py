@@ -1,0 +1,98 @@
+"""A real cluster to send anything to, by the names of its methods."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from lab_cluster import Cluster, LabClient, channel_to, hoop_up, wait_for
+
+from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import Stub
+
+LAB_COORDINATOR = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
+LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
+COORDINATOR = pb.DESCRIPTOR.services_by_name["Coordinator"]
+DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
+METHODS = {
+    f"{service.name}.{method.name}": method
+    for service in (LAB_COORDINATOR, LAB_DEVICE, COORDINATOR, DEVICE)
+    for method in service.methods
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cluster of three, its first device, and a communicator of all."""
+
+    cluster: Cluster
+    coordinator: grpc.Channel
+    device: grpc.Channel
+    devices: list[dict[str, Any]]
+    """As ``hoop status`` tells of them."""
+    comm: int
+
+    @property
+    def low(self) -> int:
+        return int(self.devices[0]["min_address"])
+
+    @property
+    def high(self) -> int:
+        return int(self.devices[0]["max_address"])
+
+    @property
+    def pid(self) -> int:
+        return int(self.devices[0]["pid"])
+
+    def channel(self, method: Any) -> grpc.Channel:
+        of_device = method.containing_service in (LAB_DEVICE, DEVICE)
+        return self.device if of_device else self.coordinator
+
+    def call(self, name: str, request: Any, timeout: float = 20.0) -> Any:
+        """One call; a list of requests is a stream, and so is an answer that is a list."""
+        method = METHODS[name]
+        stub = Stub(self.channel(method), method.containing_service)
+        answer = getattr(stub, method.name)(
+            iter(request) if method.client_streaming else request, timeout=timeout
+        )
+        return list(answer) if method.server_streaming else answer
+
+    def raw(self, name: str, *messages: bytes, timeout: float = 20.0) -> Any:
+        """The same with bytes that need not be a message."""
+        method = METHODS[name]
+        asks = "stream" if method.client_streaming else "unary"
+        answers = "stream" if method.server_streaming else "unary"
+        path = f"/{method.containing_service.full_name}/{method.name}"
+        call = getattr(self.channel(method), f"{asks}_{answers}")(path)
+        answer = call(iter(messages) if method.client_streaming else messages[0], timeout=timeout)
+        return list(answer) if method.server_streaming else answer
+
+    def member(self, device_id: int) -> pb.Member:
+        found = self.call("Coordinator.GetStatus", pb.GetStatusRequest()).devices
+        return next(one for one in found if one.device.device_id == device_id)
+
+    def wait_until_dead(self, *device_ids: int) -> None:
+        """Until the lease of devices that never were is over."""
+        for device_id in device_ids:
+            wait_for(
+                lambda one=device_id: self.member(one).state in ("dead", "left"),
+                f"device {device_id}'s lease to end",
+            )
+
+
+@contextlib.contextmanager
+def target_of(*options: str) -> Iterator[Target]:
+    """A target; at the end its processes must be those of the beginning."""
+    with hoop_up(3, *options) as cluster:
+        status = cluster.status()
+        devices = status["devices"]
+        with channel_to(cluster.address) as coordinator, channel_to(devices[0]["address"]) as device:
+            yield Target(cluster, coordinator, device, devices, LabClient(coordinator, 3).id)
+        after = cluster.status()
+        assert after["coordinator"] == status["coordinator"]
+        alive = {one["id"]: one["pid"] for one in after["devices"] if one["state"] == "alive"}
+        assert alive == {one["id"]: one["pid"] for one in devices}, "a process is not the one it was"

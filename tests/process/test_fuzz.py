@@ -1,0 +1,282 @@
+"""Requests that nobody thought of: messages made from their descriptors, and bytes that were messages once.
+
+For every method of all four services: an answer, or a status that is in order, in time; the servers live on, and the
+next ordinary all-reduce is right. ``HOOP_FUZZ_EXAMPLES=5000`` looks longer, and elsewhere each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto
+from google.protobuf.message import DecodeError, Message
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from lab_cluster import LabClient, check_all_reduce, check_refusal
+from lab_target import METHODS, Target, target_of
+
+from hoop.collectives.catalog import CATALOG
+from hoop.wire.generated import hoop_pb2 as pb
+
+EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "70"))
+DEADLINE_S = 10.0
+CODES = (
+    "INVALID_ARGUMENT",
+    "OUT_OF_RANGE",
+    "NOT_FOUND",
+    "FAILED_PRECONDITION",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+    "ABORTED",
+    "DATA_LOSS",
+)
+# Calls that wait by design: for the other half of a transfer, for the next event.
+PATIENT = {"GPUDevice.StreamSend": 0.1, "Coordinator.WatchEvents": 0.1}
+
+exploring = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    derandomize="HOOP_FUZZ_EXAMPLES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+)
+
+# ---- messages from descriptors
+
+EDGES = sorted(
+    {edge for bits in (0, 3, 8, 12, 31, 32, 48, 63, 64) for edge in (2**bits - 1, 2**bits, 2**bits + 1)}
+)
+RANGES = {
+    "uint32": (0, 2**32 - 1),
+    "uint64": (0, 2**64 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "enum": (-1, 99),
+}
+KINDS = {number: name[5:].lower() for name, number in FieldDescriptorProto.Type.items()}
+ALGORITHMS = sorted({name for one in CATALOG.values() for name in one.algorithms})
+
+boldness = st.shared(st.sampled_from([2, 0, 5, 20]), key="boldness")
+"""How many of a hundred fields of a request are absurd: few, or nothing gets past the first check."""
+
+
+@st.composite
+def mostly(draw: Any, plausible: st.SearchStrategy[Any], absurd: st.SearchStrategy[Any]) -> Any:
+    return draw(plausible if draw(st.integers(0, 99)) >= draw(boldness) else absurd)
+
+
+def sense(target: Target) -> dict[str, list[Any]]:
+    """Values that mean something, by the names of their fields or of message and field."""
+    low, high = target.low, target.high
+    doors = [
+        target.cluster.address,
+        *(one["data_address"] for one in target.devices),
+        "127.0.0.1:1",
+        "[::1]:0",
+    ]
+    table = {
+        "commId communicator_id Communicator.id id": [target.comm],
+        "device_id source_device destination_device device_ids lost_device DeviceId.value": [1, 2, 3],
+        "DeviceDescription.device_id": [0, 0, 51, 52, 1],
+        "devices numDevices": [1, 2, 3],
+        "key root peer round generation Rank.value": [0, 1, 2],
+        "rank": [0, 1],
+        "StreamId.value": [1, 2, 3, 4, 5],
+        "count numBytes bytes": [0, 1, 8, 64, 800],
+        "offset": [0, 8],
+        "Location.address MemAddr.value": [low, low, low + 8, low + 800, low + 4096, high - 8],
+        "address data_address": doors,
+        "shared_address": ["", *doors],
+        "min_address": [low],
+        "max_address": [high],
+        "alignment": [0, 8, 64],
+        "chunk_bytes": [0, 64],
+        "timeout_s": [0.05],
+        "collective": [*CATALOG],
+        "algorithm": [*[""] * 20, *ALGORITHMS],
+        "dtype": ["float32", "float64", "bfloat16", "uint8", "int64"],
+        "Operation.op": ["sum", "prod", "min", "max", "avg"],
+        "op": [0, 1, 2, 3, 4],
+        "driver": [*[""] * 4, "devices", "stepped", "relay"],
+        "name buffer incarnation host": ["a", "b"],
+        "pid": [1],
+    }
+    return {name: values for names, values in table.items() for name in names.split()}
+
+
+class Maker:
+    """Strategies for messages, from their descriptors."""
+
+    def __init__(self, sense: dict[str, list[Any]]) -> None:
+        self._sense = sense
+
+    @functools.cache  # noqa: B019 - a maker lives as long as a test
+    def message(self, descriptor: Any) -> st.SearchStrategy[Any]:
+        """A message, mostly with all of its fields; of a oneof it has one."""
+        oneofs = [[field.name for field in oneof.fields] for oneof in descriptor.oneofs]
+
+        def build(values: dict[str, Any], which: int) -> Any:
+            for names in oneofs:  # of one with a single field (an optional one): it or none
+                keep = (*names, "")[which % max(2, len(names))]
+                for name in names:
+                    if name != keep:
+                        values.pop(name, None)
+            return descriptor._concrete_class(**values)
+
+        fields = {field.name: self._field(field) for field in descriptor.fields}
+        made = mostly(st.fixed_dictionaries(fields), st.fixed_dictionaries({}, optional=fields))
+        return st.builds(build, made, st.integers(0, 5))
+
+    def _field(self, field: Any) -> st.SearchStrategy[Any]:
+        value, entry = self._value(field), field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            key, value = (self._value(entry.fields_by_name[name]) for name in ("key", "value"))
+            return mostly(
+                st.fixed_dictionaries(dict.fromkeys(range(3), value)), st.dictionaries(key, value, max_size=4)
+            )
+        if field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED:
+            return mostly(st.lists(value, min_size=2, max_size=3), st.lists(value, max_size=5))
+        return value
+
+    def _value(self, field: Any) -> st.SearchStrategy[Any]:
+        kind = KINDS[field.type]
+        if kind == "message":
+            return self.message(field.message_type)
+        known = self._sense.get(f"{field.containing_type.name}.{field.name}") or self._sense.get(field.name)
+        return mostly(st.sampled_from(known), self._absurd(kind)) if known else self._absurd(kind)
+
+    def _absurd(self, kind: str) -> st.SearchStrategy[Any]:
+        match kind:
+            case "double":  # times to wait: nothing in between, which would be waited for
+                return st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e308])
+            case "bool":
+                return st.booleans()
+            case "string":
+                return st.text(max_size=20) | st.just("x" * 3000)
+            case "bytes":
+                return st.binary(max_size=64) | st.just(bytes(70_000))
+        low, high = RANGES[kind]
+        return st.sampled_from([edge for edge in EDGES if low <= edge <= high]) | st.integers(low, high)
+
+    def stream(self, descriptor: Any) -> st.SearchStrategy[list[Any]]:
+        """Several messages, of which mostly only the first says what the stream is about."""
+
+        def build(messages: list[Any]) -> list[Any]:
+            for message in messages[1:]:
+                for field in descriptor.fields:
+                    if field.message_type is not None:
+                        message.ClearField(field.name)
+            return messages
+
+        plain = st.lists(self.message(descriptor), max_size=4)
+        return mostly(plain.map(build), plain)
+
+    def bytes(self, descriptor: Any) -> st.SearchStrategy[bytes]:
+        """A message, cut, spliced or with other bytes in it."""
+
+        def mutate(message: Any, at: int, cut: int, instead: bytes) -> bytes:
+            data = message.SerializeToString()
+            at = at % (len(data) + 1)
+            return data[:at] + instead + data[at + cut :]
+
+        return st.builds(
+            mutate, self.message(descriptor), st.integers(0, 500), st.integers(0, 8), st.binary(max_size=6)
+        )
+
+
+serial = itertools.count()
+
+
+def tame(request: Message) -> Message:
+    """Keeps what only a coordinator may say from working: no id of a real communicator, no long wait.
+
+    Whoever can call Seat and Launch can take a communicator's place; that is what authentication is for.
+    """
+    if isinstance(request, pb.SeatRequest | pb.LaunchRequest) and request.seat.communicator_id:
+        request.seat.communicator_id = 2**40 + (request.seat.communicator_id + next(serial)) % 2**40
+    if isinstance(request, pb.LaunchRequest) and request.timeout_s > 0.05:
+        request.timeout_s = 0.05 if request.timeout_s <= 3600 else request.timeout_s
+    return request
+
+
+# ---- the attack
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Target]:
+    with target_of("--timeout", "5s") as target:
+        for name in ("a", "b"):
+            target.call("Device.Allocate", pb.AllocateRequest(name=name, bytes=8192))
+        yield target
+
+
+@pytest.fixture
+def target(cluster: Target) -> Iterator[Target]:
+    """The cluster with a communicator of its own for each test, at the end of which all is well."""
+    comm = LabClient(cluster.coordinator, 3)
+    yield Target(cluster.cluster, cluster.coordinator, cluster.device, cluster.devices, comm.id)
+    with contextlib.suppress(grpc.RpcError):
+        comm.on_all("CommDestroy")
+    status = cluster.call("Coordinator.GetStatus", pb.GetStatusRequest())
+    real = {one["id"] for one in cluster.devices}
+    cluster.wait_until_dead(
+        *(one.device.device_id for one in status.devices if one.device.device_id not in real)
+    )
+    check_all_reduce(cluster.coordinator)
+
+
+def judge(target: Target, name: str, call: Callable[[float], Any]) -> None:
+    """The call is answered, or refused in order."""
+    try:
+        answer = call(PATIENT.get(name, DEADLINE_S))
+        event("OK")
+    except grpc.RpcError as error:
+        event(error.code().name)
+        waited = error.code().name == "DEADLINE_EXCEEDED"
+        marked = any(key == "hoop-error" for key, _ in error.trailing_metadata() or ())
+        if waited and (marked or name in PATIENT):
+            return
+        check_refusal(error, *CODES)
+        return
+    # A communicator that came of it goes again: there is room for a thousand.
+    made = getattr(answer, "commId", 0) or getattr(getattr(answer, "communicator", None), "id", 0)
+    if made and made != target.comm:
+        target.call("Coordinator.DestroyCommunicator", pb.DestroyCommunicatorRequest(id=made))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_any_message(target: Target, name: str) -> None:
+    method = METHODS[name]
+    maker = Maker(sense(target))
+
+    @exploring
+    @given((maker.stream if method.client_streaming else maker.message)(method.input_type))
+    def attack(request: Any) -> None:
+        for one in request if method.client_streaming else [request]:
+            tame(one)
+        judge(target, name, lambda timeout: target.call(name, request, timeout))
+
+    attack()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_any_bytes(target: Target, name: str) -> None:
+    method = METHODS[name]
+    data = Maker(sense(target)).bytes(method.input_type)
+
+    @settings(exploring, max_examples=max(1, EXAMPLES // 3))
+    @given(st.lists(data, min_size=1, max_size=3 if method.client_streaming else 1))
+    def attack(request: list[bytes]) -> None:
+        for at, one in enumerate(request):
+            with contextlib.suppress(DecodeError):
+                request[at] = tame(method.input_type._concrete_class.FromString(one)).SerializeToString()
+        judge(target, name, lambda timeout: target.raw(name, *request, timeout=timeout))
+
+    attack()

@@ -1,0 +1,391 @@
+"""The lab's streams between devices: the bytes really arrive, and a transfer that cannot be done says so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from lab_cluster import Cluster, LabClient, channel_to, hoop_up, refused, wait_for
+
+from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import Stub
+
+DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
+OWN = pb.DESCRIPTOR.services_by_name["Device"]
+fresh = itertools.count(1001)
+"""Ids for streams that a client makes up by itself."""
+PROMPT_S = 8.0
+"""A failure is known long before the 30 s for which one half of a transfer waits for the other."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, spoken to directly."""
+
+    pid: int
+    address: str
+    low: int
+    high: int
+    lab: Stub
+    own: Stub
+
+    def begin_send(self, address: int, size: int, to: int) -> int:
+        request = lab.BeginSendRequest(numBytes=size)
+        request.sendBuffAddr.value, request.dstRank.value = address, to
+        answer = self.lab.BeginSend(request, timeout=20)
+        assert answer.initiated
+        return int(answer.streamId.value)
+
+    def begin_receive(self, stream: int, address: int, size: int, source: int = 0) -> None:
+        request = lab.BeginReceiveRequest(numBytes=size)
+        request.streamId.value, request.recvBuffAddr.value, request.srcRank.value = stream, address, source
+        assert self.lab.BeginReceive(request, timeout=20).initiated
+
+    def send(self, stream: int, *parts: bytes) -> Any:
+        """StreamSend by the client itself; stream 0 leaves out Hoop's field."""
+        return self.lab.StreamSend.future(iter(chunks(stream, *parts)), timeout=20)
+
+    def status(self, stream: int) -> lab.GetStreamStatusResponse:
+        request = lab.GetStreamStatusRequest()
+        request.streamId.value = stream
+        return self.lab.GetStreamStatus(request, timeout=20)
+
+    def outcome(self, stream: int, within_s: float = PROMPT_S) -> tuple[str, str]:
+        """SUCCESS or FAILED, and the reason."""
+        status = wait_for(
+            lambda: (found := self.status(stream)).status != lab.IN_PROGRESS and found, "the stream", within_s
+        )
+        return lab.Status.Name(status.status), status.reason
+
+    def wait_for_data(self, streams: int = 1) -> None:
+        """Until so many streams are open here, be it only that their data waits for a BeginReceive."""
+        wait_for(
+            lambda: self.own.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data"
+        )
+
+
+def chunks(stream: int, *parts: bytes) -> Iterator[lab.DataChunk]:
+    for number, part in enumerate(parts):
+        chunk = lab.DataChunk(data=part)
+        if stream and not number:
+            chunk.streamId.value = stream
+        yield chunk
+
+
+@contextlib.contextmanager
+def devices_of(cluster: Cluster) -> Iterator[list[Device]]:
+    with contextlib.ExitStack() as stack:
+        found = []
+        for one in cluster.status()["devices"]:
+            channel = stack.enter_context(channel_to(one["address"]))
+            stubs = Stub(channel, DEVICE), Stub(channel, OWN)
+            found.append(Device(one["pid"], one["address"], one["min_address"], one["max_address"], *stubs))
+        yield found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with hoop_up(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def comm(cluster: Cluster) -> Iterator[LabClient]:
+    with channel_to(cluster.address) as channel:
+        yield LabClient(channel, 3)
+
+
+@pytest.fixture(scope="module")
+def devices(cluster: Cluster, comm: LabClient) -> Iterator[list[Device]]:
+    """In rank order."""
+    with devices_of(cluster) as devices:
+        yield devices
+
+
+def numbers(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([count, seed]).normal(size=count)
+
+
+# ---- from device to device
+
+
+@pytest.mark.parametrize("count", [1, 1000, 500_001])
+def test_bytes_arrive(comm: LabClient, devices: list[Device], count: int) -> None:
+    source, target = devices[0], devices[2]
+    vector = numbers(count)
+    comm.write(0, source.low, vector)
+    comm.write(2, target.low + 808, np.zeros(count))
+    stream = source.begin_send(source.low, 8 * count, to=2)
+    target.begin_receive(stream, target.low + 808, 8 * count)
+    assert target.outcome(stream) == ("SUCCESS", "")
+    assert source.outcome(stream) == ("SUCCESS", "")
+    assert (comm.read(2, target.low + 808, count) == vector).all()
+
+
+def test_the_data_may_be_there_before_the_receive(comm: LabClient, devices: list[Device]) -> None:
+    source, target = devices[0], devices[1]
+    comm.write(0, source.low, numbers(300_000))
+    comm.write(1, target.low, np.zeros(300_000))
+    stream = source.begin_send(source.low, 2_400_000, to=1)
+    target.wait_for_data()
+    with refused("NOT_FOUND"):
+        target.status(stream)
+    assert source.status(stream).status == lab.IN_PROGRESS
+    assert not comm.read(1, target.low, 300_000).any()
+    target.begin_receive(stream, target.low, 2_400_000)
+    assert target.outcome(stream) == ("SUCCESS", "")
+    assert (comm.read(1, target.low, 300_000) == numbers(300_000)).all()
+
+
+def test_a_device_may_send_to_itself(comm: LabClient, devices: list[Device]) -> None:
+    one = devices[1]
+    comm.write(1, one.low, numbers(50))
+    stream = one.begin_send(one.low, 400, to=1)
+    one.begin_receive(stream, one.low + 4000, 400, source=1)
+    assert one.outcome(stream) == ("SUCCESS", "")
+    assert (comm.read(1, one.low + 4000, 50) == numbers(50)).all()
+
+
+def test_the_last_bytes_of_both(comm: LabClient, devices: list[Device]) -> None:
+    source, target = devices[0], devices[1]
+    comm.write(0, source.high - 24, numbers(3))
+    stream = source.begin_send(source.high - 24, 24, to=1)
+    target.begin_receive(stream, target.high - 24, 24)
+    assert target.outcome(stream) == ("SUCCESS", "")
+    assert (comm.read(1, target.high - 24, 3) == numbers(3)).all()
+    with refused("OUT_OF_RANGE"):
+        source.begin_send(source.high - 24, 25, to=1)
+    with refused("OUT_OF_RANGE"):
+        target.begin_receive(12345, target.high - 24, 25)
+
+
+def test_no_bytes(devices: list[Device]) -> None:
+    source, target = devices[0], devices[1]
+    stream = source.begin_send(source.high, 0, to=1)
+    target.begin_receive(stream, target.high, 0)
+    assert target.outcome(stream) == source.outcome(stream) == ("SUCCESS", "")
+
+
+def test_many_streams_at_once(comm: LabClient, devices: list[Device]) -> None:
+    """200 in both directions between two devices, each to another place, begun in another order."""
+    vectors = [numbers(64, seed) for seed in range(200)]
+    for rank in (0, 1):
+        comm.write(rank, devices[rank].low, np.concatenate(vectors))
+        comm.write(rank, devices[rank].low + 2**20, np.zeros(200 * 64))
+    begun = [
+        (devices[at % 2].begin_send(devices[at % 2].low + 512 * at, 512, to=1 - at % 2), at)
+        for at in range(200)
+    ]
+    for stream, at in reversed(begun):
+        target = devices[1 - at % 2]
+        target.begin_receive(stream, target.low + 2**20 + 512 * at, 512, source=at % 2)
+    for stream, at in begun:
+        assert devices[1 - at % 2].outcome(stream) == devices[at % 2].outcome(stream) == ("SUCCESS", "")
+    for at, vector in enumerate(vectors):
+        rank = 1 - at % 2
+        assert (comm.read(rank, devices[rank].low + 2**20 + 512 * at, 64) == vector).all()
+
+
+@pytest.mark.parametrize(("sent", "awaited"), [(800, 792), (792, 800), (8, 0), (0, 8), (3_000_000, 8)])
+def test_sizes_that_differ(devices: list[Device], sent: int, awaited: int) -> None:
+    source, target = devices[0], devices[1]
+    stream = source.begin_send(source.low, sent, to=1)
+    target.begin_receive(stream, target.low, awaited)
+    for device in (target, source):
+        outcome, reason = device.outcome(stream)
+        assert outcome == "FAILED"
+        assert f"{awaited} bytes" in reason
+
+
+# ---- from the client
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "parts", [(b"\1" * 640,), (b"\1" * 639, b"\1"), (b"", b"\1" * 640, b""), (b"\1",) * 640]
+)
+def test_a_client_streams_by_itself(
+    comm: LabClient, devices: list[Device], named: bool, parts: tuple[bytes, ...]
+) -> None:
+    target, stream = devices[1], next(fresh)
+    comm.write(1, target.low, np.zeros(80))
+    target.begin_receive(stream, target.low, 640)
+    assert target.status(stream).status == lab.IN_PROGRESS
+    assert target.send(stream if named else 0, *parts).result(20).success
+    assert target.outcome(stream) == ("SUCCESS", "")
+    assert comm.read(1, target.low, 80).tobytes() == b"\1" * 640
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_client_streams_first(comm: LabClient, devices: list[Device], named: bool) -> None:
+    target, stream = devices[1], next(fresh)
+    comm.write(1, target.low, np.zeros(2))
+    call = target.send(stream if named else 0, b"\2" * 16)
+    target.wait_for_data()
+    target.begin_receive(stream, target.low, 16)
+    assert call.result(20).success
+    assert comm.read(1, target.low, 2).tobytes() == b"\2" * 16
+
+
+def test_without_a_name_the_oldest_receive_gets_it(comm: LabClient, devices: list[Device]) -> None:
+    target = devices[2]
+    comm.write(2, target.low, np.zeros(3))
+    for at, stream in enumerate((5003, 5001, 5002)):
+        target.begin_receive(stream, target.low + 8 * at, 8)
+    for number in (1, 2, 3):
+        assert target.send(0, bytes([number] * 8)).result(20).success
+    assert comm.read(2, target.low, 3).tobytes() == bytes([1] * 8 + [2] * 8 + [3] * 8)
+
+
+def test_several_unnamed_at_once_each_find_one(comm: LabClient, devices: list[Device]) -> None:
+    target = devices[2]
+    calls = [target.send(0, bytes([number] * 8)) for number in range(1, 41)]
+    target.wait_for_data(40)
+    for at in range(40):
+        target.begin_receive(5100 + at, target.low + 8 * at, 8)
+    assert all(call.result(20).success for call in calls)
+    held = comm.read(2, target.low, 40).tobytes()
+    assert sorted(held[::8]) == list(range(1, 41))
+
+
+def test_a_stream_that_ends_early(devices: list[Device]) -> None:
+    target = devices[1]
+    target.begin_receive(6001, target.low, 100)
+    with refused("DATA_LOSS", words="60 of 100 bytes"):
+        target.send(6001, b"x" * 60).result(20)
+    assert target.outcome(6001) == ("FAILED", "stream 6001: it ended after 60 of 100 bytes")
+
+
+def test_a_stream_that_does_not_end_in_time(comm: LabClient, devices: list[Device]) -> None:
+    target = devices[1]
+    comm.write(1, target.low + 96, np.zeros(1))
+    target.begin_receive(6002, target.low, 100)
+    with refused("DATA_LOSS", words="more than the 100 bytes"):
+        target.send(6002, b"x" * 60, b"x" * 60).result(20)
+    outcome, reason = target.outcome(6002)
+    assert (outcome, "more than the 100 bytes" in reason) == ("FAILED", True)
+    assert not comm.read(1, target.low + 96, 1).any()  # nothing was written past the range
+
+
+def test_a_sender_that_vanishes(comm: LabClient, devices: list[Device]) -> None:
+    target = devices[1]
+    comm.write(1, target.low, np.zeros(10))
+    target.begin_receive(6003, target.low, 100)
+    with open_ended() as (give, never):
+        call = target.lab.StreamSend.future(never, timeout=20)
+        give(lab.DataChunk(data=b"x" * 60, streamId=lab.StreamId(value=6003)))
+        wait_for(lambda: comm.read(1, target.low, 1).tobytes() == b"x" * 8, "the first chunk")
+        assert target.status(6003).status == lab.IN_PROGRESS
+        call.cancel()
+    outcome, reason = target.outcome(6003)
+    assert outcome == "FAILED"
+    assert "60 of 100 bytes" in reason or "vanished" in reason
+
+
+@contextlib.contextmanager
+def open_ended() -> Iterator[tuple[Callable[[lab.DataChunk], None], Iterator[lab.DataChunk]]]:
+    """A stream of requests that is given its chunks one by one and ends only with the context."""
+    waiting: queue.Queue[lab.DataChunk | None] = queue.Queue()
+    try:
+        yield waiting.put, iter(waiting.get, None)
+    finally:
+        waiting.put(None)
+
+
+def test_no_chunk_at_all(devices: list[Device]) -> None:
+    with refused("INVALID_ARGUMENT", words="before its first chunk"):
+        devices[1].send(0).result(20)
+
+
+def test_a_stream_has_one_sender(comm: LabClient, devices: list[Device]) -> None:
+    target = devices[1]
+    target.begin_receive(6004, target.low, 8)
+    assert target.send(6004, b"\3" * 8).result(20).success
+    with refused("FAILED_PRECONDITION", words="has a sender already"):
+        target.send(6004, b"\4" * 8).result(20)
+    assert target.outcome(6004) == ("SUCCESS", "")
+    assert comm.read(1, target.low, 1).tobytes() == b"\3" * 8
+
+
+def test_mistakes(devices: list[Device]) -> None:
+    one = devices[0]
+    one.begin_receive(6005, one.low, 0)
+    with refused("FAILED_PRECONDITION", words="already"):
+        one.begin_receive(6005, one.low, 0)
+    with refused("INVALID_ARGUMENT"):
+        one.begin_receive(0, one.low, 8)
+    with refused("INVALID_ARGUMENT", words=r"3 is not in 0\.\.2"):
+        one.begin_send(one.low, 8, to=3)
+    with refused("NOT_FOUND", words="6006"):
+        one.status(6006)
+    with refused("INVALID_ARGUMENT", words="streamId"):
+        one.lab.GetStreamStatus(lab.GetStreamStatusRequest(), timeout=20)
+    assert one.send(6005, b"").result(20).success
+
+
+def test_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devices: list[Device]) -> None:
+    """``dstRank`` is of the newest communicator, unless Hoop's field says which."""
+    with channel_to(cluster.address) as channel:
+        pair = LabClient(channel, 2)
+    first = [one.deviceId.value for one in comm.devices].index(pair.devices[0].deviceId.value)
+    with refused("INVALID_ARGUMENT", words=r"2 is not in 0\.\.1"):
+        devices[first].begin_send(devices[first].low, 8, to=2)
+    request = lab.BeginSendRequest(numBytes=8, commId=comm.id)
+    request.sendBuffAddr.value, request.dstRank.value = devices[first].low, 2
+    stream = devices[first].lab.BeginSend(request, timeout=20).streamId.value
+    devices[2].begin_receive(stream, devices[2].low, 8)
+    assert devices[2].outcome(stream) == ("SUCCESS", "")
+    request.commId = 999
+    with refused("FAILED_PRECONDITION", words="not in communicator 999"):
+        devices[first].lab.BeginSend(request, timeout=20)
+    comm.call("CommDestroy", commId=pair.id)
+
+
+# ---- devices that die
+
+
+def test_the_other_device_dies() -> None:
+    """A sender and a receiver each learn of it, long before they would have given up waiting."""
+    with hoop_up(3) as cluster, channel_to(cluster.address) as channel, devices_of(cluster) as devices:
+        LabClient(channel, 3)
+        sender, receiver, dead = devices
+        sending = sender.begin_send(sender.low, 8, to=2)
+        dead.wait_for_data()
+        receiver.begin_receive(7001, receiver.low, 8, source=2)
+        other = receiver.begin_send(receiver.low, 8, to=0)
+        os.kill(dead.pid, signal.SIGKILL)
+        outcome, reason = receiver.outcome(7001)
+        assert outcome == "FAILED"
+        assert f"device 3 (pid {dead.pid}, {dead.address})" in reason  # the coordinator told it
+        outcome, reason = sender.outcome(sending)
+        assert outcome == "FAILED"
+        assert dead.address in reason  # its own link to it, or the coordinator, told it
+        sender.begin_receive(other, sender.low, 8, source=1)
+        assert sender.outcome(other) == ("SUCCESS", "")  # between the living all is well
+
+        # A device that hangs with its sockets open is no different, once its lease is over.
+        LabClient(channel, 2)
+        sender.begin_receive(7002, sender.low, 8, source=1)
+        with stopped(receiver.pid):
+            outcome, reason = sender.outcome(7002)
+        assert outcome == "FAILED"
+        assert f"device 2 (pid {receiver.pid}, {receiver.address}) is gone: no heartbeat" in reason
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,101 @@
+"""Processes that play the ranks of a process group, forked from one that has torch loaded already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LONG_S = 60.0
+"""Nothing in these tests takes as long, however busy the machine is."""
+PRELOADED = ["torch", "torch.nn.parallel", "torch.distributed.tensor", "hoop.torch_backend.group"]
+
+
+@dataclass
+class World:
+    """A number of ranks that can be told to run a function; they meet through a file."""
+
+    folder: Path
+    size: int
+    backend: str = "hoop"
+    timeout: float = LONG_S
+    processes: list[BaseProcess] = field(default_factory=list)
+    _pipes: list[Connection] = field(default_factory=list)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Every rank joins the group, runs ``function(rank, *args)`` and leaves."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        for rank in range(self.size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_play, args=(rank, self._plan(), there, function, args))
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._pipes.append(here)
+
+    def _plan(self) -> dict[str, Any]:
+        return {
+            "backend": self.backend,
+            "init_method": f"file://{self.folder / 'meet'}",
+            "world_size": self.size,
+            "timeout": timedelta(seconds=self.timeout),
+        }
+
+    def result(self, rank: int) -> Any:
+        """What a rank's function returned; its traceback, if it raised."""
+        assert self._pipes[rank].poll(LONG_S), f"rank {rank} said nothing within {LONG_S:g} s"
+        try:
+            kind, value = self._pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join(LONG_S)
+            raise AssertionError(f"rank {rank} ended with {self.processes[rank].exitcode}") from None
+        assert kind == "returned", f"rank {rank}:\n{value}"
+        return value
+
+    def results(self) -> list[Any]:
+        """What every rank returned; all must have ended well."""
+        values = [self.result(rank) for rank in range(self.size)]
+        for rank, process in enumerate(self.processes):
+            process.join(LONG_S)
+            assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+        return values
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _play(
+    rank: int, plan: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(rank=rank, **plan)
+        value = function(rank, *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        pipe.send(("returned", value))
+    except BaseException:
+        pipe.send(("raised", traceback.format_exc()))
+        os._exit(1)
+
+
+def since(started: float) -> float:
+    """Seconds that have passed since ``started``."""
+    return monotonic() - started
