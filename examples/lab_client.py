@@ -168,13 +168,14 @@ def tour(channel: grpc.Channel, devices: int, count: int, count_unit: str, diary
 
 
 @contextlib.contextmanager
-def own_cluster(devices: int, count_unit: str) -> Iterator[str]:
+def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
     """A cluster of our own for as long as the context lasts; gives the coordinator's address."""
     # A polite kill unwinds like Ctrl-C does, so that the cluster is ended whatever ends us.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="lab-client-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
-        command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "16MiB"]
+        memory = max(16 << 20, 8 * count * (devices + 2))  # every device's vector lies elsewhere
+        command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", str(memory)]
         command += ["--count-unit", count_unit, "--address-file", str(address)]
         with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
@@ -209,11 +210,12 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         try:
             where = options.coordinator or stack.enter_context(
-                own_cluster(options.devices, options.count_unit)
+                own_cluster(options.devices, options.count, options.count_unit)
             )
             if not options.json:
                 print(f"coordinator {where}{'' if options.coordinator else ' (started for this)'}")
-            channel = stack.enter_context(grpc.insecure_channel(where))
+            limit = [("grpc.max_receive_message_length", 64 << 20)]  # gRPC itself takes 4 MiB at most
+            channel = stack.enter_context(grpc.insecure_channel(where, options=limit))
             tour(channel, options.devices, options.count, options.count_unit, diary)
         except grpc.RpcError as error:
             print(f"lab_client: {error.code().name}: {error.details()}", file=sys.stderr)
