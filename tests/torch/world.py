@@ -19,7 +19,13 @@ import torch.distributed as dist
 
 LONG_S = 60.0
 """Nothing in these tests takes as long, however busy the machine is."""
-PRELOADED = ["torch", "torch.nn.parallel", "torch.distributed.tensor", "hoop.torch_backend.group"]
+PRELOADED = [
+    "torch._dynamo",  # by DistributedDataParallel
+    "torch.distributed.tensor",
+    "torch.distributed.optim",
+    "torch.distributed.fsdp",
+    "hoop.torch_backend.group",
+]
 
 
 @dataclass

@@ -203,6 +203,7 @@ class CollectiveCalls(_ProcessGroup):  # type: ignore[misc]
         self._check_list("all_to_all", inputs)
         check("all_to_all", *outputs, *inputs)
         check_alike("all_to_all", inputs[0], [*inputs, *outputs], sizes=False)
+        check_alike("all_to_all", inputs[self._links.rank], [outputs[self._links.rank]])
         job = partial(moves.all_to_all, self._links, outputs, inputs)
         return self._start("all_to_all", opts, job, outputs, inputs)
 
@@ -223,6 +224,7 @@ class CollectiveCalls(_ProcessGroup):  # type: ignore[misc]
         else:
             sources = self._split("all_to_all_single", tensor, input_splits)
             targets = self._split("all_to_all_single", output, output_splits)
+            check_alike("all_to_all_single", sources[self._links.rank], [targets[self._links.rank]])
             job = partial(moves.all_to_all, self._links, targets, sources)
         return self._start("all_to_all", opts, job, [output], [tensor])
 

@@ -1,18 +1,43 @@
-"""Hoop's errors as torch.distributed's too: who catches RuntimeError or DistBackendError catches them."""
+"""Hoop's errors as torch.distributed's too: who catches RuntimeError or DistBackendError catches them.
+
+They have names of their own in this module because torch pickles what a future failed with.
+"""
 
 from __future__ import annotations
 
 from torch.distributed import DistBackendError
 
-from hoop.errors import HoopError
-
-_twins: dict[type[HoopError], type[HoopError]] = {}
+from hoop import errors
 
 
-def for_torch(kind: type[HoopError], message: str) -> HoopError:
+class PeerLost(errors.PeerLost, DistBackendError):
+    """A rank died, or closed the link."""
+
+
+class DeadlineExceeded(errors.DeadlineExceeded, DistBackendError):
+    """A rank did not come in time."""
+
+
+class LinkCorrupted(errors.LinkCorrupted, DistBackendError):
+    """What arrived is not what was sent."""
+
+
+class MembershipChanged(errors.MembershipChanged, DistBackendError):
+    """The operation belongs to an older group."""
+
+
+class InvalidArgument(errors.InvalidArgument, DistBackendError):
+    """A value that can never be right."""
+
+
+class GroupError(errors.HoopError, DistBackendError):
+    """Anything else that Hoop raises on purpose."""
+
+
+_KINDS = (PeerLost, DeadlineExceeded, LinkCorrupted, MembershipChanged, InvalidArgument, GroupError)
+
+
+def for_torch(kind: type[errors.HoopError], message: str) -> errors.HoopError:
     """An error that is of this kind and a DistBackendError."""
-    if not issubclass(kind, DistBackendError):
-        kind = _twins.setdefault(
-            kind, type(kind.__name__, (kind, DistBackendError), {"__doc__": kind.__doc__})
-        )
-    return kind(message)
+    twin = next(twin for twin in _KINDS if issubclass(kind, twin.__mro__[1]))
+    return twin(message)

@@ -21,7 +21,7 @@ from hoop.torch_backend.post import Post
 from hoop.torch_backend.tensors import Array
 
 CULPRIT_SECONDS = 1.0
-"""How long an operation that lost a link waits for news of the rank that died first."""
+"""How long an operation that lost a link waits for news of the rank that died, or left, first."""
 
 _operation = functools.lru_cache(maxsize=4096)(Operation)
 
@@ -83,6 +83,9 @@ class Links:
             raise self._explained(title, error, timeout) from error
         except HoopError as error:
             raise for_torch(type(error), f"{self.who}: {title}: {error}") from error
+        except BaseException as error:  # an interrupt, perhaps: nobody knows how far it had come
+            self._break(PeerLost(f"{title} was broken off on this rank: {error!r}"))
+            raise
 
     # ---- errors
 
@@ -95,16 +98,17 @@ class Links:
 
     def _lost(self, peer: int, why: str) -> None:
         """A peer is gone without a word; from the post's thread."""
-        error = PeerLost(f"{self.named(peer)} {why}")
+        self._break(PeerLost(f"{self.named(peer)} {why}"))
+
+    def _break(self, error: HoopError) -> None:
         self._broken = self._broken or error
         self._communicator.endpoint.abort(error)
 
     def _explained(self, title: str, error: HoopError, timeout: float) -> HoopError:
-        dead = self.post.first_dead(CULPRIT_SECONDS) if isinstance(error, PeerLost) else None
-        if dead is not None and (death := f"{self.named(dead[0])} {dead[1]}") not in str(error):
-            error = PeerLost(f"{death}; {error}")
-        self._broken = self._broken or error
-        self._communicator.endpoint.abort(error)
+        absent = self.post.first_absent(CULPRIT_SECONDS) if isinstance(error, PeerLost) else None
+        if absent is not None and (reason := f"{self.named(absent[0])} {absent[1]}") not in str(error):
+            error = PeerLost(f"{reason}; {error}")
+        self._break(error)
         return self.told(title, error, timeout)
 
     def told(self, title: str, error: HoopError, timeout: float) -> HoopError:

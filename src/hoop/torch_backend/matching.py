@@ -6,7 +6,7 @@ Nothing here moves bytes or waits, so it can be tested without links.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 from hoop.errors import HoopError, InvalidArgument
@@ -41,7 +41,8 @@ class Request:
     data: Array
     deadline: float
     ended: Ended
-    pending: list[Pending] = field(default_factory=list)
+    pending: list[Pending] | None = None
+    """Of a send: what the link has not taken yet; None before it is sent."""
 
     def __str__(self) -> str:
         doing = "sending to" if self.sends else "waiting for a message from"

@@ -22,6 +22,7 @@ from hoop.torch_backend.matching import Kind, Request
 from hoop.torch_backend.tensors import Array
 
 _COME, _FAILED = 1, 0
+_ANSWER_SECONDS = 1.0
 Outcome = tuple[threading.Event, list[HoopError]]
 
 
@@ -50,9 +51,10 @@ def monitored_barrier(links: Links, number: int, timeout: float, wait_all_ranks:
 
 
 def _report(links: Links, number: int, deadline: float) -> None:
-    answer, arrival = _ask(links, 0, number, deadline)
+    # Rank 0 answers when its own time is up: a little patience, to hear its reason.
+    answer, arrival = _ask(links, 0, number, deadline + _ANSWER_SECONDS)
     sent = _tell(links, 0, number, _COME, deadline)
-    error = _failed(sent, deadline) or _failed(arrival, deadline)
+    error = _failed(sent, deadline) or _failed(arrival, deadline + _ANSWER_SECONDS)
     if error is None and answer[0] == _COME:
         return
     why = error if error is not None else "not every rank came"
@@ -64,7 +66,7 @@ def _report(links: Links, number: int, deadline: float) -> None:
 
 
 def _answer(links: Links, number: int, word: int) -> None:
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + _ANSWER_SECONDS
     for outcome in [_tell(links, rank, number, word, deadline) for rank in range(1, links.size)]:
         _failed(outcome, deadline)
 
@@ -93,7 +95,7 @@ def _request(links: Links, sends: bool, peer: int, number: int, data: Array, dea
 def _failed(outcome: Outcome, deadline: float) -> HoopError | None:
     over, errors = outcome
     # The post ends it at the deadline; a little more, so that its reason is heard.
-    if not over.wait(max(0.0, deadline - time.monotonic()) + 1.0):
+    if not over.wait(max(0.0, deadline - time.monotonic()) + _ANSWER_SECONDS):
         return DeadlineExceeded("no word from the post")
     return errors[0] if errors else None
 

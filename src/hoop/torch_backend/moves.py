@@ -34,8 +34,8 @@ Tensors = Sequence[torch.Tensor]
 
 def broadcast(links: Links, tensor: torch.Tensor, root: int, timeout: float) -> None:
     landing = Landing(tensor)
-    if links.rank == root and landing.flat is not tensor:
-        landing.flat.copy_(tensor.detach())
+    if links.rank == root:
+        landing.fill()
     data = bytes_of(landing.flat)
     links.run("broadcast", data.size, BYTES, data, data, timeout, root=root)
     if links.rank != root:
@@ -46,7 +46,6 @@ def all_gather(links: Links, outputs: Tensors, tensor: torch.Tensor, timeout: fl
     own = bytes_of(to_send(tensor))
     if len({output.numel() for output in outputs}) == 1:
         row = Row(outputs, filled=False)
-        assert row.flat is not None, "a row always has memory"
         links.run("all_gather", own.size, BYTES, own, bytes_of(row.flat), timeout)
         row.settle()
         return
@@ -68,7 +67,6 @@ def gather(links: Links, outputs: Tensors, tensor: torch.Tensor, root: int, time
         links.run("gather", own.size, BYTES, own, own[:0], timeout, root=root)
         return
     row = Row(outputs, filled=False)
-    assert row.flat is not None, "a row always has memory"
     links.run("gather", own.size, BYTES, own, bytes_of(row.flat), timeout, root=root)
     row.settle()
 
@@ -78,9 +76,7 @@ def scatter(links: Links, output: torch.Tensor, tensors: Tensors, root: int, tim
     into = bytes_of(landing.flat)
     source = into[:0]
     if links.rank == root:
-        row = Row(tensors, filled=True)
-        assert row.flat is not None, "a row always has memory"
-        source = bytes_of(row.flat)
+        source = bytes_of(Row(tensors, filled=True).flat)
     links.run("scatter", into.size, BYTES, source, into, timeout, root=root)
     landing.settle()
 
@@ -124,7 +120,6 @@ def all_reduce(links: Links, tensor: torch.Tensor, how: Reduce, timeout: float) 
 
 def all_reduce_coalesced(links: Links, tensors: Tensors, how: Reduce, timeout: float) -> None:
     row = Row(tensors, filled=True)
-    assert row.flat is not None, "a row always has memory"
     all_reduce(links, row.flat, how, timeout)
     row.settle()
 
@@ -146,9 +141,7 @@ def reduce(links: Links, tensor: torch.Tensor, root: int, how: Reduce, timeout: 
 
 def reduce_scatter(links: Links, output: torch.Tensor, tensors: Tensors, how: Reduce, timeout: float) -> None:
     if len({tensor.numel() for tensor in tensors}) == 1:
-        row = Row(tensors, filled=True)
-        assert row.flat is not None, "a row always has memory"
-        reduce_scatter_single(links, output, row.flat, how, timeout)
+        reduce_scatter_single(links, output, Row(tensors, filled=True).flat, how, timeout)
         return
     for root, tensor in enumerate(tensors):
         own = to_send(tensor).clone()

@@ -22,6 +22,8 @@ from hoop.transport import Endpoint
 
 _ENVELOPE = struct.Struct("<QqQ")  # kind, tag, bytes of contents
 _CLOSING_SECONDS = 1.0
+_DOUBT_SECONDS = 1.0
+"""How long a peer that takes no messages may still be heard of: it may have left, with its goodbye under way."""
 _IDLE_SECONDS = 3600.0
 _DIED = "is gone: its process ended without leaving the group"
 _LEFT = "has left the group"
@@ -36,6 +38,7 @@ class Post:
         self._timeout = timeout
         self._dead: list[int] = []
         self._absent: dict[int, str] = {}
+        self._doubted: dict[int, float] = {}
         self.on_death: Callable[[int, str], None] = lambda peer, why: None
         self.named: Callable[[int], str] = lambda peer: f"rank {peer}"
         self._news = threading.Condition()
@@ -58,11 +61,12 @@ class Post:
         self._requests.append(request)
         self._endpoint.wake()
 
-    def first_dead(self, seconds: float) -> tuple[int, str] | None:
-        """The rank that died first, if one did; waits a moment for the news."""
+    def first_absent(self, seconds: float) -> tuple[int, str] | None:
+        """The rank that died first, or else left first, and which of the two; waits a moment for the news."""
         with self._news:
-            self._news.wait_for(lambda: self._dead or self._closing, seconds)
-            return (self._dead[0], _DIED) if self._dead else None
+            self._news.wait_for(lambda: self._absent or self._closing, seconds)
+            first = self._dead[0] if self._dead else next(iter(self._absent), None)
+            return None if first is None else (first, self._absent[first])
 
     def close(self) -> None:
         """Says goodbye to every peer and ends."""
@@ -106,7 +110,7 @@ class Post:
             try:
                 self._endpoint.send(peer, envelope, until)
             except PeerError:
-                self._lose(peer)
+                self._doubt(peer)
 
     def _present(self) -> list[int]:
         """Peers that are there, as far as is known."""
@@ -121,7 +125,7 @@ class Post:
 
     def _next_deadline(self) -> float:
         deadlines = [request.deadline for request in (*self._matching.waiting, *self._leaving)]
-        return min(deadlines, default=time.monotonic() + _IDLE_SECONDS)
+        return min([*deadlines, *self._doubted.values()], default=time.monotonic() + _IDLE_SECONDS)
 
     def _accept_requests(self) -> None:
         while self._requests:
@@ -146,7 +150,7 @@ class Post:
                 sent = [self._endpoint.send(peer, part, request.deadline) for part in parts]
                 request.pending = [pending for pending in sent if pending is not None]
             except PeerError:
-                self._lose(peer)
+                self._doubt(peer)
         self._end_hopeless()
 
     def _deliver(self, message: Message) -> None:
@@ -175,7 +179,10 @@ class Post:
             self._lose(peer)
             return
         if kind is Kind.GOODBYE:
-            self._absent[peer] = _LEFT
+            self._doubted.pop(peer, None)
+            with self._news:
+                self._absent[peer] = _LEFT
+                self._news.notify_all()
             self._end_hopeless()
         elif request is not None:
             hand_over(request, Message(peer, kind, tag, into))
@@ -184,12 +191,19 @@ class Post:
 
     def _see_off(self) -> None:
         """Ends the sends whose message the link has taken."""
-        for request in [one for one in self._leaving if all(pending.done for pending in one.pending)]:
-            self._leaving.remove(request)
-            request.ended(None, -1)
+        for request in [one for one in self._leaving if one.pending is not None]:
+            if all(pending.done for pending in request.pending or ()):
+                self._leaving.remove(request)
+                request.ended(None, -1)
+
+    def _doubt(self, peer: int) -> None:
+        """A peer takes no messages: it has left, and its own link will say so, or it is dead."""
+        self._doubted.setdefault(peer, time.monotonic() + _DOUBT_SECONDS)
 
     def _expire(self) -> None:
         now = time.monotonic()
+        for peer in [peer for peer, until in self._doubted.items() if until <= now]:
+            self._lose(peer)
         for queue in (self._matching.waiting, self._leaving):
             for request in [one for one in queue if one.deadline <= now]:
                 queue.remove(request)
@@ -197,9 +211,10 @@ class Post:
 
     def _lose(self, peer: int) -> None:
         """A peer's link is gone; if it had not said goodbye, it died."""
+        self._doubted.pop(peer, None)
         if peer not in self._absent:
-            self._absent[peer] = _DIED
             with self._news:
+                self._absent[peer] = _DIED
                 self._dead.append(peer)
                 self._news.notify_all()
             self.on_death(peer, _DIED)

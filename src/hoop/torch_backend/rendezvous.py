@@ -28,8 +28,9 @@ from hoop.torch_backend.links import Links
 from hoop.torch_backend.post import Post
 from hoop.transport import Transport, open_transport
 
-COLLECTIVES_ON_ONE_HOST = "shm"
-"""The transport of collectives whose ranks are all on this host; between hosts it is tcp, as for messages."""
+ON_ONE_HOST = "shm"
+"""The transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another; between hosts,
+and for messages, it is tcp."""
 GENERATION = 1
 LOOPBACK = "127.0.0.1"
 
@@ -41,9 +42,10 @@ def meet(
     turn = store.add(f"hoop/round/{rank}", 1)
     hosts = _tell(name, store, f"hoop/{turn}/host", rank, size, _host(), timeout)
     together = len(set(hosts)) == 1
-    scheme = "inproc" if size == 1 else COLLECTIVES_ON_ONE_HOST if together else "tcp"
+    scheme = "inproc" if size == 1 else _on_one_host() if together else "tcp"
     here = LOOPBACK if together else _address_towards(store)
-    transports = [borrow(f"{scheme}://{here}:0"), borrow(f"{'inproc' if size == 1 else 'tcp'}://{here}:0")]
+    messages = "inproc" if size == 1 else "tcp"
+    transports = [borrow(f"{one}://{Address(here, 0)}") for one in (scheme, messages)]
     try:
         place = " ".join([str(secrets.randbits(62)), *(str(transport.address) for transport in transports)])
         places = [
@@ -83,12 +85,17 @@ def _tell(name: str, store: Any, key: str, rank: int, size: int, value: str, tim
 # ---- where this process is
 
 
+def _on_one_host() -> str:
+    return os.environ.get("HOOP_TRANSPORT", ON_ONE_HOST)
+
+
 def _host() -> str:
-    """The same for two processes exactly if they can reach each other by loopback and shared memory."""
+    """The same for two processes exactly if they can, and are to, talk as processes of one host do."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     network = Path("/proc/self/ns/net")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
-    return f"{machine}/{network.stat().st_ino if network.exists() else 0}/{os.getuid()}"
+    number = network.stat().st_ino if network.exists() else 0
+    return f"{machine}/{number}/{os.getuid()}/{_on_one_host()}"
 
 
 def _address_towards(store: Any) -> str:

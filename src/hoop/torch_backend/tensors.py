@@ -88,11 +88,17 @@ class Landing:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._target = tensor.detach()
-        plain = is_plain(self._target)
-        self.flat = self._target if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._apart = not is_plain(self._target)
+        self.flat = torch.empty(tensor.shape, dtype=tensor.dtype) if self._apart else self._target
+
+    def fill(self) -> None:
+        """What the tensor holds goes to where it is sent from."""
+        if self._apart:
+            self.flat.copy_(self._target)
 
     def settle(self) -> None:
-        if self.flat is not self._target:
+        """What arrived goes to the tensor."""
+        if self._apart:
             self._target.copy_(self.flat)
 
 
@@ -105,18 +111,16 @@ class Row:
     def __init__(self, tensors: Sequence[torch.Tensor], filled: bool) -> None:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._lengths = [tensor.numel() for tensor in tensors]
-        self.flat = _as_row(self._tensors)
-        self._apart = self.flat is None
-        if self.flat is None:
-            self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype)
-            if filled:
-                for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
-                    part.view(tensor.shape).copy_(tensor)
+        row = _as_row(self._tensors)
+        self._apart = row is None
+        self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype) if row is None else row
+        if self._apart and filled:
+            for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
+                part.view(tensor.shape).copy_(tensor)
 
     def settle(self) -> None:
         """What arrived goes to the tensors."""
         if self._apart:
-            assert self.flat is not None, "a row always has memory"
             for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 

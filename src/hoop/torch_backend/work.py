@@ -32,6 +32,7 @@ class HoopWork(Work):
         self._done = False
         self._lock = threading.Lock()
         self._waiters: list[threading.Lock] = []
+        self._end: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self.on_end: Callable[[], None] | None = None
 
@@ -46,21 +47,15 @@ class HoopWork(Work):
                 return
             self._error, self._source = error, source
             self._done = True
-            waiters, future = self._waiters, self._future
+            waiters, end = self._waiters, self._end
         for waiter in waiters:
             waiter.release()
-        if future is None:
+        if end is None:
             return
         if self._apart:  # what hangs on it may wait for the very thread that ends it
-            threading.Thread(target=self._settle, args=(future,), name="hoop-future", daemon=True).start()
+            threading.Thread(target=end.set_result, args=(None,), name="hoop-future", daemon=True).start()
         else:
-            self._settle(future)
-
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self.result())
+            end.set_result(None)
 
     # ---- torch's side
 
@@ -112,11 +107,20 @@ class HoopWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
+            # An exception raised in ``then`` fails the future for C++ too; ``set_exception`` would hand DDP's reducer
+            # the exception as if it were a tensor, and it crashes.
+            end: torch.futures.Future[None] = torch.futures.Future()
+            self._end = end
+            self._future = future = end.then(self._outcome)
             done = self._done
         if done:
-            self._settle(future)
+            end.set_result(None)
         return future
+
+    def _outcome(self, end: torch.futures.Future[None]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self.result()
 
 
 class Together(HoopWork):

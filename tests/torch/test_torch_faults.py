@@ -1,0 +1,202 @@
+"""A rank that dies or does not come: the others say which, in which operation, and soon."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from world import LONG_S, World
+
+from hoop.errors import DeadlineExceeded, PeerLost
+
+Worlds = Callable[..., World]
+Together = Callable[..., list[Any]]
+SOON_S = 2.0
+VICTIM = 2
+
+
+def all_reduce(rank: int) -> None:
+    dist.all_reduce(torch.ones(100_000))
+
+
+def asynchronous(rank: int) -> None:
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def receive(rank: int) -> None:
+    dist.recv(torch.ones(3), VICTIM)
+
+
+def receive_from_any(rank: int) -> None:
+    dist.recv(torch.ones(3))
+
+
+def beside_a_fork(rank: int) -> None:
+    """The victim has a child (a loader of data, say) that outlives it."""
+    dist.all_reduce(torch.ones(3))
+
+
+def subgroup(rank: int) -> None:
+    dist.broadcast(torch.ones(3), 3, group=dist.distributed_c10d._world.group_of_test)  # type: ignore[attr-defined]
+
+
+def backward(rank: int) -> None:
+    model = dist.distributed_c10d._world.model_of_test  # type: ignore[attr-defined]
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bool]:
+    """The victim kills itself once the others are waiting; they tell what they were told, and when."""
+    world = dist.distributed_c10d._world
+    world.group_of_test = dist.new_group([1, VICTIM, 3])  # type: ignore[attr-defined]
+    if doing is backward:
+        world.model_of_test = DistributedDataParallel(torch.nn.Linear(4, 4))  # type: ignore[attr-defined]
+    dist.barrier()
+    if rank == VICTIM and doing is beside_a_fork and os.fork() == 0:
+        until = time.monotonic() + 10.0
+        while not os.path.exists(os.environ["FAULT_LOG"] + ".over") and time.monotonic() < until:
+            time.sleep(0.02)
+        os._exit(0)
+    if rank == VICTIM:
+        time.sleep(0.3)  # until the others wait; sooner or later they must notice just the same
+        with open(os.environ["FAULT_LOG"], "w") as log:
+            log.write(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if doing is subgroup and rank == 0:
+        return "not in that group", 0.0, True
+    with pytest.raises(RuntimeError) as error:
+        doing(rank)
+    noticed = time.time()
+    started = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - started < SOON_S, "a broken group is destroyed as quickly"
+    return str(error.value), noticed, isinstance(error.value, PeerLost)
+
+
+@pytest.mark.parametrize(
+    ("doing", "title"),
+    [
+        (all_reduce, "all_reduce"),
+        (asynchronous, "all_reduce"),
+        (beside_a_fork, "all_reduce"),
+        (receive, "recv"),
+        (receive_from_any, "recvAnySource"),
+        (subgroup, "broadcast"),
+        (backward, "all_reduce"),
+    ],
+)
+def test_a_killed_rank_is_named_within_two_seconds(
+    world: Worlds, tmp_path: Path, doing: Callable[[int], None], title: str
+) -> None:
+    log = tmp_path / "fault"
+    ranks = world(4)
+    ranks.start(with_environment, {"FAULT_LOG": str(log)}, die_or_tell, doing)
+    told = {rank: ranks.result(rank) for rank in range(4) if rank != VICTIM}
+    (tmp_path / "fault.over").touch()
+    ranks.processes[VICTIM].join()
+    assert ranks.processes[VICTIM].exitcode == -signal.SIGKILL
+    died = float(log.read_text())
+    for rank, (words, noticed, is_lost) in told.items():
+        if words == "not in that group":
+            continue
+        local = VICTIM - 1 if doing is subgroup else VICTIM
+        assert noticed - died < SOON_S
+        assert f"rank {local} (global rank {VICTIM}) is gone" in words, words
+        assert re.search(rf"\(global rank {rank}\) of group '.*': {title} failed", words), words
+        assert is_lost or doing is backward  # torch's C++ passes on only the words
+
+
+def with_environment(rank: int, variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
+    """The forked ranks have the environment of the process that they were forked from."""
+    os.environ.update(variables)
+    return function(rank, *args)
+
+
+def late(rank: int) -> str:
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+        return ""
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        dist.barrier(timeout=timedelta(seconds=0.3))
+    assert isinstance(error.value, DeadlineExceeded)
+    assert 0.3 <= time.monotonic() - started < 0.3 + SOON_S
+    with pytest.raises(RuntimeError, match="all_reduce cannot run any more"):
+        dist.all_reduce(torch.ones(1))
+    dist.send(torch.zeros(1), 1)
+    return str(error.value)
+
+
+def test_a_timeout_names_the_operation_and_who_was_waited_for(together: Together) -> None:
+    words, _ = together(2, late)
+    assert words.startswith("rank 0 (global rank 0) of group '0': barrier ran into its timeout of 0.3 s"), (
+        words
+    )
+    assert "waiting for rank 1" in words
+
+
+def silent(rank: int) -> str:
+    if rank == 1:
+        dist.barrier()
+        return ""
+    group = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(RuntimeError) as error:
+        dist.recv(torch.zeros(5), 1, tag=3)
+    group.set_timeout(timedelta(seconds=LONG_S))
+    dist.barrier()  # a message that did not come breaks nothing
+    return str(error.value)
+
+
+def test_a_message_that_does_not_come_times_out(together: Together) -> None:
+    words, _ = together(2, silent)
+    assert "recv ran into its timeout of 0.3 s: waiting for a message from rank 1 (tag 3, 20 bytes)" in words
+
+
+def under_way(rank: int) -> None:
+    """Rank 0 destroys a group whose operation nobody will ever join."""
+    group = dist.new_group()
+    if rank == 0:
+        work = group.allreduce([torch.ones(3)])
+        queued = group.barrier()
+        started = time.monotonic()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - started < SOON_S
+        for one in (work, queued):
+            with pytest.raises(RuntimeError, match=r"this process group is destroyed|closed"):
+                one.wait()
+    dist.barrier()
+
+
+def test_a_group_can_be_destroyed_with_operations_under_way(together: Together) -> None:
+    together(2, under_way)
+
+
+def leaver(rank: int) -> list[str]:
+    words = []
+    if rank == 1:
+        return words
+    for operation in (lambda: dist.recv(torch.zeros(5), 1), lambda: dist.all_reduce(torch.ones(1))):
+        with pytest.raises(RuntimeError) as error:
+            operation()
+        words.append(str(error.value))
+    return words
+
+
+def test_who_leaves_is_not_taken_for_dead(together: Together) -> None:
+    message, collective, *_ = together(2, leaver)[0]
+    assert (
+        "recv failed: waiting for a message from rank 1 (tag 0, 20 bytes): rank 1 (global rank 1) has left"
+        in message
+    )
+    assert "all_reduce failed: rank 1 (global rank 1) has left the group" in collective

@@ -1,0 +1,175 @@
+"""How groups begin and end: every way to meet, subgroups, groups made again, and nothing left afterwards."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import LONG_S, World
+
+Together = Callable[..., list[Any]]
+Worlds = Callable[..., World]
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("hoop")
+tensor = torch.ones(3) * dist.get_rank()
+dist.all_reduce(tensor)
+print(dist.get_rank(), dist.get_backend(), tensor.tolist(), flush=True)
+"""
+
+
+def total_of(rank: int) -> float:
+    tensor = torch.tensor([rank + 1.0])
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def test_torchrun_and_a_script_that_only_names_the_backend(tmp_path: Path) -> None:
+    """Under torchrun, env:// as a user writes it; the script does not even destroy its group."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=LONG_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if "hoop" in line)
+    assert lines == ["0 hoop [1.0, 1.0, 1.0]", "1 hoop [1.0, 1.0, 1.0]"]
+
+
+def meet_again(rank: int, port: int) -> list[float]:
+    """Other ways to meet, one after the other, in the same processes."""
+    totals = []
+    dist.destroy_process_group()
+    dist.init_process_group("hoop", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    totals.append(total_of(rank))
+    dist.destroy_process_group()
+    store = dist.TCPStore("127.0.0.1", port + 1 if port < 65000 else port - 1, 2, rank == 0)
+    for _ in range(2):  # twice with one store: what the first has written does not mislead the second
+        dist.init_process_group("hoop", store=store, rank=rank, world_size=2)
+        totals.append(total_of(rank))
+        dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("hoop")
+    totals.append(total_of(rank))
+    return totals
+
+
+def test_tcp_env_and_a_given_store(together: Together) -> None:
+    port = dist.TCPStore("127.0.0.1", 0, is_master=True).port  # free again once it is collected
+    assert together(2, meet_again, port) == [[3.0] * 4] * 2
+
+
+def subgroups(rank: int) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    mine = halves[rank // 2]
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.item() == (1 if rank < 2 else 5)
+    assert dist.get_backend(mine) == "hoop"
+    root = [0, 3][rank // 2]
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, root, group=mine)  # by global rank
+    assert tensor.item() == root
+    other = {0: 1, 1: 0, 2: 3, 3: 2}[rank]
+    if rank in (0, 3):
+        dist.send(torch.tensor([float(rank)]), other, group=mine)
+    else:
+        assert dist.recv(tensor, group=mine) == other
+    alone = dist.new_subgroups(1)[0]
+    dist.all_reduce(tensor, group=alone)
+    for group in (mine, alone):
+        dist.destroy_process_group(group)
+    assert total_of(rank) == 10.0
+
+
+def test_subgroups(together: Together) -> None:
+    together(4, subgroups)
+
+
+def leave(rank: int) -> tuple[list[str], int]:
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    dist.new_group()
+    dist.barrier()
+    dist.destroy_process_group()
+    links = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)]
+    sockets = [link for link in links if link.startswith("socket:")]
+    return [thread.name for thread in threading.enumerate()], len(sockets)
+
+
+def _is_open(name: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{name}")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_a_destroyed_group_leaves_no_thread_and_no_socket(together: Together) -> None:
+    for threads, sockets in together(2, leave):
+        assert threads == ["MainThread"]
+        assert sockets == 0
+
+
+def without_destroying(rank: int) -> None:
+    dist.all_reduce(torch.ones(1))
+    dist.distributed_c10d._world.pg_map.clear()
+    dist.distributed_c10d._update_default_pg(None)  # so that nobody destroys it: the process just ends
+
+
+def test_a_process_that_ends_without_a_word_ends(together: Together) -> None:
+    together(3, without_destroying)
+
+
+def operations_after_the_end(rank: int) -> None:
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="this process group is destroyed"):
+        group.allreduce([torch.ones(1)]).wait()
+    with pytest.raises(ConnectionError, match="this process group is destroyed"):
+        group.send([torch.ones(1)], 1 - rank, 0)
+
+
+def test_a_destroyed_group_says_so(together: Together) -> None:
+    together(2, operations_after_the_end)
+
+
+def monitored(rank: int) -> list[str]:
+    dist.monitored_barrier()
+    words = []
+    if rank == 1:
+        dist.barrier()
+        return words
+    with pytest.raises(RuntimeError) as error:
+        dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+    words.append(str(error.value))
+    dist.barrier()  # collectives go on: who was missing is only late
+    return words
+
+
+def test_monitored_barrier_names_who_is_missing(together: Together) -> None:
+    zero, _, two = together(3, monitored)
+    assert zero[0].startswith("Rank 1 failed to pass monitoredBarrier in 0.3 s")
+    assert "Rank 2 successfully reached monitoredBarrier" in two[0]
+    assert "not every rank came" in two[0]
+
+
+def test_a_rank_that_never_comes_is_named(world: Worlds) -> None:
+    ranks = world(2, timeout=0.5)
+    store = dist.HashStore()
+    from hoop.torch_backend import rendezvous
+
+    with pytest.raises(
+        RuntimeError, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0\.2 s"
+    ):
+        rendezvous.meet("g", store, 0, 3, range(3), timedelta(seconds=0.2))
+    assert ranks.processes == []

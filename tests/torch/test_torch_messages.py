@@ -1,0 +1,170 @@
+"""Messages between two ranks: tags, any source, batches, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hoop.errors import HoopError
+from hoop.torch_backend import matching
+from hoop.torch_backend.matching import Kind, Matching, Message, Request
+
+Together = Callable[..., list[Any]]
+
+
+def tags(rank: int) -> None:
+    if rank == 0:
+        for tag in (3, 1, 2):
+            dist.send(torch.full((2,), float(tag)), 1, tag=tag)
+        dist.send(torch.zeros(0), 1)
+    else:
+        for tag in (1, 2, 3):
+            tensor = torch.zeros(2)
+            assert dist.recv(tensor, 0, tag=tag) == 0
+            assert tensor.tolist() == [tag, tag]
+        dist.recv(torch.zeros(0), 0)
+
+
+def test_a_tag_picks_its_message(together: Together) -> None:
+    together(2, tags)
+
+
+def any_source(rank: int) -> list[int]:
+    if rank != 0:
+        dist.send(torch.tensor([rank, rank * rank]), 0)
+        return []
+    sources = []
+    for _ in range(3):
+        tensor = torch.zeros(2, dtype=torch.int64)
+        source = dist.recv(tensor)
+        assert tensor.tolist() == [source, source * source]
+        sources.append(source)
+    return sources
+
+
+def test_any_source(together: Together) -> None:
+    assert sorted(together(4, any_source)[0]) == [1, 2, 3]
+
+
+def batches(rank: int) -> None:
+    size = dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    large = torch.full((2_000_000,), float(rank))  # more than any socket holds
+    here, strided = torch.zeros(2_000_000), torch.zeros(6)
+    for receive_first in (True, False):
+        ops = [
+            dist.P2POp(dist.irecv, here, before),
+            dist.P2POp(dist.irecv, strided[::2], before, tag=7),
+            dist.P2POp(dist.isend, large, after),
+            dist.P2POp(dist.isend, torch.full((3,), float(rank)), after, tag=7),
+        ]
+        for work in dist.batch_isend_irecv(ops if receive_first else ops[::-1]):
+            work.wait()
+        assert bool((here == before).all())
+        assert strided.tolist() == [before, 0, before, 0, before, 0]
+    to_self = torch.zeros(2)
+    receiving = dist.irecv(to_self, rank)
+    dist.isend(torch.ones(2), rank)
+    assert receiving is not None
+    receiving.wait()
+    assert to_self.tolist() == [1, 1]
+    # A receive that waits holds up neither collectives nor sends.
+    waiting = dist.irecv(here, before)
+    dist.barrier()
+    dist.send(large, after)
+    assert waiting is not None
+    waiting.wait()
+
+
+def test_batches_and_large_messages(together: Together) -> None:
+    together(3, batches)
+
+
+def kinds(rank: int) -> None:
+    for kind in (torch.bool, torch.bfloat16, torch.complex64, torch.float16, torch.int16):
+        tensor = torch.ones(3, dtype=kind) if rank == 0 else torch.zeros(3, dtype=kind)
+        if rank == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+            assert tensor.tolist() == torch.ones(3, dtype=kind).tolist()
+    objects: list[Any] = [{"a": 1}, "b"] if rank == 0 else [None, None]
+    if rank == 0:
+        dist.send_object_list(objects, 1)
+    else:
+        dist.recv_object_list(objects, 0)
+    assert objects == [{"a": 1}, "b"]
+
+
+def test_types_and_objects(together: Together) -> None:
+    together(2, kinds)
+
+
+def wrong_sizes(rank: int) -> None:
+    if rank == 0:
+        dist.send(torch.zeros(3), 1)
+        dist.send(torch.ones(2), 1)
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 0 sent 12 bytes with tag 0, .* has 8"):
+            dist.recv(torch.zeros(2), 0)
+        tensor = torch.zeros(2)
+        dist.recv(tensor, 0)
+        assert tensor.tolist() == [1, 1], "the next message is none the worse"
+    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+        dist.group.WORLD.send([torch.zeros(1)], 2, 0)
+
+
+def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:
+    together(2, wrong_sizes)
+
+
+# ---- matching, without links
+
+
+def request(peer: int | None, tag: int, size: int = 2) -> tuple[Request, list[tuple[HoopError | None, int]]]:
+    ends: list[tuple[HoopError | None, int]] = []
+    data = np.zeros(size, np.uint8)
+    return Request(False, peer, Kind.MESSAGE, tag, data, 0.0, lambda *end: ends.append(end)), ends
+
+
+def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> Message:
+    return Message(peer, Kind.MESSAGE, tag, np.full(size, byte, np.uint8))
+
+
+def test_requests_of_one_kind_are_served_in_order() -> None:
+    shelf = Matching()
+    first, _ = request(None, 1)
+    second, _ = request(2, 1)
+    assert not shelf.ask(first)
+    assert not shelf.ask(second)
+    assert shelf.claim(2, Kind.MESSAGE, 9) is None
+    assert shelf.claim(2, Kind.BARRIER, 1) is None
+    assert shelf.claim(2, Kind.MESSAGE, 1) is first
+    assert shelf.claim(3, Kind.MESSAGE, 1) is None
+    assert shelf.claim(2, Kind.MESSAGE, 1) is second
+
+
+def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
+    shelf = Matching()
+    for byte in (5, 6):
+        shelf.keep(message(1, 0, byte))
+    for byte in (5, 6):
+        asked, ends = request(1, 0)
+        assert shelf.ask(asked)
+        assert ends == [(None, 1)]
+        assert asked.data.tolist() == [byte, byte]
+
+
+def test_a_full_shelf_stops_a_sender_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "SHELF_BYTES", 4)
+    shelf = Matching()
+    shelf.keep(message(1, 0, size=4))
+    assert list(shelf.listened([1, 2])) == [2]
+    asked, _ = request(1, 9)
+    shelf.ask(asked)
+    assert list(shelf.listened([1, 2])) == [1, 2]

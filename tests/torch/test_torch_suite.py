@@ -1,0 +1,32 @@
+"""A handful of the tests that PyTorch ships for its own backends; ``scripts/torch_suite --compare`` runs them all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [
+    "test_all_gather_object_subgroup",
+    "test_all_reduce_coalesced_full_group_max",
+    "test_all_reduce_sum_async",
+    "test_barrier_timeout_full_group",
+    "test_ddp_logging_data_cpu",
+    "test_isend",
+    "test_monitored_barrier_gloo",
+    "test_send_recv_any_source_torch_profiler",
+    "test_static_graph_api_cpu",
+]
+
+
+def test_pytorch_accepts_the_backend(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "scripts" / "torch_suite"), "--world-size", "3", "--limit", "60"]
+    command += ["--json", str(out), "--log", str(tmp_path / "log"), *(f"-k={name}$" for name in NAMES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {
+        name: outcome["status"] for name, outcome in json.loads(out.read_text()).items()
+    } == dict.fromkeys(NAMES, "passed")
