@@ -98,12 +98,11 @@ def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[st
 
 
 def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, float]]:
-    found = (contest.mpirun or {}).get(contender) or shutil.which("mpirun")
-    if found is None:
+    named = (contest.mpirun or {}).get(contender)
+    mpirun = named or shutil.which("mpirun")
+    if mpirun is None:
         raise InvalidArgument(f"{contender}: no mpirun is on the path; name one with --{contender} PATH")
-    mpirun = Path(found)
-    beside = mpirun.parent / "python"
-    python = str(beside) if beside.exists() else sys.executable
+    python = str(named.parent / "python") if named else sys.executable
     options = ["--oversubscribe", "--bind-to", "none"] if contender == "openmpi" else []
     if contender == "openmpi" and os.getuid() == 0:
         options.append("--allow-run-as-root")

@@ -79,4 +79,4 @@ def sweep() -> None:
 def spins_for(ranks: int) -> int:
     """How often to look before yielding: not at all where ranks share cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return 100 if ranks <= cores else 0
+    return 1000 if ranks <= cores else 0

@@ -122,9 +122,17 @@ class ShmTransport(Transport):
 
     def _watch(self, watched: _Watched) -> None:
         watched.sock.setblocking(False)
+        endpoint = watched.endpoint
         with self._lock:
-            self._watched.append(watched)
-            self._selector.register(watched.sock, selectors.EVENT_READ, watched)
+            # It may have closed while its peer was on the way.
+            open_still = (
+                self._endpoints.get((endpoint.communicator, endpoint.generation, endpoint.rank)) is endpoint
+            )
+            if open_still:
+                self._watched.append(watched)
+                self._selector.register(watched.sock, selectors.EVENT_READ, watched)
+        if not open_still:
+            watched.sock.close()
         self._ring()
 
     # ---- the listener's thread

@@ -1,8 +1,8 @@
 """One rank's shared memory with the others of its host: messages in blocks, and meetings.
 
-    meet: every rank rings the bell of every other and takes n-1 posts of its own.        (1)
-    Each rank has two such bells, used in turn: a fast rank may ring for the next meeting
-    while a slow one still takes the posts of this one.
+    meet: in level k rank r rings for r + 2^k and waits for r - 2^k; after log2 n levels    (1)
+    everybody has heard, through others, of everybody. Each level has two bells a rank, used
+    in turn: a fast rank may ring for the next meeting while a slow one is still in this one.
 
 When a peer goes, the transport's thread says so (``lost``) and rings this rank's bells, so that whoever waits wakes
 at once; what the peer had finished before it went still counts.
@@ -40,15 +40,17 @@ class ShmEndpoint(SharedEndpoint):
         self.descriptor = new_memory(size_for(self.size))
         self.mailboxes = [Mailbox(self.descriptor, self.size)] * self.size
         self.arenas = [arena] * self.size
-        self._own = [Bell.create(bell_name(self.token, index)) for index in range(2 + 2 * self.size)]
-        self._mine = self._own[:2]
+        self._levels = (self.size - 1).bit_length()
+        bells = 2 * self._levels + 2 * self.size
+        self._own = [Bell.create(bell_name(self.token, index)) for index in range(bells)]
+        self._mine = [self._own[: self._levels], self._own[self._levels : 2 * self._levels]]
+        self._theirs: list[dict[int, Bell]] = [{}, {}]
         self._outgoing = {
-            peer: Outgoing(self.mailboxes[rank].blocks(peer), *self._own[2 + 2 * peer : 4 + 2 * peer])
+            peer: Outgoing(self.mailboxes[rank].blocks(peer), *self._link_bells(peer))
             for peer in range(self.size)
             if peer != rank
         }
         self._incoming: dict[int, Incoming] = {}
-        self._bells: list[list[Bell]] = [[], []]
         self._arrivals = [self.mailboxes[rank].arrived] * self.size
         self._arrived = threading.Condition()
         self._gone: dict[int, str] = {}
@@ -61,19 +63,30 @@ class ShmEndpoint(SharedEndpoint):
         self.meetings = 0
         self.publications = 0
 
+    def _link_bells(self, peer: int) -> list[Bell]:
+        """``free`` and ``filled`` of the link to a peer."""
+        first = 2 * self._levels + 2 * peer
+        return self._own[first : first + 2]
+
     # ---- from the transport's thread
 
     def attach(self, peer: int, token: str, descriptor: int, arena: Bytes | None) -> None:
         """A peer's memory and bells."""
         mailbox = Mailbox(descriptor, self.size)
-        bells = [Bell.open(bell_name(token, index)) for index in (0, 1, 2 + 2 * self.rank, 3 + 2 * self.rank)]
+        mine = 2 * self._levels + 2 * self.rank
+        free, filled = (Bell.open(bell_name(token, index)) for index in (mine, mine + 1))
+        levels = [level for level in range(self._levels) if (self.rank + (1 << level)) % self.size == peer]
+        theirs = [
+            {level: Bell.open(bell_name(token, turn * self._levels + level)) for level in levels}
+            for turn in (0, 1)
+        ]
         with self._arrived:
             self.mailboxes[peer] = mailbox
             self.arenas[peer] = arena
             self._arrivals[peer] = mailbox.arrived
             for turn in (0, 1):
-                self._bells[turn].append(bells[turn])
-            self._incoming[peer] = Incoming(mailbox.blocks(self.rank), bells[2], bells[3])
+                self._theirs[turn].update(theirs[turn])
+            self._incoming[peer] = Incoming(mailbox.blocks(self.rank), free, filled)
             self._arrived.notify_all()
 
     def confirmed(self, peer: int) -> None:
@@ -94,7 +107,7 @@ class ShmEndpoint(SharedEndpoint):
         with self._arrived:
             links = [self._incoming[peer].filled for peer in peers if peer in self._incoming]
             links += [self._outgoing[peer].free for peer in peers if peer in self._outgoing]
-            for bell in (*self._mine, *links):
+            for bell in (*self._mine[0], *self._mine[1], *links):
                 bell.ring()
             self._arrived.notify_all()
 
@@ -125,13 +138,13 @@ class ShmEndpoint(SharedEndpoint):
         self.meetings = meetings = self.meetings + 1
         turn = meetings & 1
         self._arrivals[self.rank][0] = meetings
-        for bell in self._bells[turn]:
-            bell.ring()
-        bell = self._mine[turn]
-        take = bell.take
-        for _ in range(self.size - 1):
-            if not take(False) and not bell.wait(deadline, self._spins):
+        theirs, spins = self._theirs[turn], self._spins
+        for level, bell in enumerate(self._mine[turn]):
+            theirs[level].ring()
+            if not bell.take(False) and not bell.wait(deadline, spins):
                 raise self.overdue(self._absent() or 0, "waiting for")
+            if self._troubled:
+                self._check_all_came()
         if self._troubled:
             self._check_all_came()
 
