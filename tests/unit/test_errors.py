@@ -50,7 +50,8 @@ def test_no_error_is_defined_elsewhere() -> None:
     strays = [
         f"{path.relative_to(package)}:{node.lineno} {node.name}"
         for path in sorted(package.rglob("*.py"))
-        if path != Path(errors.__file__)
+        # torch's twins of the same errors are the one exception: they must be torch's errors as well.
+        if path not in (Path(errors.__file__), package / "torch_backend" / "errors.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
         for base in node.bases
