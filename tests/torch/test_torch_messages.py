@@ -129,7 +129,7 @@ def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:
 def request(peer: int | None, tag: int, size: int = 2) -> tuple[Request, list[tuple[HoopError | None, int]]]:
     ends: list[tuple[HoopError | None, int]] = []
     data = np.zeros(size, np.uint8)
-    return Request(False, peer, Kind.MESSAGE, tag, data, 0.0, lambda *end: ends.append(end)), ends
+    return Request(False, peer, Kind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)), ends
 
 
 def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> Message:

@@ -70,12 +70,13 @@ class CollectiveCalls(_ProcessGroup):  # type: ignore[misc]
     # ---- reducing
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        tensor: Tensor = only("all_reduce", _listed(tensors))
+        listed = _listed(tensors)
+        tensor: Tensor = only("all_reduce", listed)
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
         check("all_reduce", tensor)
         job = partial(moves.all_reduce, self._links, tensor, self._how("all_reduce", opts, tensor))
-        return self._start("all_reduce", opts, job, [tensor], [tensor])
+        return self._start("all_reduce", opts, job, listed, listed)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         how = self._how("sparse_all_reduce", opts, tensor)

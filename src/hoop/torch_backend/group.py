@@ -21,7 +21,7 @@ from hoop.torch_backend.collective_calls import CollectiveCalls
 from hoop.torch_backend.lane import Lane
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.matching import Kind, Request
-from hoop.torch_backend.tensors import Array, Landing, bytes_of, check, only, to_send
+from hoop.torch_backend.tensors import Landing, bytes_of, check, only, to_send
 from hoop.torch_backend.work import HoopWork, Together
 from hoop.transport import Transport
 
@@ -57,7 +57,7 @@ class HoopGroup(CollectiveCalls):
         tensor = only("send", tensors)
         check("send", tensor)
         work = HoopWork("send", [tensor], apart=True)
-        return self._post(work, True, peer, tag, bytes_of(to_send(tensor)), _nothing, tensors)
+        return self._post(work, True, peer, tag, to_send(tensor), _nothing, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive("recv", tensors, peer, tag)
@@ -70,7 +70,7 @@ class HoopGroup(CollectiveCalls):
         check(title, tensor)
         landing = Landing(tensor)
         work = HoopWork(title, [tensor], apart=True)
-        return self._post(work, False, peer, tag, bytes_of(landing.flat), landing.settle, tensors)
+        return self._post(work, False, peer, tag, landing.flat, landing.settle, tensors)
 
     def _post(
         self,
@@ -78,7 +78,7 @@ class HoopGroup(CollectiveCalls):
         sends: bool,
         peer: int | None,
         tag: int,
-        data: Array,
+        flat: torch.Tensor,
         settle: Callable[[], None],
         tensors: Tensors,
     ) -> Work:
@@ -95,7 +95,8 @@ class HoopGroup(CollectiveCalls):
             else:
                 work.finish(links.told(work.title, error, timeout))
 
-        links.post.request(Request(sends, peer, Kind.MESSAGE, tag, data, time.monotonic() + timeout, ended))
+        deadline = time.monotonic() + timeout
+        links.post.request(Request(sends, peer, Kind.MESSAGE, tag, bytes_of(flat), flat, deadline, ended))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

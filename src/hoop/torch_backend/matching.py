@@ -39,6 +39,8 @@ class Request:
     kind: Kind
     tag: int
     data: Array
+    owner: object
+    """Whose memory the data is; kept for as long as the request."""
     deadline: float
     ended: Ended
     pending: list[Pending] | None = None

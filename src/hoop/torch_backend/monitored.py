@@ -88,7 +88,7 @@ def _request(links: Links, sends: bool, peer: int, number: int, data: Array, dea
             errors.append(error)
         over.set()
 
-    links.post.request(Request(sends, peer, Kind.BARRIER, number, data, deadline, ended))
+    links.post.request(Request(sends, peer, Kind.BARRIER, number, data, data, deadline, ended))
     return over, errors
 
 

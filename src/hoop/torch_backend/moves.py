@@ -2,6 +2,8 @@
 
 Each function runs on the group's lane, with every rank doing the same. Data that is only moved travels as bytes, so
 every type can. Where ranks have different amounts, plain messages take the place of the planned operation.
+
+A vector owns nothing: whatever tensor it lies in is held by a variable of the function until all has moved.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ from hoop.memory.dtypes import dtype
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.reductions import Reduce
 from hoop.torch_backend.tensors import (
-    Array,
     Landing,
     Row,
     bytes_of,
@@ -43,56 +44,56 @@ def broadcast(links: Links, tensor: torch.Tensor, root: int, timeout: float) -> 
 
 
 def all_gather(links: Links, outputs: Tensors, tensor: torch.Tensor, timeout: float) -> None:
-    own = bytes_of(to_send(tensor))
+    source = to_send(tensor)
     if len({output.numel() for output in outputs}) == 1:
         row = Row(outputs, filled=False)
-        links.run("all_gather", own.size, BYTES, own, bytes_of(row.flat), timeout)
+        links.run("all_gather", source.nbytes, BYTES, bytes_of(source), bytes_of(row.flat), timeout)
         row.settle()
         return
     landings = [Landing(output) for output in outputs]
-    links.exchange([own] * links.size, [bytes_of(landing.flat) for landing in landings], timeout)
+    targets = [bytes_of(landing.flat) for landing in landings]
+    links.exchange([bytes_of(source)] * links.size, targets, timeout)
     for landing in landings:
         landing.settle()
 
 
 def all_gather_single(links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
-    landing, own = Landing(output), bytes_of(to_send(tensor))
-    links.run("all_gather", own.size, BYTES, own, bytes_of(landing.flat), timeout)
+    landing, source = Landing(output), to_send(tensor)
+    links.run("all_gather", source.nbytes, BYTES, bytes_of(source), bytes_of(landing.flat), timeout)
     landing.settle()
 
 
 def gather(links: Links, outputs: Tensors, tensor: torch.Tensor, root: int, timeout: float) -> None:
-    own = bytes_of(to_send(tensor))
-    if links.rank != root:
-        links.run("gather", own.size, BYTES, own, own[:0], timeout, root=root)
-        return
-    row = Row(outputs, filled=False)
-    links.run("gather", own.size, BYTES, own, bytes_of(row.flat), timeout, root=root)
-    row.settle()
+    source = to_send(tensor)
+    row = Row(outputs, filled=False) if links.rank == root else None
+    into = bytes_of(row.flat) if row is not None else sized(0)
+    links.run("gather", source.nbytes, BYTES, bytes_of(source), into, timeout, root=root)
+    if row is not None:
+        row.settle()
 
 
 def scatter(links: Links, output: torch.Tensor, tensors: Tensors, root: int, timeout: float) -> None:
     landing = Landing(output)
+    row = Row(tensors, filled=True) if links.rank == root else None
+    source = bytes_of(row.flat) if row is not None else sized(0)
     into = bytes_of(landing.flat)
-    source = into[:0]
-    if links.rank == root:
-        source = bytes_of(Row(tensors, filled=True).flat)
     links.run("scatter", into.size, BYTES, source, into, timeout, root=root)
     landing.settle()
 
 
 def all_to_all(links: Links, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
     landings = [Landing(output) for output in outputs]
-    sources = [bytes_of(to_send(tensor)) for tensor in tensors]
-    links.exchange(sources, [bytes_of(landing.flat) for landing in landings], timeout)
+    sources = [to_send(tensor) for tensor in tensors]
+    targets = [bytes_of(landing.flat) for landing in landings]
+    links.exchange([bytes_of(source) for source in sources], targets, timeout)
     for landing in landings:
         landing.settle()
 
 
 def all_to_all_single(links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
-    landing, source = Landing(output), bytes_of(to_send(tensor))
-    block = source.size // links.size
-    links.run("all_to_all", block, BYTES, source, bytes_of(landing.flat), timeout)
+    landing, source = Landing(output), to_send(tensor)
+    block = source.nbytes // links.size
+    links.run("all_to_all", block, BYTES, bytes_of(source), bytes_of(landing.flat), timeout)
     landing.settle()
 
 
@@ -105,7 +106,7 @@ def barrier(links: Links, timeout: float) -> None:
 
 def all_reduce(links: Links, tensor: torch.Tensor, how: Reduce, timeout: float) -> None:
     if how.as_is and how.element is not None and is_plain(tensor):
-        where = elements_of(tensor.detach())
+        where = elements_of(tensor)
         links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op)
         return
     source = to_send(how.scaled(tensor))
@@ -141,7 +142,8 @@ def reduce(links: Links, tensor: torch.Tensor, root: int, how: Reduce, timeout: 
 
 def reduce_scatter(links: Links, output: torch.Tensor, tensors: Tensors, how: Reduce, timeout: float) -> None:
     if len({tensor.numel() for tensor in tensors}) == 1:
-        reduce_scatter_single(links, output, Row(tensors, filled=True).flat, how, timeout)
+        row = Row(tensors, filled=True)
+        reduce_scatter_single(links, output, row.flat, how, timeout)
         return
     for root, tensor in enumerate(tensors):
         own = to_send(tensor).clone()
@@ -183,6 +185,5 @@ def sparse_all_reduce(links: Links, tensor: torch.Tensor, timeout: float) -> Non
 
 def _gathered(links: Links, tensor: torch.Tensor, timeout: float) -> list[torch.Tensor]:
     every = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
-    own: Array = bytes_of(tensor)
-    links.run("all_gather", own.size, BYTES, own, bytes_of(every), timeout)
+    links.run("all_gather", tensor.nbytes, BYTES, bytes_of(tensor), bytes_of(every), timeout)
     return list(every)

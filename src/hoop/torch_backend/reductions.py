@@ -86,17 +86,21 @@ class Reduce:
         return torch.div(total, size, rounding_mode="trunc")
 
 
-_common: dict[tuple[Any, torch.dtype], Reduce] = {}
+_made: dict[tuple[Any, torch.dtype], Reduce] = {}
+_sums: dict[torch.dtype, Reduce] = {}
 
 
 def reduce_by(title: str, op: Any, kind: torch.dtype) -> Reduce:
-    """An operator on a type; those without a factor of their own are made once."""
+    """An operator on a type; those without a factor of their own are made once, and sums found at once."""
+    if op == ReduceOp.SUM:
+        how = _sums.get(kind)
+        if how is None:
+            how = _sums[kind] = Reduce(title, op, kind)
+        return how
     key = (op.op, kind)
-    how = _common.get(key)
-    if how is None:
-        how = Reduce(title, op, kind)
-        if how.factor is None:
-            _common[key] = how
+    how = _made.get(key) or Reduce(title, op, kind)
+    if how.factor is None:
+        _made[key] = how
     return how
 
 
