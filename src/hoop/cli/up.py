@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json as json_module
 from pathlib import Path
 from typing import Annotated
@@ -44,7 +43,7 @@ def up(
     if state is not None:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
     coordinator = configure(host, port, count_unit, lease, timeout, state and state / "journal", insecure)
-    config = LocalConfig(devices, parse_size(memory, "--memory"), state, dataclasses.replace(coordinator))
+    config = LocalConfig(devices, parse_size(memory, "--memory"), state, coordinator)
 
     async def run() -> None:
         stopping = Stopping()
