@@ -1,0 +1,118 @@
+"""MNIST, which ships with the package, and Fashion-MNIST, which has its shape.
+
+The IDX files of both have the same names, so a folder that has them is recognised by its training labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import lzma
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from hoop.data import idx
+from hoop.data.checksum import digest, verified
+from hoop.data.dataset import Splits
+from hoop.data.download import Progress
+from hoop.data.download import download as fetch
+from hoop.data.images import ImageData
+from hoop.data.places import cache, found, missing
+from hoop.errors import InvalidArgument
+
+PACKAGED = Path(__file__).parent / "files" / "mnist-u8.xz"
+PACKAGED_CHECKSUM = "sha256:e9b40985d011bd5a36195bdeb447f26b7824f3acd02e51a1636098d784d5fe98"
+
+# Of the unpacked files: packers differ in what they write into a gzip header.
+MNIST = {
+    "train-images-idx3-ubyte": "md5:6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "md5:a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "md5:2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "md5:27ae3e4e09519cfbb04c329615203637",
+}
+FASHION = {
+    "train-images-idx3-ubyte": "md5:f4a8712d7a061bf5bd6d2ca38dc4d50a",
+    "train-labels-idx1-ubyte": "md5:9018921c3c673c538a1fc5bad174d6f9",
+    "t10k-images-idx3-ubyte": "md5:8181f5470baa50b63fa0f6fddb340f0a",
+    "t10k-labels-idx1-ubyte": "md5:15d484375f8d13e6eb1aabb0c3f46965",
+}
+FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+FASHION_GZIPPED = {
+    "train-images-idx3-ubyte": "md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "md5:25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte": "md5:bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte": "md5:bb300cfdad3c16e7a12a480ee83cd310",
+}
+DEBIAN = Path("/usr/share/datasets")
+"""Where Debian's package dataset-fashion-mnist puts its folder."""
+
+
+def mnist(*, size: int = 28) -> Splits:
+    """The handwritten digits; ``size`` 56 or 112 enlarges the images by a whole factor, pixel by pixel.
+
+    IDX files in ``HOOP_DATA`` are preferred, because they are faster to read (the same bytes, checked); without
+    them the package's own file is unpacked, once a process.
+    """
+    if size < 28 or size % 28:
+        raise InvalidArgument(f"size: {size} is not a multiple of 28; e.g. 28, 56, 112")
+    folder = next(_folders(("mnist", "MNIST/raw", "."), other=FASHION), None)
+    arrays = _packaged() if folder is None else _mnist_in(folder)
+    return _splits("mnist", arrays, 0.1307, 0.3081, size // 28)
+
+
+def fashion_mnist(*, download: bool = False, progress: Progress | None = None) -> Splits:
+    """Ten kinds of clothes in MNIST's shape; ``download`` gets them (31 MB) if they are nowhere."""
+    folders = ("fashion-mnist", "FashionMNIST/raw", ".")
+    folder = next(_folders(folders, other=MNIST, also=[DEBIAN]), None)
+    if folder is None and download:
+        folder = cache() / "fashion-mnist"
+        for name, checksum in FASHION_GZIPPED.items():
+            fetch(f"{FASHION_URL}/{name}.gz", folder / f"{name}.gz", checksum, progress=progress)
+    if folder is None:
+        raise missing(
+            "fashion-mnist",
+            f"the folder fashion-mnist with {', '.join(idx.NAMES)} (gzipped or not)",
+            "load it with download=True, which downloads 31 MB",
+        )
+    return _splits("fashion-mnist", _fashion_in(folder), 0.2860, 0.3530, 1)
+
+
+def _folders(names: Iterable[str], other: dict[str, str], also: Iterable[Path] = ()) -> Iterator[Path]:
+    """Folders that have the four files, but for those of the other dataset."""
+    labels = "train-labels-idx1-ubyte"
+    for folder in found(names, also):
+        if idx.is_in(folder) and (path := idx.file_of(folder, labels)):
+            actual = digest(other[labels])
+            actual.update(idx.contents(path))
+            if not other[labels].endswith(actual.hexdigest()):
+                yield folder
+
+
+@functools.lru_cache(maxsize=1)
+def _packaged() -> idx.Arrays:
+    if not PACKAGED.is_file():
+        wanted = f"the folder mnist with {', '.join(idx.NAMES)} (gzipped or not)"
+        raise missing("mnist", wanted, f"install Hoop again, with its {PACKAGED.name}")
+    data = lzma.decompress(verified(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
+    flat, train, pixels = np.frombuffer(data, np.uint8), 60_000, 28 * 28
+    images, labels = flat[: 70_000 * pixels].reshape(-1, 28, 28), flat[70_000 * pixels :]
+    return idx.Arrays(images[:train], labels[:train], images[train:], labels[train:])
+
+
+@functools.lru_cache(maxsize=1)
+def _mnist_in(folder: Path) -> idx.Arrays:
+    return idx.read(folder, MNIST)
+
+
+@functools.lru_cache(maxsize=1)
+def _fashion_in(folder: Path) -> idx.Arrays:
+    return idx.read(folder, FASHION)
+
+
+def _splits(name: str, arrays: idx.Arrays, mean: float, std: float, enlarge: int) -> Splits:
+    train, test = (
+        ImageData(f"{name}/{split}", images[:, None], labels, mean=[mean], std=[std], enlarge=enlarge)
+        for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))
+    )
+    return Splits(train, test)

@@ -1,0 +1,37 @@
+"""Every model that Hoop can build by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hoop.errors import InvalidArgument, NotFound
+from hoop.models.gpt import gpt
+from hoop.models.lenet import lenet
+from hoop.models.mlp import mlp
+from hoop.models.mobilenet import mobilenetv2
+from hoop.models.softmax import softmax
+
+MODELS: dict[str, Callable[..., nn.Sequential]] = {
+    "softmax": softmax,
+    "mlp": mlp,
+    "lenet": lenet,
+    "mobilenetv2": mobilenetv2,
+    "gpt": gpt,
+}
+"""Name to function; each takes a seed, then options by name."""
+
+
+def build(name: str, seed: int, **options: Any) -> nn.Sequential:
+    """A fresh model by name: its blocks in order, its weights a function of the seed."""
+    if name not in MODELS:
+        raise NotFound(
+            f"model: {name!r} is unknown; known: {', '.join(MODELS)}, or give any nn.Module of your own"
+        )
+    _, *known = inspect.signature(MODELS[name]).parameters
+    if unknown := sorted(set(options) - set(known)):
+        raise InvalidArgument(f"model {name}: no option {', '.join(unknown)}; it has {', '.join(known)}")
+    return MODELS[name](seed, **options)
