@@ -1,0 +1,1 @@
+"""Strategies: each returns, for a number of devices and micro-batches, a plan, and runs nothing."""

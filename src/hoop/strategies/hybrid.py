@@ -1,0 +1,92 @@
+"""Hybrid: a mesh of replicas x stages. Pipelines inside a replica, gradients added up across the replicas of a stage.
+
+Rank = replica · stages + stage. 2 replicas of 2 stages, 4 micro-batches:
+
+    rank 0 | 0L0 0F0 0L1 0F1 0B0 0B1 0A  0U      replica 0, stage 0 ┐
+    rank 1 | 1F0 1B0 1F1 1B1 1A  1U              replica 0, stage 1 │┐
+    rank 2 | 0L2 0F2 0L3 0F3 0B2 0B3 0A  0U      replica 1, stage 0 ┘│  0A among ranks 0 and 2
+    rank 3 | 1F2 1B2 1F3 1B3 1A  1U              replica 1, stage 1  ┘  1A among ranks 1 and 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hoop.errors import InvalidArgument
+from hoop.plan.plan import Plan
+from hoop.plan.rules import Rule
+from hoop.plan.weave import weave
+from hoop.strategies.pipeline import check_schedule
+from hoop.strategies.schedules import SCHEDULES
+from hoop.strategies.strategy import check_sizes, shares
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Replicas, each a pipeline; each replica takes its share of the shards."""
+
+    replicas: int = 2
+    schedule: str = "1f1b"
+    slices: int = 2
+    """Stages a device, where the schedule is interleaved; the others have one."""
+
+    name: ClassVar[str] = "hybrid"
+
+    def __post_init__(self) -> None:
+        check_schedule(self.schedule, self.slices)
+        if self.replicas < 1:
+            raise InvalidArgument(f"replicas: {self.replicas}; there is at least 1")
+
+    @property
+    def synchronous(self) -> bool:
+        return True
+
+    @property
+    def versions(self) -> int:
+        return 1
+
+    @property
+    def spec(self) -> str:
+        sliced = f",slices={self.slices}" if self._sliced else ""
+        return f"{self.name}:replicas={self.replicas},schedule={self.schedule}{sliced}"
+
+    @property
+    def _sliced(self) -> bool:
+        return self.schedule == "interleaved"
+
+    def describe(self) -> str:
+        return (
+            f"hybrid: {self.replicas} replicas, each a pipeline under the {self.schedule} schedule; "
+            "gradients are added up across replicas"
+        )
+
+    def stages(self, devices: int) -> int:
+        return self._depth(devices) * (self.slices if self._sliced else 1)
+
+    def plan(self, devices: int, micros: int, speeds: Sequence[float] | None = None) -> Plan:
+        """A replica is as fast as its slowest device, and gets shards accordingly."""
+        check_sizes(devices, micros, speeds)
+        depth = self._depth(devices)
+        paces = speeds and [min(speeds[first : first + depth]) for first in range(0, devices, depth)]
+        order = SCHEDULES[self.schedule]
+        lines = [
+            list(order(rank, depth, share, self.slices))
+            for share in shares(micros, self.replicas, paces)
+            for rank in range(depth)
+        ]
+        holders = [range(stage % depth, devices, depth) for stage in range(self.stages(devices))]
+        return weave(micros, holders, lines)
+
+    def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
+        return None
+
+    def _depth(self, devices: int) -> int:
+        """Devices a replica."""
+        if devices < self.replicas or devices % self.replicas:
+            raise InvalidArgument(
+                f"devices: {devices} cannot be {self.replicas} equal replicas; take a multiple of {self.replicas}, "
+                f"or a number of replicas that divides {devices}"
+            )
+        return devices // self.replicas

@@ -1,0 +1,95 @@
+"""Lists as rules, rules against each other, and plans on a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.errors import InternalError
+from hoop.plan.check import check
+from hoop.plan.instructions import Instruction
+from hoop.plan.plan import Plan
+from hoop.plan.rehearse import rehearse
+from hoop.plan.rules import ListRule, Rule
+from hoop.plan.timing import chart, timeline
+from hoop.plan.weave import weave
+
+
+def line(text: str) -> tuple[Instruction, ...]:
+    return tuple(map(Instruction.parse, text.split()))
+
+
+FIRST = line("0L0 0F0 0>0@1 0L1 0F1 0>1@1 0(0@1 0B0 0(1@1 0B1 0A 0U")
+SECOND = line("1<0@0 1F0 1B0 1)0@0 1<1@0 1F1 1B1 1)1@0 1A 1U")
+PLAN = Plan(2, ((0,), (1,)), (FIRST, SECOND))
+
+
+def test_a_list_waits_for_what_it_receives() -> None:
+    rule: Rule = ListRule(SECOND)
+    assert rule.next() is None
+    rule.arrived(SECOND[4])  # the second input, first
+    assert rule.next() is None
+    rule.arrived(SECOND[0])
+    taken = []
+    while (one := rule.next()) is not None:
+        taken.append(one)
+    assert tuple(taken) == SECOND
+    assert rule.finished
+    assert rule.version(0) is None
+
+
+def test_a_message_is_taken_once() -> None:
+    rule = ListRule(line("0G@1 0F0 0G@1"))
+    rule.arrived(line("0G@1")[0])
+    assert [rule.next(), rule.next(), rule.next()] == [*line("0G@1 0F0"), None]
+    assert not rule.finished
+
+
+def test_lists_rehearsed_are_the_lists() -> None:
+    assert rehearse([ListRule(FIRST), ListRule(SECOND)]) == PLAN.ranks
+
+
+def test_rules_that_wait_for_ever_are_named() -> None:
+    with pytest.raises(InternalError, match="rank 0 after 0F0, rank 1 after nothing"):
+        rehearse([ListRule(line("0F0 0(0@1")), ListRule(line("1<0@0"))])
+
+
+def test_a_plan_on_a_clock() -> None:
+    times = timeline(PLAN)
+    assert times.stuck == []
+    assert times.end == 9
+    assert [times.busy(rank) for rank in range(2)] == [6, 6]
+    assert times.bubble(0) == 0.5
+    assert chart(PLAN) == (
+        "rank 0 | F0 F1 .  .  B0 B0 .  B1 B1\n"
+        "rank 1 | .  F0 B0 B0 F1 B1 B1"
+    )  # fmt: skip
+
+
+def test_a_receive_never_overtakes_an_earlier_message() -> None:
+    """Rank 1 needs the second output first: the first is received before it, and used later."""
+    computes = [line("0F0 0F1 0B0 0B1"), line("1F1 1B1 1F0 1B0")]
+    plan = weave(2, [[0], [1]], computes)
+    assert check(plan) == []
+    assert plan.grid(messages=True).splitlines() == [
+        "rank 0 | 0L0   0F0   0>0@1 0L1   0F1   0>1@1 0(1@1 0(0@1 0B0   0B1   0A    0U",
+        "rank 1 | 1<0@0 1<1@0 1F1   1B1   1)1@0 1F0   1B0   1)0@0 1A    1U",
+    ]
+
+
+def test_a_clock_of_ones_own() -> None:
+    times = timeline(PLAN, lambda rank, one: 10.0 if rank == 1 and one.kind == "F" else 0)
+    assert times.end == 20
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_reductions_are_meetings(late: int) -> None:
+    lines = [line("0A 0U"), line("0A 0U")]
+    lines[late] = line("0L0 0F0 0B0 0L1 0F1 0B1 0A 0U")
+    times = timeline(Plan(2, ((0, 1),), tuple(lines)))
+    assert times.spans[1 - late] == [(6, 6), (6, 6)]
+    assert times.spans[late][-2:] == [(6, 6), (6, 6)]
+
+
+def test_who_waits_for_ever_is_known() -> None:
+    plan = Plan(1, ((0, 1),), (line("0A"), line("0(0@0")))
+    assert [(rank, str(one)) for rank, one in timeline(plan).stuck] == [(0, "0A"), (1, "0(0@0")]

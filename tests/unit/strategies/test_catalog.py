@@ -1,0 +1,135 @@
+"""How strategies are typed, and which of them a model fits under."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.plan.partition import Block
+from hoop.strategies.catalog import STRATEGIES, every, parse
+from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.fitting import advice, fit, fitting
+from hoop.strategies.hybrid import Hybrid
+from hoop.strategies.parameter_server import ParameterServer
+from hoop.strategies.pipeline import Pipeline
+from hoop.strategies.ring_model import RingModel
+from hoop.strategies.strategy import Strategy
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [
+        ("data", DataParallel()),
+        (" data: ", DataParallel()),
+        ("ps", ParameterServer()),
+        ("ps:asp", ParameterServer(mode="asp")),
+        ("ps:ssp,staleness=0,servers=2", ParameterServer(2, "ssp", 0)),
+        ("ring", RingModel()),
+        ("ring:async, limit=3", RingModel(limit=3, asynchronous=True)),
+        ("ring:asynchronous=true,limit=none", RingModel(asynchronous=True)),
+        ("pipeline", Pipeline()),
+        ("pipeline:1f1b", Pipeline("1f1b")),
+        ("pipeline:schedule=gpipe,slices=2", Pipeline("gpipe")),
+        ("pipeline:interleaved,slices=3", Pipeline("interleaved", 3)),
+        ("hybrid:replicas=2", Hybrid(2)),
+        ("hybrid:zero-bubble,replicas=4", Hybrid(4, "zero-bubble")),
+    ],
+)
+def test_typed_strategies(text: str, strategy: Strategy) -> None:
+    assert parse(text) == strategy
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "strategy: '' is none; choose data, ps, ring, pipeline, hybrid"),
+        ("dat", "strategy: 'dat' is none; choose data, ps, ring, pipeline, hybrid"),
+        ("data:fast", "strategy: data knows no 'fast'; it takes nothing"),
+        ("ps:fast", "strategy: ps knows no 'fast'; it takes bsp, asp, ssp, servers=…, mode=…, staleness=…"),
+        ("ps:mode=fast", "mode: 'fast' is none; choose bsp, asp, ssp"),
+        ("ps:workers=3", "strategy: ps has no field 'workers'; it has servers, mode, staleness"),
+        ("ps:servers=x", "servers: 'x' is not a whole number"),
+        ("ps:servers=-1", "servers: '-1' is not a whole number"),
+        ("ps:servers=²", "servers: '²' is not a whole number"),
+        ("ring:asynchronous=maybe", "asynchronous: 'maybe' is neither true nor false"),
+        ("ring:sync,async", "strategy: asynchronous of ring is given twice, in 'ring:sync,async'"),
+        ("pipeline:schedule=fast", "schedule: 'fast' is none; choose 1f1b, gpipe, interleaved, zero-bubble"),
+        ("pipeline:slices=0", "slices: 0; a device holds at least 1"),
+        ("hybrid:replicas=0", "replicas: 0; there is at least 1"),
+    ],
+)
+def test_mistyped_strategies_are_explained(text: str, complaint: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        parse(text)
+    assert str(error.value) == complaint
+
+
+def test_hybrids_that_do_not_divide() -> None:
+    for devices in (1, 3):
+        with pytest.raises(InvalidArgument, match=f"devices: {devices} cannot be 2 equal replicas"):
+            Hybrid(2).stages(devices)
+
+
+def test_the_catalog_has_every_strategy() -> None:
+    assert list(STRATEGIES) == ["data", "ps", "ring", "pipeline", "hybrid"]
+    assert {strategy.name for strategy in every(4)} == set(STRATEGIES)
+    assert {strategy.name for strategy in every(1)} == {"data", "ring", "pipeline"}
+    assert [s.replicas for s in every(12) if isinstance(s, Hybrid)] == [2, 3, 4, 6]
+
+
+def blocks(count: int = 8, activation: int = 0) -> list[Block]:
+    """Each MiB of weights needs as much for gradients and twice for the optimizer."""
+    return [Block(f"b{at}", 1.0, MIB, 2 * MIB, activation) for at in range(count)]
+
+
+def test_what_each_device_holds() -> None:
+    def held(strategy: Strategy, activation: int = 0) -> list[float]:
+        fits = fit(strategy, strategy.plan(4, 8), blocks(activation=activation), [None] * 4)
+        return [size / MIB for size in fits.bytes]
+
+    assert held(DataParallel()) == [32] * 4
+    assert held(DataParallel(), MIB) == [40] * 4
+    assert held(Pipeline()) == [8] * 4
+    assert held(Pipeline(), MIB) == [16, 14, 12, 10]
+    assert held(Pipeline("gpipe"), MIB) == [24] * 4
+    assert held(RingModel(asynchronous=True)) == [10] * 4
+    assert held(Hybrid(2)) == [16] * 4
+    assert held(ParameterServer(2)) == [16, 16, 16, 16]
+
+
+def test_a_model_that_does_not_fit_says_what_would() -> None:
+    memory = [10 * MIB] * 4
+    with pytest.raises(FailedPrecondition) as error:
+        fit(DataParallel(), DataParallel().plan(4, 8), blocks(), memory)
+    assert str(error.value) == (
+        "memory: each of devices 0, 1, 2, 3 needs 32 MiB and has 10 MiB, in one stage of 8 blocks"
+    )
+    fits = fitting(every(4), blocks(), memory, 8)
+    assert {one.strategy.name for one in fits} == {"ring", "pipeline"}
+    assert advice(fits).startswith("it would fit with ring:sync,slices=1 (at most 8 MiB a device), ")
+    assert advice(fitting(every(4), blocks(), [MIB] * 4, 8)).startswith("no strategy fits on these devices")
+
+
+def test_the_smallest_device_of_a_stage_decides() -> None:
+    with pytest.raises(FailedPrecondition, match="needs 32 MiB and has 10 MiB"):
+        fit(DataParallel(), DataParallel().plan(3, 8), blocks(), [40 * MIB, 10 * MIB, None])
+
+
+def test_a_server_that_is_too_small_is_named() -> None:
+    strategy = ParameterServer()
+    with pytest.raises(FailedPrecondition, match="the server on device 2 needs 32 MiB and has 8 MiB"):
+        fit(strategy, strategy.plan(3, 8), blocks(), [None, None, 8 * MIB])
+
+
+def test_cuts_follow_speed_and_hand() -> None:
+    plan = Pipeline().plan(2, 4)
+    fast = fit(Pipeline(), plan, blocks(), [None] * 2, speeds=[3, 1])
+    assert [stage.blocks for stage in fast.stages] == [range(6), range(6, 8)]
+    hand = fit(Pipeline(), plan, blocks(), [None] * 2, cuts=[1])
+    assert [stage.blocks for stage in hand.stages] == [range(1), range(1, 8)]
+    with pytest.raises(InvalidArgument, match="stages: 2 are more than the model's 1 blocks"):
+        fit(Pipeline(), plan, blocks(1), [None] * 2)
+    with pytest.raises(InvalidArgument, match="memory: 3 of them for 2 devices"):
+        fit(Pipeline(), plan, blocks(), [None] * 3)

@@ -1,0 +1,142 @@
+"""Parameter servers: who waits for whom under BSP, ASP and SSP, whatever the links do."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shaken_links import shake
+
+from hoop.errors import InvalidArgument
+from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.plan import Plan
+from hoop.plan.rehearse import rehearse
+from hoop.plan.rules import Rule
+from hoop.plan.timing import units
+from hoop.strategies.parameter_server import ParameterServer
+
+
+def rules_of(strategy: ParameterServer, devices: int, micros: int, steps: int) -> tuple[Plan, list[Rule]]:
+    plan = strategy.plan(devices, micros)
+    rules = [strategy.rule(plan, rank, steps) for rank in range(devices)]
+    return plan, [rule for rule in rules if rule is not None]
+
+
+def dedent(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def test_bsp_grid() -> None:
+    plan = ParameterServer(2).plan(4, 2)
+    assert (plan.servers, plan.holders) == ((2, 3), ((0, 1),))
+    assert plan.grid(messages=True) == dedent("""
+        rank 0 | 0G@2 1G@3 0L0  0F0  0B0  0P@2 1P@3
+        rank 1 | 0G@2 1G@3 0L1  0F1  0B1  0P@2 1P@3
+        rank 2 | 0V@0 0V@1 0T@0 0T@1 0A   0U
+        rank 3 | 1V@0 1V@1 1T@0 1T@1 1A   1U
+    """)
+
+
+def test_asp_grid() -> None:
+    assert ParameterServer(mode="asp").plan(3, 3).grid(messages=True) == dedent("""
+        rank 0 | 0G@2 0L0  0F0  0B0  0L1  0F1  0B1  0P@2
+        rank 1 | 0G@2 0L2  0F2  0B2  0P@2
+        rank 2 | 0V@0 0V@1 0T@1 0U   0T@0 0U
+    """)
+
+
+def test_a_worker_without_a_shard_is_left_alone() -> None:
+    for mode in ("bsp", "asp", "ssp"):
+        plan = ParameterServer(mode=mode).plan(4, 2)
+        assert plan.ranks[2] == ()
+        assert {one.peer for one in plan.ranks[3] if one.peer >= 0} == {0, 1}
+
+
+def test_bsp_has_lists_and_the_others_rules() -> None:
+    for mode, ruled in (("bsp", False), ("asp", True), ("ssp", True)):
+        strategy = ParameterServer(mode=mode)
+        plan = strategy.plan(3, 4)
+        assert [strategy.rule(plan, rank) is not None for rank in range(3)] == [ruled] * 3
+        assert strategy.synchronous is not ruled
+
+
+def clocks_at_gives(line: list[Instruction], workers: int) -> list[tuple[int, int]]:
+    """For each time a server gives, the clock of who gets and the slowest clock then."""
+    clocks = [0] * workers
+    found = []
+    for one in line:
+        if one.kind is Kind.TAKE:
+            clocks[one.peer] += 1
+        elif one.kind is Kind.GIVE:
+            found.append((clocks[one.peer], min(clocks)))
+    return found
+
+
+@given(
+    st.sampled_from(["asp", "ssp"]),
+    st.integers(1, 2),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.data(),
+)
+@settings(max_examples=80)
+def test_nobody_is_further_ahead_than_allowed_and_nobody_waits_for_ever(
+    mode: str, servers: int, staleness: int, workers: int, steps: int, data: st.DataObject
+) -> None:
+    strategy = ParameterServer(servers, mode, staleness)
+    plan, rules = rules_of(strategy, workers + servers, workers, steps)
+    lines = shake(rules, data)
+    assert all(rule.finished for rule in rules)
+    for rank in plan.servers:
+        gives = clocks_at_gives(lines[rank], workers)
+        assert len(gives) == workers * steps
+        if mode == "ssp":
+            assert all(clock <= slowest + staleness for clock, slowest in gives)
+        takes = [place for place, one in enumerate(lines[rank]) if one.kind is Kind.TAKE]
+        assert len(takes) == workers * steps
+        # Each push is applied before anything else is done with it.
+        assert all(lines[rank][place + 1].kind is Kind.UPDATE for place in takes)
+
+
+def last_step_begun(strategy: ParameterServer, steps: int) -> int:
+    """How many steps the fast worker has begun when the slow one, a hundred times slower, has its first weights."""
+    _, rules = rules_of(strategy, 3, 2, steps)
+
+    def cost(rank: int, one: Instruction) -> float:
+        return units(rank, one) * (100 if rank == 1 else 1)
+
+    line = rehearse(rules, cost)[2]
+    first_push_of_slow = line.index(Instruction(Kind.TAKE, 0, peer=1))
+    return sum(one == Instruction(Kind.GIVE, 0, peer=0) for one in line[:first_push_of_slow])
+
+
+def test_asp_runs_away_and_ssp_waits_within_its_bound() -> None:
+    assert last_step_begun(ParameterServer(mode="asp"), 20) == 20
+    assert last_step_begun(ParameterServer(mode="ssp", staleness=3), 20) == 4
+    assert last_step_begun(ParameterServer(mode="ssp", staleness=0), 20) == 1
+
+
+def test_later_steps_number_their_micro_batches_on() -> None:
+    _, rules = rules_of(ParameterServer(mode="asp"), 3, 4, 2)
+    line = rehearse(rules)[1]
+    assert [one.micro for one in line if one.kind is Kind.FORWARD] == [2, 3, 6, 7]
+    assert rules[2].version(0) is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "complaint"),
+    [
+        ({"mode": "fast"}, "mode: 'fast' is none; choose bsp, asp, ssp"),
+        ({"servers": 0}, "servers: 0"),
+        ({"staleness": -1}, "staleness: -1"),
+    ],
+)
+def test_choices_that_are_none_are_named(choice: dict[str, object], complaint: str) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        ParameterServer(**choice)  # type: ignore[arg-type]
+
+
+def test_too_few_devices_is_said_with_a_remedy() -> None:
+    with pytest.raises(InvalidArgument, match=r"devices: 1 are too few for 1 servers .* take 2 or more"):
+        ParameterServer().plan(1, 4)
