@@ -17,7 +17,7 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
-ROOT_MODULES = {"errors", "config", "topology", "events"}
+ROOT_MODULES = {"errors", "config", "topology", "events", "files"}
 """Modules directly in ``hoop``: values everyone shares, standard library only."""
 
 # A room, then the rooms it may import; every one of them stands above it. "above" means all of those.
@@ -35,13 +35,13 @@ TABLE = """
     data            root
     plan            root
     strategies      root plan
-    engine          root plan strategies collectives membership
+    engine          root memory transport collectives membership models data plan strategies
     simulate        root plan collectives
-    launch          root memory wire client servers engine
-    torch_backend   root memory transport collectives
     report          root plan
+    launch          root memory wire membership client servers data engine report
+    torch_backend   root memory transport collectives
     bench           root memory transport collectives
-    hoop            root client
+    hoop            root client strategies data engine launch
     papers          above
     cli             above
     __main__        cli

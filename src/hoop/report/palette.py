@@ -1,0 +1,73 @@
+"""The colours of every picture, on light paper and on dark.
+
+Six colours that stay apart for people who see no red, no green or no blue, and at least 3:1 against the paper; a test
+measures both. Lines differ in marker and dash too, so that none is told by its colour alone. Pictures name
+classes, never colours: what a class looks like is decided here, once for light and once for dark.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Theme(NamedTuple):
+    """One look. ``idle`` is what shows where nothing happens."""
+
+    paper: str
+    ink: str
+    soft: str
+    grid: str
+    idle: str
+    colours: tuple[str, ...]
+
+
+LIGHT = Theme(
+    paper="#ffffff",
+    ink="#1c2026",
+    soft="#5b6470",
+    grid="#e4e7eb",
+    idle="#edeff2",
+    colours=("#1f66d6", "#a83a06", "#2aa06f", "#bf5b9c", "#a39600", "#2b2a63"),
+)
+DARK = Theme(
+    paper="#15181e",
+    ink="#eceff4",
+    soft="#a3acb9",
+    grid="#2c323c",
+    idle="#2b313c",
+    colours=("#8cc8ff", "#f2703a", "#3ddc97", "#cf66a8", "#f5dd5c", "#8a70e6"),
+)
+
+COLOURS = len(LIGHT.colours)
+
+KINDS = {
+    "forward": 0,
+    "backward": 1,
+    "update": 2,
+    "communicate": 3,
+    "load": 4,
+    "compute": 5,
+}
+"""The colour of each kind of span; ``send``, ``recv``, ``reduce``, ``push``, ``pull`` are communication too."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+
+
+def _rules(theme: Theme) -> str:
+    rules = [
+        f".paper{{fill:{theme.paper}}}",
+        f".ink{{fill:{theme.ink}}}",
+        f".soft{{fill:{theme.soft}}}",
+        f".grid{{stroke:{theme.grid}}}",
+        f".axis{{stroke:{theme.soft}}}",
+        f".idle{{fill:{theme.idle}}}",
+        f".halo{{stroke:{theme.paper}}}",
+        f".onbar{{fill:{theme.paper}}}",
+    ]
+    for index, colour in enumerate(theme.colours):
+        rules.append(f".f{index}{{fill:{colour}}}.l{index}{{stroke:{colour};fill:none}}")
+    return "".join(f".hoop {rule}" for rule in "".join(rules).replace("}.", "}\n.").split("\n"))
+
+
+STYLE = f"{_rules(LIGHT)}@media (prefers-color-scheme:dark){{{_rules(DARK)}}}"
+"""The style sheet that every picture carries; its class ``hoop`` keeps it to itself in a page."""

@@ -1,0 +1,42 @@
+"""The picture of a training run: loss above accuracy, from its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hoop.report.chart import Chart, Line, Lines, smoothed
+
+_RAW = 120
+"""A line of more points than this is drawn smooth, with what was measured faint behind it."""
+
+
+def training_chart(
+    rows: Sequence[Mapping[str, Any]],
+    title: str,
+    subtitle: str = "",
+    rules: Mapping[str, float] | None = None,
+) -> Chart:
+    """``loss`` and ``accuracy`` of rows are of training, ``test_loss`` and ``test_accuracy`` of the test.
+
+    Accuracies are shares of one and shown as percentages; so are the ``rules``, levels to compare with. A panel
+    that no row has values for is left out.
+    """
+    percent = {name: 100 * level for name, level in (rules or {}).items()}
+    loss, accuracy = _lines(rows, "loss", 1), _lines(rows, "accuracy", 100)
+    panels = [Lines("loss", loss)] if loss or not accuracy else []
+    panels += [Lines("accuracy (%)", accuracy, rules=percent)] if accuracy else []
+    return Chart(title, panels, x_label="step", subtitle=subtitle)
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], field: str, factor: float) -> list[Line]:
+    lines = []
+    for name, key in (("training", field), ("test", f"test_{field}")):
+        points = [(row["step"], factor * row[key]) for row in rows if row.get(key) is not None]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        if len(points) > _RAW:
+            lines.append(Line(name, steps, values, "faint"))
+            lines.append(Line(name, steps, smoothed(values, len(values) // 50)))
+        elif points:
+            lines.append(Line(name, steps, values))
+    return lines

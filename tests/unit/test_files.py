@@ -1,0 +1,125 @@
+"""Files are whole or not there, whatever happens to the writer or the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from hoop.errors import FailedPrecondition, ResourceExhausted
+from hoop.files import Appender, remove_leftovers, replacing, write_text
+
+
+def no_room(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_text(path, "old")
+    write_text(path, "new – ü")
+    assert path.read_text("utf-8") == "new – ü"
+    assert names(path.parent) == ["file.txt"]
+
+
+def test_readers_see_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+
+
+def test_an_error_in_the_block_leaves_the_old_file_and_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(FileNotFoundError, match="other"), replacing(path) as file:
+        file.write(b"half" + (tmp_path / "other").read_bytes())
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    monkeypatch.setattr(os, call, no_room)
+    with pytest.raises(ResourceExhausted, match=f"{path}.*No space left.*make room"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_real_full_disk_is_named() -> None:
+    with (
+        Appender("/dev/full") as file,
+        pytest.raises(ResourceExhausted, match="/dev/full: cannot write: No space left"),
+    ):
+        file.append(b"x")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("a file")
+    with pytest.raises(FailedPrecondition, match=r"plain/below.*choose a folder"):
+        write_text(tmp_path / "plain" / "below", "x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FailedPrecondition, match="folder"):
+        write_text(tmp_path / "folder", "x")
+    assert names(tmp_path) == ["folder", "plain"]
+
+
+def test_mode_and_long_names(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 250)
+    write_text(path, "secret", mode=0o600)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    block = replacing(tmp_path / "file")
+    block.__enter__()  # and the process dies here
+    (left,) = names(tmp_path)
+    (tmp_path / ".hidden").touch()
+    assert [path.name for path in remove_leftovers(tmp_path)] == [left]
+    assert names(tmp_path) == [".hidden"]
+    with pytest.raises(FailedPrecondition, match="cannot write"):
+        block.__exit__(None, None, None)
+
+
+def test_an_appended_record_is_there_at_once_and_completely(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    with Appender(path) as file:
+        file.append(b"one\n")
+        assert path.read_bytes() == b"one\n"
+        file.sync()
+    with Appender(path) as file:
+        file.append(b"two\n")
+    file.close()
+    assert path.read_bytes() == b"one\ntwo\n"
+    with pytest.raises(FailedPrecondition, match="exists"):
+        Appender(path, new=True)
+
+
+def test_half_a_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    with Appender(path) as file:
+        file.append(b"one\n")
+        write = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+        with pytest.raises(ResourceExhausted, match="No space left"):
+            file.append(b"two\n")
+        monkeypatch.undo()
+        assert path.read_bytes() == b"one\n"
+        file.append(b"three\n")
+    assert path.read_bytes() == b"one\nthree\n"
