@@ -11,8 +11,8 @@ help: ## List the targets
 install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing changed
 	@:
 
-train: install ## Train the example
-	@$(BIN)/python examples/lab_client.py
+train: install ## Train the MNIST model on 4 devices
+	@$(BIN)/hoop train mnist --devices 4
 
 test: check ## Everything a change must pass: check, then the tests
 	@$(BIN)/python -m pytest

@@ -1,5 +1,7 @@
 """Hoop: train a PyTorch model across whatever devices you have; no failure changes what comes out.
 
+result = hoop.train(model, (images, labels), devices=4, strategy=hoop.DataParallel(), epochs=3)
+
 with hoop.connect("127.0.0.1:4021") as cluster:
     comm = cluster.communicator(3)
     sums = comm.all_reduce([a, b, c])
@@ -18,28 +20,58 @@ if TYPE_CHECKING:
     from hoop.client.cluster import Cluster, connect
     from hoop.client.communicator import Communicator
     from hoop.client.device import Device
+    from hoop.data.dataset import Splits
+    from hoop.data.tensors import TensorData
+    from hoop.engine.job import Job
+    from hoop.launch.result import Result
+    from hoop.launch.training import train
+    from hoop.strategies.data_parallel import DataParallel
+    from hoop.strategies.hybrid import Hybrid
+    from hoop.strategies.parameter_server import ParameterServer
+    from hoop.strategies.pipeline import Pipeline
+    from hoop.strategies.ring_model import RingModel
 
 __version__ = "0.1.0"
 __all__ = [
     "Buffer",
     "Cluster",
     "Communicator",
+    "DataParallel",
     "Device",
     "Handle",
     "HoopError",
+    "Hybrid",
+    "Job",
+    "ParameterServer",
     "PeerError",
+    "Pipeline",
+    "Result",
+    "RingModel",
+    "Splits",
+    "TensorData",
     "UserError",
     "connect",
+    "train",
 ]
 
-# Loaded when first used: most rooms must do without gRPC, and importing hoop must cost next to nothing.
+# Loaded when first used: most rooms must do without gRPC and PyTorch, and importing hoop must cost next to nothing.
 _ROOMS = {
     "Buffer": "hoop.client.buffer",
     "Cluster": "hoop.client.cluster",
     "Communicator": "hoop.client.communicator",
+    "DataParallel": "hoop.strategies.data_parallel",
     "Device": "hoop.client.device",
     "Handle": "hoop.client.calls",
+    "Hybrid": "hoop.strategies.hybrid",
+    "Job": "hoop.engine.job",
+    "ParameterServer": "hoop.strategies.parameter_server",
+    "Pipeline": "hoop.strategies.pipeline",
+    "Result": "hoop.launch.result",
+    "RingModel": "hoop.strategies.ring_model",
+    "Splits": "hoop.data.dataset",
+    "TensorData": "hoop.data.tensors",
     "connect": "hoop.client.cluster",
+    "train": "hoop.launch.training",
 }
 
 

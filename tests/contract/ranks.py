@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import TypeVar
@@ -21,10 +21,13 @@ from hoop.errors import HoopError, PeerLost
 from hoop.transport import Endpoint, Transport, open_transport
 
 URIS = {
+    "hybrid": "hybrid://127.0.0.1:0",
     "inproc": "inproc://test:0",
     "shm": "shm://127.0.0.1:0",
     "tcp": "tcp://127.0.0.1:0",
 }
+LOOPBACKS = ("127.0.0.1", "127.0.1", "127.1")
+"""One address by three names: to a hybrid transport three hosts."""
 SHARED = ("shm",)
 """Those whose ranks see each other's memory, where there are more algorithms."""
 COMMUNICATOR = 7
@@ -51,17 +54,26 @@ def endpoints_of(
     ]
 
 
+def uri_of(scheme: str, rank: int, hosts: Sequence[int] = ()) -> str:
+    """Where a rank listens; where hosts matter, every other rank is on the second unless ``hosts`` says otherwise."""
+    host = LOOPBACKS[hosts[rank] if hosts else rank % 2]
+    return URIS[scheme].replace(LOOPBACKS[0], host) if scheme == "hybrid" else URIS[scheme]
+
+
 class Ranks:
     """The ranks of one communicator."""
 
-    def __init__(self, scheme: str, size: int) -> None:
+    def __init__(self, scheme: str, size: int, hosts: Sequence[int] = ()) -> None:
         self.scheme = scheme
+        self.hosts = tuple(hosts)
         self.size = size
         self.broken = False
         self._generation = 0
         self.communicators: list[Communicator] = []
         with contextlib.ExitStack() as opened:
-            self.transports = [opened.enter_context(open_transport(URIS[scheme])) for _ in range(size)]
+            self.transports = [
+                opened.enter_context(open_transport(uri_of(scheme, rank, hosts))) for rank in range(size)
+            ]
             self._threads = [
                 opened.enter_context(ThreadPoolExecutor(1, f"rank-{rank}")) for rank in range(size)
             ]
@@ -135,5 +147,7 @@ def _greet_everyone(one: Communicator) -> None:
     others = [peer for peer in range(one.size) if peer != one.rank]
     for peer in others:
         one.endpoint.send(peer, memoryview(b"!"), soon())
+    while others and not one.endpoint.senders(others, soon()):
+        pass  # for some transports the first wait for several starts a thread
     for peer in others:
         one.endpoint.recv_into(peer, memoryview(bytearray(1)), soon())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
@@ -228,6 +229,30 @@ def test_a_frame_of_another_generation_is_stale(
         receive(pair[0], 1, 8)
 
 
+@pytest.mark.parametrize("cut", [1, 51, 52, 53, 4095, 4097])
+def test_frames_may_arrive_in_any_portions(
+    transports: list[Transport], pair: Pair, raw: Dial, cut: int
+) -> None:
+    """However the stream is cut: what is read ahead of one message belongs to the next."""
+    payloads = [bytes([index % 251]) * size for index, size in enumerate([8, 0, 4000, 30, 1, 9000, 8] * 20)]
+    stream = b"".join(frame(index, payload) for index, payload in enumerate(payloads))
+    sock = raw(transports[0], hello())
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send() -> None:
+        portions = range(0, len(stream), cut) if cut > 60 else [0, *range(cut, 8 * 60, 60)]
+        for start, stop in itertools.pairwise([*portions, len(stream)]):
+            sock.sendall(stream[start:stop])
+
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(send)
+        for index, payload in enumerate(payloads):
+            assert pair[0].senders([1], soon()) == [1], f"message {index}"
+            assert receive(pair[0], 1, len(payload)) == payload, f"message {index}"
+        sent.result(LONG_S)
+    assert pair[0].senders([1], soon(0.01)) == []
+
+
 def flipped(packed: bytes, byte: int) -> bytes:
     return packed[:byte] + bytes([packed[byte] ^ 1]) + packed[byte + 1 :]
 
@@ -401,7 +426,7 @@ def test_a_close_at_the_worst_moment_is_still_a_close(
     """Another thread may close while this one is about to wait, or has just stopped waiting."""
     zero, _ = pair
     meet(pair)
-    make_poll = select.poll
+    poll = zero._poll
     closer = threading.Thread(target=zero.close)
 
     def close() -> None:
@@ -410,19 +435,15 @@ def test_a_close_at_the_worst_moment_is_still_a_close(
             closer.start()
         closer.join(0.2)
 
-    class Poll:
-        def __init__(self) -> None:
-            self._poll = make_poll()
-            self.register = self._poll.register
-            if moment == "before it watches":
-                close()
-
-        def poll(self, timeout: float) -> list[tuple[int, int]]:
-            ready = self._poll.poll(0)
+    def interrupted(poller: select.poll, deadline: float, looks: int = 0) -> list[tuple[int, int]]:
+        if moment == "before it watches":
             close()
-            return ready
+            return poll(poller, deadline, looks)
+        ready = poller.poll(0)
+        close()
+        return ready
 
-    monkeypatch.setattr(select, "poll", Poll)
+    monkeypatch.setattr(zero, "_poll", interrupted)
     with pytest.raises(PeerLost, match="rank 0: this endpoint is closed"):
         receive(zero, 1, 8, soon(2))
     closer.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -167,8 +168,6 @@ def test_a_deadline_that_has_passed_does_not_lose_what_is_there(pair: Pair) -> N
 def test_several_peers_are_awaited_at_once(transports: list[Transport]) -> None:
     """Whoever has a message is named; a lost one as well, and ``recv_into`` tells which."""
     zero, one = pair = endpoints_of(transports)
-    if type(zero).senders is Endpoint.senders:
-        pytest.skip("this transport waits for one peer at a time")
     meet(pair)
     assert zero.senders([1], soon(0.01)) == []
     say(one, 0, b"first")
@@ -182,10 +181,107 @@ def test_several_peers_are_awaited_at_once(transports: list[Transport]) -> None:
     zero.close()
 
 
+def test_whoever_speaks_first_ends_the_wait_and_a_lost_peer_does_as_well(scheme: str) -> None:
+    with ExitStack() as opened:
+        transports = [opened.enter_context(open_transport(URIS[scheme])) for _ in range(4)]
+        zero, *others = endpoints_of(transports)
+        for other in others:
+            say(other, 0, b"!")
+            receive(zero, other.rank, 1)
+            say(zero, other.rank, b"!")
+            receive(other, 0, 1)
+        with ThreadPoolExecutor(1) as thread:
+            for speaker in (others[1], others[0], others[2]):
+                waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+                until_started(waiting)
+                say(speaker, 0, b"word")
+                assert waiting.result(PROMPT_S) == [speaker.rank]
+                assert receive(zero, speaker.rank, 4) == b"word"
+            waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+            until_started(waiting)
+            others[1].close()
+            assert waiting.result(PROMPT_S) == [2]
+            with pytest.raises(PeerLost, match="rank 2"):
+                receive(zero, 2, 1)
+            say(others[2], 0, b"still here")
+            assert zero.senders([1, 3], soon()) == [3]
+            assert receive(zero, 3, 10) == b"still here"
+        for endpoint in (zero, *others):
+            endpoint.close()
+
+
+def test_pending_messages_move_while_several_peers_are_awaited(pair: Pair) -> None:
+    """Each sends more than a link holds, and only then listens: the wait has to hand over the rest."""
+    large = message(16 * MIB)
+
+    def swap(mine: Endpoint, peer: int) -> bytes:
+        mine.send(peer, memoryview(large), soon())
+        while not mine.senders([peer], soon()):
+            pass
+        heard = receive(mine, peer, len(large))
+        mine.send(peer, memoryview(b"done"), soon())
+        while not mine.senders([peer], soon()):
+            pass
+        return heard + receive(mine, peer, 4)
+
+    zero, one = pair
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(swap, one, 0)
+        assert swap(zero, 1) == large + b"done"
+        assert there.result(LONG_S) == large + b"done"
+
+
+def test_who_is_lost_with_messages_pending_is_named(transports: list[Transport]) -> None:
+    zero, one = pair = endpoints_of(transports)
+    meet(pair)
+    pending = zero.send(1, memoryview(message(16 * MIB)), soon())
+    if pending is None:
+        pytest.skip("this transport takes everything at once")
+    one.close()
+    deadline = soon(PROMPT_S)
+    while not (named := zero.senders([], deadline)):
+        assert time.monotonic() < deadline, "nobody was named"
+    assert named == [1]
+    with pytest.raises(PeerLost, match="rank 1"):
+        receive(zero, 1, 1)
+    zero.close()
+
+
+@pytest.mark.parametrize("size", [0, 8, 4096, 256 * 1024, 3 * MIB + 8], ids="{} bytes".format)
+def test_a_message_can_be_taken_in_pieces(pair: Pair, size: int) -> None:
+    """In order, without gaps, in whole elements; and the message after it is not touched."""
+    zero, one = pair
+    heard = bytearray()
+
+    def take(start: int, piece: memoryview) -> None:
+        assert start == len(heard)
+        assert piece.nbytes % 8 == 0, "half an element"
+        heard.extend(piece)
+
+    with ThreadPoolExecutor(1) as thread:
+        sent = [thread.submit(say, one, 0, what) for what in (message(size), b"next")]
+        zero.recv_pieces(1, size, take, soon())
+        assert bytes(heard) == message(size)
+        assert receive(zero, 1, 4) == b"next"
+        for future in sent:
+            future.result(LONG_S)
+    one.send(0, memoryview(message(16)), soon())
+    with pytest.raises(LinkCorrupted, match="16 bytes"):
+        zero.recv_pieces(1, 8, take, soon())
+
+
+def test_a_wake_is_not_lost_on_whoever_is_not_waiting_yet(pair: Pair) -> None:
+    zero, one = pair
+    zero.wake()
+    meet(pair)
+    assert zero.senders([1], soon()) == []
+    say(one, 0, b"news")
+    assert zero.senders([1], soon()) == [1]
+    assert receive(zero, 1, 4) == b"news"
+
+
 def test_wake_ends_the_wait_for_several_peers(pair: Pair) -> None:
     zero, _ = pair
-    if type(zero).senders is Endpoint.senders:
-        pytest.skip("this transport waits for one peer at a time")
     for met in (False, True):
         if met:
             meet(pair)

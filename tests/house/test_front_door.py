@@ -13,12 +13,22 @@ PUBLIC = [
     "Buffer",
     "Cluster",
     "Communicator",
+    "DataParallel",
     "Device",
     "Handle",
     "HoopError",
+    "Hybrid",
+    "Job",
+    "ParameterServer",
     "PeerError",
+    "Pipeline",
+    "Result",
+    "RingModel",
+    "Splits",
+    "TensorData",
     "UserError",
     "connect",
+    "train",
 ]
 """Sorted. Hoop's own promise to its users is this list and nothing else."""
 

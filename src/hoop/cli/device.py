@@ -52,6 +52,7 @@ def device(
 ) -> None:
     """Start one device and join it to a coordinator, at any time; Ctrl-C or SIGTERM makes it leave."""
     from hoop.cli.running import Stopping
+    from hoop.launch.training import trainer
     from hoop.servers.device import DeviceConfig, DeviceServer
     from hoop.servers.serving import write_address_file
 
@@ -72,7 +73,7 @@ def device(
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        server = DeviceServer(config)
+        server = DeviceServer(config, trainer)
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

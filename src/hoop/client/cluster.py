@@ -12,7 +12,8 @@ import grpc
 from hoop.client.calls import call
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
-from hoop.errors import InvalidArgument, NotFound
+from hoop.client.jobs import JobHandle
+from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.channels import Knocking, channel_options
@@ -57,6 +58,21 @@ class Cluster:
                 return self._known(device_info(member.device))
         raise NotFound(f"device {device_id} is unknown to the coordinator at {self.address}")
 
+    def wait_for_devices(self, count: int, patience: float = 60.0) -> None:
+        """Returns when so many devices are alive."""
+        deadline = time.monotonic() + patience
+        stream = self._stub.WatchEvents(pb.WatchEventsRequest(follow=True), timeout=patience)
+        try:
+            for _ in stream:
+                if sum(one.state == "alive" for one in self.status().devices) >= count:
+                    return
+        except grpc.RpcError as error:
+            if time.monotonic() < deadline:
+                raise translate(error, f"the coordinator at {self.address}") from None
+        finally:
+            stream.cancel()
+        raise DeadlineExceeded(f"{count} devices were not all there within {patience:g} s at {self.address}")
+
     def copy(
         self,
         source: tuple[int, int | str],
@@ -72,6 +88,15 @@ class Cluster:
             bytes=size,
         )
         self._call("Copy", request)
+
+    def start_job(self, settings: str, device_ids: Sequence[int], resume: str = "") -> JobHandle:
+        """Trains by these settings (JSON) on these devices; ``resume`` names a buffer that all of them have."""
+        whom = f"the coordinator at {self.address}"
+        return JobHandle.start(self._stub, settings, list(device_ids), resume, self._timeout, whom)
+
+    def job(self, job_id: int) -> JobHandle:
+        """A job that somebody started."""
+        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}")
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
         """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""

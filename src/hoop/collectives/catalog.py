@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from hoop.collectives import halving, naive, ring, shared, tree
+from hoop.collectives import halving, hierarchical, naive, ring, shared, tree
 from hoop.collectives.plan import Plan, Shape
 from hoop.collectives.reduction import OPERATIONS
 from hoop.errors import InvalidArgument
@@ -30,6 +30,12 @@ class Collective:
     shared: dict[str, PlanFunction]
     """Where ranks see each other's memory."""
     reduces: bool = False
+    spanning: dict[str, PlanFunction] = field(default_factory=dict)
+    """Where ranks of one host see each other's memory, and there are several hosts."""
+
+    @property
+    def every(self) -> dict[str, PlanFunction]:
+        return {**self.algorithms, **self.shared, **self.spanning}
 
 
 def _one(shape: Shape, rank: int) -> int:
@@ -74,9 +80,17 @@ CATALOG: dict[str, Collective] = {
             "direct": shared.direct_all_reduce,
         },
         reduces=True,
+        spanning={
+            "hierarchical": hierarchical.all_reduce,
+            "hierarchical_tree": hierarchical.tree_all_reduce,
+        },
     ),
     "broadcast": Collective(
-        {"tree": tree.broadcast, "naive": naive.broadcast}, _at_root(_one), _one, _shared(shared.broadcast)
+        {"tree": tree.broadcast, "naive": naive.broadcast},
+        _at_root(_one),
+        _one,
+        _shared(shared.broadcast),
+        spanning={"hierarchical": hierarchical.broadcast},
     ),
     "reduce": Collective(
         {"tree": tree.reduce, "naive": naive.reduce},
@@ -114,7 +128,7 @@ class Operation:
     def __post_init__(self) -> None:
         if self.collective not in CATALOG:
             raise InvalidArgument(f"collective: {self.collective!r} is unknown; known: {', '.join(CATALOG)}")
-        known = {**CATALOG[self.collective].algorithms, **CATALOG[self.collective].shared}
+        known = CATALOG[self.collective].every
         if self.algorithm and self.algorithm not in known:
             raise InvalidArgument(
                 f"algorithm: {self.collective} has no {self.algorithm!r}; it has {', '.join(known)}"
@@ -130,9 +144,9 @@ class Operation:
 
     def check(self, size: int) -> None:
         """Whether it makes sense in a communicator of ``size`` ranks."""
-        for field, rank in (("root", self.root), ("peer", self.peer)):
+        for name, rank in (("root", self.root), ("peer", self.peer)):
             if not 0 <= rank < size:
-                raise InvalidArgument(f"{field}: rank {rank} is not in 0..{size - 1}")
+                raise InvalidArgument(f"{name}: rank {rank} is not in 0..{size - 1}")
 
     @property
     def default(self) -> str:
@@ -146,11 +160,22 @@ class Operation:
         )
         return Shape(size, self.count, self.root, self.peer, chunk)
 
-    def plan(self, size: int, rank: int, algorithm: str = "", count: int | None = None) -> Plan:
-        """What a rank does; ``count`` plans for fewer elements, where a vector is worked on piece by piece."""
+    def plan(
+        self,
+        size: int,
+        rank: int,
+        algorithm: str = "",
+        count: int | None = None,
+        hosts: tuple[int, ...] = (),
+        window: int = 0,
+    ) -> Plan:
+        """What a rank does; ``count`` plans for fewer elements, where a vector is worked on piece by piece, ``hosts``
+        for ranks on several, with windows of so many elements inside them (0: vectors lie in shared memory)."""
         shape = self.shape(size)
         if count is not None:
             shape = replace(shape, count=count)
+        if hosts:
+            shape = replace(shape, hosts=hosts, chunk=window)
         return _plan(self.collective, algorithm or self.default, shape, rank)
 
     def extents(self, size: int, rank: int) -> tuple[int, int]:
@@ -170,5 +195,4 @@ class Operation:
 
 @functools.lru_cache(maxsize=256)
 def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> Plan:
-    entry = CATALOG[collective]
-    return (entry.algorithms.get(algorithm) or entry.shared[algorithm])(shape, rank)
+    return CATALOG[collective].every[algorithm](shape, rank)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.sharing import FLAT_BYTES
 from hoop.errors import InvalidArgument
-from hoop.transport.base import Endpoint, SharedEndpoint
+from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,14 @@ def choose(operation: Operation, endpoint: Endpoint, cost: LinkCost | None = Non
                 f"algorithm: {operation.algorithm} needs ranks that share memory; over these links there is "
                 f"{', '.join(entry.algorithms)}"
             )
+        if operation.algorithm in entry.spanning and not _spans(endpoint):
+            raise InvalidArgument(
+                f"algorithm: {operation.algorithm} needs several hosts, and one with several ranks that share memory; "
+                f"here there is {', '.join(entry.shared if isinstance(endpoint, SharedEndpoint) else entry.algorithms)}"
+            )
         return operation.algorithm
+    if isinstance(endpoint, SpanningEndpoint) and entry.spanning and _spans(endpoint):
+        return _spanning(operation, len(set(endpoint.hosts)), cost or LinkCost())
     if isinstance(endpoint, SharedEndpoint) and entry.shared:
         return _shared(operation, endpoint)
     if operation.collective == "all_reduce":
@@ -42,6 +49,21 @@ def _shared(operation: Operation, endpoint: SharedEndpoint) -> str:
         return "flat"
     has_arenas = all(arena is not None for arena in endpoint.arenas)
     return "direct" if has_arenas and "direct" in CATALOG[operation.collective].shared else "staged"
+
+
+def _spans(endpoint: Endpoint) -> bool:
+    """Whether there are several hosts, and several ranks on one of them."""
+    return isinstance(endpoint, SpanningEndpoint) and 1 < len(set(endpoint.hosts)) < endpoint.size
+
+
+def _spanning(operation: Operation, hosts: int, cost: LinkCost) -> str:
+    """A tree between many hosts for small vectors, else a ring; what crosses a host's border shares its cable."""
+    if "hierarchical_tree" not in CATALOG[operation.collective].spanning:
+        return "hierarchical"
+    size = operation.count * operation.dtype.itemsize * cost.byte_s
+    tree = 2 * math.ceil(math.log2(hosts)) * (cost.message_s + size)
+    ring = 2 * (hosts - 1) * (cost.message_s + size / hosts)
+    return "hierarchical_tree" if tree < ring else "hierarchical"
 
 
 def _by_messages(operation: Operation, n: int, cost: LinkCost) -> str:

@@ -11,10 +11,12 @@ import numpy as np
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.choose import LinkCost, choose
 from hoop.collectives.execute import Execution
+from hoop.collectives.measure import measure
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.sharing import Sharing
+from hoop.collectives.spanning import Spanning
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, LinkCorrupted, PeerError, PeerLost
-from hoop.transport.base import Endpoint, SharedEndpoint
+from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Communicator:
         """What a link costs, where it was measured; decides between algorithms."""
         self._scratch: Array = np.empty(0, np.uint8)
         self._sharing = Sharing(endpoint) if isinstance(endpoint, SharedEndpoint) else None
+        self._spanning = Spanning(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
 
     @property
     def rank(self) -> int:
@@ -93,15 +96,22 @@ class Communicator:
         """Runs the operation with the other ranks; ``round_index`` runs that round of its plan alone."""
         self.check(operation, source, destination)
         # A round alone only makes sense for messages: where memory is shared there is nothing to step.
+        if round_index is None:
+            self._weigh(operation, timeout)
         algorithm = choose(operation, self.endpoint, self.cost) if round_index is None else operation.default
         messages, sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
         started = time.monotonic()
-        if self._sharing is not None and algorithm in CATALOG[operation.collective].shared:
+        entry = CATALOG[operation.collective]
+        by: Sharing | Spanning | None = self._sharing if algorithm in entry.shared else None
+        if algorithm in entry.spanning and round_index is None:
+            by = self._spanning
+        if by is not None:
             try:
-                self._sharing.run(operation, algorithm, source, destination, started + timeout)
-            except (PeerLost, DeadlineExceeded) as error:
+                by.run(operation, algorithm, source, destination, started + timeout)
+            except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
                 raise type(error)(f"{error}, in {operation}") from error
-            return Report(time.monotonic() - started, 0, 0, algorithm)
+            messages, sent = self.endpoint.messages_sent - messages, self.endpoint.bytes_sent - sent
+            return Report(time.monotonic() - started, messages, sent, algorithm)
         plan = operation.plan(self.size, self.rank, algorithm)
         if not round_index or self._scratch.size < plan.scratch:
             self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
@@ -138,7 +148,12 @@ class Communicator:
             raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
         if self._sharing is not None and not operation.algorithm:
             return self._sharing.prepare(operation, source, destination, time.monotonic() + timeout)
-        plan = operation.plan(self.size, self.rank, choose(operation, self.endpoint, self.cost))
+        self._weigh(operation, timeout)
+        algorithm = choose(operation, self.endpoint, self.cost)
+        spanning = self._spanning
+        if spanning is not None and algorithm in CATALOG[operation.collective].spanning:
+            return lambda deadline: spanning.run(operation, algorithm, source, destination, deadline)
+        plan = operation.plan(self.size, self.rank, algorithm)
         reduction = Reduction(operation.op, operation.dtype)
 
         scratch = np.empty(plan.scratch, source.dtype)
@@ -147,6 +162,18 @@ class Communicator:
             Execution(self.endpoint, source, destination, scratch, reduction, deadline).run(plan)
 
         return again
+
+    def _weigh(self, operation: Operation, timeout: float) -> None:
+        """Measures the links before the first choice that depends on them; every rank comes here with the same."""
+        if self.cost is None and self._sharing is None and self.size > 2:
+            if operation.collective == "all_reduce" and not operation.algorithm:
+                self.cost = measure(self.endpoint, time.monotonic() + timeout)
+
+    def exchange(
+        self, source: Array, destination: Array, deadline: float
+    ) -> tuple[list[Array], list[Array]] | None:
+        """Everybody's source and destination, mapped here; None where not all of them are in shared arenas."""
+        return self._sharing.exchange(source, destination, deadline) if self._sharing else None
 
     def close(self) -> None:
         self.endpoint.close()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hoop.collectives.plan import Copy, Finish, Instruction, Range, Recv, Reduce, Send
+from hoop.collectives.plan import Combine, Copy, Finish, Instruction, Range, Recv, Reduce, Send
 from hoop.collectives.reduction import Array, Reduction
 from hoop.transport.base import Endpoint, Pending
 
@@ -54,6 +54,9 @@ class Execution:
                     if self._span(source) != self._span(destination):
                         self._about_to_write(destination)
                         np.copyto(self._array(destination), self._array(source))
+                case Combine(left, right, into):
+                    self._about_to_write(into)
+                    self._reduction.combine_into(self._array(left), self._array(right), self._array(into))
                 case Finish(where):
                     self._about_to_write(where)
                     self._reduction.finish(self._array(where), endpoint.size)

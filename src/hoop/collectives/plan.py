@@ -72,6 +72,14 @@ class Copy(NamedTuple):
     destination: Range
 
 
+class Combine(NamedTuple):
+    """Combine two ranges into a third of the same length, which may be one of them."""
+
+    left: Range
+    right: Range
+    into: Range
+
+
 class Finish(NamedTuple):
     """A range holds its final combination: apply what the operation does last (AVG divides)."""
 
@@ -84,9 +92,12 @@ class Finish(NamedTuple):
 class Meet(NamedTuple):
     """Wait until every rank has come here; what they wrote before can be read afterwards."""
 
+    ranks: tuple[int, ...] = ()
+    """Whom it is for: the ranks of one host; empty: all."""
+
 
 class Take(NamedTuple):
-    """Copy a range of a peer's window (or one's own) to a range of the same length."""
+    """Copy a range of a peer's window (or of its destination) to a range of the same length."""
 
     peer: int
     there: Range
@@ -100,9 +111,11 @@ class Fold(NamedTuple):
     there: Range
     here: Range
     everyone: bool = False
+    ranks: tuple[int, ...] = ()
+    """Whose windows: the ranks of one host, and then it is not finished, for other hosts follow; empty: all."""
 
 
-Instruction = Send | Recv | Reduce | Copy | Finish | Meet | Take | Fold
+Instruction = Send | Recv | Reduce | Copy | Combine | Finish | Meet | Take | Fold
 Round = tuple[Instruction, ...]
 
 
@@ -140,7 +153,9 @@ class Shape:
     root: int = 0
     peer: int = 0
     chunk: int = 0
-    """Elements a message may carry at most, for chunked algorithms; 0: no limit."""
+    """Elements a message (or a window, inside a host) may carry at most; 0: no limit."""
+    hosts: tuple[int, ...] = ()
+    """The host of each rank, where some share one; empty: nobody does, or nobody asks."""
 
 
 def split(count: int, parts: int) -> list[tuple[int, int]]:
@@ -184,10 +199,12 @@ def verify(plans: Sequence[Plan]) -> list[str]:
                         problems.append(f"rank {rank}: {instruction} gets {length} elements")
                 instructions.popleft()
                 moved = True
-        if not moved and all(left and isinstance(left[0], Meet) for left in todo):
-            for left in todo:
-                left.popleft()
-            moved = True
+        for meeting in {left[0] for left in todo if left and isinstance(left[0], Meet)}:
+            those = [todo[rank] for rank in meeting.ranks or range(len(todo))]
+            if all(left and isinstance(left[0], Meet) and left[0] == meeting for left in those):
+                for left in those:
+                    left.popleft()
+                moved = True
     problems += [f"rank {rank}: waits for ever at {left[0]}" for rank, left in enumerate(todo) if left]
     problems += [
         f"{len(wire)} messages {a} -> {b} are never received" for (a, b), wire in wires.items() if wire

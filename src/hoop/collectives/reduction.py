@@ -42,13 +42,17 @@ class Reduction:
 
     def combine(self, into: Array, other: Array) -> None:
         """``into = into op other``."""
+        self.combine_into(into, other, into)
+
+    def combine_into(self, left: Array, right: Array, into: Array) -> None:
+        """``into = left op right``."""
         with np.errstate(all="ignore"):
             if self._brain:
-                mine, theirs = bfloat16_to_float32(into), bfloat16_to_float32(other)
+                mine, theirs = bfloat16_to_float32(left), bfloat16_to_float32(right)
                 self._kernel(mine, theirs, out=mine)
                 float32_to_bfloat16(mine, out=into)
             else:
-                self._kernel(into, other, out=into)
+                self._kernel(left, right, out=into)
 
     def fold(self, vectors: Sequence[Array], into: Sequence[Array]) -> None:
         """Combines the vectors in their order, finishes, and puts the result into every one of ``into``."""

@@ -53,7 +53,7 @@ class Sharing:
         start = int(array.__array_interface__["data"][0] - arena.__array_interface__["data"][0])
         return start if start >= 0 and start + array.nbytes <= arena.nbytes else None
 
-    def _exchange(
+    def exchange(
         self, source: Array, destination: Array, deadline: float
     ) -> tuple[list[Array], list[Array]] | None:
         """Everybody's source and destination, where all of them are in arenas; a meeting."""
@@ -85,7 +85,7 @@ class Sharing:
         """One operation, from the first meeting to the last."""
         reduction = Reduction(operation.op, operation.dtype)
         if algorithm == "direct":
-            seen = self._exchange(source, destination, deadline)
+            seen = self.exchange(source, destination, deadline)
             if seen is not None:
                 plan = operation.plan(self._endpoint.size, self._endpoint.rank, "direct")
                 self._direct(plan, seen, destination, reduction, deadline)
@@ -187,7 +187,7 @@ class Sharing:
                 folds[turn]()
 
             return flat
-        exchanged = self._exchange(source, destination, deadline)
+        exchanged = self.exchange(source, destination, deadline)
         if exchanged is None:
             return lambda deadline: self._in_pieces(
                 operation, "staged", source, destination, reduction, deadline

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, MembershipChanged
-from hoop.events import Event
 from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState, Member
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.copying import copy
+from hoop.servers.following import following
 from hoop.servers.groups import Groups
+from hoop.servers.jobs import Jobs, is_over
 from hoop.servers.work import Work
 from hoop.wire.convert import describe, device_info, event_message
 from hoop.wire.generated import hoop_pb2 as pb
@@ -29,6 +29,7 @@ class CoordinatorService:
         self._coordinator = coordinator
         self._conductor = conductor
         self._groups = groups
+        self._jobs = Jobs(coordinator, conductor)
 
     # ---- devices
 
@@ -94,19 +95,33 @@ class CoordinatorService:
         )
 
     async def watch_events(self, request: pb.WatchEventsRequest) -> AsyncIterator[pb.Event]:
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        unsubscribe = self._coordinator.events.subscribe(queue.put_nowait)
-        try:
-            last = request.after
-            for event in self._coordinator.events.after(request.after):
-                last = event.sequence
+        events = self._coordinator.events
+        if not request.follow:
+            for event in events.after(request.after):
                 yield event_message(event)
-            while request.follow:
-                event = await queue.get()
-                if event.sequence > last:
-                    yield event_message(event)
-        finally:
-            unsubscribe()
+            return
+        async for event in following(events, request.after):
+            yield event_message(event)
+
+    # ---- jobs
+
+    async def start_job(self, request: pb.StartJobRequest) -> pb.StartJobResponse:
+        job_id = await self._jobs.start(request.settings, tuple(request.device_ids), request.resume)
+        return pb.StartJobResponse(job_id=job_id)
+
+    async def watch_job(self, request: pb.WatchJobRequest) -> AsyncIterator[pb.JobEvent]:
+        async for event in following(self._jobs.log(request.job_id), request.after, is_over):
+            yield pb.JobEvent(
+                sequence=event.sequence,
+                time=event.time,
+                rank=int(event.fields["rank"]),
+                kind=event.kind,
+                json=event.text,
+            )
+
+    async def stop_job(self, request: pb.StopJobRequest) -> pb.StopJobResponse:
+        await self._jobs.stop(request.job_id)
+        return pb.StopJobResponse()
 
     # ---- communicators
 

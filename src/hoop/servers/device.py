@@ -21,6 +21,7 @@ from hoop.servers.attendance import Attendance
 from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
 from hoop.servers.streams import StreamTable
+from hoop.servers.tasks import Tasks, Trainer
 from hoop.topology import Address, DeviceInfo
 from hoop.transport.shm import share
 from hoop.transport.tcp import TcpTransport
@@ -57,7 +58,7 @@ class DeviceConfig:
 class DeviceServer:
     """A running device."""
 
-    def __init__(self, config: DeviceConfig) -> None:
+    def __init__(self, config: DeviceConfig, trainer: Trainer | None = None) -> None:
         check_exposure(Address(config.host, config.port), config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
@@ -75,7 +76,8 @@ class DeviceServer:
         self._runner = Runner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams)
-        self._service = device_service.DeviceService(self._arena, self._runner, self._streams)
+        self._tasks = Tasks(self._arena, self._runner, trainer)
+        self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
         self._attendance = Attendance(config.coordinator, self._service.memory)
         self._server: grpc.aio.Server | None = None
         self._info = DeviceInfo(
@@ -119,6 +121,7 @@ class DeviceServer:
     async def stop(self) -> None:
         """Leaves, ends what is under way, and gives everything back."""
         await self._attendance.leave()
+        self._tasks.close()
         self._transport.close()
         if self._shared is not None:
             self._shared.close()

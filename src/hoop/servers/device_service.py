@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, PeerLost
 from hoop.memory import Arena, Buffer
+from hoop.servers.following import following
 from hoop.servers.runner import Runner, locate
 from hoop.servers.streams import StreamTable
+from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STREAM_CHUNK_BYTES
 from hoop.wire.convert import describe
@@ -19,9 +21,10 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 class DeviceService:
     """Answers Hoop's own calls to a device."""
 
-    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable) -> None:
+    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable, tasks: Tasks) -> None:
         self._arena = arena
         self._runner = runner
+        self._tasks = tasks
         self._streams = streams
         self.info: DeviceInfo | None = None
 
@@ -94,6 +97,18 @@ class DeviceService:
         if request.lost_device:
             self._streams.lose(request.lost_device, request.reason)
         return pb.AbortResponse()
+
+    async def start_task(self, request: pb.StartTaskRequest) -> pb.StartTaskResponse:
+        self._tasks.start(request)
+        return pb.StartTaskResponse()
+
+    async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:
+        async for event in following(self._tasks.task(request.job_id).log, request.after, is_last):
+            yield pb.JobEvent(sequence=event.sequence, time=event.time, kind=event.kind, json=event.text)
+
+    async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
+        self._tasks.stop(request.job_id)
+        return pb.StopTaskResponse()
 
 
 def _message(buffer: Buffer) -> pb.Buffer:

@@ -20,6 +20,7 @@ from hoop.memory import Arena
 from hoop.servers.work import operation_from
 from hoop.topology import DeviceInfo
 from hoop.transport import Endpoint, Transport
+from hoop.transport.hybrid import endpoint_for
 from hoop.wire.convert import device_info
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -119,10 +120,7 @@ class Runner:
             raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
         if len(request.operations) > MAX_OPERATIONS:
             raise InvalidArgument(f"operations: {len(request.operations)} is more than {MAX_OPERATIONS}")
-        seat = self.seat(request.seat)
-        communicator = seat.communicator = seat.communicator or Communicator(
-            self._endpoint(request.seat.communicator_id, seat)
-        )
+        seat, communicator = self.take(request.seat)
         total = len(request.operations)
         jobs = []
         for index, message in enumerate(request.operations, start=1):
@@ -147,14 +145,27 @@ class Runner:
         return reports
 
     def _endpoint(self, communicator_id: int, seat: Seat) -> Endpoint:
-        """Shared memory where all members have it in common, else links."""
-        shared = [member.shared_address for member in seat.members]
-        hosts = {address.host if address else "" for address in shared}
-        if self._shared is not None and len(hosts) == 1 and "" not in hosts:
-            peers = [address for address in shared if address is not None]
-            return self._shared.endpoint(communicator_id, seat.generation, seat.rank, peers)
+        """Shared memory where all members have it in common, links where no two have, else both."""
         peers = [member.data_address for member in seat.members]
-        return self._links.endpoint(communicator_id, seat.generation, seat.rank, peers)
+        shared = [member.shared_address for member in seat.members]
+        place = (communicator_id, seat.generation, seat.rank)
+        return endpoint_for(self._links, self._shared, *place, peers, shared)
+
+    def take(self, message: pb.Seat) -> tuple[Seat, Communicator]:
+        """A seat with its links, for somebody who uses them until ``release``."""
+        seat = self.seat(message)
+        seat.communicator = seat.communicator or Communicator(self._endpoint(message.communicator_id, seat))
+        return seat, seat.communicator
+
+    def group(self, communicator_id: int, seat: Seat, ranks: tuple[int, ...]) -> Communicator:
+        """Links among some of a seat's ranks."""
+        members = tuple(seat.members[rank] for rank in ranks)
+        some = Seat(seat.generation, ranks.index(seat.rank), members)
+        return Communicator(self._endpoint(communicator_id, some))
+
+    def release(self, communicator_id: int, seat: Seat) -> None:
+        """Closes a seat's links, if it is still this one."""
+        self._leave(communicator_id, seat)
 
     def _leave(self, communicator_id: int, seat: Seat) -> None:
         if self._seats.get(communicator_id) is seat:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, UserError
@@ -14,6 +15,22 @@ from hoop.strategies.strategy import Strategy
 
 Memory = Sequence[int | None]
 """For each device its bytes; None: no limit."""
+
+
+class Gradients(NamedTuple):
+    """How many gradients there is room for: of a stage at each who holds it, of a slice at a server."""
+
+    holder: int
+    server: int
+
+
+Room = Callable[[Strategy, Plan], Gradients]
+"""What an engine makes room for under a strategy."""
+
+
+def one_each(strategy: Strategy, plan: Plan) -> Gradients:
+    """The least."""
+    return Gradients(1, 1)
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,7 @@ def fit(
     memory: Memory,
     speeds: Sequence[float] | None = None,
     cuts: Sequence[int] | None = None,
+    room: Room = one_each,
 ) -> Fit:
     """Cuts the model for a plan, by cost or by hand, and counts what every device holds; raises where one is too small.
 
@@ -56,7 +74,8 @@ def fit(
                 strategy.versions,
             )
         )
-    held = _copies(blocks) if plan.servers else blocks
+    gradients = room(strategy, plan)
+    held = [_with(block, gradients.holder, not plan.servers) for block in blocks]
     stages = partition(held, places) if cuts is None else cut(held, places, cuts)
     bytes_held = [
         sum(
@@ -68,18 +87,22 @@ def fit(
         )
         for rank in range(plan.size)
     ]
-    _serve(plan, blocks, memory, bytes_held)
+    _serve(plan, [_with(block, gradients.server, True) for block in blocks], memory, bytes_held)
     return Fit(strategy, stages, bytes_held)
 
 
 def fitting(
-    strategies: Iterable[Strategy], blocks: Sequence[Block], memory: Memory, micros: int
+    strategies: Iterable[Strategy],
+    blocks: Sequence[Block],
+    memory: Memory,
+    micros: int,
+    room: Room = one_each,
 ) -> list[Fit]:
     """Those of the strategies under which the model fits, the least demanding first."""
     found = []
     for strategy in strategies:
         try:
-            found.append(fit(strategy, strategy.plan(len(memory), micros), blocks, memory))
+            found.append(fit(strategy, strategy.plan(len(memory), micros), blocks, memory, room=room))
         except UserError:
             continue
     return sorted(found, key=lambda one: max(one.bytes))
@@ -97,9 +120,11 @@ def _name(ranks: Sequence[int]) -> str:
     return f"device {listed}" if len(ranks) == 1 else f"each of devices {listed}"
 
 
-def _copies(blocks: Sequence[Block]) -> list[Block]:
-    """Blocks as a worker of a parameter server holds them: the optimizer's state is at the servers."""
-    return [replace(block, optimizer_bytes=0) for block in blocks]
+def _with(block: Block, gradients: int, updates: bool) -> Block:
+    """A block with room for so many gradients; the workers of a parameter server have no optimizer state."""
+    each = block.weight_bytes if block.gradient_bytes is None else block.gradient_bytes
+    state = block.optimizer_bytes if updates else 0
+    return replace(block, gradient_bytes=gradients * each, optimizer_bytes=state)
 
 
 def _serve(plan: Plan, blocks: Sequence[Block], memory: Memory, bytes_held: list[int]) -> None:

@@ -26,11 +26,12 @@ from hoop.topology import Address
 from hoop.torch_backend.errors import for_torch
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.post import Post
-from hoop.transport import Transport, open_transport
+from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.hybrid_transport import HybridTransport
 
 ON_ONE_HOST = "shm"
-"""The transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another; between hosts,
-and for messages, it is tcp."""
+"""The transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another; for messages it is
+tcp, and between hosts as well, or hybrid where some ranks share one."""
 GENERATION = 1
 LOOPBACK = "127.0.0.1"
 
@@ -42,7 +43,7 @@ def meet(
     turn = store.add(f"hoop/round/{rank}", 1)
     hosts = _tell(name, store, f"hoop/{turn}/host", rank, size, _host(), timeout)
     together = len(set(hosts)) == 1
-    scheme = "inproc" if size == 1 else _on_one_host() if together else "tcp"
+    scheme = "inproc" if size == 1 else _on_one_host() if together else _between(hosts)
     here = LOOPBACK if together else _address_towards(store)
     messages = "inproc" if size == 1 else "tcp"
     transports = [borrow(f"{one}://{Address(here, 0)}") for one in (scheme, messages)]
@@ -52,12 +53,16 @@ def meet(
             text.split() for text in _tell(name, store, f"hoop/{turn}/place", rank, size, place, timeout)
         ]
         number = 2 * int(places[0][0])
-        endpoints = [
-            transport.endpoint(
-                number + index, GENERATION, rank, [Address.parse(place[1 + index]) for place in places]
-            )
-            for index, transport in enumerate(transports)
-        ]
+        endpoints: list[Endpoint] = []
+        for index, transport in enumerate(transports):
+            peers = [Address.parse(place[1 + index]) for place in places]
+            seat = (number + index, GENERATION, rank, peers)
+            if isinstance(transport, HybridTransport):
+                endpoints.append(
+                    transport.endpoint(*seat, [host if _shares(host) else None for host in hosts])
+                )
+            else:
+                endpoints.append(transport.endpoint(*seat))
     except BaseException:
         give_back(transports)
         raise
@@ -87,6 +92,15 @@ def _tell(name: str, store: Any, key: str, rank: int, size: int, value: str, tim
 
 def _on_one_host() -> str:
     return os.environ.get("HOOP_TRANSPORT", ON_ONE_HOST)
+
+
+def _between(hosts: list[str]) -> str:
+    """Between hosts: with shared memory inside those that have several ranks, by which every rank must abide."""
+    return "hybrid" if any(hosts.count(host) > 1 and _shares(host) for host in hosts) else "tcp"
+
+
+def _shares(host: str) -> bool:
+    return host.endswith(f"/{ON_ONE_HOST}")
 
 
 def _host() -> str:

@@ -16,12 +16,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from hoop.errors import DeadlineExceeded, HoopError, InternalError
+import numpy as np
+
+from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.mailbox import Bytes, Mailbox
+
+TakePiece = Callable[[int, memoryview], None]
+"""Gets where a piece of a message starts, and the piece, which is good until it returns."""
 
 
 class Pending(ABC):
@@ -44,6 +49,8 @@ class Endpoint(ABC):
         self.generation = generation
         self.rank = rank
         self.peers = tuple(peers)
+        self.names: Sequence[int] = range(len(self.peers))
+        """What errors call the ranks: their numbers in the whole communicator, where this endpoint is of a part."""
         self.messages_sent = 0
         self.bytes_sent = 0
 
@@ -59,16 +66,27 @@ class Endpoint(ABC):
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         """The next message from ``peer``, which must be exactly as long as ``into``."""
 
+    def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
+        """The next message from ``peer``, of ``size`` bytes, handed to ``take`` in order as its pieces come.
+
+        For whoever combines a message with something: a piece is still in the cache, and the next one travels
+        meanwhile. Pieces hold whole elements of any type.
+        """
+        landing = np.empty(size, np.uint8).data
+        self.recv_into(peer, landing, deadline)
+        take(0, landing)
+
+    @abstractmethod
     def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
         """Waits until some of these peers have a message, or are lost, and names them: ``recv_into`` tells which.
 
-        Empty when ``wake`` was called, a pending message moved on or the deadline passed, whichever came first.
+        Whoever is lost with messages pending for it is named as well, and they are dropped. Empty when ``wake`` was
+        called, a pending message moved on or the deadline passed, whichever came first.
         """
-        raise InternalError(f"{type(self).__name__} cannot wait for several peers")
 
+    @abstractmethod
     def wake(self) -> None:
-        """Makes ``senders`` return; from any thread."""
-        raise InternalError(f"{type(self).__name__} cannot wait for several peers")
+        """Makes ``senders`` return: the one under way, or else the next; from any thread."""
 
     @abstractmethod
     def flush(self, deadline: float) -> None:
@@ -83,11 +101,11 @@ class Endpoint(ABC):
         """Closes every link; peers that wait for this rank learn of it at once."""
 
     def describe(self, peer: int) -> str:
-        return f"rank {peer} at {self.peers[peer]}"
+        return f"rank {self.names[peer]} at {self.peers[peer]}"
 
     def overdue(self, peer: int, doing: str) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"rank {self.rank}: {doing} {self.describe(peer)} passed its deadline "
+            f"rank {self.names[self.rank]}: {doing} {self.describe(peer)} passed its deadline "
             f"(communicator {self.communicator}, generation {self.generation})"
         )
 
@@ -109,6 +127,19 @@ class SharedEndpoint(Endpoint):
     @abstractmethod
     def meet(self, deadline: float) -> None:
         """Returns when every rank has come; what they wrote before is there to read afterwards."""
+
+
+class SpanningEndpoint(Endpoint):
+    """Links between ranks on several hosts, of which some share one."""
+
+    hosts: tuple[int, ...]
+    """The host of each rank, by rank."""
+    local: SharedEndpoint | None
+    """Among the ranks of this host, who keep their order; None where this rank is alone on it."""
+
+    @abstractmethod
+    def explained(self, error: PeerLost) -> PeerLost:
+        """The error, with what ranks of this host said of it before they went themselves."""
 
 
 class Transport(ABC):

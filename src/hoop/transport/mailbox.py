@@ -1,7 +1,8 @@
 """One rank's part of the shared memory of a communicator: what it lays out for the others to take.
 
     | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | blocks for peer 1 | …
-      told      small vectors     large vectors       messages, as a stream of blocks
+      told,     small vectors     large vectors       messages, as a stream of blocks
+      last word
 
 Slots and stages are used in turn, so that the next operation can begin while a peer still reads the last one.
 The memory has no name: it is made by one rank, and the others get a descriptor of it.
@@ -25,6 +26,7 @@ SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 4
+_WORD = PAGE // 2
 _SLOTS = PAGE
 _STAGES = _SLOTS + 2 * SLOT_BYTES
 _BLOCKS = _STAGES + 2 * STAGE_BYTES
@@ -60,8 +62,19 @@ class Mailbox:
         self.arrived = memoryview(control[:1])  # type: ignore[arg-type]
         """How many meetings its owner has come to."""
         self.told = [control[8 + turn * TOLD : 8 + (turn + 1) * TOLD] for turn in (0, 1)]
+        self._word = memory[_WORD:PAGE]
         self.slots = [memory[_SLOTS + turn * SLOT_BYTES :][:SLOT_BYTES] for turn in (0, 1)]
         self.stages = [memory[_STAGES + turn * STAGE_BYTES :][:STAGE_BYTES] for turn in (0, 1)]
+
+    @property
+    def last_word(self) -> str:
+        """Why its owner gave up, if it said so before it went."""
+        return bytes(self._word).partition(b"\0")[0].decode(errors="replace")
+
+    @last_word.setter
+    def last_word(self, text: str) -> None:
+        said = text.encode()[: len(self._word) - 1] + b"\0"
+        self._word[: len(said)] = np.frombuffer(said, np.uint8)
 
     def blocks(self, peer: int) -> list[memoryview]:
         """Where its owner puts what it sends to ``peer``."""

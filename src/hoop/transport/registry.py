@@ -7,11 +7,13 @@ from collections.abc import Callable
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
 from hoop.transport.base import Transport
+from hoop.transport.hybrid_transport import HybridTransport
 from hoop.transport.inproc import InprocTransport
 from hoop.transport.shm import ShmTransport
 from hoop.transport.tcp import TcpTransport
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {
+    HybridTransport.scheme: HybridTransport,
     InprocTransport.scheme: InprocTransport,
     ShmTransport.scheme: ShmTransport,
     TcpTransport.scheme: TcpTransport,

@@ -1,35 +1,37 @@
-"""One rank's TCP links: frames out, frames in, and one place where it waits.
+"""One rank's TCP links: frames out, frames in.
 
     rank r                                   rank p
     outgoing[p] ── HELLO, DATA, DATA … ──▶   incoming[r]        (1) dialled on the first send
     incoming[p] ◀── HELLO, DATA, DATA … ──   outgoing[r]        (2) handed in by p's own dialling
 
-A link is one way. All sockets are non-blocking. ``_sleep`` (3) is the only place that sleeps: it watches the
-links that are awaited, every link with bytes still to hand over, and the bell that ``abort``, ``close`` and the
-arrival of a new incoming link ring.
+A link is one way. A large message is sent and received in pieces, so that both directions flow at the same time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from hoop.errors import HoopError, InternalError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
+from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
-from hoop.transport.base import Endpoint, Pending, remaining
+from hoop.transport.base import Pending, TakePiece
 from hoop.transport.parcel import Parcel
-from hoop.transport.tcp_sockets import Incoming, Outgoing, connect, last_words
-from hoop.wire.frames import Header, Kind
+from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing, connect, last_words
+from hoop.transport.tcp_waiting import TcpWaiting
+from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 _PATIENCE_S = 0.05
 """How long a rank waits for a peer to dial before it dials itself, to learn whether there is anybody."""
+_AT_ONCE_BYTES = 4 << 20
+"""Up to here the socket gets what it takes at once, and has it should this rank compute next; of a larger message
+only the beginning, because what is under way should fit into the caches."""
 
 
-class TcpEndpoint(Endpoint):
+class TcpEndpoint(TcpWaiting):
     """One rank's TCP links."""
 
     def __init__(
@@ -42,17 +44,8 @@ class TcpEndpoint(Endpoint):
     ) -> None:
         super().__init__(communicator, generation, rank, peers)
         self._checksum = checksum
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
-        self._error: HoopError | None = None
-        self._promised: set[int] = set()
-        """Peers that are gone, and have said that a link of theirs is on the way."""
         self._lock = threading.Lock()
-        self._busy = threading.RLock()
-        """Held by whoever uses the sockets, so that ``close`` does not take them away under its hands."""
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
+        self._landing: memoryview | None = None
 
     # ---- sending
 
@@ -71,7 +64,7 @@ class TcpEndpoint(Endpoint):
         link.sequence += 1
         parcel = Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
         link.queue.append(parcel)
-        self._push(peer, link)
+        self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
         self.bytes_sent += payload.nbytes
         return None if parcel.done else parcel
@@ -100,11 +93,13 @@ class TcpEndpoint(Endpoint):
         sock.close()
         raise self._error
 
-    def _push(self, peer: int, link: Outgoing) -> None:
+    def _push(self, peer: int, link: Outgoing, most: int | None = None) -> None:
         try:
-            link.push()
+            link.push(most)
         except OSError as error:
             raise self._lost(peer, error) from None
+        if link.queue:
+            self._pending[peer] = link
 
     def flush(self, deadline: float) -> None:
         if self._error is not None:
@@ -120,7 +115,7 @@ class TcpEndpoint(Endpoint):
         """A link that ``peer`` dialled; from the transport's thread."""
         with self._lock:
             if self._error is None and peer not in self._incoming:
-                self._incoming[peer] = Incoming(sock)
+                self._incoming[peer] = Incoming(sock, self._bell)
                 sock = None  # type: ignore[assignment]
         if sock is not None:
             sock.close()
@@ -128,22 +123,53 @@ class TcpEndpoint(Endpoint):
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         with self._busy:
-            self._recv_into(peer, into, deadline)
+            link, header = self._begin(peer, into.nbytes, deadline)
+            payload = into.cast("B") if into.nbytes else into
+            if into.nbytes:
+                self._fill(peer, link, payload, deadline)
+            self._verify(peer, header, payload)
 
-    def _recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
+    def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
+        if size <= PIECE_BYTES or self._checksum is not None:  # which holds for the whole or not at all
+            super().recv_pieces(peer, size, take, deadline)
+            return
+        with self._busy:
+            link, _ = self._begin(peer, size, deadline)
+            if self._landing is None:
+                self._landing = memoryview(bytearray(PIECE_BYTES))
+            for start in range(0, size, PIECE_BYTES):
+                piece = self._landing[: min(PIECE_BYTES, size - start)]
+                self._fill(peer, link, piece, deadline)
+                take(start, piece)
+
+    def _begin(self, peer: int, size: int, deadline: float) -> tuple[Incoming, Header | None]:
+        """Waits for the header of the next message, and checks it; None: it is exactly the one that was due."""
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
-        self._fill(peer, link, memoryview(link.header), deadline)
-        try:
-            header = Header.unpack(link.header)
-        except LinkCorrupted as error:
-            raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
-        self._check(peer, link, header, into.nbytes)
+        # Made before the wait, in which there is time for it.
+        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size).pack()
+        while link.ahead < HEADER_BYTES:
+            self._read(peer, link, link.read_ahead, deadline)
+        came = link.take(HEADER_BYTES)
+        header = None
+        if came != due:
+            try:
+                header = Header.unpack(came)
+            except LinkCorrupted as error:
+                raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
+            if header.kind == Kind.GOODBYE:
+                why = bytes(link.take(header.length)).decode(errors="replace")
+                raise self._error or PeerLost(
+                    f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
+                )
+            self._check(peer, link, header, size)
         link.sequence += 1
-        payload = into.cast("B") if into.nbytes else into
-        if into.nbytes:
-            self._fill(peer, link, payload, deadline)
-        if header.kind == Kind.CHECKED and self._checksum and self._checksum(payload) != header.checksum:
+        return link, header
+
+    def _verify(self, peer: int, header: Header | None, payload: memoryview) -> None:
+        if header is None or header.kind != Kind.CHECKED or self._checksum is None:
+            return
+        if self._checksum(payload) != header.checksum:
             raise LinkCorrupted(
                 f"{self._link_from(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"
             )
@@ -153,8 +179,8 @@ class TcpEndpoint(Endpoint):
         if peer in self._outgoing:
             self._wait(peer, None, deadline, "waiting for")
             return
-        moved, _, _ = self._sleep({}, min(deadline, time.monotonic() + _PATIENCE_S))
-        if not moved and peer not in self._incoming:
+        slept = self._sleep({}, min(deadline, time.monotonic() + _PATIENCE_S))
+        if not slept.happened and peer not in self._incoming:
             if time.monotonic() >= deadline:
                 raise self.overdue(peer, "waiting for")
             self._push(peer, self._dial(peer, deadline))
@@ -163,19 +189,32 @@ class TcpEndpoint(Endpoint):
         return f"link {peer} -> {self.rank} of communicator {self.communicator}"
 
     def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
+        taken = link.take(view.nbytes)
+        view[: taken.nbytes] = taken
+        view = view[taken.nbytes :]
         while view.nbytes:
+            # Where something is to be sent as well, both ways have a turn.
+            part = view[:PIECE_BYTES] if self._pending else view
+            view = view[self._read(peer, link, partial(link.sock.recv_into, part), deadline) :]
+
+    def _read(self, peer: int, link: Incoming, read: Callable[[], int], deadline: float) -> int:
+        """Reads at least a byte, handing over pending messages meanwhile."""
+        while True:
             if self._error is not None:
                 raise self._error
             try:
-                got = link.sock.recv_into(view)
+                got = read()
             except (BlockingIOError, InterruptedError):
-                self._wait(peer, link.sock, deadline, "waiting for")
-                continue
+                got = -1
             except OSError as error:
                 raise self._lost(peer, error) from None
             if got == 0:
                 raise self._lost(peer, None)
-            view = view[got:]
+            moved = self._hand_over() if self._pending else False
+            if got > 0:
+                return got
+            if not moved:
+                self._await_bytes(peer, link, deadline)
 
     def _check(self, peer: int, link: Incoming, header: Header, expected: int) -> None:
         link_name = self._link_from(peer)
@@ -199,95 +238,24 @@ class TcpEndpoint(Endpoint):
                 "do all ranks run the same operation?"
             )
 
-    # ---- waiting
-
-    def _wait(self, peer: int, readable: socket.socket | None, deadline: float, doing: str) -> None:
-        """Sleeps until something moved, for the sake of ``peer``."""
-        # A peer that refused us, or died before it dialled, shows on our own link to it.
-        link = self._outgoing.get(peer)
-        sock = readable or (link.sock if link and peer not in self._promised else None)
-        moved, ready, broken = self._sleep({sock.fileno(): peer} if sock else {}, deadline)
-        if readable is None and ready and link is not None:
-            words = link.last_words()
-            if words is None or words[0].kind != Kind.GOODBYE or not words[0].sequence or link.queue:
-                raise self._lost(peer, None)
-            self._promised.add(peer)  # it has sent something: its own link is on the way
-        for other, error in broken.items():
-            raise self._lost(other, error) from None
-        if not moved and time.monotonic() >= deadline:
-            raise self.overdue(peer, doing)
-
-    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
-        links = {peer: self._incoming.get(peer) or self._outgoing.get(peer) for peer in peers}
-        watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
-        _, ready, broken = self._sleep(watched, deadline)
-        for peer in broken:
-            self._outgoing[peer].queue.clear()
-        return [*ready, *(peer for peer in broken if peer not in ready)]
-
-    def _sleep(self, watched: dict[int, int], deadline: float) -> tuple[bool, list[int], dict[int, OSError]]:
-        """Hands over pending messages (3): did anything move, whose descriptor is readable, which links broke."""
-        if self._error is not None:
-            raise self._error
-        poll = select.poll()
-        try:
-            poll.register(self._bell, select.POLLIN)
-            handing = {link.sock.fileno(): peer for peer, link in self._outgoing.items() if link.queue}
-            for descriptor in watched.keys() | handing.keys():
-                reads, writes = descriptor in watched, descriptor in handing
-                poll.register(descriptor, select.POLLIN * reads | select.POLLOUT * writes)
-        except (ValueError, RuntimeError):  # closed by another thread in this very moment
-            raise self._error or InternalError(f"rank {self.rank}: a link has no socket") from None
-        ready: list[int] = []
-        broken: dict[int, OSError] = {}
-        happened = poll.poll(remaining(deadline) * 1000)
-        for descriptor, events in happened:
-            if descriptor == self._bell.fileno():
-                with contextlib.suppress(BlockingIOError):
-                    self._bell.recv(64)
-            elif descriptor in watched and events & ~select.POLLOUT:
-                ready.append(watched[descriptor])
-            elif descriptor in handing:
-                try:
-                    self._outgoing[handing[descriptor]].push()
-                except OSError as error:
-                    broken[handing[descriptor]] = error
-        if self._error is not None:
-            raise self._error
-        return bool(happened), ready, broken
-
-    def wake(self) -> None:
-        self._ring()
-
-    def _lost(self, peer: int, error: OSError | None) -> HoopError:
-        """Why the links to ``peer`` are gone: its own words where it refused, else the socket's."""
-        if self._error is not None:
-            return self._error
-        link = self._outgoing.get(peer)
-        words = link.last_words() if link is not None else None
-        if words is not None and words[0].kind == Kind.REFUSAL:
-            return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
-        why = f" ({error.strerror})" if error else ""
-        where = f"communicator {self.communicator}, generation {self.generation}"
-        return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{why} ({where})")
-
     # ---- ending
 
     def abort(self, error: HoopError) -> None:
         self._error = self._error or error
         self._ring()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):
-            self._ringer.send(b"!")
-
     def close(self) -> None:
+        words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:
             for peer, incoming in self._incoming.items():
                 sent = self._outgoing[peer].sequence if peer in self._outgoing else 0
                 with contextlib.suppress(OSError):
-                    incoming.sock.send(last_words(Kind.GOODBYE, "it closed its links", sent))
+                    incoming.sock.send(last_words(Kind.GOODBYE, words, sent))
+            for link in self._outgoing.values():
+                if words.startswith(GAVE_UP) and not link.queue:
+                    with contextlib.suppress(OSError):
+                        link.sock.send(last_words(Kind.GOODBYE, words))
             socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
             self._incoming.clear()
             self._outgoing.clear()

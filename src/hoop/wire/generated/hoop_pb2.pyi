@@ -243,6 +243,54 @@ class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class StartTaskRequest(_message.Message):
+    __slots__ = ("job_id", "seat", "settings", "resume")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    seat: Seat
+    settings: str
+    resume: str
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ...) -> None: ...
+
+class StartTaskResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchTaskRequest(_message.Message):
+    __slots__ = ("job_id", "after")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    after: int
+    def __init__(self, job_id: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class StopTaskRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class StopTaskResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobEvent(_message.Message):
+    __slots__ = ("sequence", "time", "rank", "kind", "json")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    time: float
+    rank: int
+    kind: str
+    json: str
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., json: _Optional[str] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
     __slots__ = ("device",)
     DEVICE_FIELD_NUMBER: _ClassVar[int]
@@ -444,5 +492,39 @@ class CopyRequest(_message.Message):
     def __init__(self, source_device: _Optional[int] = ..., source: _Optional[_Union[Location, _Mapping]] = ..., destination_device: _Optional[int] = ..., destination: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class CopyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StartJobRequest(_message.Message):
+    __slots__ = ("settings", "device_ids", "resume")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    settings: str
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    resume: str
+    def __init__(self, settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[str] = ...) -> None: ...
+
+class StartJobResponse(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class WatchJobRequest(_message.Message):
+    __slots__ = ("job_id", "after")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    after: int
+    def __init__(self, job_id: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class StopJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class StopJobResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

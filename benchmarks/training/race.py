@@ -1,0 +1,125 @@
+"""Contenders, each in a process of its own, in turn: noise that comes and goes hits all of them alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Contender:
+    """A way to train, and what came of it."""
+
+    name: str
+    arguments: list[str]
+    threads: int = 1
+    seconds: list[float] = field(default_factory=list)
+    """A step, one figure for each lap but the first of a process."""
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def step(self) -> float:
+        """The median of all laps, seconds a step; not a number where there is none."""
+        return statistics.median(self.seconds) if self.seconds else float("nan")
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return (min(self.seconds), max(self.seconds)) if self.seconds else (float("nan"), float("nan"))
+
+    def last(self, name: str) -> Any:
+        return self.figures[-1].get(name) if self.figures else None
+
+    def run(self, arguments: Sequence[str], timeout: float) -> None:
+        """Once; a failure is kept, and ends nothing."""
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self.threads),
+            "MKL_NUM_THREADS": str(self.threads),
+        }
+        source = str(HERE.parents[1] / "src")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, str(HERE / "contender.py"), *self.arguments, *arguments]
+        # A session of its own, so that whatever it started can be ended with it.
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            out, said = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.communicate()
+            self.failure = f"nothing after {timeout:.0f} s"
+            return
+        if process.returncode or not out.strip():
+            lines = [line for line in said.strip().splitlines() if line.strip()]
+            self.failure = lines[-1][:160] if lines else f"exit {process.returncode}"
+            return
+        figures = json.loads(out.strip().splitlines()[-1])
+        self.figures.append(figures)
+        laps = figures["lap_seconds"]
+        self.seconds += [one / figures["steps"] for one in (laps[1:] or laps)]
+
+
+def race(
+    contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0
+) -> None:
+    """All of them, ``repeats`` times; a word about each on stderr."""
+    for repeat in range(repeats):
+        for one in contenders:
+            if one.failure:
+                continue
+            one.run(arguments, timeout)
+            said = one.failure or f"{1000 * one.step:.2f} ms a step"
+            print(f"{repeat + 1}/{repeats} {one.name}: {said}", file=sys.stderr, flush=True)
+
+
+def environment() -> str:
+    """The machine, in one line."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    system = f"{platform.system()} {platform.release().split('-')[0]}"
+    load = f"{os.getloadavg()[0]:.1f}"
+    return (
+        f"{cores} cores ({platform.machine()}), {system}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, load average at the end {load}"
+    )
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """As Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def numbers(text: str) -> list[int]:
+    """``1,2,4`` as numbers."""
+    return [int(one) for one in text.split(",") if one]
+
+
+def as_json(contenders: Iterable[Contender]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name,
+            "step_seconds": one.step if one.seconds else None,
+            "all_step_seconds": one.seconds,
+            "failure": one.failure,
+            **(one.figures[-1] if one.figures else {}),
+        }
+        for one in contenders
+    ]

@@ -1,0 +1,31 @@
+"""``hoop evaluate``: how good a trained model is."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+
+Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or one of its checkpoints.")]
+
+
+def evaluate(run: Run, json: options.Json = False) -> None:
+    """Measure a trained model on the test samples, in this process.
+
+    Of a run's folder the newest checkpoint that is whole is taken.
+    """
+    from hoop.launch.trained import measure, trained
+
+    found = measure(trained(run))
+    if json:
+        typer.echo(json_module.dumps(found))
+        return
+    typer.echo(
+        f"accuracy {found['accuracy']:.2%}  loss {found['loss']:.4f}  on {found['samples']:,} test samples"
+    )
+    typer.echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
+    typer.echo(f"  weights sha256 {found['weights_sha256']}")

@@ -1,0 +1,36 @@
+"""``hoop export``: a trained model for other programs."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.cli.evaluate import Run
+from hoop.config import format_size
+
+
+def export(
+    run: Run,
+    to: Annotated[
+        Path,
+        typer.Option(
+            help="model.safetensors (a plain state_dict), model.npz (for NumPy), or model.pt2 (torch.export)."
+        ),
+    ],
+    json: options.Json = False,
+) -> None:
+    """Write a trained model's weights, without optimizer and position, as other programs read them."""
+    from hoop.launch.trained import export as write
+    from hoop.launch.trained import trained
+
+    one = trained(run)
+    write(one, to)
+    told = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
+    if json:
+        typer.echo(json_module.dumps(told))
+    else:
+        typer.echo(f"{to}  {format_size(to.stat().st_size)}  {one.settings.job} after {one.steps} steps")

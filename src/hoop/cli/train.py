@@ -1,0 +1,208 @@
+"""``hoop train``: a job on devices, with progress and a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hoop.cli import options
+from hoop.config import parse_size
+from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.strategies.catalog import parse
+from hoop.topology import Address
+
+if TYPE_CHECKING:
+    from hoop.cli.training_view import PlainView
+    from hoop.engine.settings import Settings
+    from hoop.launch.training import Launch
+
+
+def train(
+    job: Annotated[
+        str | None,
+        typer.Argument(help="A recipe (--list), or your own job: file.py:name or package.module:name."),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option("--devices", "-n", min=1, help="How many devices. [default: 4, or all]")
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy",
+            "-s",
+            help="data, ps:bsp|asp|ssp, ring, pipeline:gpipe|1f1b|interleaved|zero-bubble, hybrid:replicas=2.",
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=0, help="Passes over the data.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples an update, over all devices.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of weights, order, dropout, augmentation.")] = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Parts of a batch; the result depends on it, not on the number of devices."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9 (docs/training.md)."),
+    ] = None,
+    memory: options.Memory = "256MiB",
+    threads_per_device: Annotated[int | None, typer.Option(min=1, help="Cores a device computes on.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep config, metrics, checkpoints, trace and plots in this folder.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, to the bit.")
+    ] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
+    ] = None,
+    address_file: options.AddressFile = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Train a model on several devices.
+
+    [bold]hoop train mnist[/bold] needs nothing but what is installed. The trained weights do not depend on
+    how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once.
+    """
+    started = time.monotonic()
+    from hoop.cli.training_view import PlainView, View, show_recipes
+
+    # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if list_:
+        show_recipes(json)
+        return
+    if job is None and not (resume and out is not None):
+        raise InvalidArgument("job: none given; try: hoop train mnist, or hoop train --list")
+    given = {
+        "strategy": strategy,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "optimizer": optimizer,
+        "seed": seed,
+        "shards": shards,
+        "threads_per_device": threads_per_device,
+    }
+    changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
+    size = parse_size(memory, "--memory")
+    if strategy is not None:
+        parse(strategy)
+    there = Address.parse(coordinator, "--coordinator") if coordinator else None
+    view = PlainView() if json else View()
+    # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
+    with view, contextlib.redirect_stdout(sys.stderr):
+        view.say("loading PyTorch and the data …")
+        launch = _launch(job, changes, devices, size, out, resume, there, address_file)
+        result, number = _follow(launch, view, started)
+    if json:
+        typer.echo(json_module.dumps(result))
+    else:
+        view.summary(result, out)
+    if number:
+        raise typer.Exit(128 + number)
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise InvalidArgument(f"--set: {item!r} is not name=value, e.g. --set momentum=0.9")
+        try:
+            found[name] = json_module.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _launch(
+    job: str | None,
+    changes: dict[str, Any],
+    devices: int | None,
+    memory: int,
+    out: Path | None,
+    resume: bool,
+    coordinator: Address | None,
+    address_file: Path | None,
+) -> Launch:
+    """Everything that can be wrong is found out here, before anything runs."""
+    from hoop.launch.named import job_named, resolved
+    from hoop.launch.recording import newest_checkpoint, saved_settings
+    from hoop.launch.training import Launch
+
+    checkpoint = None
+    if resume:
+        if out is None:
+            raise InvalidArgument("--resume: it needs --out, the folder of the run to go on with")
+        saved, count = saved_settings(out)
+        if job is not None and resolved(job) != saved.job:
+            raise InvalidArgument(f"--resume: the run in {out} is of {saved.job}, not {job}")
+        name, devices, checkpoint = saved.job, devices or count, newest_checkpoint(out)
+    else:
+        assert job is not None, "checked by the caller"
+        if out is not None and (out / "checkpoints").is_dir():
+            raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
+        name, saved = resolved(job), None
+    found = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
+    settings: Settings = (saved or found.defaults(name)).replaced(changes).check()
+    _check_strategy(settings, devices, coordinator is None)
+    return Launch(settings, devices, memory, out, checkpoint, coordinator, address_file)
+
+
+def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:
+    from hoop.launch.training import DEFAULT_DEVICES
+
+    strategy = parse(settings.strategy)
+    if here or devices:
+        strategy.plan(devices or DEFAULT_DEVICES, settings.micros)
+
+
+def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, Any], int]:
+    """Shows what the job tells; the first Ctrl-C asks it to stop, the second ends it.
+
+    Returns the result, and the signal that stopped it or 0.
+    """
+    from hoop.launch.training import Training
+
+    training = Training(launch)
+    events = training.events()
+    result: dict[str, Any] = {}
+    signals = (signal.SIGINT, signal.SIGTERM)
+    heard = 0
+
+    def stop(number: int, _: object) -> None:
+        nonlocal heard
+        if heard:
+            raise KeyboardInterrupt
+        heard = number
+        view.say("stopping after this step; Ctrl-C again ends it at once")
+        training.stop()
+
+    before = [signal.signal(number, stop) for number in signals]
+    try:
+        for event in events:
+            if event["kind"] == "started":
+                event["start_seconds"] = time.monotonic() - started
+                result["start_seconds"] = event["start_seconds"]
+            if event["kind"] == "result":
+                result = {key: value for key, value in event.items() if key != "kind"} | result
+            view.note(event)
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+        events.close()  # type: ignore[attr-defined]
+    return result, heard if result["stopped"] else 0

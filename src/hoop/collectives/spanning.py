@@ -1,0 +1,138 @@
+"""Runs plans of ranks on several hosts: in shared memory inside this one, by messages to the others.
+
+Inside, a vector is laid open in this rank's stage, piece by piece, or it lies in shared memory already (an arena). Two
+stages are used in turn: what was laid open before a meeting is read after it, while the next piece goes to the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.execute import Execution
+from hoop.collectives.plan import WINDOW, Copy, Fold, Instruction, Meet, Place, Range, Take
+from hoop.collectives.reduction import Array, Reduction
+from hoop.collectives.sharing import Sharing
+from hoop.errors import PeerLost
+from hoop.transport.base import SharedEndpoint, SpanningEndpoint
+from hoop.transport.mailbox import STAGE_BYTES
+
+
+class Spanning:
+    """One rank's side of hierarchical plans."""
+
+    def __init__(self, endpoint: SpanningEndpoint) -> None:
+        self._endpoint = endpoint
+        self._sharing = None if endpoint.local is None else Sharing(endpoint.local)
+
+    def run(
+        self, operation: Operation, algorithm: str, source: Array, destination: Array, deadline: float
+    ) -> None:
+        """One operation, from the first meeting to the last."""
+        try:
+            if operation.count:
+                self._run(operation, algorithm, source, destination, deadline)
+        except PeerLost as error:
+            # Whoever waits for this rank is told whom it waited for.
+            told = self._endpoint.explained(error)
+            self._endpoint.abort(told)
+            raise told from error
+
+    def _run(
+        self, operation: Operation, algorithm: str, source: Array, destination: Array, deadline: float
+    ) -> None:
+        endpoint, width = self._endpoint, STAGE_BYTES // operation.dtype.itemsize
+        host, in_arenas = None, False
+        if endpoint.local is not None:
+            host = _Host(endpoint.local, operation, source, destination, deadline)
+            # Every host finds out for itself: what is sent between hosts is the same either way.
+            in_arenas = self._lay_open(host, source, destination, deadline)
+        plan = operation.plan(
+            endpoint.size, endpoint.rank, algorithm, hosts=endpoint.hosts, window=0 if in_arenas else width
+        )
+        reduction = Reduction(operation.op, operation.dtype)
+        links = Execution(endpoint, source, destination, source[:0], reduction, deadline)
+        # Where vectors are in arenas the first meeting was for telling where.
+        steps = itertools.islice(plan, int(in_arenas), None)
+        for inside, group in itertools.groupby(steps, _is_inside):
+            if inside:
+                assert host is not None, "who is alone on its host has nobody to meet"
+                host.run(group)
+            else:
+                links.run(group)
+
+    def _lay_open(self, host: _Host, source: Array, destination: Array, deadline: float) -> bool:
+        """Whether all vectors of this host's ranks lie in arenas."""
+        host.local.gather(deadline)
+        if self._sharing is None or any(arena is None for arena in host.local.arenas):
+            return False
+        seen = self._sharing.exchange(source, destination, deadline)
+        if seen is not None:
+            host.sources, host.destinations = seen
+        return seen is not None
+
+
+class _Host:
+    """This rank among those of its host, in one operation."""
+
+    def __init__(
+        self,
+        local: SharedEndpoint,
+        operation: Operation,
+        source: Array,
+        destination: Array,
+        deadline: float,
+    ) -> None:
+        self.local = local
+        self._deadline = deadline
+        self._own = (source, destination)
+        # What a host combines is not the end of it: the last host to combine finishes.
+        self._reduction = Reduction("sum" if operation.op == "avg" else operation.op, operation.dtype)
+        self._stages: list[list[Array]] = []
+        self.sources: list[Array] = []
+        """Everybody's vector, as last laid open; or where it lies."""
+        self.destinations: list[Array] = []
+
+    def run(self, steps: Iterable[Instruction]) -> None:
+        for step in steps:
+            match step:
+                case Copy(there, here):
+                    np.copyto(self._mine(here), self._mine(there))
+                case Meet():
+                    self._meet()
+                case Take(peer, there, here):
+                    np.copyto(self._mine(here), self._theirs(there)[self.local.names.index(peer)])
+                case Fold(there, here):
+                    self._reduction.fold(self._theirs(there), [self._mine(here)])
+
+    def _meet(self) -> None:
+        self.local.meet(self._deadline)
+        if not self.destinations:
+            self.sources = self._staged(self.local.publications + 1)
+            self.local.publications += 1
+
+    def _mine(self, where: Range) -> Array:
+        if where.place == WINDOW:
+            return self._staged(self.local.publications + 1)[self.local.rank][where.start : where.stop]
+        return self._own[where.place][where.start : where.stop]
+
+    def _theirs(self, where: Range) -> list[Array]:
+        arrays = self.sources if where.place == WINDOW else self.destinations
+        return [array[where.start : where.stop] for array in arrays]
+
+    def _staged(self, publication: int) -> list[Array]:
+        if not self._stages:
+            kind = self._own[Place.SOURCE].dtype
+            boxes = self.local.mailboxes
+            self._stages = [[box.stages[turn].view(kind) for box in boxes] for turn in (0, 1)]
+        return self._stages[publication & 1]
+
+
+def _is_inside(step: Instruction) -> bool:
+    """Whether it is for the ranks of one host."""
+    return isinstance(step, Meet | Take | Fold) or (
+        isinstance(step, Copy) and step.destination.place == WINDOW
+    )

@@ -1,0 +1,57 @@
+"""Shards follow the devices' measured speed.
+
+Every rank's seconds a shard come with the sum of the gradients, so all ranks see the same figures and come to the same
+decision without a word; the result of the training does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+from hoop.collectives.reduction import Array
+from hoop.engine.weights import MOST_SPEEDS, SPEED
+from hoop.plan.plan import Plan
+from hoop.strategies.strategy import Strategy
+
+WINDOW = 8
+"""Steps that are looked at."""
+GAIN = 0.9
+"""A new share must be predicted to take at most this part of the step."""
+
+
+class Balance:
+    """Decides when shards move."""
+
+    def __init__(self, strategy: Strategy, plan: Plan, size: int) -> None:
+        self._strategy = strategy
+        self._plan = plan
+        self._size = size
+        self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._steps = 0
+
+    def after(self, tail: Array) -> Plan | None:
+        """The plan for the next steps, if another one is clearly better."""
+        if self._size > MOST_SPEEDS:
+            return None
+        for rank, seen in enumerate(self._seen):
+            seconds = float(tail[SPEED + rank])
+            if seconds > 0:
+                seen.append(seconds)
+        self._steps += 1
+        if self._steps % WINDOW or not all(len(seen) == WINDOW for seen in self._seen):
+            return None
+        seconds_each = [median(seen) for seen in self._seen]
+        plan = self._strategy.plan(self._size, self._plan.micros, [1 / one for one in seconds_each])
+        if self._takes(plan, seconds_each) > GAIN * self._takes(self._plan, seconds_each):
+            return None
+        # Whoever got nothing keeps its last measurements until it gets something again.
+        self._plan = plan
+        for rank, seen in enumerate(self._seen):
+            if plan.computed_by(rank, 0):
+                seen.clear()
+        return plan
+
+    @staticmethod
+    def _takes(plan: Plan, seconds: list[float]) -> float:
+        return max(len(plan.computed_by(rank, 0)) * one for rank, one in enumerate(seconds))

@@ -1,0 +1,60 @@
+"""How much a gradient is shortened when its norm is cut; the same bits wherever the model is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.reduction import Array
+from hoop.engine.held import Held
+from hoop.engine.settings import Settings
+from hoop.engine.weights import Layout
+from hoop.engine.world import World
+from hoop.memory.dtypes import dtype
+from hoop.plan.plan import Plan
+
+Squares = npt.NDArray[np.float64]
+"""The squared norm of each of a model's parameters, in order."""
+
+
+class Norm:
+    """The norm over all stages, which each rank knows a part of."""
+
+    def __init__(self, world: World, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]):
+        self._world, self._settings = world, settings
+        counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
+        *self._places, self._parameters = counts
+
+    def scale(self, held: Mapping[int, Held], plan: Plan) -> float:
+        """What the gradient is multiplied by; every rank must ask."""
+        squared = np.zeros(self._parameters, np.float64)
+        for stage, one in held.items():
+            if plan.holders[stage][0] == self._world.rank:
+                found = one.squares()
+                squared[self._places[stage] : self._places[stage] + len(found)] = found
+        self._world.communicator.run(
+            Operation("all_reduce", len(squared), dtype("float64")),
+            squared,
+            squared,
+            self._settings.timeout_s,
+        )
+        return clip_scale(squared, self._settings.optimizer.clip)
+
+
+def squares(layout: Layout, gradient: Array) -> Squares:
+    """Of a gradient of the whole model; zero for parameters that are not trained."""
+    found = np.zeros(len(layout.parameters) + len(layout.frozen), np.float64)
+    views = layout.views(torch.from_numpy(gradient))[: len(layout.parameters)]
+    for index, view in enumerate(views):
+        found[index] = float(torch.dot(view.reshape(-1), view.reshape(-1)))
+    return found
+
+
+def clip_scale(squared: Squares, clip: float) -> float:
+    """What the gradient is multiplied by, so that its norm is at most ``clip``."""
+    return min(1.0, clip / (float(np.sqrt(squared.sum())) + 1e-6))

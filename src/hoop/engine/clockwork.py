@@ -1,0 +1,76 @@
+"""Where a device's time goes: compute, communication, waiting; and every instruction of the first steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from hoop.plan.instructions import Instruction, Kind
+
+COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
+_CATEGORY = {
+    Kind.LOAD: "load",
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward",
+    Kind.UPDATE: "update",
+    Kind.REDUCE: "reduce",
+    Kind.SEND_OUTPUT: "send",
+    Kind.SEND_GRADIENT: "send",
+    Kind.PUSH: "push",
+    Kind.GIVE: "send",
+    Kind.RECV_INPUT: "wait",
+    Kind.RECV_GRADIENT: "wait",
+    Kind.GET: "wait",
+    Kind.TAKE: "wait",
+}
+_SHARE = {
+    "load": COMPUTE,
+    "forward": COMPUTE,
+    "backward": COMPUTE,
+    "update": COMPUTE,
+    "reduce": COMMUNICATE,
+    "send": COMMUNICATE,
+    "push": COMMUNICATE,
+    "recv": COMMUNICATE,
+    "wait": IDLE,
+}
+
+
+@dataclass
+class Clockwork:
+    """One device's account of its time."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0})
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+    """(instruction, category, start, seconds) of the steps that are traced."""
+    tracing: bool = False
+    instructions: int = 0
+
+    def note(self, instruction: Instruction, started: float, ended: float, waited: float = 0.0) -> None:
+        """An instruction ran from then to then, and waited so long of it."""
+        category = _CATEGORY[instruction.kind]
+        self.seconds[_SHARE[category]] += ended - started - waited
+        self.seconds[IDLE] += waited
+        self.instructions += 1
+        if self.tracing:
+            if waited:
+                self.spans.append(("wait", "wait", started, waited))
+            self.spans.append((str(instruction), category, started + waited, ended - started - waited))
+
+    def waited(self, started: float, ended: float) -> None:
+        """Nothing could be done: a rule waited for a message."""
+        self._take("wait", "wait", started, ended)
+
+    def received(self, message: Instruction, started: float, ended: float) -> None:
+        """A message was taken in that had come already, or had begun to."""
+        self._take(str(message), "recv", started, ended)
+
+    def _take(self, name: str, category: str, started: float, ended: float) -> None:
+        self.seconds[_SHARE[category]] += ended - started
+        if self.tracing:
+            self.spans.append((name, category, started, ended - started))
+
+
+now = time.perf_counter

@@ -1,0 +1,86 @@
+"""The samples of a step, micro-batch by micro-batch, read where they are used into memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hoop.data.dataset import Batch, Dataset, Indices
+from hoop.data.order import shard
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a step is."""
+
+    epoch: int
+    step: int
+    """Of this epoch."""
+    done: int
+    """Steps before it, of all epochs."""
+
+
+class Feed:
+    """One rank's view of the samples of a step."""
+
+    def __init__(self, data: Dataset, seed: int, rows: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._rows = rows
+        self._spare: list[Batch] = []
+        self._out: dict[int, Batch] = {}
+        self._batches: dict[int, Batch] = {}
+        self._samples: list[Indices] = []
+        self._position = Position(0, 0, 0)
+        self.full = 0
+        """How many micro-batches of the step have samples."""
+        self.scale = 1.0
+        """One over the size of the global batch."""
+
+    def begin(self, position: Position, samples: Indices, micros: int) -> None:
+        """The samples of a step, cut into micro-batches."""
+        self._position = position
+        self._samples = [shard(samples, micro, micros) for micro in range(micros)]
+        self.full = min(micros, len(samples))
+        self.scale = 1.0 / len(samples)
+
+    def empty(self, micro: int) -> bool:
+        return not len(self._samples[micro])
+
+    def seed(self, micro: int) -> int:
+        """What a micro-batch draws depends on (seed, step, micro-batch), not on the device."""
+        return (self._seed * 1_000_003 + self._position.done) * 65_537 + micro
+
+    def inputs(self, micro: int) -> Tensor:
+        return self._batch(micro)[0]
+
+    def targets(self, micro: int) -> Tensor:
+        return self._batch(micro)[1]
+
+    def joint(self, micros: Sequence[int]) -> Batch:
+        """Consecutive micro-batches as one; to be released under the first one's number."""
+        return self._read(micros[0], np.concatenate([self._samples[micro] for micro in micros]))
+
+    def rows(self, micro: int) -> int:
+        return len(self._samples[micro])
+
+    def _batch(self, micro: int) -> Batch:
+        found = self._batches.get(micro)
+        return self._read(micro, self._samples[micro]) if found is None else found
+
+    def _read(self, micro: int, samples: Indices) -> Batch:
+        out = self._spare.pop() if self._spare else None
+        if out is None or len(out[1]) < len(samples):
+            out = self._data.allocate(max(self._rows, len(samples)))
+        self._out[micro] = out
+        found = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out)
+        self._batches[micro] = found
+        return found
+
+    def release(self, micro: int) -> None:
+        """Nobody here needs this micro-batch any more."""
+        if self._batches.pop(micro, None) is not None:
+            self._spare.append(self._out.pop(micro))

@@ -1,0 +1,97 @@
+"""What is trained: a model, its data and its loss. Named by import path, so that no code ever travels."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hoop.data.dataset import Splits
+from hoop.engine.losses import Loss, loss_named
+from hoop.engine.settings import Settings
+from hoop.errors import InvalidArgument, NotFound
+
+INHERITED: list[Job] = []
+"""Jobs made of live objects, which devices that were forked from this process have too: ``inherited:0`` and so on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, its data and its loss, with the settings that suit them.
+
+    ``model(seed)`` makes the model, the same for the same seed; an ``nn.Sequential`` is cut between its blocks.
+    """
+
+    model: Callable[[int], nn.Module]
+    data: Callable[[], Splits]
+    loss: str | Loss = "cross_entropy"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+    @property
+    def loss_function(self) -> Loss:
+        return loss_named(self.loss) if isinstance(self.loss, str) else self.loss
+
+    def defaults(self, name: str) -> Settings:
+        """This job's settings, where nobody says otherwise."""
+        return Settings().replaced({"job": name, **self.settings})
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """What a model can be cut between: the children of an ``nn.Sequential``, else the model as it is."""
+    return list(model) if isinstance(model, nn.Sequential) and len(model) else [model]
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Each tensor's name in the model's ``state_dict``, by identity."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {id(tensor): name for name, tensor in named}
+
+
+def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
+    """A recipe, ``file.py:name``, ``package.module:name``, or what this process inherited."""
+    if name in recipes:
+        return recipes[name]
+    where, colon, attribute = name.rpartition(":")
+    if not colon:
+        raise NotFound(
+            f"job: {name!r} is no recipe; there are {', '.join(recipes)}; your own is file.py:name or module:name"
+        )
+    if where == "inherited":
+        if not attribute.isdigit() or int(attribute) >= len(INHERITED):
+            raise NotFound(f"job: {name!r} was not inherited: this device was not started by that process")
+        return INHERITED[int(attribute)]
+    found = getattr(_module(where, name), attribute, None)
+    if found is None:
+        raise NotFound(f"job: {where} has no {attribute!r}")
+    job = found() if callable(found) and not isinstance(found, Job) else found
+    if not isinstance(job, Job):
+        raise InvalidArgument(f"job: {name} is {type(job).__name__}; make it a hoop.Job(model=…, data=…)")
+    return job
+
+
+def _module(where: str, name: str) -> Any:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ImportError as error:
+            raise NotFound(f"job: {name}: {where} cannot be imported here: {error}") from None
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise NotFound(f"job: {where} is not a file on this machine ({path})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # it may import what lies beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

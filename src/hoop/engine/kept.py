@@ -1,0 +1,57 @@
+"""A slice of the weights as a server keeps it: weights, optimizer state, and room for gradients, in the arena."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hoop.collectives.reduction import Array
+from hoop.engine.optimizer import OptimizerSettings, updating
+from hoop.engine.slices import Slice
+from hoop.engine.weights import Layout, Vectors
+
+
+class Kept:
+    """One server's slice."""
+
+    def __init__(
+        self, vectors: Vectors, layout: Layout, part: Slice, optimizer: OptimizerSettings, rows: int
+    ) -> None:
+        """``rows``: how many gradients it has room for."""
+        self.part = part
+        self.weights: Array = vectors.new("slice.weights", part.weights)
+        self._trained = torch.from_numpy(self.weights[: part.trained])
+        self.moments = [
+            torch.from_numpy(vectors.new(f"slice.moment{index}", part.trained))
+            for index in range(optimizer.slots)
+        ]
+        self.rows: Array = vectors.new("slice.gradients", rows * part.width).reshape(rows, part.width)
+        self._update = updating(optimizer, self._trained, self.moments)
+        self.adopt(layout)
+
+    def adopt(self, layout: Layout) -> None:
+        """Takes the weights of the model that is here."""
+        whole = torch.zeros(layout.state)
+        with torch.no_grad():
+            for view, tensor in zip(layout.views(whole), layout.tensors, strict=True):
+                view.copy_(tensor)
+        np.copyto(self.weights, whole[self.part.low : self.part.high].numpy())
+
+    def load_moments(self, wholes: list[Tensor]) -> None:
+        for moment, whole in zip(self.moments, wholes, strict=True):
+            moment.copy_(whole[self.part.low : self.part.low + self.part.trained])
+
+    def apply(self, row: int, rate: float, step: int, scale: float) -> None:
+        """An update with the gradient in this row, multiplied by ``scale``."""
+        trained = self.part.trained
+        gradient = torch.from_numpy(self.rows[row, :trained])
+        if scale != 1.0:
+            gradient.mul_(scale)
+        if trained:
+            self._update(gradient, rate, step)
+        self.weights[trained:] += self.rows[row, trained : self.part.weights]
+
+    def tail(self, row: int) -> Array:
+        """What the shards of a gradient measured: in the last slice alone."""
+        return self.rows[row, self.part.weights :]

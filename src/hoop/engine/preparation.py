@@ -1,0 +1,150 @@
+"""Before the first step: the model, its cut, whether it fits, and whether all ranks hold the same."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from hoop.collectives.catalog import Operation
+from hoop.data.dataset import Splits
+from hoop.engine.job import Job, blocks_of
+from hoop.engine.profile import profile
+from hoop.engine.role import Role
+from hoop.engine.roles import check_role, role_of
+from hoop.engine.settings import Settings
+from hoop.engine.slots import room_for
+from hoop.engine.weights import Vectors, shared_parameters
+from hoop.engine.worker import Worker
+from hoop.engine.world import World
+from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
+from hoop.memory.dtypes import dtype
+from hoop.plan.check import check
+from hoop.plan.partition import Block
+from hoop.plan.plan import Plan
+from hoop.strategies.catalog import every, parse
+from hoop.strategies.fitting import advice, fit, fitting
+from hoop.strategies.strategy import Strategy
+
+
+@dataclass
+class Ready:
+    """All that a run needs."""
+
+    model: nn.Module
+    blocks: list[Block]
+    bounds: list[int]
+    """Where each stage begins."""
+    strategy: Strategy
+    plan: Plan
+    worker: Worker
+    role: Role
+
+    @property
+    def parameters(self) -> int:
+        return sum(one.numel() for one in self.model.parameters())
+
+    def describe(self) -> list[str]:
+        """Each stage's blocks and who holds them."""
+        ends = [*self.bounds[1:], len(self.blocks)]
+        said = [
+            f"blocks {low}..{high - 1} on ranks {', '.join(map(str, ranks))}"
+            for low, high, ranks in zip(self.bounds, ends, self.plan.holders, strict=True)
+        ]
+        served = enumerate(self.plan.servers)
+        return said + [f"slice {number} of the weights on rank {rank}" for number, rank in served]
+
+
+def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> Ready:
+    """Builds this rank's worker; raises, at every rank alike, if the job cannot run."""
+    settings.check()
+    if settings.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise FailedPrecondition(
+            "precision: bfloat16 needs a processor that computes in it; this one does not"
+        )
+    strategy = parse(settings.strategy)
+    plan = strategy.plan(world.size, settings.micros)
+    check_role(strategy, plan, settings)
+    if problems := check(plan):
+        raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
+    model = job.model(settings.seed)
+    blocks = blocks_of(model)
+    _agree(world, settings, model, data)
+    rows = -(-settings.batch_size // settings.micros)
+    sample = data.train.batch(
+        np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
+    )
+    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer))
+    bounds = _bounds(world, settings, strategy, costs, plan, blocks)
+    worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
+    role = role_of(worker, strategy, blocks, data.train, vectors)
+    return Ready(model, costs, bounds, strategy, plan, worker, role)
+
+
+def _agree(world: World, settings: Settings, model: nn.Module, data: Splits) -> None:
+    """All ranks have the same settings, first weights and data, or an error says who differs."""
+    digest = hashlib.sha256(settings.to_json().encode())
+    digest.update(data.train.checksum.encode() + data.test.checksum.encode())
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    mine = np.frombuffer(digest.digest()[:8], np.int64).copy()
+    seen = np.zeros(world.size, np.int64)
+    world.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, seen, settings.timeout_s)
+    if len(set(seen.tolist())) > 1:
+        raise FailedPrecondition(
+            f"job {settings.job}: rank {world.rank} has other settings, first weights or data than some other rank "
+            f"(fingerprints {[f'{one & 0xFFFF:04x}' for one in seen.tolist()]}); use the same Hoop, PyTorch, job code "
+            "and datasets on every machine"
+        )
+
+
+def _shared(world: World, settings: Settings, costs: list[Block]) -> list[Block]:
+    """Rank 0's measurements at every rank, so that all cut alike."""
+    numbers = np.array([[one.seconds, one.activation_bytes, one.output_bytes] for one in costs]).reshape(-1)
+    operation = Operation("broadcast", numbers.size, dtype("float64"), root=0)
+    world.communicator.run(operation, numbers, numbers, settings.timeout_s)
+    return [
+        Block(
+            one.name,
+            float(seconds),
+            one.weight_bytes,
+            one.optimizer_bytes,
+            int(activation),
+            int(output),
+            one.gradient_bytes,
+        )
+        for one, (seconds, activation, output) in zip(costs, numbers.reshape(-1, 3), strict=True)
+    ]
+
+
+def _bounds(
+    world: World,
+    settings: Settings,
+    strategy: Strategy,
+    costs: list[Block],
+    plan: Plan,
+    blocks: list[nn.Module],
+) -> list[int]:
+    """Where the stages begin: by hand, or by measured cost within everybody's memory."""
+    gradients = room_for(settings.balance)
+    mine = np.array([world.arena.capacity - world.arena.used], np.int64)
+    room = np.zeros(world.size, np.int64)
+    world.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, room, settings.timeout_s)
+    memory = [int(one) for one in room]
+    try:
+        stages = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients).stages
+    except FailedPrecondition as error:
+        others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
+        raise FailedPrecondition(f"{error}. {advice(others)}") from None
+    bounds = [stage.blocks.start for stage in stages]
+    for first, second in shared_parameters(blocks):
+        if any(first < bound <= second for bound in bounds):
+            raise InvalidArgument(
+                f"cut: blocks {first} and {second} share a parameter and cannot be in different stages; "
+                "give a cut that keeps them together, or use data parallel"
+            )
+    return bounds

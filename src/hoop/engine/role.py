@@ -1,0 +1,85 @@
+"""What a rank is in a job: how it goes on by a few steps, what it tells, and what it gives to a checkpoint.
+
+Role      holds stages and runs its plan's list                    data parallel, pipelines, hybrids
+Ring      holds stages and decides by what its neighbours deliver  ring.py
+Served    holds a copy of the model; servers keep the weights      served.py
+Server    keeps a slice of the weights and of the optimizer        server.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hoop.data.dataset import Indices
+from hoop.engine.feed import Position
+from hoop.engine.job import names_of
+from hoop.engine.snapshot import restore, tensors_of
+from hoop.engine.weights import LOSS
+from hoop.engine.worker import Worker
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step to be done: where it is in the data, its samples, its learning rate."""
+
+    position: Position
+    samples: Indices
+    rate: float
+
+
+class Role:
+    """A rank that holds stages and runs its plan's list, once a step."""
+
+    stride = 1
+    """Steps between two moments at which all ranks are done with everything, and may agree to stop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank tells the figures: one that knows the loss."""
+        return self.worker.plan.holders[-1][0] == self.worker.rank
+
+    @property
+    def parts(self) -> int:
+        """How many ranks give a part of a checkpoint."""
+        return len({ranks[0] for ranks in self.worker.plan.holders})
+
+    @property
+    def hears(self) -> bool:
+        """Whether the sum of the gradients tells this rank that somebody wants to stop."""
+        return self.worker.plan.stages == 1
+
+    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+        """Does these steps; returns their mean losses where this rank knows them."""
+        worker = self.worker
+        losses = []
+        for work in works:
+            worker.rate = work.rate
+            worker.step(work.position, work.samples, stop)
+            last = worker.held.get(worker.last)
+            if last is not None:
+                losses.append(float(last.tail[LOSS]) / len(work.samples))
+        return losses
+
+    def refresh(self) -> None:
+        """Makes copies of weights that are kept elsewhere new; every rank must call it."""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """This rank's part of a checkpoint, or None; every rank must call it, after ``refresh``."""
+        worker = self.worker
+        holders = enumerate(worker.plan.holders)
+        mine = [worker.held[stage] for stage, ranks in holders if ranks[0] == worker.rank]
+        return tensors_of(mine, names_of(model)) if mine else None
+
+    def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
+        """Goes on from a checkpoint, made after ``done`` steps."""
+        restore(list(self.worker.held.values()), model, tensors)
+
+    def deadline(self) -> float:
+        return time.monotonic() + self.worker.settings.timeout_s

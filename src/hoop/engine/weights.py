@@ -1,0 +1,132 @@
+"""A stage's state as flat vectors in the device's arena, with the modules' tensors as views of them.
+
+    | parameters, each at a multiple of 16 elements | float buffers | tail |     (a gradient slot has the same shape)
+
+A gradient slot holds one shard's gradient, in the buffers' part what the shard did to them (a batch norm's running mean
+moved by so much), in the tail what it measured (loss, hits, seconds). All of it is summed by the same operation, so
+the buffers and the figures do not depend on who computed which shard either.
+
+Vectors are padded to a multiple of 64 elements: then no elementwise kernel has a remainder that a scalar loop would
+round differently, and a stage's update gives the same bits as the whole model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hoop.errors import InvalidArgument
+from hoop.memory import Arena
+from hoop.memory.dtypes import dtype
+
+ALIGN = 16
+PAD = 64
+TAIL = 64
+LOSS, HITS, SAMPLES, STOP = 0, 1, 2, 3
+"""Places in the tail; from ``SPEED`` on, each rank's seconds a shard."""
+SPEED = 4
+MOST_SPEEDS = TAIL - SPEED
+FLOAT32 = dtype("float32")
+
+
+def _padded(count: int, to: int) -> int:
+    return -(-count // to) * to
+
+
+class Layout:
+    """Where each tensor of some blocks lies in a vector."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        module = nn.ModuleList(blocks)
+        self.parameters = [one for one in module.parameters() if one.requires_grad]
+        self.frozen = [one for one in module.parameters() if not one.requires_grad]
+        buffers = list(module.buffers())
+        self.buffers = [one for one in buffers if one.is_floating_point()]
+        self.counters = [one for one in buffers if not one.is_floating_point()]
+        for one in [*self.parameters, *self.buffers]:
+            if one.dtype != torch.float32:
+                raise InvalidArgument(
+                    f"model: a tensor of {one.dtype}; Hoop trains float32 (call model.float())"
+                )
+        self.places: list[int] = []
+        end = 0
+        for one in self.parameters:
+            self.places.append(end)
+            end += _padded(one.numel(), ALIGN)
+        self.trained = _padded(end, PAD)
+        """Elements of the part that the optimizer updates."""
+        end = self.trained
+        for one in self.buffers:
+            self.places.append(end)
+            end += _padded(one.numel(), ALIGN)
+        self.state = _padded(end, PAD)
+        """Elements of parameters and buffers."""
+        self.total = self.state + TAIL
+        """Elements of a gradient slot."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.parameters, *self.buffers]
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """A vector's parts, in the shapes of the tensors."""
+        return [
+            vector[place : place + one.numel()].view(one.shape)
+            for place, one in zip(self.places, self.tensors, strict=True)
+        ]
+
+    def views_trained(self, vector: Tensor) -> list[Tensor]:
+        """A vector of the trained part alone, in the shapes of the parameters."""
+        return [
+            vector[place : place + one.numel()].view(one.shape)
+            for place, one in zip(self.places, self.parameters, strict=False)
+        ]
+
+
+class Vectors:
+    """Named float32 vectors in an arena, freed together."""
+
+    def __init__(self, arena: Arena, prefix: str) -> None:
+        self._arena = arena
+        self._prefix = prefix
+        self._names: list[str] = []
+
+    def new(self, name: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """A vector of zeros; one of that name that was made here before is gone."""
+        full = f"{self._prefix}{name}"
+        if full in self._names:
+            self._names.remove(full)
+            self._arena.free(full)
+        buffer = self._arena.allocate(full, max(count, 1) * 4, reuse=True)
+        self._names.append(full)
+        array = self._arena.array(buffer.address, FLOAT32, count)
+        array[:] = 0
+        return array
+
+    def free(self) -> None:
+        for name in self._names:
+            self._arena.free(name)
+        self._names.clear()
+
+
+def adopt(layout: Layout, state: Tensor) -> None:
+    """Moves parameters and buffers into the vector; the modules' tensors are views of it from then on."""
+    with torch.no_grad():
+        for tensor, view in zip(layout.tensors, layout.views(state), strict=True):
+            view.copy_(tensor)
+            tensor.data = view
+
+
+def shared_parameters(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """Pairs of blocks that share a parameter: no cut may come between them."""
+    seen: dict[int, int] = {}
+    pairs = []
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            first = seen.setdefault(id(parameter), index)
+            if first != index:
+                pairs.append((first, index))
+    return pairs

@@ -1,0 +1,299 @@
+"""A worker executes one rank's part of a plan.
+
+run ── step(position, samples) ──▶ worker     (1) each instruction in order, a handler a kind
+                                    │
+    held stages ◀── forward/backward┤         (2) gradients go to slots in the arena
+    other ranks ◀── post ───────────┤         (3) activations and their gradients travel
+    other ranks ◀── ordered sum ────┘         (4) totals over shards and replicas; then the update
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.shards import Holding, holding
+from hoop.data.dataset import Dataset, Indices
+from hoop.engine.chain import layers_of
+from hoop.engine.clipping import Norm
+from hoop.engine.clockwork import Clockwork, now
+from hoop.engine.feed import Feed, Position
+from hoop.engine.held import Held
+from hoop.engine.joint import Joint, grouped, joinable
+from hoop.engine.losses import Loss, Objective
+from hoop.engine.messages import Post
+from hoop.engine.settings import Settings
+from hoop.engine.slots import most_slots
+from hoop.engine.totals import Totals
+from hoop.engine.weights import MOST_SPEEDS, Vectors
+from hoop.engine.world import World
+from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
+from hoop.plan.plan import Plan
+
+Key = tuple[int, int]
+"""A stage and a micro-batch."""
+
+
+class Worker:
+    """One rank: its stages, its data, and the instructions it runs."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        blocks: Sequence[nn.Module],
+        cut: Sequence[int],
+        plan: Plan,
+        data: Dataset,
+        loss: Loss,
+        vectors: Vectors,
+    ) -> None:
+        self.world, self.settings = world, settings
+        self.feed = Feed(data, settings.seed, -(-settings.batch_size // plan.micros))
+        self.loss = loss
+        self.rank = world.rank
+        self.clock = Clockwork()
+        self.last = plan.stages - 1
+        self.post = Post(world.communicator.endpoint)
+        bounds = [*cut, len(blocks)]
+        chain = layers_of(blocks) is not None
+        self.held = {
+            stage: Held(
+                vectors,
+                blocks[bounds[stage] : bounds[stage + 1]],
+                bounds[stage],
+                settings,
+                f"stage{stage}.",
+                not plan.servers,
+                chain,
+            )
+            for stage in plan.held_by(world.rank)
+        }
+        self._lowest = min(self.held, default=0)
+        self._norm = Norm(world, settings, blocks, bounds)
+        self._objective = Objective(loss)
+        self._totals: dict[int, Totals] = {}
+        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
+            Kind.LOAD: self._load,
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_OUTPUT: self._send_output,
+            Kind.RECV_INPUT: self._recv_input,
+            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.RECV_GRADIENT: self._recv_gradient,
+            Kind.REDUCE: self._reduce,
+            Kind.UPDATE: self._update,
+        }
+        self._inputs: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, Tensor] = {}
+        self._gradients: dict[Key, Tensor] = {}
+        self._returns: dict[Key, Tensor] = {}
+        self._figures: dict[int, tuple[float, float, float]] = {}
+        self._waited = 0.0
+        self._position = Position(0, 0, 0)
+        self.rate = 0.0
+        self.norm_scale: float | None = None
+        self._mapped = 0
+        rows = -(-settings.batch_size // plan.micros)
+        self._joint: Joint | None = None
+        self._joint_most = 1
+        if plan.stages == 1 and self._objective.by_hand is not None:
+            whole = self.held.get(0)
+            self._joint_most = joinable(world, whole, rows, settings.timeout_s)
+            if self._joint_most > 1 and whole is not None:
+                self._joint = Joint(self.feed, whole, self.clock, rows)
+        self.plan = plan
+        self.follow(plan)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that went to other ranks: over links, or through their memory."""
+        return self.post.endpoint.bytes_sent + self._mapped + sum(one.moved for one in self._totals.values())
+
+    def close(self) -> None:
+        """Ends the threads that add up."""
+        for one in self._totals.values():
+            one.close()
+
+    # ---- plans
+
+    def follow(self, plan: Plan) -> None:
+        """Goes over to this plan, with all other ranks; the stages must be held by the same ranks."""
+        deadline = time.monotonic() + self.settings.timeout_s
+        self.plan = plan
+        self._mapped += sum(one.moved for one in self._totals.values())
+        self.close()
+        for stage, held in sorted(self.held.items()):
+            ranks = plan.holders[stage]
+            holdings = [holding(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
+            mine: Holding = holdings[ranks.index(self.rank)]
+            held.arrange(mine, most_slots(plan, self.settings.balance))
+            if not plan.servers:  # who add up what they are sent
+                group = self._group(ranks)
+                self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
+        most = self._joint_most if self._joint is not None else 1
+        self._program = list(grouped(plan.ranks[self.rank], most))
+        grads = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
+        self._final_gradient = grads[-1] if grads else None
+        self._share = len({one.micro for one in grads})
+
+    def _group(self, ranks: Sequence[int]) -> Communicator:
+        return self.world.communicator if len(ranks) == self.world.size else self.world.group(ranks)
+
+    # ---- a step
+
+    def begin(self, position: Position, samples: Indices, stop: bool = False) -> None:
+        """A step on these samples; ``stop`` asks everybody to stop after it."""
+        self._stop = stop
+        self._position = position
+        self.feed.begin(position, samples, self.plan.micros)
+        self._deadline = time.monotonic() + self.settings.timeout_s
+        self.norm_scale = None
+        for held in self.held.values():
+            held.begin()
+        self._busy = 0.0
+
+    def step(self, position: Position, samples: Indices, stop: bool = False) -> None:
+        """Runs the plan on these samples."""
+        self.begin(position, samples, stop)
+        clock = self.clock
+        handlers, joint = self._handlers, self._joint
+        for run in self._program:
+            if joint is not None and joint.possible(run):
+                self._busy += joint(run, self._tell_speed)
+                continue
+            for instruction in run:
+                started = now()
+                self._waited = 0.0
+                handlers[instruction.kind](instruction)
+                clock.note(instruction, started, now(), self._waited)
+        self.post.endpoint.flush(self._deadline)
+
+    def handle(self, handlers: Mapping[Kind, Callable[[Instruction], None]]) -> None:
+        """These kinds are somebody else's business from now on: a role's."""
+        self._handlers |= handlers
+
+    def do(self, instruction: Instruction) -> None:
+        """One instruction, for whoever decides what comes next."""
+        self._handlers[instruction.kind](instruction)
+
+    def _load(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self._inputs[0, instruction.micro] = self.feed.inputs(instruction.micro)
+
+    def _forward(self, instruction: Instruction) -> None:
+        stage, micro = instruction.stage, instruction.micro
+        if self.feed.empty(micro):
+            return
+        key = (stage, micro)
+        started = now()
+        inputs = self._inputs.pop(key, None)
+        if inputs is None:
+            inputs = self._outputs.pop((stage - 1, micro))
+        outputs = self.held[stage].forward(micro, inputs, self.feed.seed(micro))
+        if stage == self.last:
+            self._measure(micro, outputs)
+        else:
+            self._outputs[key] = outputs
+        self._busy += now() - started
+
+    def _measure(self, micro: int, outputs: Tensor) -> None:
+        """The loss of a micro-batch and the gradient it starts backward with."""
+        targets = self.feed.targets(micro)
+        loss, gradient = self._objective(outputs, targets, self.feed.scale)
+        self._figures[micro] = (loss, 0.0, float(len(targets)))
+        self._gradients[self.last, micro] = gradient
+
+    def _gradient(self, key: Key) -> Tensor:
+        found = self._gradients.pop(key, None)
+        return self._returns.pop((key[0] + 1, key[1])) if found is None else found
+
+    def _backward(self, instruction: Instruction) -> None:
+        stage, micro = key = instruction.stage, instruction.micro
+        held = self.held[stage]
+        if self.feed.empty(micro):
+            held.skipped(micro)
+        else:
+            started = now()
+            totals = self._totals.get(stage) if instruction is self._final_gradient else None
+            after = None
+            if totals is not None and totals.buckets:
+                after = partial(totals.start, micro=micro, deadline=self._deadline)
+            given = held.stage.backward(micro, self._gradient(key), held.into(micro), stage > 0, after)
+            if given is not None:
+                self._returns[key] = given
+            self._busy += now() - started
+            self._landed(held, stage, micro, merged=after is not None)
+        self._tell_speed(instruction)
+
+    def _backward_input(self, instruction: Instruction) -> None:
+        stage, micro = key = instruction.stage, instruction.micro
+        if not self.feed.empty(micro):
+            started = now()
+            given = self.held[stage].stage.backward_input(micro, self._gradient(key), stage > 0)
+            if given is not None:
+                self._returns[key] = given
+            self._busy += now() - started
+
+    def _backward_weight(self, instruction: Instruction) -> None:
+        stage, micro = instruction.stage, instruction.micro
+        held = self.held[stage]
+        if self.feed.empty(micro):
+            held.skipped(micro)
+        else:
+            started = now()
+            held.stage.backward_weight(micro, held.into(micro))
+            self._busy += now() - started
+            self._landed(held, stage, micro)
+        self._tell_speed(instruction)
+
+    def _landed(self, held: Held, stage: int, micro: int, merged: bool = False) -> None:
+        figures = self._figures.pop(micro, (0.0, 0.0, 0.0)) if stage == self.last else (0.0, 0.0, 0.0)
+        held.landed(micro, figures, self.feed.full, merged)
+        if stage == self._lowest:
+            self.feed.release(micro)
+
+    def _tell_speed(self, instruction: Instruction) -> None:
+        """With the last gradient: how long a shard takes here. Everybody learns it by the sum."""
+        if instruction is self._final_gradient and self.world.size <= MOST_SPEEDS:
+            held = self.held[instruction.stage]
+            held.tell(instruction.micro, self.rank, self._busy / max(1, self._share), self._stop)
+
+    # ---- messages
+
+    def _send_output(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            tensor = self._outputs.pop((instruction.stage, instruction.micro))
+            self.post.send(instruction, tensor, self._deadline)
+
+    def _recv_input(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self._inputs[instruction.stage, instruction.micro] = self.post.expect(instruction, self._deadline)
+
+    def _send_gradient(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            tensor = self._returns.pop((instruction.stage, instruction.micro))
+            self.post.send(instruction, tensor, self._deadline)
+
+    def _recv_gradient(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self._gradients[instruction.stage, instruction.micro] = self.post.expect(
+                instruction, self._deadline
+            )
+
+    # ---- totals and updates
+
+    def _reduce(self, instruction: Instruction) -> None:
+        self._waited = self._totals[instruction.stage](self._deadline)
+
+    def _update(self, instruction: Instruction) -> None:
+        if self.norm_scale is None:
+            clips = self.settings.optimizer.clip
+            self.norm_scale = self._norm.scale(self.held, self.plan) if clips else 1.0
+        self.held[instruction.stage].finish(self.rate, self._position.done, self.norm_scale)

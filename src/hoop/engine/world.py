@@ -1,0 +1,46 @@
+"""What a device gives a worker: memory, and the other ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hoop.collectives.communicator import Communicator
+from hoop.memory import Arena
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place in a job."""
+
+    arena: Arena
+    communicator: Communicator
+    """Of all ranks."""
+    group: Callable[[Sequence[int]], Communicator]
+    """A communicator of some of the ranks, this one included; the same ranks get the same one."""
+    neighbours: tuple[int, int] = (0, 1)
+    """Which of the job's devices on this host this is, and how many there are."""
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+
+def settle(world: World, threads: int, pin: bool) -> None:
+    """Gives the calling thread its cores: devices of one host do not fight for the same ones."""
+    torch.set_num_threads(threads)
+    if not pin or not hasattr(os, "sched_setaffinity"):
+        return
+    index, count = world.neighbours
+    cores = sorted(os.sched_getaffinity(0))
+    if count * threads > len(cores) and threads > 1:
+        return  # more than there are: the scheduler knows best
+    mine = {cores[(index * threads + offset) % len(cores)] for offset in range(threads)}
+    os.sched_setaffinity(0, mine)

@@ -1,0 +1,91 @@
+"""Forked children that never outlive their parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from hoop.memory.backing import default_directory
+
+POLL_S = 0.01
+"""A child's end makes no event that can be awaited on every platform."""
+
+
+def fork(work: Callable[[], None], close: set[int]) -> int:
+    """A child that does this and nothing else; these descriptors of the parent's are closed in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for descriptor in close:
+            os.close(descriptor)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class Children:
+    """Each keeps the end ``held`` of a pipe and leaves when ``hold`` closes; one that does not is killed."""
+
+    def __init__(self) -> None:
+        self.held, self.hold = os.pipe()
+        self._pids: list[int] = []
+
+    def start(self, work: Callable[[], None], close: set[int]) -> None:
+        self._pids.append(fork(work, close))
+
+    def end(self, patience: float) -> None:
+        """Lets them leave, and waits for it."""
+        os.close(self.hold)
+        os.close(self.held)
+        deadline = time.monotonic() + patience
+        for pid in self._pids:
+            while not _ended(pid):
+                if time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    break
+                time.sleep(POLL_S)
+            _forget(pid)
+
+
+class Family:
+    """Children of several kinds, which leave one kind after the other; any thread may ask, and all of them wait."""
+
+    def __init__(self, *kinds: Children) -> None:
+        self._kinds = list(kinds)
+        self._ending = threading.Lock()
+
+    def end(self, patience: float) -> None:
+        with self._ending:
+            while self._kinds:
+                self._kinds.pop(0).end(patience)
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _forget(pid: int) -> None:
+    """One that was killed could not delete its memory (on Linux it has no name)."""
+    for folder in {default_directory(0), default_directory(sys.maxsize)}:
+        for left in folder.glob(f"hoop-{pid}-*.arena"):
+            left.unlink(missing_ok=True)

@@ -1,0 +1,192 @@
+"""A cluster of forked processes, for one job, from a process that has loaded everything already.
+
+    this process ── fork ──▶ head ── fork ──▶ coordinator      imports are paid once, data is shared until written
+                              └──── fork ──▶ each device
+    this process ◀── lines of JSON ── head                     the job's events, then its result or its error
+    this process ── a byte, or the end ──▶ head                stop after a step; or: end all of it, now
+
+This process never opens gRPC, which does not survive a fork: so it may train again and again. Nobody outlives it:
+each child holds a pipe from its parent and leaves when that closes, however the parent ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hoop.errors import DeadlineExceeded, HoopError, InternalError, PeerLost, named
+from hoop.launch.children import Children, Family, fork
+from hoop.launch.serving import coordinate, serve
+from hoop.membership.detector import DetectorConfig
+from hoop.servers.coordinator import CoordinatorConfig
+from hoop.servers.device import DeviceConfig
+from hoop.servers.tasks import Trainer
+from hoop.topology import Address
+
+Head = Callable[[Address, Callable[[dict[str, Any]], None], Callable[[Callable[[], None]], None]], None]
+"""What the head does with a cluster that is up: (where it is, tell the parent, whom to call when asked to stop)."""
+STOP = b"s"
+START_S = 30.0
+END_S = 5.0
+"""How long a process may take to leave before it is killed."""
+LEASE_S = 20.0
+"""A process of this machine that dies is noticed by its socket; one that only computes on a busy core is not dead."""
+
+
+@dataclass(frozen=True)
+class ForkedConfig:
+    """So many devices, with so much memory each."""
+
+    devices: int
+    memory: int
+    trainer: Trainer
+    coordinator: CoordinatorConfig = field(
+        default_factory=lambda: CoordinatorConfig(detector=DetectorConfig(lease_s=LEASE_S))
+    )
+
+
+class Forked:
+    """A head process and its cluster, seen from the process that started them."""
+
+    def __init__(self, config: ForkedConfig, head: Head) -> None:
+        told, tells = os.pipe()
+        lives, life = os.pipe()
+        self._pid = fork(partial(_head, config, head, tells, lives), close={told, life})
+        os.close(tells)
+        os.close(lives)
+        self._told = os.fdopen(told, "r", encoding="utf-8")
+        self._life: int | None = life
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What the head tells, until it is done; raises what it failed with."""
+        for line in self._told:
+            event: dict[str, Any] = json.loads(line)
+            if event["kind"] == "head_failed":
+                raise named(event["error"], event["text"])
+            if event["kind"] == "head_done":
+                return
+            yield event
+        raise PeerLost("the process that leads the devices died; what it printed is above")
+
+    def stop(self) -> None:
+        """Asks the job to stop; its events go on to its end. At any time, also before the job has started."""
+        if self._life is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._life, STOP)
+
+    def close(self) -> None:
+        """Ends whatever still runs and waits for it."""
+        if self._life is None:
+            return
+        os.close(self._life)
+        self._life = None
+        self._told.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
+    os.setsid()  # Ctrl-C reaches the parent, which asks for a stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)  # standard output is the command's
+    parent = _Parent(tells, lives)
+    heard, say = os.pipe()
+    complaints, complain = os.pipe()
+    leading, devices = Children(), Children()
+    family = Family(devices, leading)  # in this order they leave: a device says goodbye to its coordinator
+    close = {tells, lives, heard, complaints, leading.hold, devices.hold}
+    try:
+        work = partial(coordinate, config.coordinator, say, leading.held)
+        leading.start(work, close | {complain, devices.held})
+        os.close(say)
+        address = Address.parse(_first_line(heard))
+        for device_id in range(1, config.devices + 1):
+            device = DeviceConfig(address, memory=config.memory, device_id=device_id)
+            work = partial(serve, device, config.trainer, complain, devices.held)
+            devices.start(work, (close - {heard}) | {leading.held})
+        os.close(complain)
+        # Threads only now: what is forked must have one.
+        threading.Thread(target=parent.listen, args=(family,), daemon=True).start()
+        threading.Thread(target=parent.relay, args=(complaints, family), daemon=True).start()
+        head(address, parent.tell, parent.whom)
+        parent.tell({"kind": "head_done"})
+    except HoopError as error:
+        parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": str(error)})
+    except BrokenPipeError:
+        pass  # nobody listens any more
+    except BaseException as error:
+        parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": traceback.format_exc()})
+    finally:
+        family.end(END_S)
+
+
+def _has_descriptor(stream: Any) -> bool:
+    try:
+        stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return True
+
+
+def _first_line(heard: int) -> str:
+    ready, _, _ = select.select([heard], [], [], START_S)
+    if not ready:
+        raise DeadlineExceeded(f"the coordinator was not up within {START_S:g} s")
+    with os.fdopen(heard, "r", encoding="utf-8") as line:
+        text = line.readline().strip()
+    if not text:
+        raise InternalError("the coordinator ended as it started; what it printed is above")
+    return text
+
+
+class _Parent:
+    """The process that started the head: it is told what happens, and may ask for a stop."""
+
+    def __init__(self, tells: int, lives: int) -> None:
+        self._out = os.fdopen(tells, "w", encoding="utf-8")
+        self._lives = lives
+        self._telling = threading.Lock()
+        self._known = threading.Event()
+        self._stop: Callable[[], None] = lambda: None
+
+    def tell(self, event: dict[str, Any]) -> None:
+        with self._telling:
+            self._out.write(json.dumps(event) + "\n")
+            self._out.flush()
+
+    def whom(self, stop: Callable[[], None]) -> None:
+        """What to call when asked to stop; a wish from before is granted now."""
+        self._stop = stop
+        self._known.set()
+
+    def listen(self, family: Family) -> None:
+        """A byte asks to stop after a step; the end of the pipe, to end everything at once."""
+        while os.read(self._lives, 1) == STOP:
+            threading.Thread(target=self._ask, daemon=True).start()
+        family.end(END_S)  # nobody will hear the rest
+        os._exit(1)
+
+    def _ask(self) -> None:
+        self._known.wait(START_S)
+        with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
+            self._stop()
+
+    def relay(self, complaints: int, family: Family) -> None:
+        """A device that cannot start is the end of it: the others wait for it in vain."""
+        with os.fdopen(complaints, "r", encoding="utf-8") as lines:
+            for line in lines:
+                with contextlib.suppress(BrokenPipeError):
+                    self.tell({"kind": "head_failed", **json.loads(line)})
+                family.end(END_S)
+                os._exit(1)

@@ -1,0 +1,137 @@
+"""A trained model, from a run's folder or a checkpoint: measured again, or handed on to other programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from hoop.data.dataset import Dataset
+from hoop.engine.job import Job
+from hoop.engine.losses import hits
+from hoop.engine.settings import Settings
+from hoop.engine.snapshot import unpacked
+from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
+from hoop.files import write_bytes
+from hoop.launch.conducting import weights_digest
+from hoop.launch.given import load_into
+from hoop.launch.named import job_named
+from hoop.launch.recording import newest_checkpoint
+from hoop.launch.user_code import blaming
+
+CHUNK = 500
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with the weights of a checkpoint."""
+
+    checkpoint: Path
+    settings: Settings
+    steps: int
+    job: Job
+    model: nn.Module
+    weights_sha256: str
+
+
+def trained(place: Path) -> Trained:
+    """The model of a run's newest whole checkpoint, or of the checkpoint that is named."""
+    if not place.exists():
+        raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
+    path = newest_checkpoint(place) if place.is_dir() else place
+    tensors, metadata = unpacked(path.read_bytes())
+    if "settings" not in metadata:
+        raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
+    settings = Settings.from_json(json.dumps(metadata["settings"]))
+    if settings.job.startswith("inherited:"):
+        raise FailedPrecondition(
+            f"{path}: this run was started by hoop.train with live objects, which only that program has; "
+            "there, result.model holds the weights"
+        )
+    job = job_named(settings.job, load=False)
+    with blaming(f"making the model of {settings.job}"):
+        model = job.model(settings.seed)
+    load_into(model, tensors)
+    return Trained(path, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
+
+
+def measure(one: Trained) -> dict[str, Any]:
+    """Loss and accuracy on the test samples, computed in this process by the model as it is."""
+    with blaming(f"evaluating {one.settings.job}"):
+        data = one.job.data().test
+        one.model.eval()
+        loss, right = _figures(one, data)
+    return {
+        "job": one.settings.job,
+        "checkpoint": str(one.checkpoint),
+        "steps": one.steps,
+        "samples": len(data),
+        "accuracy": right / len(data),
+        "loss": loss / len(data),
+        "weights_sha256": one.weights_sha256,
+    }
+
+
+def _figures(one: Trained, data: Dataset) -> tuple[float, float]:
+    loss = right = 0.0
+    half = one.settings.precision == "bfloat16"
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        for low in range(0, len(data), CHUNK):
+            samples = np.arange(low, min(len(data), low + CHUNK), dtype=np.int64)
+            inputs, targets = data.batch(samples, epoch=0, seed=0)
+            outputs = one.model(inputs).float()
+            loss += float(one.job.loss_function(outputs, targets))
+            right += hits(outputs, targets)
+    return loss, right
+
+
+def export(one: Trained, to: Path) -> None:
+    """Writes the model in the format that the file's name asks for."""
+    if to.suffix not in FORMATS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, (what, _) in FORMATS.items())
+        raise InvalidArgument(f"--to: {to.name!r} is of no kind that is known; name it {known}")
+    write_bytes(to, FORMATS[to.suffix][1](one))
+
+
+def _state(one: Trained) -> Mapping[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in one.model.state_dict().items()}
+
+
+def _safetensors(one: Trained) -> bytes:
+    return safetensors.torch.save(dict(_state(one)))
+
+
+def _npz(one: Trained) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{name: tensor.numpy() for name, tensor in _state(one).items()})  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def _program(one: Trained) -> bytes:
+    """With the model's code in it, for any number of rows."""
+    data = one.job.data().test
+    inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
+    one.model.eval()
+    with blaming(f"exporting {one.settings.job}"):
+        program = torch.export.export(
+            one.model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False
+        )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return file.getvalue()
+
+
+FORMATS: dict[str, tuple[str, Callable[[Trained], bytes]]] = {
+    ".safetensors": ("a plain state_dict", _safetensors),
+    ".npz": ("the same for NumPy", _npz),
+    ".pt2": ("a torch.export program, code included", _program),
+}
+"""Each by the end of its name. No pickle: a model file should run nothing when it is opened."""

@@ -1,0 +1,220 @@
+"""``hoop.train``: a model, some devices, and a result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hoop.config import parse_size
+from hoop.errors import HoopError, InvalidArgument
+from hoop.launch.result import Result
+from hoop.launch.user_code import blaming
+from hoop.servers.tasks import Emit, TaskPlace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hoop.engine.job import Job
+    from hoop.engine.settings import Settings
+    from hoop.topology import Address
+
+DEFAULT_DEVICES = 4
+DEFAULT_MEMORY = 256 * 1024 * 1024
+Told = dict[str, Any]
+Stoppable = Callable[[Callable[[], None]], None]
+
+
+class Spelled(Protocol):
+    """A strategy: ``hoop.DataParallel()`` and its siblings."""
+
+    @property
+    def spec(self) -> str:
+        """As it is typed."""
+
+
+def trainer(
+    place: TaskPlace, settings: str, emit: Emit, stopping: Callable[[], bool], resume: bytes | None
+) -> None:
+    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it."""
+    # Before PyTorch is loaded: a device owns its cores, and no pool of threads fights for them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from hoop.engine.job import find_job
+    from hoop.engine.recipes import RECIPES
+    from hoop.engine.run import Run
+    from hoop.engine.settings import Settings
+    from hoop.engine.world import World
+
+    wanted = Settings.from_json(settings).check()
+    world = World(place.arena, place.communicator, place.group, place.neighbours)
+    with blaming(f"in {wanted.job}"):
+        run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
+        try:
+            run.go()
+        finally:
+            run.close()
+
+
+def preload() -> None:
+    """Everything that devices and whoever leads them will need: imported once, before they are forked."""
+    import hoop.client.cluster
+    import hoop.engine.run
+    import hoop.launch.conducting
+    import hoop.launch.forked  # noqa: F401 - loading them is the point
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where and with what a job runs."""
+
+    settings: Settings
+    devices: int | None = None
+    memory: int = DEFAULT_MEMORY
+    out: Path | None = None
+    resume: Path | None = None
+    """A checkpoint to go on from."""
+    coordinator: Address | None = None
+    """A cluster that is up; None: processes of this machine, for this job alone."""
+    address_file: Path | None = None
+    """Where the coordinator of this job is written while it runs."""
+
+
+class Training:
+    """A job under way, seen from this process."""
+
+    def __init__(self, launch: Launch, save: Path | None = None) -> None:
+        self._launch = launch
+        self._save = save
+        self._asked = False
+        self._stop: Callable[[], None] = lambda: None
+
+    def events(self) -> Iterator[Told]:
+        """What it tells, the last being its result; it ends when this is closed."""
+        return self._here() if self._launch.coordinator is None else self._there(self._launch.coordinator)
+
+    def stop(self) -> None:
+        """Asks it to stop after a step; its events go on to the result. At any time, from a signal's handler too."""
+        self._asked = True
+        self._stop()
+
+    def _here(self) -> Iterator[Told]:
+        from hoop.launch.forked import Forked, ForkedConfig
+
+        launch = self._launch
+        devices = DEFAULT_DEVICES if launch.devices is None else launch.devices
+        if devices < 1:
+            raise InvalidArgument(f"devices: {devices} is not at least 1")
+
+        def head(address: Address, tell: Callable[[Told], None], stoppable: Stoppable) -> None:
+            for event in self._follow(address, devices, stoppable):
+                tell(event)
+
+        preload()
+        forked = Forked(ForkedConfig(devices, launch.memory, trainer), head)
+        try:
+            self._stoppable(forked.stop)
+            yield from forked.events()
+        finally:
+            forked.close()
+            if launch.address_file is not None:  # whoever leads may have been ended at once
+                launch.address_file.unlink(missing_ok=True)
+
+    def _there(self, address: Address) -> Iterator[Told]:
+        def stoppable(stop: Callable[[], None]) -> None:
+            def ask() -> None:
+                with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
+                    stop()
+
+            # Not in the handler of a signal: it may have come in the middle of another call.
+            self._stoppable(lambda: threading.Thread(target=ask, daemon=True).start())
+
+        return self._follow(address, self._launch.devices, stoppable)
+
+    def _stoppable(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        if self._asked:
+            stop()
+
+    def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
+        from hoop.client.cluster import connect
+        from hoop.launch.conducting import Conducting, chosen
+        from hoop.servers.serving import write_address_file
+
+        launch = self._launch
+        with connect(address) as cluster:
+            if launch.coordinator is None and devices:
+                cluster.wait_for_devices(devices)
+            if launch.address_file is not None:
+                write_address_file(launch.address_file, address)
+            try:
+                job = Conducting(
+                    cluster, launch.settings, chosen(cluster, devices), launch.out, launch.resume
+                )
+                stoppable(job.job.stop)
+                for event in job.events():
+                    if event["kind"] == "result" and self._save is not None:
+                        job.save(self._save)
+                    yield event
+            finally:
+                if launch.address_file is not None:
+                    launch.address_file.unlink(missing_ok=True)
+
+
+def train(
+    model: nn.Module | Callable[[int], nn.Module] | Job | str,
+    data: Any = None,
+    *,
+    devices: int = DEFAULT_DEVICES,
+    strategy: str | Spelled = "data",
+    memory: int | str = DEFAULT_MEMORY,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Callable[[Told], None] | None = None,
+    loss: str | Callable[[Any, Any], Any] = "cross_entropy",
+    **settings: Any,
+) -> Result:
+    """Trains a model on devices of this machine and returns what came of it.
+
+    ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
+    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. ``loss`` is
+    ``cross_entropy``, ``mse``, or a function of (outputs, targets) that returns the sum over the samples.
+    ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr, optimizer, seed …
+    ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` it goes on from the newest checkpoint there.
+    ``progress`` is called with every event.
+
+    >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
+    >>> result.accuracy
+    """
+    from hoop.engine.job import INHERITED, Job, find_job
+    from hoop.engine.recipes import RECIPES
+    from hoop.launch.given import job_from, load_into
+    from hoop.launch.recording import newest_checkpoint
+
+    if isinstance(model, str):
+        job, name = find_job(model, RECIPES), model
+    else:
+        job = model if isinstance(model, Job) else job_from(model, data, loss)
+        INHERITED.append(job)
+        name = f"inherited:{len(INHERITED) - 1}"
+    spec = strategy if isinstance(strategy, str) else strategy.spec
+    wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
+    job.data()  # before the fork: devices share what is loaded now
+    folder = None if out is None else Path(out)
+    if resume and folder is None:
+        raise InvalidArgument("resume: it needs out, the folder of the run to go on with")
+    checkpoint = newest_checkpoint(folder) if resume and folder else None
+    launch = Launch(wanted, devices, parse_size(memory, "memory"), folder, checkpoint)
+    with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
+        weights = Path(scratch) / "weights.safetensors"
+        summary: Told = {}
+        for event in Training(launch, save=weights).events():
+            if progress is not None:
+                progress(event)
+            if event["kind"] == "result":
+                summary = {key: value for key, value in event.items() if key != "kind"}
+        return Result(summary, load_into(job.model(wanted.seed), weights))

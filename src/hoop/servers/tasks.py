@@ -1,0 +1,156 @@
+"""A device's part in jobs: each is a task on a thread of its own, which needs nobody's word to go on.
+
+coordinator ── StartTask ──▶ (1) its seat, its links, a thread that trains
+coordinator ◀── WatchTask ── (2) what the task tells, kept until the device ends or forgets it
+coordinator ── StopTask ───▶ (3) it stops after a step that all ranks agree on
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hoop.collectives.communicator import Communicator
+from hoop.errors import FailedPrecondition, HoopError, NotFound
+from hoop.events import Event, EventLog
+from hoop.memory import Arena
+from hoop.servers.runner import Runner, Seat
+from hoop.wire.generated import hoop_pb2 as pb
+
+KEPT = 8
+"""Tasks that have ended and can still be watched."""
+ENDED, FAILED = "ended", "failed"
+"""The kinds of a task's last event."""
+
+
+@dataclass(frozen=True)
+class TaskPlace:
+    """What a device gives to whoever trains on it."""
+
+    job_id: int
+    arena: Arena
+    communicator: Communicator
+    group: Callable[[Sequence[int]], Communicator]
+    neighbours: tuple[int, int]
+    """Which of the job's devices on this host this is, and how many there are."""
+
+
+Emit = Callable[[Mapping[str, Any]], None]
+Trainer = Callable[[TaskPlace, str, Emit, Callable[[], bool], bytes | None], None]
+"""Trains in a place by these settings (JSON) until done or told to stop; the last is a checkpoint to go on from."""
+
+
+@dataclass
+class Task:
+    """One job on this device."""
+
+    log: EventLog = field(default_factory=EventLog)
+    stop: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+
+class Tasks:
+    """The jobs this device takes part in."""
+
+    def __init__(self, arena: Arena, runner: Runner, trainer: Trainer | None) -> None:
+        self._arena = arena
+        self._runner = runner
+        self._trainer = trainer
+        self._tasks: OrderedDict[int, Task] = OrderedDict()
+
+    def start(self, request: pb.StartTaskRequest) -> None:
+        trainer = self._trainer
+        if trainer is None:
+            raise FailedPrecondition("this device does not train; start it with: hoop device")
+        if request.job_id in self._tasks:
+            raise FailedPrecondition(f"job {request.job_id} is on this device already")
+        resume = None
+        if request.resume:
+            buffer = self._arena.buffer(request.resume)
+            resume = self._arena.read(buffer.address, buffer.size)
+            self._arena.free(request.resume)
+        seat, communicator = self._runner.take(request.seat)
+        groups = _Groups(self._runner, request.seat.communicator_id, seat, communicator)
+        place = TaskPlace(request.job_id, self._arena, communicator, groups, _neighbours(seat))
+        task = Task()
+
+        def work() -> None:
+            last: dict[str, Any] = {"kind": ENDED}
+            try:
+                trainer(place, request.settings, emit, task.stop.is_set, resume)
+            except HoopError as error:
+                last = {"kind": FAILED, "error": type(error).__name__, "text": str(error)}
+            except BaseException as error:  # a bug, or the user's own code: told whole, to whoever watches
+                last = {"kind": FAILED, "error": type(error).__name__, "text": traceback.format_exc()}
+            finally:
+                # Whoever waits for this rank must not wait any longer.
+                groups.close()
+                self._runner.release(request.seat.communicator_id, seat)
+                emit(last)
+
+        def emit(told: Mapping[str, Any]) -> None:
+            task.log.publish(str(told["kind"]), json.dumps(told))
+
+        task.thread = threading.Thread(target=work, name=f"hoop-job-{request.job_id}", daemon=True)
+        self._tasks[request.job_id] = task
+        while len(self._tasks) > KEPT and self._ended(next(iter(self._tasks))):
+            self._tasks.popitem(last=False)
+        task.thread.start()
+
+    def _ended(self, job_id: int) -> bool:
+        thread = self._tasks[job_id].thread
+        return thread is None or not thread.is_alive()
+
+    def task(self, job_id: int) -> Task:
+        if job_id not in self._tasks:
+            raise NotFound(f"job_id: {job_id} is not on this device")
+        return self._tasks[job_id]
+
+    def stop(self, job_id: int) -> None:
+        self.task(job_id).stop.set()
+
+    def close(self) -> None:
+        """Asks every task to stop; their links are closed by whoever owns them."""
+        for task in self._tasks.values():
+            task.stop.set()
+
+
+def is_last(event: Event) -> bool:
+    """Whether a task tells nothing after this."""
+    return event.kind in (ENDED, FAILED)
+
+
+class _Groups:
+    """Communicators of some of a job's ranks, made when first asked for."""
+
+    def __init__(self, runner: Runner, communicator_id: int, seat: Seat, whole: Communicator) -> None:
+        self._runner, self._id, self._seat, self._whole = runner, communicator_id, seat, whole
+        self._made: dict[tuple[int, ...], Communicator] = {}
+
+    def __call__(self, ranks: Sequence[int]) -> Communicator:
+        key = tuple(ranks)
+        if key == tuple(range(len(self._seat.members))):
+            return self._whole
+        if key not in self._made:
+            # Ranks of one job that form a group begin with different ranks or are equally many: that names it.
+            number = self._id | (1 + key[0] + (len(key) << 12)) << 32
+            self._made[key] = self._runner.group(number, self._seat, key)
+        return self._made[key]
+
+    def close(self) -> None:
+        for one in self._made.values():
+            one.close()
+
+
+def _neighbours(seat: Seat) -> tuple[int, int]:
+    def host(rank: int) -> str:
+        shared = seat.members[rank].shared_address
+        return shared.host if shared is not None else seat.members[rank].host
+
+    same = [rank for rank in range(len(seat.members)) if host(rank) == host(seat.rank)]
+    return same.index(seat.rank), len(same)

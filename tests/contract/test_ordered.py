@@ -1,0 +1,74 @@
+"""The ordered sum over every transport: every rank gets the bits of one rank, whatever the shares."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import URIS, Ranks, soon
+
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.ordered import OrderedSum
+from hoop.collectives.shards import holding
+from hoop.errors import HoopError
+
+SHARES = {
+    1: [[range(5)]],
+    2: [[range(4), range(4, 8)], [range(3), range(3, 8)], [range(8), range(0)]],
+    3: [[range(3), range(3, 6), range(6, 8)], [[0, 5], [1, 2, 7], [3, 4, 6]]],
+    4: [
+        [range(1), range(1, 2), range(2, 3), range(3, 4)],
+        [range(5), range(5, 6), range(6, 11), range(11, 13)],
+    ],
+}
+
+
+def totals(ranks: Ranks, orders: list[list[int]], count: int, calls: int = 2) -> list[bytes]:
+    shards = sum(map(len, orders))
+    values = np.random.default_rng(7).normal(size=(calls, shards, count)).astype(np.float32)
+    holdings = [holding(list(order), shards) for order in orders]
+
+    def job(one: Communicator) -> bytes:
+        mine = holdings[one.rank]
+        slots = np.zeros((max(1, mine.slots), count), np.float32)
+        room = np.zeros(count, np.float32)
+        add = OrderedSum(one, holdings, shards, slots, room, soon())
+        found = b""
+        for call in range(calls):
+            for shard, landing in zip(mine.order, mine.landings, strict=True):
+                slots[landing.slot] = values[call, shard]
+                for into, other in landing.merges:
+                    slots[into] += slots[other]
+            add(soon())
+            found += add.result.tobytes()
+        return found
+
+    return ranks.run(job)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 1000, 70_001])
+@pytest.mark.parametrize("size", SHARES)
+@pytest.mark.parametrize("scheme", URIS)
+def test_every_rank_gets_the_bits_of_one(scheme: str, size: int, count: int) -> None:
+    for orders in SHARES[size]:
+        shards = sum(map(len, orders))
+        with Ranks("inproc", 1) as alone:
+            (wanted,) = totals(alone, [list(range(shards))], count)
+        with Ranks(scheme, size) as ranks:
+            assert totals(ranks, [list(order) for order in orders], count) == [wanted] * size
+
+
+@pytest.mark.parametrize("scheme", URIS)
+def test_a_rank_that_leaves_is_named(scheme: str) -> None:
+    holdings = [holding([0], 2), holding([1], 2)]
+    with Ranks(scheme, 2) as ranks:
+
+        def job(one: Communicator) -> str:
+            add = OrderedSum(one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon())
+            if one.rank == 1:
+                one.close()
+                return ""
+            with pytest.raises(HoopError) as caught:
+                add(soon())
+            return str(caught.value)
+
+        assert "rank 1" in ranks.run(job)[0]

@@ -1,0 +1,84 @@
+"""Jobs that train in a second, and what one device makes of them by itself."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from forked_ranks import checkpoint, tensors_in, train
+from torch import Tensor, nn
+
+from hoop.data import catalog
+from hoop.data.dataset import Batch, Indices, Splits
+from hoop.data.tensors import TensorData
+from hoop.engine.job import Job
+from hoop.engine.settings import Settings
+from hoop.models.mlp import mlp
+
+SAMPLES = 300
+BATCH = 42
+"""The last step of an epoch has 6 samples: fewer than 8 shards, so some of them are empty."""
+SHARDS = 8
+STEPS = -(-SAMPLES // BATCH)
+
+
+class Watched(TensorData):
+    """Remembers which samples it was asked for, by epoch."""
+
+    seen: dict[int, list[int]]
+
+    def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
+        if out is not None:  # by a step; the profile before it has no place for it
+            self.__dict__.setdefault("seen", {}).setdefault(epoch, []).extend(indices.tolist())
+        return super().batch(indices, epoch=epoch, seed=seed, out=out)
+
+
+@lru_cache(maxsize=1)
+def mnist() -> Splits:
+    whole = catalog.load("mnist").train
+    inputs, targets = whole.batch(torch.arange(SAMPLES + 100).numpy(), epoch=0, seed=0)
+    inputs, targets = inputs.clone(), targets.clone()
+    return Splits(
+        Watched(inputs[:SAMPLES], targets[:SAMPLES], name="train"),
+        TensorData(inputs[SAMPLES:], targets[SAMPLES:], name="test"),
+    )
+
+
+def normed(seed: int) -> nn.Module:
+    """Batch norm and dropout, in blocks."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Sequential(
+            nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 3, 5, stride=3), nn.BatchNorm2d(3), nn.ReLU()
+        ),
+        nn.Sequential(nn.Flatten(), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(192, 20), nn.BatchNorm1d(20), nn.ReLU()),
+        nn.Linear(20, 10),
+    )
+
+
+def flat(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(784, 30), nn.ReLU()),
+        nn.Sequential(nn.Linear(30, 20), nn.ReLU()),
+        nn.Sequential(nn.Linear(20, 20), nn.ReLU()),
+        nn.Linear(20, 10),
+    )
+
+
+JOBS = {"mlp": Job(mlp, mnist), "normed": Job(normed, mnist), "flat": Job(flat, mnist)}
+
+
+def settings(strategy: str, **changes: Any) -> Settings:
+    start = Settings(
+        strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=60.0
+    )
+    return start.replaced(changes)
+
+
+@lru_cache
+def alone(job: str, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Tensor]:
+    """Weights and optimizer state after data parallel training on one device."""
+    return tensors_in(checkpoint(train("shm", 1, settings("data", **dict(changes)), JOBS[job])))

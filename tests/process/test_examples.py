@@ -1,0 +1,47 @@
+"""The examples run as they are written, quickly, and come out right."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RUNS = {
+    "lab_training.py": ("--steps", "60", "--devices", "2"),
+    "custom_model.py": ("--epochs", "3", "--devices", "1", "2"),
+    "torch_backend.py": ("--steps", "60"),
+}
+ELSEWHERE = {"lab_client.py", "gpu_sim_messages.py"}
+"""Run by test_lab_client.py; a table, not a program."""
+
+
+def run(name: str, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*RUNS, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_learns(name: str) -> None:
+    said = run(name, *RUNS[name])
+    (*_, accuracy) = re.findall(r"accuracy (\d+\.\d+)%", said)
+    assert float(accuracy) > 70, said
+    if name == "custom_model.py":
+        assert "the same weights, to the bit" in said

@@ -1,0 +1,262 @@
+"""``hoop train`` as a person types it: what it prints and keeps, how it ends, and what it says to a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.numpy
+
+if TYPE_CHECKING:
+    from conftest import Running
+
+    Start = Callable[..., Running]
+    Ask = Callable[[str], dict[str, Any]]
+
+DRIVER = Path(__file__).with_name("train_driver.py")
+JOB, SLOW, BROKEN, SHAPES = (f"{DRIVER}:{name}" for name in ("job", "slow", "broken", "wrong_shapes"))
+PATIENCE_S = 100.0
+FIELDS = {
+    *("accuracy", "loss", "steps", "epochs", "seconds", "samples_per_second", "weights_sha256"),
+    *("strategy", "devices", "bytes_sent", "idle_fraction"),
+}
+UP = ("--devices", "2", "--memory", "64MiB")
+
+
+def hoop(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hoop", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def result(*arguments: object) -> dict[str, Any]:
+    """What ``hoop … --json`` printed: one line on standard output."""
+    done = hoop(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def until(happened: Callable[[], bool], what: Callable[[], str], within: float = 60.0) -> None:
+    """For what makes no event."""
+    deadline = time.monotonic() + within
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {within:g} s; {what()}"
+        threading.Event().wait(0.01)
+
+
+def under_way(start: Start, out: Path, *more: object) -> Running:
+    """A training that goes on until it is stopped, after its first steps."""
+    running = start("train", SLOW, "-n", 2, "--out", out, *more)
+    metrics = out / "metrics.jsonl"
+    until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: running.errors)
+    return running
+
+
+# ---- a run from its start to a model in another program
+
+
+def test_a_run_is_kept_measured_and_handed_on(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained = result("train", "mnist", "-n", 2, "--epochs", 1, "--set", "max_steps=60", "--out", out)
+    assert set(trained) >= FIELDS
+    assert trained["steps"] == 60
+    assert trained["devices"] == 2
+    assert trained["accuracy"] > 0.8
+    assert {path.name for path in out.iterdir()} == {
+        "checkpoints",
+        "config.json",
+        "curve.svg",
+        "metrics.jsonl",
+        "result.json",
+        "tensorboard",
+        "timeline.svg",
+        "trace.json",
+    }
+    assert json.loads((out / "result.json").read_text())["weights_sha256"] == trained["weights_sha256"]
+
+    measured = result("evaluate", out)
+    assert measured["weights_sha256"] == trained["weights_sha256"]
+    assert measured["accuracy"] == pytest.approx(trained["accuracy"], abs=2e-4)
+    assert measured["loss"] == pytest.approx(trained["loss"], rel=1e-4)
+
+    weights = tmp_path / "model.safetensors"
+    assert result("export", out, "--to", weights)["weights_sha256"] == trained["weights_sha256"]
+    shapes = {name: one.shape for name, one in safetensors.numpy.load_file(weights).items()}
+    assert sorted(shapes.values()) == [(10,), (10, 64), (64,), (64, 128), (128,), (128, 784)]
+    refused = hoop("export", out, "--to", tmp_path / "model.onnx")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "name it .safetensors (a plain state_dict)" in refused.stderr
+
+    again = hoop("train", "mnist", "--out", out)
+    assert again.returncode == 2
+    assert f"--out: {out} holds a run; go on with it by --resume" in again.stderr
+
+
+def test_recipes_are_listed() -> None:
+    assert set(result("train", "--list")) == {"softmax", "mnist", "lenet", "mobilenet-cifar10", "gpt-tiny"}
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_once_it_ends_after_a_step_with_a_checkpoint(
+    start: Start, tmp_path: Path, number: int, code: int
+) -> None:
+    out = tmp_path / "run"
+    running = under_way(start, out)
+    running.signal(number)
+    assert running.wait(within=30) == code, running.errors
+    assert running.line().split()[:2] == ["stopped", "after"]
+    stopped = json.loads((out / "result.json").read_text())
+    assert stopped["stopped"] is True
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{stopped['steps']:08}.safetensors"
+    if number == signal.SIGINT:
+        limit = stopped["steps"] + 30
+        straight = result("train", SLOW, "-n", 1, "--set", f"max_steps={limit}")
+        resumed = result("train", "--resume", "--out", out, "--set", f"max_steps={limit}")
+        assert resumed["weights_sha256"] == straight["weights_sha256"]
+        assert resumed["devices"] == 2
+
+
+def test_stopped_twice_it_ends_at_once(start: Start, status: Ask, tmp_path: Path, gone: Any) -> None:
+    address = tmp_path / "address"
+    running = under_way(start, tmp_path / "run", "--address-file", address)
+    told = status(address.read_text().strip())
+    pids = [told["pid"], *(one["pid"] for one in told["devices"])]
+    os.kill(pids[1], signal.SIGSTOP)  # so that it cannot end the polite way
+    running.signal(signal.SIGINT)
+    until(lambda: "Ctrl-C again" in running.errors, lambda: running.errors)
+    running.signal(signal.SIGINT)
+    assert running.wait(within=30) == 130
+    for pid in pids:
+        gone(pid, within=0.1)
+    assert not address.exists()
+
+
+def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
+    running = start("train", SLOW, "-n", 2)
+    until(lambda: "loading" in running.errors, lambda: running.errors)
+    running.signal(signal.SIGINT)
+    assert running.wait(within=40) == 130
+    assert "Traceback" not in running.errors
+
+
+@pytest.mark.parametrize("whom", ["a device", "the coordinator", "the head"])
+def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Path, whom: str) -> None:
+    address = tmp_path / "address"
+    running = under_way(start, tmp_path / "run", "--address-file", address)
+    told = status(address.read_text().strip())
+    parent = int(Path(f"/proc/{told['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    killed = {"a device": told["devices"][1]["pid"], "the coordinator": told["pid"], "the head": parent}[whom]
+    os.kill(killed, signal.SIGKILL)
+    assert running.wait(within=15) == 3
+    assert {"a device": "device 2", "the coordinator": "coordinator", "the head": "leads the devices"}[
+        whom
+    ] in running.errors
+
+
+# ---- mistakes
+
+
+def test_what_the_users_code_raises_is_theirs_and_told_once() -> None:
+    done = hoop("train", BROKEN, "-n", 2)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("ZeroDivisionError") == 1
+    assert done.stderr.count('raise ZeroDivisionError("on purpose")') == 1
+    assert "your code failed" in done.stderr
+    assert "bug" not in done.stderr
+    assert "hoop/engine" not in done.stderr
+
+
+def test_a_model_that_does_not_suit_its_data_is_the_users() -> None:
+    done = hoop("train", SHAPES, "-n", 1)
+    assert done.returncode == 2
+    assert "mat1 and mat2 shapes cannot be multiplied" in done.stderr
+    assert "bug" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "job: none given; try: hoop train mnist"),
+        (("mnist", "--strategy", "teleport"), "strategy: 'teleport' is none; choose data, ps, ring"),
+        (("mnist", "--set", "momentum"), "--set: 'momentum' is not name=value"),
+        (("mnist", "--memory", "lots"), "--memory: "),
+        (("mnist", "--resume"), "--resume: it needs --out"),
+        (("--resume", "--out", "nowhere"), "is not a run's config"),
+        (("mnist", "--set", "speed=9"), "speed: no such setting; there are"),
+        (("mnist", "-n", 3, "-s", "hybrid:replicas=2"), "devices: 3 cannot be 2 equal replicas"),
+        (("nothing.py:job",), "nothing.py is not a file"),
+        (("mnist", "-n", 2, "--memory", "1MiB"), "needs 3.3 MiB and has 1 MiB"),
+    ],
+)
+def test_a_mistake_is_a_sentence(arguments: tuple[object, ...], sentence: str) -> None:
+    done = hoop("train", *arguments, COLUMNS="200")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_memory_that_is_too_small_says_what_would_fit() -> None:
+    done = hoop("train", "mnist", "-n", 2, "--memory", "3MiB")
+    assert done.returncode == 2
+    assert "it would fit with" in done.stderr
+    assert "first step" not in done.stderr
+
+
+# ---- on a cluster that is up
+
+
+def test_a_job_by_its_path_on_a_cluster(up: Running, tmp_path: Path) -> None:
+    here = result("train", JOB, "-n", 1)
+    there = result("train", JOB, "--coordinator", up.address, "--out", tmp_path / "run")
+    assert there["devices"] == 2
+    assert there["weights_sha256"] == here["weights_sha256"]
+    resumed = result(
+        "train",
+        "--resume",
+        "--coordinator",
+        up.address,
+        "--out",
+        tmp_path / "run",
+        "-s",
+        "ring",
+        "--epochs",
+        3,
+    )
+    straight = result("train", JOB, "-n", 2, "--epochs", 3)
+    assert resumed["weights_sha256"] == straight["weights_sha256"]
+    many = hoop("train", JOB, "--coordinator", up.address, "-n", 9)
+    assert many.returncode == 2
+    assert "9 asked for, 2 are alive" in many.stderr
+
+
+def test_ctrl_c_stops_a_job_on_a_cluster_and_the_cluster_stays(
+    up: Running, start: Start, status: Ask, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    running = under_way(start, out, "--coordinator", up.address)
+    running.signal(signal.SIGINT)
+    assert running.wait(within=30) == 130, running.errors
+    assert len(list((out / "checkpoints").iterdir())) == 1
+    until(lambda: status(up.address)["communicators"] == [], lambda: str(status(up.address)))
+    assert [one["state"] for one in status(up.address)["devices"]] == ["alive", "alive"]

@@ -1,0 +1,106 @@
+"""Trains several times in one process: PyTorch is loaded once, devices are forked for each.
+
+Reads a list of jobs, each the keyword arguments of ``hoop.train``, as JSON from standard input; writes each result as a
+line of JSON, or {"error": class, "text": message}.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import json
+import sys
+
+import torch
+from torch import nn
+
+import hoop
+
+SAMPLES, CLASSES = 203, 3
+
+
+def data() -> hoop.Splits:
+    draw = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 6, generator=draw)
+    targets = (inputs @ torch.randn(6, CLASSES, generator=draw)).argmax(1)
+    return hoop.Splits(hoop.TensorData(inputs, targets), hoop.TensorData(inputs[:50], targets[:50]))
+
+
+def chain(seed: int) -> nn.Module:
+    """Four blocks, so that it can be cut; dropout and batch norm, so that draws and buffers matter."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Sequential(nn.ReLU(), nn.BatchNorm1d(16)),
+        nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)),
+        nn.Linear(16, CLASSES),
+    )
+
+
+class Whole(nn.Module):
+    """A module with tied weights, a buffer that is not saved, and no blocks to cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.first.weight
+        self.last = nn.Linear(6, CLASSES)
+        self.register_buffer("scale", torch.tensor([0.5]), persistent=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.again(self.first(values) * self.scale)))
+
+
+def plain(seed: int) -> nn.Module:
+    """No buffers, and nothing that Hoop computes by hand."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, CLASSES))
+
+
+MODELS = {"chain": chain, "plain": plain, "whole": lambda seed: Whole()}
+job = hoop.Job(chain, data, settings={"epochs": 2, "batch_size": 32, "shards": 4, "lr": 0.01})
+"""What ``hoop train …/train_driver.py:job`` trains."""
+
+
+def failing(seed: int) -> nn.Module:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, CLASSES), 0
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 20:
+                raise ZeroDivisionError("on purpose")
+            return self.layer(values)
+
+    torch.manual_seed(seed)
+    return Failing()
+
+
+broken = hoop.Job(failing, data, settings={"epochs": 50, "batch_size": 32})
+wrong_shapes = hoop.Job(lambda seed: nn.Sequential(nn.Linear(7, CLASSES)), data)
+slow = hoop.Job(
+    chain, data, settings={"epochs": 1_000_000, "batch_size": 8, "shards": 4, "evaluate_every": 0}
+)
+"""Goes on until it is stopped."""
+
+
+def main() -> None:
+    for given in json.load(sys.stdin):
+        model = MODELS[given.pop("model", "chain")](0)
+        try:
+            result = hoop.train(model, data(), **given)
+            right = (result.model.eval()(data().test.inputs).argmax(1) == data().test.targets).float().mean()
+            told = {**result.summary, "right": float(right), "same_module": result.model is model}
+        except hoop.HoopError as error:
+            told = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What --out holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hoop.engine.settings import Settings
+from hoop.errors import FailedPrecondition
+from hoop.launch.recording import KEPT, Recording, newest_checkpoint, saved_settings
+
+STEPS: dict[str, Any] = {"kind": "steps", "first": 0, "loss": [2.0, 1.0], "seconds": [0.1, 0.1], "time": 1.0}
+EVALUATED = {"kind": "evaluated", "steps": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.75, "time": 2.0}
+
+
+def recording(out: Path, start: int = 0) -> Recording:
+    return Recording(out, Settings(epochs=3), [4, 5], start)
+
+
+def test_settings_come_back(tmp_path: Path) -> None:
+    recording(tmp_path).close()
+    assert saved_settings(tmp_path) == (Settings(epochs=3), 2)
+
+
+def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    one = recording(tmp_path)
+    for step in range(1, KEPT + 3):
+        one.checkpoint({"weight": torch.ones(step)}, {"steps": step}, step)
+    one.close()
+    folder = tmp_path / "checkpoints"
+    assert len(list(folder.iterdir())) == KEPT
+    newest = newest_checkpoint(tmp_path)
+    assert newest.name == f"step-{KEPT + 2:08}.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])  # torn
+    assert newest_checkpoint(tmp_path).name == f"step-{KEPT + 1:08}.safetensors"
+    for path in folder.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(FailedPrecondition, match="that is whole: step-"):
+        newest_checkpoint(tmp_path)
+
+
+def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match="no checkpoint in"):
+        newest_checkpoint(tmp_path)
+    with pytest.raises(FailedPrecondition, match="is not a run's config"):
+        saved_settings(tmp_path)
+
+
+def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(tmp_path: Path) -> None:
+    one = recording(tmp_path)
+    for told in (STEPS, EVALUATED, {**STEPS, "first": 2}, {**EVALUATED, "steps": 4, "accuracy": 0.9}):
+        one.note(told)
+    one.close()
+    again = recording(tmp_path, start=3)
+    assert again.last_evaluation() == {"loss": 0.5, "accuracy": 0.75}
+    again.close()
+    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows == [1, 2, 2, 3]

@@ -1,0 +1,82 @@
+"""What a person sees of a training."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hoop.cli.training_view import View
+
+STARTED: dict[str, Any] = {
+    "kind": "started",
+    "steps": 20,
+    "done": 0,
+    "steps_an_epoch": 10,
+    "parameters": 109386,
+    "stages": ["blocks 0..2 on ranks 0, 1"],
+    "devices": 2,
+    "batch_size": 256,
+    "start_seconds": 3.2,
+}
+STEPS = [{"kind": "steps", "first": first, "loss": [2.0, 1.0]} for first in range(0, 10, 2)]
+EVALUATED = {"kind": "evaluated", "epoch": 1, "steps": 10, "loss": 0.25, "accuracy": 0.935}
+RESULT: dict[str, Any] = {
+    "accuracy": 0.935,
+    "steps": 20,
+    "seconds": 2.0,
+    "samples_per_second": 2560.0,
+    "devices": 1,
+    "strategy": "data",
+    "shares": [{"compute": 0.75, "communicate": 0.05, "idle": 0.2}],
+    "memory": [4096],
+    "bytes_sent": 0,
+    "weights_sha256": "ab" * 32,
+    "stopped": False,
+}
+
+
+def shown(terminal: bool, events: list[dict[str, Any]]) -> str:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=150, color_system=None, highlight=False)
+    with View(console) as view:
+        for event in events:
+            view.note(event)
+    return file.getvalue()
+
+
+def test_without_a_terminal_there_are_lines_and_nothing_that_moves() -> None:
+    text = shown(False, [STARTED, *STEPS, EVALUATED])
+    lines = text.splitlines()
+    assert lines[0] == "109,386 parameters on 2 devices · 20 steps · first step after 3.2 s"
+    assert lines[1].startswith("epoch   1  loss 1.5000  test loss 0.2500  accuracy 93.50%")
+    assert len(lines) == 2
+    assert "\x1b" not in text
+
+
+def test_on_a_terminal_progress_lives() -> None:
+    text = shown(True, [STARTED, *STEPS, EVALUATED, {"kind": "steps", "first": 10, "loss": [0.5]}])
+    for figure in ("epoch 2/2", "step 11/20", "loss 0.5000", "accuracy 93.50%", "samples/s", "2 devices"):
+        assert figure in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_stages_are_shown_where_there_are_several(terminal: bool) -> None:
+    text = shown(terminal, [{**STARTED, "stages": ["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"]}])
+    assert "stage 1: blocks 2..2 on ranks 1" in text
+
+
+def test_the_summary_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    View().summary(RESULT, None)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "accuracy 93.50%  20 steps in 2.0 s  2,560 samples/s  1 device, data"
+    assert said[1] == "  device 0: compute 75%  communication 5%  idle 20%  memory 4 KiB"
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    View().summary({**RESULT, "stopped": True, "accuracy": None}, tmp_path)
+    said = capsys.readouterr().out
+    assert said.startswith("stopped after 20 steps")
+    assert f"hoop train --resume --out {tmp_path}" in said
