@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    where = environment()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     ways = {
@@ -112,7 +113,7 @@ def main() -> None:
     }
     found = {rows: measured(ways, rows, 0.2 if options.quick else options.seconds) for rows in options.rows}
     if options.json:
-        print(json.dumps({"environment": environment(), "seconds": found}))
+        print(json.dumps({"environment": where, "seconds": found}))
         return
     rows = [
         [
@@ -123,7 +124,7 @@ def main() -> None:
         for size, times in found.items()
     ]
     print(table(["samples", *(f"{name}, ms" for name in ways), "by hand is faster by"], rows), end="\n\n")
-    print(environment())
+    print(where)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -61,13 +62,17 @@ class Contender:
         try:
             out, said = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
             self.failure = f"nothing after {timeout:.0f} s"
             return
+        finally:
+            if process.poll() is None:  # too slow, or this script is told to end
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
         if process.returncode or not out.strip():
             lines = [line for line in said.strip().splitlines() if line.strip()]
-            self.failure = lines[-1][:160] if lines else f"exit {process.returncode}"
+            self.failure = (
+                lines[-1].removeprefix("hoop.errors.")[:160] if lines else f"exit {process.returncode}"
+            )
             return
         figures = json.loads(out.strip().splitlines()[-1])
         self.figures.append(figures)
@@ -79,6 +84,7 @@ def race(
     contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0
 ) -> None:
     """All of them, ``repeats`` times; a word about each on stderr."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     for repeat in range(repeats):
         for one in contenders:
             if one.failure:
@@ -97,7 +103,7 @@ def environment() -> str:
     load = f"{os.getloadavg()[0]:.1f}"
     return (
         f"{cores} cores ({platform.machine()}), {system}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, load average at the end {load}"
+        f"torch {torch.__version__}, load average {load}"
     )
 
 

@@ -1,6 +1,6 @@
 """Every strategy on the MLP and on MobileNetV2: the time of a step, bytes, memory, idle time.
 
-    python benchmarks/training/strategies.py --devices 4
+    python benchmarks/training/strategies.py
     python benchmarks/training/strategies.py --models mlp --only data,ring
 
 The MLP trains on MNIST with the recipe's batch, MobileNetV2 on made-up images with a small one. Each strategy is a
@@ -10,9 +10,10 @@ process of its own: one that fails is a row that says why.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 
-from race import Contender, as_json, environment, race, table
+from race import Contender, as_json, environment, numbers, race, table
 
 from hoop.strategies.catalog import every
 
@@ -44,7 +45,9 @@ def row(model: str, one: Contender) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument(
+        "--devices", type=numbers, default=[2, 4], help="the MLP has only three blocks to cut"
+    )
     parser.add_argument("--models", default="mlp,mobilenetv2", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--only", default="", help="strategies that begin so, e.g. data,pipeline")
     parser.add_argument("--batch-size", type=int, default=16, help="MobileNetV2's")
@@ -56,24 +59,23 @@ def main() -> None:
     if options.quick:
         options.steps = 1
     wanted = options.only.split(",")
-    specs = [one.spec for one in every(options.devices) if any(one.spec.startswith(word) for word in wanted)]
     rows, told = [], []
-    for model in options.models.split(","):
-        found = [
-            Contender(spec, ["hoop", f"--devices={options.devices}", f"--strategy={spec}"]) for spec in specs
-        ]
+    for model, devices in itertools.product(options.models.split(","), options.devices):
+        specs = [one.spec for one in every(devices) if any(one.spec.startswith(word) for word in wanted)]
+        found = [Contender(spec, ["hoop", f"--devices={devices}", f"--strategy={spec}"]) for spec in specs]
         arguments = list(MODELS[model])
         if model != "mlp":
             samples = options.steps * options.batch_size
             arguments += [f"--batch-size={options.batch_size}", f"--samples={samples}"]
         race(found, options.repeats, arguments, timeout=180)
-        rows += [row(model, one) for one in found]
-        told += [{"model": model, **one} for one in as_json(found)]
+        rows += [row(f"{model} | {devices}", one) for one in found]
+        told += [{"model": model, "devices": devices, **one} for one in as_json(found)]
     if options.json:
-        print(json.dumps({"environment": environment(), "devices": options.devices, "strategies": told}))
+        print(json.dumps({"environment": environment(), "strategies": told}))
         return
     header = [
         "model",
+        "devices",
         "strategy",
         "a step, ms",
         "kB a step",
@@ -83,7 +85,7 @@ def main() -> None:
         "test loss",
     ]
     print(table(header, rows), end="\n\n")
-    print(f"{options.devices} devices; memory is that of the device with the most. {environment()}")
+    print(f"Memory is that of the device with the most. {environment()}")
 
 
 if __name__ == "__main__":

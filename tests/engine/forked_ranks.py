@@ -85,6 +85,8 @@ def train(
         if not pid:
             code = 1
             try:
+                for link in [*links, ours]:
+                    link.close()  # or nobody would see the other end's close
                 _rank(theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
                 code = 0
             finally:

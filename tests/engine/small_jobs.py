@@ -49,9 +49,7 @@ def normed(seed: int) -> nn.Module:
     """Batch norm and dropout, in blocks."""
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Sequential(
-            nn.Unflatten(1, (1, 28, 28)), nn.Conv2d(1, 3, 5, stride=3), nn.BatchNorm2d(3), nn.ReLU()
-        ),
+        nn.Sequential(nn.Conv2d(1, 3, 5, stride=3), nn.BatchNorm2d(3), nn.ReLU()),
         nn.Sequential(nn.Flatten(), nn.Dropout(0.2)),
         nn.Sequential(nn.Linear(192, 20), nn.BatchNorm1d(20), nn.ReLU()),
         nn.Linear(20, 10),

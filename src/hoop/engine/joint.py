@@ -68,8 +68,10 @@ class Joint:
         """Whether the shards of this step are as large as was tried."""
         return len(run) > 3 and all(self._feed.rows(one.micro) == self._rows for one in run[::3])
 
-    def __call__(self, run: Sequence[Instruction], after: Callable[[Instruction], None]) -> float:
-        """Load, forward, backward; ``after`` is called after each shard. Returns the seconds of computing."""
+    def __call__(
+        self, run: Sequence[Instruction], spent: Callable[[float], None], after: Callable[[Instruction], None]
+    ) -> None:
+        """Load, forward, backward; ``spent`` is told since when it computed, ``after`` is called after each shard."""
         feed = self._feed
         micros = [one.micro for one in run[::3]]
         started = now()
@@ -77,15 +79,15 @@ class Joint:
         loaded = now()
         outputs = self._stage.forward(micros[0], inputs, 0)
         losses, gradient = self._loss(outputs, targets, feed.scale)
+        spent(loaded)
         forward = now()
-        self._backward(micros, gradient, losses, run[2::3], after)
+        self._backward(micros, gradient, losses, run[2::3], spent, after)
         feed.release(micros[0])
         ended = now()
         for kind, low, high in zip(
             range(3), (started, loaded, forward), (loaded, forward, ended), strict=True
         ):
             self._clock.note(run[kind], low, high)
-        return ended - loaded
 
     def _backward(
         self,
@@ -93,12 +95,16 @@ class Joint:
         gradient: Tensor,
         losses: Tensor,
         backwards: Sequence[Instruction],
+        spent: Callable[[float], None],
         after: Callable[[Instruction], None],
     ) -> None:
         held, rows = self._held, self._rows
         # Each shard's slot is known only when the one before has landed.
         shards = self._stage.backward_jointly(micros[0], gradient, rows, map(held.into, micros))
+        started = now()
         for index, _ in enumerate(shards):
+            spent(started)
             loss = float(losses[index * rows : (index + 1) * rows].sum())
             held.landed(micros[index], (loss, 0.0, float(rows)), self._feed.full)
             after(backwards[index])
+            started = now()

@@ -40,6 +40,8 @@ class Settings:
     """Each device's thread is bound to its own cores."""
     balance: bool = True
     """Shards follow the devices' measured speed."""
+    slowdown: tuple[int, ...] = ()
+    """For experiments: how many times slower than it is each rank computes."""
     bucket_bytes: int = 4 << 20
     """Gradients of about so many bytes are added up together, while the backward goes on; 0: all at its end."""
     evaluate_every: int = 1
@@ -77,6 +79,8 @@ class Settings:
                 raise InvalidArgument(f"{name}: {value!r} is not a whole number of at least {least}")
         if self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
+        if any(factor < 1 for factor in self.slowdown):
+            raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 or more")
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self

@@ -15,7 +15,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hoop.collectives.communicator import Communicator
 from hoop.collectives.shards import Holding, holding
 from hoop.data.dataset import Dataset, Indices
 from hoop.engine.chain import layers_of
@@ -61,18 +60,11 @@ class Worker:
         self.post = Post(world.communicator.endpoint)
         bounds = [*cut, len(blocks)]
         chain = layers_of(blocks) is not None
-        self.held = {
-            stage: Held(
-                vectors,
-                blocks[bounds[stage] : bounds[stage + 1]],
-                bounds[stage],
-                settings,
-                f"stage{stage}.",
-                not plan.servers,
-                chain,
-            )
-            for stage in plan.held_by(world.rank)
-        }
+        self.held: dict[int, Held] = {}
+        for stage in plan.held_by(world.rank):
+            low, high = bounds[stage], bounds[stage + 1]
+            name, updates = f"stage{stage}.", not plan.servers
+            self.held[stage] = Held(vectors, blocks[low:high], low, settings, name, updates, chain)
         self._lowest = min(self.held, default=0)
         self._norm = Norm(world, settings, blocks, bounds)
         self._objective = Objective(loss)
@@ -97,6 +89,8 @@ class Worker:
         self._figures: dict[int, tuple[float, float, float]] = {}
         self._waited = 0.0
         self._position = Position(0, 0, 0)
+        slow = settings.slowdown
+        self._drag = slow[world.rank] - 1 if world.rank < len(slow) else 0
         self.rate = 0.0
         self.norm_scale: float | None = None
         self._mapped = 0
@@ -135,16 +129,14 @@ class Worker:
             mine: Holding = holdings[ranks.index(self.rank)]
             held.arrange(mine, most_slots(plan, self.settings.balance))
             if not plan.servers:  # who add up what they are sent
-                group = self._group(ranks)
+                whole = len(ranks) == self.world.size
+                group = self.world.communicator if whole else self.world.group(ranks)
                 self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
         most = self._joint_most if self._joint is not None else 1
         self._program = list(grouped(plan.ranks[self.rank], most))
         grads = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
         self._final_gradient = grads[-1] if grads else None
         self._share = len({one.micro for one in grads})
-
-    def _group(self, ranks: Sequence[int]) -> Communicator:
-        return self.world.communicator if len(ranks) == self.world.size else self.world.group(ranks)
 
     # ---- a step
 
@@ -166,7 +158,7 @@ class Worker:
         handlers, joint = self._handlers, self._joint
         for run in self._program:
             if joint is not None and joint.possible(run):
-                self._busy += joint(run, self._tell_speed)
+                joint(run, self._spent, self._tell_speed)
                 continue
             for instruction in run:
                 started = now()
@@ -201,7 +193,7 @@ class Worker:
             self._measure(micro, outputs)
         else:
             self._outputs[key] = outputs
-        self._busy += now() - started
+        self._spent(started)
 
     def _measure(self, micro: int, outputs: Tensor) -> None:
         """The loss of a micro-batch and the gradient it starts backward with."""
@@ -228,7 +220,7 @@ class Worker:
             given = held.stage.backward(micro, self._gradient(key), held.into(micro), stage > 0, after)
             if given is not None:
                 self._returns[key] = given
-            self._busy += now() - started
+            self._spent(started)
             self._landed(held, stage, micro, merged=after is not None)
         self._tell_speed(instruction)
 
@@ -239,7 +231,7 @@ class Worker:
             given = self.held[stage].stage.backward_input(micro, self._gradient(key), stage > 0)
             if given is not None:
                 self._returns[key] = given
-            self._busy += now() - started
+            self._spent(started)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         stage, micro = instruction.stage, instruction.micro
@@ -249,7 +241,7 @@ class Worker:
         else:
             started = now()
             held.stage.backward_weight(micro, held.into(micro))
-            self._busy += now() - started
+            self._spent(started)
             self._landed(held, stage, micro)
         self._tell_speed(instruction)
 
@@ -258,6 +250,13 @@ class Worker:
         held.landed(micro, figures, self.feed.full, merged)
         if stage == self._lowest:
             self.feed.release(micro)
+
+    def _spent(self, started: float) -> None:
+        """Computed since then; a device that is to be slow takes its time."""
+        seconds = now() - started
+        if self._drag:
+            time.sleep(self._drag * seconds)
+        self._busy += (1 + self._drag) * seconds
 
     def _tell_speed(self, instruction: Instruction) -> None:
         """With the last gradient: how long a shard takes here. Everybody learns it by the sum."""

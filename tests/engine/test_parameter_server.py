@@ -1,0 +1,223 @@
+"""Parameter servers on forked processes: BSP to data parallel's bits; ASP and SSP within what they promise."""
+
+from __future__ import annotations
+
+import pytest
+from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
+from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
+
+from hoop.collectives.shards import holding
+from hoop.engine.job import blocks_of
+from hoop.engine.slots import room_for
+from hoop.engine.weights import Layout
+from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.partition import Block
+from hoop.strategies.catalog import parse
+from hoop.strategies.fitting import fit
+
+
+def workers_of(outcomes: list[Outcome]) -> list[Outcome]:
+    return [one for one in outcomes if one.more["weights"]]
+
+
+def servers_of(outcomes: list[Outcome]) -> list[Outcome]:
+    return [one for one in outcomes if one.more["slices"]]
+
+
+def check_agreement(outcomes: list[Outcome], servers: int) -> None:
+    """The servers' slices, one after the other, are every worker's weights."""
+    kept = servers_of(outcomes)
+    assert len(kept) == servers
+    whole = "".join(one.more["slices"][0] for one in kept)
+    for one in workers_of(outcomes):
+        assert one.more["weights"]["0"] == whole
+
+
+def check_samples(outcomes: list[Outcome]) -> None:
+    """Every sample exactly once an epoch, over all workers; servers read none."""
+    assert not any(one.more["seen"] for one in servers_of(outcomes))
+    for epoch in ("0", "1"):
+        used = [sample for one in workers_of(outcomes) for sample in one.more["seen"].get(epoch, [])]
+        assert sorted(used) == list(range(SAMPLES)), f"epoch {epoch}"
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("job", "servers", "devices"),
+    [("mlp", 1, 2), ("mlp", 1, 4), ("mlp", 3, 4), ("normed", 1, 3), ("normed", 2, 4)],
+)
+def test_bsp_trains_like_one_device(scheme: str, job: str, servers: int, devices: int) -> None:
+    outcomes = train(scheme, devices, settings(f"ps:servers={servers}"), JOBS[job])
+    assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []
+    check_agreement(outcomes, servers)
+    check_samples(outcomes)
+    told = [one for one in outcomes if one.losses]
+    assert told == [outcomes[-1]], "the last server knows the losses"
+    assert len(told[0].losses) == 2 * STEPS
+    assert len(told[0].of("evaluated")) == 2
+
+
+def test_bsp_with_nodes_that_are_not_whole_and_a_worker_without_shards() -> None:
+    """6 shards among 4 workers are 2, 2, 1, 1; 3 shards leave one with nothing."""
+    for shards in (6, 3):
+        outcomes = train("shm", 5, settings("ps", shards=shards, epochs=1), JOBS["normed"])
+        expected = alone("normed", (("shards", shards), ("epochs", 1)))
+        assert differing(expected, tensors_in(checkpoint(outcomes))) == []
+        check_agreement(outcomes, 1)
+    assert holding((0, 1, 2), 4).slots == 2, "some worker holds more than one node in other tests"
+
+
+def test_more_servers_than_pieces_of_weights() -> None:
+    """A slice may be empty; whoever keeps it has nothing to do, and everything still adds up."""
+    job = JOBS["mlp"]
+    outcomes = train("shm", 4, settings("ps:servers=3", epochs=1), job)
+    assert differing(alone("mlp", (("epochs", 1),)), tensors_in(checkpoint(outcomes))) == []
+
+
+def test_one_server_clips_like_one_device_and_several_refuse() -> None:
+    outcomes = train("shm", 3, settings("ps", clip=0.05), JOBS["mlp"])
+    assert differing(alone("mlp", (("clip", 0.05),)), tensors_in(checkpoint(outcomes))) == []
+    with pytest.raises(
+        AssertionError, match=r"InvalidArgument: clip: 0.05 needs the norm.*2 parameter servers"
+    ):
+        train("shm", 3, settings("ps:servers=2", clip=0.05), JOBS["mlp"])
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("job", "spec", "servers", "devices"),
+    [
+        ("mlp", "ps:asp", 1, 3),
+        ("mlp", "ps:asp,servers=2", 2, 4),
+        ("normed", "ps:asp", 1, 4),
+        ("mlp", "ps:ssp,staleness=1", 1, 4),
+        ("normed", "ps:ssp,staleness=0,servers=2", 2, 4),
+    ],
+)
+def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, devices: int) -> None:
+    outcomes = train(scheme, devices, settings(spec), JOBS[job])
+    check_agreement(outcomes, servers)
+    check_samples(outcomes)
+    losses = outcomes[-1].losses
+    assert len(losses) == 2 * STEPS
+    assert sum(losses[-STEPS:]) < sum(losses[:STEPS])
+    for one in servers_of(outcomes):
+        kinds = [Instruction.parse(text).kind for text in one.done]
+        assert kinds.count(Kind.UPDATE) == kinds.count(Kind.TAKE) == 2 * STEPS * (devices - servers)
+    found = tensors_in(checkpoint(outcomes))
+    assert all(int(one) == 2 * STEPS for name, one in found.items() if name.endswith("num_batches_tracked"))
+    assert set(found) == set(alone(job)), "weights and optimizer state, whole"
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_nobody_gets_weights_who_is_too_far_ahead(staleness: int) -> None:
+    """From what the servers did: at each give, how many steps that worker has pushed more than the slowest."""
+    outcomes = train(
+        "tcp", 4, settings(f"ps:ssp,staleness={staleness}", epochs=1, batch_size=10), JOBS["mlp"]
+    )
+    clocks = dict.fromkeys(range(3), 0)
+    gives = 0
+    for text in outcomes[3].done:
+        one = Instruction.parse(text)
+        if one.kind is Kind.TAKE:
+            clocks[one.peer] += 1
+        elif one.kind is Kind.GIVE:
+            gives += 1
+            assert clocks[one.peer] - min(clocks.values()) <= staleness, f"{text} at {clocks}"
+    assert gives == 3 * 30
+    assert set(clocks.values()) == {30}
+
+
+# ---- checkpoints
+
+
+def test_bsp_goes_on_from_a_checkpoint_to_the_bit() -> None:
+    """Its own, data parallel's, and data parallel from its."""
+    outcomes = train("shm", 4, settings("ps:servers=2"), JOBS["normed"])
+    middle, end = checkpoint(outcomes, 0), tensors_in(checkpoint(outcomes))
+    for spec, devices in (("ps:servers=2", 4), ("ps:servers=1", 3), ("data", 2)):
+        resumed = train("shm", devices, settings(spec), JOBS["normed"], resume=middle)
+        assert differing(end, tensors_in(checkpoint(resumed))) == [], spec
+    data = train("shm", 2, settings("data"), JOBS["normed"])
+    resumed = train("shm", 4, settings("ps:servers=3"), JOBS["normed"], resume=checkpoint(data, 0))
+    assert differing(end, tensors_in(checkpoint(resumed))) == []
+
+
+@pytest.mark.parametrize("spec", ["ps:asp", "ps:ssp,servers=2"])
+def test_asynchronous_servers_go_on_from_the_state_of_a_checkpoint(spec: str) -> None:
+    outcomes = train("shm", 4, settings(spec), JOBS["normed"])
+    end = checkpoint(outcomes)
+    again = train("shm", 4, settings(spec), JOBS["normed"], resume=end)  # nothing is left to do
+    assert differing(tensors_in(end), tensors_in(checkpoint(again))) == []
+    resumed = train("shm", 4, settings(spec), JOBS["normed"], resume=checkpoint(outcomes, 0))
+    assert len(resumed[-1].losses) == STEPS
+    assert sum(resumed[-1].losses) < sum(outcomes[-1].losses[:STEPS])
+
+
+@pytest.mark.parametrize(("spec", "steps"), [("ps", 3), ("ps:asp", 32)])
+def test_all_stop_where_one_is_asked_to(spec: str, steps: int) -> None:
+    asked = 4 if spec == "ps" else 0
+    outcomes = train("shm", 3, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=asked)
+    assert [one.account["done"] for one in outcomes] == [steps] * 3
+    assert all(one.account["stopped"] for one in outcomes)
+    check_agreement(outcomes, 1)
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices"),
+    [
+        ("ps", 3),
+        ("ps:servers=2", 4),
+        ("ps:asp,servers=2", 4),
+        ("data", 2),
+        ("ring", 3),
+        ("ring:async", 3),
+        ("ring:async,slices=2", 2),
+    ],
+)
+def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> None:
+    """Never less, and more only by each block's own padding and tail."""
+    job, wanted = JOBS["flat"], settings(spec, epochs=1, max_steps=1, cut=cut_for(spec, devices))
+    outcomes = train("shm", devices, wanted, job)
+    strategy = parse(spec)
+    plan = strategy.plan(devices, wanted.micros)
+    blocks = []
+    for index, block in enumerate(blocks_of(job.model(0))):
+        layout = Layout([block])
+        state = 4 * wanted.optimizer.slots * layout.trained
+        blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
+    room = room_for(wanted.balance)
+    counted = fit(strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, room=room).bytes
+    gradients = max(room(strategy, plan))
+    spare = 4 * 128 * len(blocks) * (2 + wanted.optimizer.slots + gradients)
+    for rank, one in enumerate(outcomes):
+        # each vector begins at a multiple of 64 bytes, and an empty one has a byte or so
+        allocated = one.more["allocated"] - 64 * len(one.more["sizes"])
+        assert allocated <= counted[rank] <= one.more["allocated"] + spare, f"rank {rank}"
+
+
+def cut_for(spec: str, devices: int) -> tuple[int, ...]:
+    stages = parse(spec).stages(devices)
+    return tuple(range(1, stages))
+
+
+@pytest.mark.parametrize("spec", ["ps", "ps:asp"])
+def test_workers_hold_no_optimizer_state_and_servers_no_copy(spec: str) -> None:
+    outcomes = train("shm", 3, settings(spec, epochs=1, max_steps=1), JOBS["mlp"])
+    weights = len(outcomes[0].more["weights"]["0"]) // 2
+    for one in workers_of(outcomes):
+        large = {name for name, size in one.more["sizes"].items() if size >= weights}
+        assert {name.split(".", 1)[1] for name in large if "snapshot" not in name} == {
+            "stage0.weights",
+            "stage0.slots",
+        }
+    (server,) = servers_of(outcomes)
+    assert {name.split(".", 1)[1] for name in server.more["sizes"] if "snapshot" not in name} == {
+        "slice.weights",
+        "slice.moment0",
+        "slice.moment1",
+        "slice.gradients",
+    }
