@@ -24,6 +24,7 @@ class JobEvent:
     sequence: int
     time: float
     rank: int
+    device: int
     kind: str
     told: dict[str, Any]
 
@@ -52,7 +53,7 @@ class JobHandle:
                 told = json.loads(event.json)
                 if event.kind == "job_ended" and "error" in told:
                     raise named(told["error"], told["text"])
-                yield JobEvent(event.sequence, event.time, event.rank, event.kind, told)
+                yield JobEvent(event.sequence, event.time, event.rank, event.device_id, event.kind, told)
         except grpc.RpcError as error:
             raise translate(error, self._whom) from None
         finally:

@@ -11,8 +11,8 @@ A global batch is cut into a fixed number of shards, and their gradients are add
     0 1   2 3     4 5   6 7
 
 A rank adds what it can as it goes: having computed shards 0..3 it holds the node 0..2 and the node 2..3. Whoever sums
-an element takes the nodes that the ranks hold and adds them where the tree says. So the result is the same, bit for bit,
-for one rank or many, whichever rank computed which shard.
+an element takes the nodes that the ranks hold and adds them where the tree says. So the result is the same, bit for
+bit, for one rank or many, whichever rank computed which shard.
 """
 
 from __future__ import annotations

@@ -30,6 +30,10 @@ class Norm:
         counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
         *self._places, self._parameters = counts
 
+    def move(self, world: World) -> None:
+        """The members have changed."""
+        self._world = world
+
     def scale(self, held: Mapping[int, Held], plan: Plan) -> float:
         """What the gradient is multiplied by; every rank must ask."""
         squared = np.zeros(self._parameters, np.float64)

@@ -63,6 +63,7 @@ class Held:
         ]
         self.room: Array = vectors.new(f"{name}total", layout.total if updates else 0)
         """Where a total is put."""
+        self._rooms = 0
         self.total: Array = self.room
         """Where it is: here, or in the one slot that is the total already."""
         self.update: Update = (
@@ -163,6 +164,12 @@ class Held:
         slot = landing.merges[-1][0] if landing.merges else landing.slot
         self._parts[slot].tail[SPEED + rank] = seconds
         self._parts[slot].tail[STOP] = float(stop)
+
+    def another_room(self) -> None:
+        """Totals go elsewhere from now on: one who was thought dead may still write to where they went before."""
+        self._rooms += 1
+        self.room = self._vectors.new(f"{self._name}total{self._rooms}", self.layout.total)
+        self.total = self.room
 
     # ---- the end of a step
 

@@ -43,6 +43,10 @@ class Ring(Role):
         self._strategy = strategy
 
     @property
+    def elastic(self) -> bool:
+        return False
+
+    @property
     def hears(self) -> bool:
         return False
 

@@ -55,6 +55,11 @@ class Role:
         """Whether the sum of the gradients tells this rank that somebody wants to stop."""
         return self.worker.plan.stages == 1
 
+    @property
+    def elastic(self) -> bool:
+        """Whether the others can go on when a rank is lost: where everybody has everything."""
+        return self.worker.plan.stages == 1 and not self.worker.plan.servers
+
     def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
         """Does these steps; returns their mean losses where this rank knows them."""
         worker = self.worker

@@ -24,14 +24,20 @@ from hoop.engine.evaluation import evaluate
 from hoop.engine.feed import Position
 from hoop.engine.job import Job
 from hoop.engine.preparation import prepare
+from hoop.engine.recovery import catch_up, compare, rest_of_step
 from hoop.engine.role import Work
 from hoop.engine.settings import Settings
 from hoop.engine.snapshot import packed, unpacked
-from hoop.engine.weights import STOP, Vectors
+from hoop.engine.weights import LOSS, SAMPLES, STOP, Vectors
 from hoop.engine.world import World, settle
+from hoop.errors import DeadlineExceeded, PeerError
 from hoop.memory.dtypes import dtype
 
 Emit = Callable[[Mapping[str, Any]], None]
+PATIENCE_S = 60.0
+"""How long a rank waits for a seat among those who are left."""
+KEPT = 64
+"""Steps whose figures a rank remembers, to tell them should the one who tells be lost."""
 TELL_S = 0.25
 """How often the steps' figures are told."""
 
@@ -72,6 +78,7 @@ class Run:
             tensors, metadata = unpacked(resume)
             self._done = int(metadata["steps"])
             self._role.restore(self._ready.model, tensors, self._done)
+        self._ended = self._done
 
     @property
     def reporter(self) -> bool:
@@ -95,24 +102,90 @@ class Run:
             )
         began, self._begun_at = time.perf_counter(), self._done
         stopped = False
-        while self._done < self._limit and not stopped:
-            epoch, step = divmod(self._done, self._per_epoch)
-            worker.clock.tracing = self._done - self._begun_at < settings.trace_steps
-            begun = time.perf_counter()
-            works = self._next(epoch, step)
-            losses = self._role.advance(works, self._stopping())
-            worker.rate = works[-1].rate
-            self._done += len(works)
-            stopped = self._after(losses, time.perf_counter() - begun)
-            if (self._done % self._per_epoch == 0 or self._done == self._limit) and not stopped:
-                self._end_of_epoch(epoch + 1)
+        while True:
+            try:
+                if self._owes():
+                    self._end_of_epoch()
+                if self._done >= self._limit or stopped:
+                    break
+                worker.clock.tracing = self._done - self._begun_at < settings.trace_steps
+                begun = time.perf_counter()
+                works = self._next()
+                losses = self._role.advance(works, self._stopping())
+                worker.rate = works[-1].rate
+                self._done += len(works)
+                stopped = self._after(losses, time.perf_counter() - begun)
+                if stopped:
+                    break
+            except PeerError as error:
+                self._recover(error)
         self._tell(force=True)
         self._role.refresh()
         self._snapshot(final=True)
         self._account(time.perf_counter() - began, stopped)
 
-    def _next(self, epoch: int, step: int) -> list[Work]:
+    def _owes(self) -> bool:
+        """Whether the end of an epoch has come, and not been dealt with."""
+        ends = self._done % self._per_epoch == 0 or self._done == self._limit
+        return ends and self._done > self._ended
+
+    def _recover(self, error: PeerError) -> None:
+        """Goes on among those who are left, once there are seats for them; raises the error if there never are."""
+        began, world = time.perf_counter(), self._world
+        while True:
+            if world.reseated is None or not self._role.elastic:
+                raise error
+            try:
+                world = world.reseated(PATIENCE_S)
+            except DeadlineExceeded:
+                raise error from None
+            try:
+                self._go_on(world)
+                break
+            except PeerError as another:
+                error = another
+        if self.reporter:
+            pause = time.perf_counter() - began
+            self._emit(
+                {
+                    "kind": "recovered",
+                    "step": self._done,
+                    "pause_s": pause,
+                    "ranks": world.size,
+                    "text": str(error),
+                }
+            )
+
+    def _go_on(self, world: World) -> None:
+        """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
+        worker, settings, communicator = self.worker, self._settings, world.communicator
+        held, timeout_s = worker.held[0], settings.timeout_s
+        worker.move(world)
+        self._world = world
+        standing = compare(communicator, self._done, worker.computed, settings.micros, timeout_s)
+        rate = settings.optimizer.rate(standing.lead - 1, self._steps)
+        catch_up(worker, communicator, standing, rate, timeout_s)
+        if self._done < standing.lead:
+            self._losses.append(float(held.tail[LOSS]) / float(held.tail[SAMPLES]))
+            self._times.append(0.0)
+        self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
+        held.another_room()
+        if any(standing.computed):
+            plan, holdings, kept = rest_of_step(standing, settings.micros, len(held.slots))
+            worker.follow(plan, holdings)
+            (work,) = self._next()
+            worker.rate = work.rate
+            worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
+            self._done += 1
+            self._losses.append(float(held.tail[LOSS]) / len(work.samples))
+            self._times.append(0.0)
+        plan = self._ready.strategy.plan(world.size, settings.micros)
+        self._balance = Balance(self._ready.strategy, plan, world.size)
+        worker.follow(plan)
+
+    def _next(self) -> list[Work]:
         """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
+        epoch, step = divmod(self._done, self._per_epoch)
         stride = self._role.stride
         end = min((step // stride + 1) * stride, self._per_epoch, step + self._limit - self._done)
         found = []
@@ -151,6 +224,8 @@ class Run:
 
     def _tell(self, force: bool = False) -> None:
         now = time.perf_counter()
+        if not self.reporter:  # but it may be the next one
+            self._losses, self._times = self._losses[-KEPT:], self._times[-KEPT:]
         if not self.reporter or not self._losses or not (force or now - self._told > TELL_S):
             return
         self._told = now
@@ -166,8 +241,8 @@ class Run:
         )
         self._losses, self._times = [], []
 
-    def _end_of_epoch(self, epoch: int) -> None:
-        settings = self._settings
+    def _end_of_epoch(self) -> None:
+        settings, epoch = self._settings, -(-self._done // self._per_epoch)
         final = self._done == self._limit
         self._tell(force=True)
         self._role.refresh()
@@ -185,6 +260,7 @@ class Run:
                 )
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
+        self._ended = self._done
 
     def _snapshot(self, final: bool) -> None:
         """This rank's part of a checkpoint, if it has one, as a file's bytes in the arena."""

@@ -70,4 +70,4 @@ class Totals:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown(wait=True, cancel_futures=True)

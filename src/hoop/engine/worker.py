@@ -94,6 +94,8 @@ class Worker:
         self.rate = 0.0
         self.norm_scale: float | None = None
         self._mapped = 0
+        self.computed: list[int] = []
+        """Shards of the step under way that are in their slots, in the order they came."""
         rows = -(-settings.batch_size // plan.micros)
         self._joint: Joint | None = None
         self._joint_most = 1
@@ -117,21 +119,32 @@ class Worker:
 
     # ---- plans
 
-    def follow(self, plan: Plan) -> None:
-        """Goes over to this plan, with all other ranks; the stages must be held by the same ranks."""
+    def move(self, world: World) -> None:
+        """The same rank's work among others: the members have changed."""
+        self._mapped += self.post.endpoint.bytes_sent
+        self.world, self.rank, self.post = world, world.rank, Post(world.communicator.endpoint)
+        self._norm.move(world)
+
+    def follow(self, plan: Plan, holdings: Sequence[Holding] | None = None) -> None:
+        """Goes over to this plan, with all other ranks; the stages must be held by the same ranks.
+
+        ``holdings``: what each rank holds in the end, where they have something already.
+        """
         deadline = time.monotonic() + self.settings.timeout_s
         self.plan = plan
         self._mapped += sum(one.moved for one in self._totals.values())
         self.close()
         for stage, held in sorted(self.held.items()):
             ranks = plan.holders[stage]
-            holdings = [holding(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
+            if holdings is None:
+                holdings = [holding(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
             mine: Holding = holdings[ranks.index(self.rank)]
             held.arrange(mine, most_slots(plan, self.settings.balance))
             if not plan.servers:  # who add up what they are sent
                 whole = len(ranks) == self.world.size
                 group = self.world.communicator if whole else self.world.group(ranks)
                 self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
+            holdings = None
         most = self._joint_most if self._joint is not None else 1
         self._program = list(grouped(plan.ranks[self.rank], most))
         grads = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
@@ -140,25 +153,30 @@ class Worker:
 
     # ---- a step
 
-    def begin(self, position: Position, samples: Indices, stop: bool = False) -> None:
-        """A step on these samples; ``stop`` asks everybody to stop after it."""
+    def begin(
+        self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
+    ) -> None:
+        """A step on these samples; ``stop`` asks everybody to stop after it, ``computed`` shards are in their slots."""
         self._stop = stop
         self._position = position
         self.feed.begin(position, samples, self.plan.micros)
+        self.computed = list(computed)
         self._deadline = time.monotonic() + self.settings.timeout_s
         self.norm_scale = None
         for held in self.held.values():
             held.begin()
         self._busy = 0.0
 
-    def step(self, position: Position, samples: Indices, stop: bool = False) -> None:
+    def step(
+        self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
+    ) -> None:
         """Runs the plan on these samples."""
-        self.begin(position, samples, stop)
+        self.begin(position, samples, stop, computed)
         clock = self.clock
         handlers, joint = self._handlers, self._joint
         for run in self._program:
             if joint is not None and joint.possible(run):
-                joint(run, self._spent, self._tell_speed)
+                joint(run, self._spent, self._joined)
                 continue
             for instruction in run:
                 started = now()
@@ -211,6 +229,7 @@ class Worker:
         held = self.held[stage]
         if self.feed.empty(micro):
             held.skipped(micro)
+            self.computed.append(micro)
         else:
             started = now()
             totals = self._totals.get(stage) if instruction is self._final_gradient else None
@@ -238,6 +257,7 @@ class Worker:
         held = self.held[stage]
         if self.feed.empty(micro):
             held.skipped(micro)
+            self.computed.append(micro)
         else:
             started = now()
             held.stage.backward_weight(micro, held.into(micro))
@@ -248,6 +268,7 @@ class Worker:
     def _landed(self, held: Held, stage: int, micro: int, merged: bool = False) -> None:
         figures = self._figures.pop(micro, (0.0, 0.0, 0.0)) if stage == self.last else (0.0, 0.0, 0.0)
         held.landed(micro, figures, self.feed.full, merged)
+        self.computed.append(micro)
         if stage == self._lowest:
             self.feed.release(micro)
 
@@ -257,6 +278,10 @@ class Worker:
         if self._drag:
             time.sleep(self._drag * seconds)
         self._busy += (1 + self._drag) * seconds
+
+    def _joined(self, instruction: Instruction) -> None:
+        self.computed.append(instruction.micro)
+        self._tell_speed(instruction)
 
     def _tell_speed(self, instruction: Instruction) -> None:
         """With the last gradient: how long a shard takes here. Everybody learns it by the sum."""
@@ -296,3 +321,4 @@ class Worker:
             clips = self.settings.optimizer.clip
             self.norm_scale = self._norm.scale(self.held, self.plan) if clips else 1.0
         self.held[instruction.stage].finish(self.rate, self._position.done, self.norm_scale)
+        self.computed = []

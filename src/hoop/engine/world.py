@@ -24,6 +24,9 @@ class World:
     neighbours: tuple[int, int] = (0, 1)
     """Which of the job's devices on this host this is, and how many there are."""
 
+    reseated: Callable[[float], World] | None = None
+    """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
+
     @property
     def rank(self) -> int:
         return self.communicator.rank

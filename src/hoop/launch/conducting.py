@@ -48,6 +48,7 @@ class Conducting:
         self._devices = list(devices)
         self._parts: dict[int, list[bytes]] = {}
         self._accounts: dict[int, Told] = {}
+        self._heard = 0
         self._last: Told = {}
         self._evaluated: Told = {}
         self._steps = 0
@@ -80,6 +81,8 @@ class Conducting:
         """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
         try:
             for event in self.job.events():  # (2)
+                if event.kind == "steps" and not self._fresh(event.told):
+                    continue
                 told = event.told | {"kind": event.kind, "rank": event.rank, "time": event.time}
                 self._note(event)
                 if self._recording is not None:
@@ -126,6 +129,14 @@ class Conducting:
             case "account":
                 self._accounts[event.rank] = told
 
+    def _fresh(self, told: Told) -> bool:
+        """Leaves of a report what was not told before: who tells may change, and tells what it remembers."""
+        new = max(0, self._heard - told["first"])
+        told["loss"], told["seconds"] = told["loss"][new:], told["seconds"][new:]
+        told["first"] += new
+        self._heard = max(self._heard, told["first"] + len(told["loss"]))
+        return bool(told["loss"])
+
     def _look_at(self, first: int, losses: Sequence[float]) -> None:
         """A loss that is not a number never becomes one again: the job is stopped, its weights are not kept."""
         wrong = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
@@ -158,7 +169,7 @@ class Conducting:
 
     def _read(self, event: JobEvent) -> bytes | None:
         told = event.told
-        device = self._cluster.device(self._devices[event.rank])
+        device = self._cluster.device(event.device)
         try:
             data = device.read(told["buffer"], told["bytes"])
         except HoopError:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
+    from hoop.engine.world import World
     from hoop.topology import Address
 
 DEFAULT_DEVICES = 4
@@ -48,16 +49,24 @@ def trainer(
     from hoop.engine.recipes import RECIPES
     from hoop.engine.run import Run
     from hoop.engine.settings import Settings
-    from hoop.engine.world import World
 
     wanted = Settings.from_json(settings).check()
-    world = World(place.arena, place.communicator, place.group, place.neighbours)
+    world = _world(place)
     with blaming(f"in {wanted.job}"):
         run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
         try:
             run.go()
         finally:
             run.close()
+
+
+def _world(place: TaskPlace) -> World:
+    from hoop.engine.world import World
+
+    def reseated(patience: float) -> World:
+        return _world(place.reseated(patience))
+
+    return World(place.arena, place.communicator, place.group, place.neighbours, reseated)
 
 
 def preload() -> None:

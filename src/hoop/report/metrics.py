@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.report import strict_json
 from hoop.files import Appender, replacing, write_bytes
+from hoop.report import strict_json
 
 Row = dict[str, Any]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import InvalidArgument
-from hoop.report import strict_json
 from hoop.files import write_text
+from hoop.report import strict_json
 from hoop.report.palette import DARK, FONT, LIGHT, Theme
 from hoop.report.svg import clean
 from hoop.report.tables import Table

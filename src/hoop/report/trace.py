@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
 from hoop.errors import InvalidArgument
-from hoop.report import strict_json
 from hoop.files import replacing
+from hoop.report import strict_json
 from hoop.report.spans import Span
 
 MOST_EVENTS = 1_000_000

@@ -115,6 +115,7 @@ class CoordinatorService:
                 sequence=event.sequence,
                 time=event.time,
                 rank=int(event.fields["rank"]),
+                device_id=int(event.fields["device"]),
                 kind=event.kind,
                 json=event.text,
             )

@@ -102,6 +102,10 @@ class DeviceService:
         self._tasks.start(request)
         return pb.StartTaskResponse()
 
+    async def reseat_task(self, request: pb.ReseatTaskRequest) -> pb.ReseatTaskResponse:
+        self._tasks.reseat(request)
+        return pb.ReseatTaskResponse()
+
     async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:
         async for event in following(self._tasks.task(request.job_id).log, request.after, is_last):
             yield pb.JobEvent(sequence=event.sequence, time=event.time, kind=event.kind, json=event.text)

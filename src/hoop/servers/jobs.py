@@ -1,18 +1,22 @@
-"""The coordinator's part in jobs: it starts them, keeps what they tell, and says how they ended.
+"""The coordinator's part in jobs: it starts them, keeps what they tell, reseats them when a member is lost.
 
 client ── StartJob ──▶ coordinator ── StartTask ──▶ each device      (1)
                        coordinator ◀── WatchTask ── each device      (2) kept in the job's log
-client ◀── WatchJob ── coordinator                                   (3) from any event on, as often as wanted
+                       coordinator ── ReseatTask ─▶ each survivor    (3) the next generation, without whoever was lost
+client ◀── WatchJob ── coordinator                                   (4) from any event on, as often as wanted
 
-No step waits for it. What it adds to the log is the end: the failure that explains the others, or none.
+No step waits for it. What it adds to the log is who was lost, and how it ended: the failure that
+explains the others, or none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import grpc
 
@@ -27,6 +31,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.rpc import translate
 
 START_S = 30.0
+RESEAT_S = 10.0
 STOP_S = 5.0
 JOB_ENDED = "job_ended"
 
@@ -38,6 +43,14 @@ class JobRecord:
     communicator: CommunicatorState
     log: EventLog = field(default_factory=lambda: EventLog(100_000))
     failures: list[HoopError] = field(default_factory=list)
+    losses: list[HoopError] = field(default_factory=list)
+    """Devices that were lost on the way."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def rank(self, device_id: int) -> int:
+        """A device's rank now, or its last one's neighbourhood if it is no member any more."""
+        members = self.communicator.members
+        return members.index(device_id) if device_id in members else 0
 
 
 class Jobs:
@@ -52,15 +65,13 @@ class Jobs:
         """Starts a job on these devices; it is on all of them when this returns, or on none."""
         one = await self._conductor.create(device_ids, 0)
         job = JobRecord(one)
+
+        def request(rank: int) -> pb.StartTaskRequest:
+            place = seat(self._coordinator, one, rank)
+            return pb.StartTaskRequest(job_id=one.id, seat=place, settings=settings, resume=resume)
+
         calls = [
-            self._coordinator.call(
-                device_id,
-                "StartTask",
-                pb.StartTaskRequest(
-                    job_id=one.id, seat=seat(self._coordinator, one, rank), settings=settings, resume=resume
-                ),
-                START_S,
-            )
+            self._coordinator.call(device_id, "StartTask", request(rank), START_S)
             for rank, device_id in enumerate(one.members)
         ]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # (1)
@@ -74,37 +85,104 @@ class Jobs:
         self._coordinator.in_background(self._follow(one.id, job))
         return one.id
 
+    # ---- while it runs
+
     async def _follow(self, job_id: int, job: JobRecord) -> None:
-        """Watches every rank to its end, and writes the job's."""
-        watches = [self._watch(job_id, job, rank) for rank in range(len(job.communicator.members))]
+        """Watches every device to its end, and writes the job's."""
+        watches = [self._watch(job_id, job, device_id) for device_id in job.communicator.members]
+        supervision = self._coordinator.in_background(self._supervise(job_id, job))
         await asyncio.gather(*watches)
-        error = min(job.failures, key=_weight, default=None)
-        told = (
-            {"kind": JOB_ENDED, "error": type(error).__name__, "text": str(error)}
-            if error
-            else {"kind": JOB_ENDED}
-        )
-        job.log.publish(JOB_ENDED, json.dumps(told), rank=0)
+        job.over.set()
+        await supervision
+        if len(job.losses) >= len(watches):
+            job.failures += job.losses
+        error = min([*job.failures, *job.losses], key=_weight) if job.failures else None
+        told = {"kind": JOB_ENDED}
+        if error is not None:
+            told |= {"error": type(error).__name__, "text": str(error)}
+        job.log.publish(JOB_ENDED, json.dumps(told), rank=0, device=0)
         how = f"failed: {error}" if error else "ended"
         self._coordinator.events.publish(JOB_ENDED, f"job {job_id} {how}", job=job_id)
         if job_id in self._coordinator.state.communicators:
             self._coordinator.apply(m.Destroyed(job_id))
 
-    async def _watch(self, job_id: int, job: JobRecord, rank: int) -> None:
-        device_id = job.communicator.members[rank]
-        try:
-            stream = self._coordinator.device(device_id).WatchTask(pb.WatchTaskRequest(job_id=job_id))
-            async for event in stream:  # (2)
-                if event.kind == "failed":
-                    told = json.loads(event.json)
-                    await self._failed(
-                        job, named(told["error"], f"rank {rank} (device {device_id}): {told['text']}")
-                    )
-                job.log.publish(event.kind, event.json, rank=rank)
-        except grpc.RpcError as error:
-            info = self._coordinator.state.members[device_id].info
-            lost = translate(error, f"{info}, rank {rank}")
-            await self._failed(job, PeerLost(f"{info}, rank {rank}, was lost: {lost}"))
+    async def _watch(self, job_id: int, job: JobRecord, device_id: int) -> None:
+        """What one device tells, until its task ends or it is lost."""
+        heard = 0
+        while True:
+            try:
+                request = pb.WatchTaskRequest(job_id=job_id, after=heard)
+                async for event in self._coordinator.device(device_id).WatchTask(request):  # (2)
+                    heard = event.sequence
+                    rank = job.rank(device_id)
+                    if event.kind == "failed" and device_id in job.communicator.members:
+                        told = json.loads(event.json)
+                        text = f"rank {rank} (device {device_id}): {told['text']}"
+                        await self._failed(job, named(told["error"], text))
+                    job.log.publish(event.kind, event.json, rank=rank, device=device_id)
+                return
+            except grpc.RpcError as error:
+                info = self._coordinator.state.members[device_id].info
+                lost = translate(error, f"{info}")
+            if not await self._gone(device_id):
+                continue  # it lives: only the stream broke
+            job.losses.append(PeerLost(f"{info} was lost: {lost}"))
+            told = {"kind": "lost", "device": device_id, "text": str(lost)}
+            job.log.publish("lost", json.dumps(told), rank=job.rank(device_id), device=device_id)
+            return
+
+    async def _gone(self, device_id: int) -> bool:
+        """Whether a device whose stream broke is lost; asks it, and waits for the verdict."""
+        while self._coordinator.state.members[device_id].usable:
+            changed = asyncio.Event()
+            unsubscribe = self._coordinator.events.subscribe(partial(_set, changed))
+            try:
+                await self._coordinator.call(device_id, "Describe", pb.DescribeRequest(), STOP_S)
+                return False
+            except HoopError:
+                if not self._coordinator.state.members[device_id].usable:
+                    break
+                await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=STOP_S)
+            finally:
+                unsubscribe()
+        return True
+
+    async def _supervise(self, job_id: int, job: JobRecord) -> None:
+        """When a member is lost, those who are left get the next generation's seats."""
+        while not job.over.is_set():
+            one = job.communicator
+            broken = self._coordinator.stops.setdefault((one.id, one.generation), asyncio.Event())
+            if not self._coordinator.state.communicator(one.id).broken_by:
+                await _first(broken.wait(), job.over.wait())
+            if job.over.is_set():
+                break
+            try:
+                job.communicator = await self._conductor.rebuild(job_id)  # (3)
+                await self._reseat(job_id, job)
+            except HoopError as error:
+                if not any(self._coordinator.state.members[key].usable for key in one.members):
+                    return
+                self._coordinator.events.publish("job_failing", f"job {job_id}: {error}", job=job_id)
+            finally:
+                self._coordinator.stops.pop((one.id, one.generation), None)
+
+    async def _reseat(self, job_id: int, job: JobRecord) -> None:
+        one = job.communicator
+        devices = list(one.members)
+        told = {"kind": "reseated", "generation": one.generation, "devices": devices}
+        job.log.publish("reseated", json.dumps(told), rank=0, device=0)
+        calls = [
+            self._coordinator.call(
+                device_id,
+                "ReseatTask",
+                pb.ReseatTaskRequest(job_id=job_id, seat=seat(self._coordinator, one, rank)),
+                RESEAT_S,
+            )
+            for rank, device_id in enumerate(one.members)
+        ]
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, PeerLost):
+                raise outcome  # another one was lost meanwhile; its loss comes round as well
 
     async def _failed(self, job: JobRecord, error: HoopError) -> None:
         first = not job.failures
@@ -115,6 +193,8 @@ class Jobs:
     async def _abort(self, job: JobRecord, reason: str) -> None:
         one = job.communicator
         await self._coordinator.abort(m.Stop(one.id, one.generation, reason, one.members))
+
+    # ---- from outside
 
     def log(self, job_id: int) -> EventLog:
         if job_id not in self._jobs:
@@ -130,6 +210,20 @@ class Jobs:
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Returns when one of these does."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _set(changed: asyncio.Event, _: Event) -> None:
+    changed.set()
 
 
 def is_over(event: Event) -> bool:

@@ -2,12 +2,14 @@
 
 coordinator ── StartTask ──▶ (1) its seat, its links, a thread that trains
 coordinator ◀── WatchTask ── (2) what the task tells, kept until the device ends or forgets it
-coordinator ── StopTask ───▶ (3) it stops after a step that all ranks agree on
+coordinator ── ReseatTask ─▶ (3) the members have changed: it goes on in another seat
+coordinator ── StopTask ───▶ (4) it stops after a step that all ranks agree on
 """
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import traceback
 from collections import OrderedDict
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
-from hoop.errors import FailedPrecondition, HoopError, NotFound
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, NotFound
 from hoop.events import Event, EventLog
 from hoop.memory import Arena
 from hoop.servers.runner import Runner, Seat
@@ -38,6 +40,8 @@ class TaskPlace:
     group: Callable[[Sequence[int]], Communicator]
     neighbours: tuple[int, int]
     """Which of the job's devices on this host this is, and how many there are."""
+    reseated: Callable[[float], TaskPlace]
+    """Waits so many seconds for the next seat, for whom this one has become useless."""
 
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -51,6 +55,9 @@ class Task:
 
     log: EventLog = field(default_factory=EventLog)
     stop: threading.Event = field(default_factory=threading.Event)
+    seats: queue.Queue[TaskPlace] = field(default_factory=queue.Queue)
+    leave: Callable[[], None] = lambda: None
+    """Closes the links of the seat it has now."""
     thread: threading.Thread | None = None
 
 
@@ -74,10 +81,8 @@ class Tasks:
             buffer = self._arena.buffer(request.resume)
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
-        seat, communicator = self._runner.take(request.seat)
-        groups = _Groups(self._runner, request.seat.communicator_id, seat, communicator)
-        place = TaskPlace(request.job_id, self._arena, communicator, groups, _neighbours(seat))
         task = Task()
+        place = self._place(request.job_id, task, request.seat)
 
         def work() -> None:
             last: dict[str, Any] = {"kind": ENDED}
@@ -88,9 +93,7 @@ class Tasks:
             except BaseException as error:  # a bug, or the user's own code: told whole, to whoever watches
                 last = {"kind": FAILED, "error": type(error).__name__, "text": traceback.format_exc()}
             finally:
-                # Whoever waits for this rank must not wait any longer.
-                groups.close()
-                self._runner.release(request.seat.communicator_id, seat)
+                task.leave()  # whoever waits for this rank must not wait any longer
                 emit(last)
 
         def emit(told: Mapping[str, Any]) -> None:
@@ -101,6 +104,33 @@ class Tasks:
         while len(self._tasks) > KEPT and self._ended(next(iter(self._tasks))):
             self._tasks.popitem(last=False)
         task.thread.start()
+
+    def _place(self, job_id: int, task: Task, message: pb.Seat) -> TaskPlace:
+        seat, communicator = self._runner.take(message)
+        groups = _Groups(self._runner, message.communicator_id, seat, communicator)
+        before = task.leave
+
+        def leave() -> None:
+            groups.close()
+            self._runner.release(message.communicator_id, seat)
+
+        def reseated(patience: float) -> TaskPlace:
+            before()
+            leave()
+            try:
+                return task.seats.get(timeout=patience)
+            except queue.Empty:
+                raise DeadlineExceeded(f"job {job_id}: no other seat within {patience:g} s") from None
+
+        task.leave = leave
+        return TaskPlace(job_id, self._arena, communicator, groups, _neighbours(seat), reseated)
+
+    def reseat(self, request: pb.ReseatTaskRequest) -> None:
+        """Another seat for a task that is under way; it takes it when it notices that the old one is over."""
+        task = self.task(request.job_id)
+        if self._ended(request.job_id):
+            raise FailedPrecondition(f"job {request.job_id} has ended on this device")
+        task.seats.put(self._place(request.job_id, task, request.seat))
 
     def _ended(self, job_id: int) -> bool:
         thread = self._tasks[job_id].thread

@@ -259,6 +259,18 @@ class StartTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class ReseatTaskRequest(_message.Message):
+    __slots__ = ("job_id", "seat")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    seat: Seat
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ...) -> None: ...
+
+class ReseatTaskResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class WatchTaskRequest(_message.Message):
     __slots__ = ("job_id", "after")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
@@ -278,18 +290,20 @@ class StopTaskResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("sequence", "time", "rank", "kind", "json")
+    __slots__ = ("sequence", "time", "rank", "kind", "json", "device_id")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     JSON_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: float
     rank: int
     kind: str
     json: str
-    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., json: _Optional[str] = ...) -> None: ...
+    device_id: int
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., json: _Optional[str] = ..., device_id: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("device",)

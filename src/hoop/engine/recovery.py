@@ -1,0 +1,113 @@
+"""A member was lost in the middle of a step: those who are left keep what they have, and finish the same step.
+
+    (1) everybody tells how many steps it has done, and which shards of the next one it has computed
+    (2) whoever is a step behind gets the total that the others updated with, and updates with it too
+    (3) the shards that nobody has any more are dealt out; the same tree is summed: the same bits
+
+Where a rank can be when the news reaches it: it computes or waits for the others with all its shards in their slots
+(nothing is lost), or it has updated while somebody else was still waiting to hear that all were done. Ranks are never
+further apart than that, because a sum needs everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.shards import Holding, holding
+from hoop.engine.worker import Worker
+from hoop.errors import InternalError
+from hoop.memory.dtypes import dtype
+from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.plan import Plan, split_evenly
+from hoop.strategies.data_parallel import whole_model
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where everybody is, after (1)."""
+
+    done: tuple[int, ...]
+    """Steps that each rank has done."""
+    computed: tuple[tuple[int, ...], ...]
+    """Shards of the step after the last one done that each rank holds, in the order it computed them."""
+
+    @property
+    def lead(self) -> int:
+        return max(self.done)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        return tuple(rank for rank, done in enumerate(self.done) if done < self.lead)
+
+
+def compare(
+    communicator: Communicator, done: int, computed: Sequence[int], shards: int, timeout: float
+) -> Standing:
+    """(1)"""
+    mine = np.full(1 + shards, -1, np.int64)
+    mine[0] = done
+    mine[1 : 1 + len(computed)] = computed
+    seen = np.zeros(communicator.size * mine.size, np.int64)
+    communicator.run(Operation("all_gather", mine.size, dtype("int64")), mine, seen, timeout)
+    rows = seen.reshape(communicator.size, -1).tolist()
+    standing = Standing(tuple(row[0] for row in rows), ())
+    if standing.lead - min(standing.done) > 1:
+        raise InternalError(f"ranks have done {list(standing.done)} steps: more than one apart")
+    # What somebody behind has computed is of a step that is over.
+    held = tuple(
+        tuple(shard for shard in row[1:] if shard >= 0) if row[0] == standing.lead else () for row in rows
+    )
+    return Standing(standing.done, held)
+
+
+def catch_up(
+    worker: Worker, communicator: Communicator, standing: Standing, rate: float, timeout: float
+) -> None:
+    """(2): the total of the last step, and by what it was shortened, from one who has it to all who have not."""
+    if not standing.behind:
+        return
+    held = worker.held[0]
+    root = standing.done.index(standing.lead)
+    given = np.append(held.total, np.float32(worker.norm_scale or 1.0)).astype(np.float32)
+    operation = Operation("broadcast", given.size, dtype("float32"), root=root)
+    communicator.run(operation, given, given, timeout)
+    if communicator.rank in standing.behind:
+        held.total = held.room
+        held.room[:] = given[:-1]
+        held.finish(rate, standing.lead - 1, float(given[-1]))
+
+
+def rest_of_step(
+    standing: Standing, shards: int, room: int
+) -> tuple[Plan, list[Holding], list[tuple[int, ...]]]:
+    """(3): what everybody does in addition, what everybody holds then, and what of it it has already.
+
+    Where a rank has no room for what that leaves it with, all begin the step anew.
+    """
+    size = len(standing.done)
+    kept = list(standing.computed)
+    more = _dealt(kept, shards)
+    holdings = [holding([*old, *new], shards) for old, new in zip(kept, more, strict=True)]
+    if max(one.slots for one in holdings) > room:
+        kept = [()] * size
+        more = [tuple(part) for part in split_evenly(shards, size)]
+        holdings = [holding(new, shards) for new in more]
+    end = (Instruction(Kind.REDUCE, 0), Instruction(Kind.UPDATE, 0))
+    ranks = tuple((*whole_model(new), *end) for new in more)
+    return Plan(shards, (tuple(range(size)),), ranks), holdings, kept
+
+
+def _dealt(kept: Sequence[tuple[int, ...]], shards: int) -> list[tuple[int, ...]]:
+    """Shards that nobody has, to those who have least first."""
+    held = {shard for one in kept for shard in one}
+    missing = [shard for shard in range(shards) if shard not in held]
+    more: list[tuple[int, ...]] = [()] * len(kept)
+    order = sorted(range(len(kept)), key=lambda rank: (len(kept[rank]), rank))
+    for rank, part in zip(order, split_evenly(len(missing), len(kept)), strict=True):
+        more[rank] = tuple(missing[index] for index in part)
+    return more
