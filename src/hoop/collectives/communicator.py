@@ -165,10 +165,9 @@ class Communicator:
 
     def _weigh(self, operation: Operation, timeout: float) -> None:
         """Measures the links before the first choice that depends on them; every rank comes here with the same."""
-        if self.cost is not None or self._sharing is not None or self.size <= 2:
-            return
-        if operation.collective == "all_reduce" and not operation.algorithm:
-            self.cost = measure(self.endpoint, time.monotonic() + timeout)
+        if self.cost is None and self._sharing is None and self.size > 2:
+            if operation.collective == "all_reduce" and not operation.algorithm:
+                self.cost = measure(self.endpoint, time.monotonic() + timeout)
 
     def exchange(
         self, source: Array, destination: Array, deadline: float

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from hoop.data.order import Order
 from hoop.engine.balance import Balance
 from hoop.engine.evaluation import evaluate
 from hoop.engine.feed import Position
+from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
 from hoop.engine.preparation import prepare
 from hoop.engine.recovery import catch_up, compare, rest_of_step
@@ -33,13 +33,8 @@ from hoop.engine.world import World, settle
 from hoop.errors import DeadlineExceeded, PeerError
 from hoop.memory.dtypes import dtype
 
-Emit = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0
 """How long a rank waits for a seat among those who are left."""
-KEPT = 64
-"""Steps whose figures a rank remembers, to tell them should the one who tells be lost."""
-TELL_S = 0.25
-"""How often the steps' figures are told."""
 
 
 class Run:
@@ -71,9 +66,7 @@ class Run:
         self._done = 0
         self._snapshots = 0
         self._balance = Balance(self._ready.strategy, self._ready.plan, world.size)
-        self._told = time.perf_counter()
-        self._losses: list[float] = []
-        self._times: list[float] = []
+        self._figures = Figures(emit)
         if resume is not None:
             tensors, metadata = unpacked(resume)
             self._done = int(metadata["steps"])
@@ -166,8 +159,7 @@ class Run:
         rate = settings.optimizer.rate(standing.lead - 1, self._steps)
         catch_up(worker, communicator, standing, rate, timeout_s)
         if self._done < standing.lead:
-            self._losses.append(float(held.tail[LOSS]) / float(held.tail[SAMPLES]))
-            self._times.append(0.0)
+            self._figures.add([float(held.tail[LOSS]) / float(held.tail[SAMPLES])], 0.0)
         self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
         held.another_room()
         if any(standing.computed):
@@ -177,8 +169,7 @@ class Run:
             worker.rate = work.rate
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._done += 1
-            self._losses.append(float(held.tail[LOSS]) / len(work.samples))
-            self._times.append(0.0)
+            self._figures.add([float(held.tail[LOSS]) / len(work.samples)], 0.0)
         plan = self._ready.strategy.plan(world.size, settings.micros)
         self._balance = Balance(self._ready.strategy, plan, world.size)
         worker.follow(plan)
@@ -202,8 +193,7 @@ class Run:
         last = worker.held.get(worker.last)
         stop = False
         if losses:
-            self._losses += losses
-            self._times += [seconds / len(losses)] * len(losses)
+            self._figures.add(losses, seconds)
             self._tell()
         if self._role.hears and last is not None:
             stop = bool(last.tail[STOP] > 0)
@@ -223,23 +213,7 @@ class Run:
         return stop
 
     def _tell(self, force: bool = False) -> None:
-        now = time.perf_counter()
-        if not self.reporter:  # but it may be the next one
-            self._losses, self._times = self._losses[-KEPT:], self._times[-KEPT:]
-        if not self.reporter or not self._losses or not (force or now - self._told > TELL_S):
-            return
-        self._told = now
-        first = self._done - len(self._losses)
-        self._emit(
-            {
-                "kind": "steps",
-                "first": first,
-                "loss": self._losses,
-                "seconds": self._times,
-                "rate": self.worker.rate,
-            }
-        )
-        self._losses, self._times = [], []
+        self._figures.tell(self._done, self.worker.rate, self.reporter, force)
 
     def _end_of_epoch(self) -> None:
         settings, epoch = self._settings, -(-self._done // self._per_epoch)

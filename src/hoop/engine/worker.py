@@ -21,6 +21,7 @@ from hoop.engine.chain import layers_of
 from hoop.engine.clipping import Norm
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed, Position
+from hoop.engine.flow import Flow
 from hoop.engine.held import Held
 from hoop.engine.joint import Joint, grouped, joinable
 from hoop.engine.losses import Loss, Objective
@@ -32,9 +33,6 @@ from hoop.engine.weights import MOST_SPEEDS, Vectors
 from hoop.engine.world import World
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
 from hoop.plan.plan import Plan
-
-Key = tuple[int, int]
-"""A stage and a micro-batch."""
 
 
 class Worker:
@@ -52,12 +50,12 @@ class Worker:
         vectors: Vectors,
     ) -> None:
         self.world, self.settings = world, settings
-        self.feed = Feed(data, settings.seed, -(-settings.batch_size // plan.micros))
         self.loss = loss
         self.rank = world.rank
         self.clock = Clockwork()
         self.last = plan.stages - 1
-        self.post = Post(world.communicator.endpoint)
+        feed = Feed(data, settings.seed, -(-settings.batch_size // plan.micros))
+        self.flow = Flow(feed, Post(world.communicator.endpoint))
         bounds = [*cut, len(blocks)]
         chain = layers_of(blocks) is not None
         self.held: dict[int, Held] = {}
@@ -70,22 +68,18 @@ class Worker:
         self._objective = Objective(loss)
         self._totals: dict[int, Totals] = {}
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
-            Kind.LOAD: self._load,
+            Kind.LOAD: self.flow.load,
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_OUTPUT: self._send_output,
-            Kind.RECV_INPUT: self._recv_input,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECV_GRADIENT: self._recv_gradient,
+            Kind.SEND_OUTPUT: self.flow.send_output,
+            Kind.RECV_INPUT: self.flow.recv_input,
+            Kind.SEND_GRADIENT: self.flow.send_gradient,
+            Kind.RECV_GRADIENT: self.flow.recv_gradient,
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update,
         }
-        self._inputs: dict[Key, Tensor] = {}
-        self._outputs: dict[Key, Tensor] = {}
-        self._gradients: dict[Key, Tensor] = {}
-        self._returns: dict[Key, Tensor] = {}
         self._figures: dict[int, tuple[float, float, float]] = {}
         self._waited = 0.0
         self._position = Position(0, 0, 0)
@@ -108,6 +102,20 @@ class Worker:
         self.follow(plan)
 
     @property
+    def feed(self) -> Feed:
+        """Where samples come from."""
+        return self.flow.feed
+
+    @feed.setter
+    def feed(self, feed: Feed) -> None:
+        self.flow.feed = feed
+
+    @property
+    def post(self) -> Post:
+        """Where tensors for other ranks go."""
+        return self.flow.post
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes that went to other ranks: over links, or through their memory."""
         return self.post.endpoint.bytes_sent + self._mapped + sum(one.moved for one in self._totals.values())
@@ -122,7 +130,8 @@ class Worker:
     def move(self, world: World) -> None:
         """The same rank's work among others: the members have changed."""
         self._mapped += self.post.endpoint.bytes_sent
-        self.world, self.rank, self.post = world, world.rank, Post(world.communicator.endpoint)
+        self.world, self.rank = world, world.rank
+        self.flow.post = Post(world.communicator.endpoint)
         self._norm.move(world)
 
     def follow(self, plan: Plan, holdings: Sequence[Holding] | None = None) -> None:
@@ -161,7 +170,7 @@ class Worker:
         self._position = position
         self.feed.begin(position, samples, self.plan.micros)
         self.computed = list(computed)
-        self._deadline = time.monotonic() + self.settings.timeout_s
+        self._deadline = self.flow.deadline = time.monotonic() + self.settings.timeout_s
         self.norm_scale = None
         for held in self.held.values():
             held.begin()
@@ -193,24 +202,16 @@ class Worker:
         """One instruction, for whoever decides what comes next."""
         self._handlers[instruction.kind](instruction)
 
-    def _load(self, instruction: Instruction) -> None:
-        if not self.feed.empty(instruction.micro):
-            self._inputs[0, instruction.micro] = self.feed.inputs(instruction.micro)
-
     def _forward(self, instruction: Instruction) -> None:
         stage, micro = instruction.stage, instruction.micro
         if self.feed.empty(micro):
             return
-        key = (stage, micro)
         started = now()
-        inputs = self._inputs.pop(key, None)
-        if inputs is None:
-            inputs = self._outputs.pop((stage - 1, micro))
-        outputs = self.held[stage].forward(micro, inputs, self.feed.seed(micro))
+        outputs = self.held[stage].forward(micro, self.flow.input(stage, micro), self.feed.seed(micro))
         if stage == self.last:
             self._measure(micro, outputs)
         else:
-            self._outputs[key] = outputs
+            self.flow.outputs[stage, micro] = outputs
         self._spent(started)
 
     def _measure(self, micro: int, outputs: Tensor) -> None:
@@ -218,11 +219,7 @@ class Worker:
         targets = self.feed.targets(micro)
         loss, gradient = self._objective(outputs, targets, self.feed.scale)
         self._figures[micro] = (loss, 0.0, float(len(targets)))
-        self._gradients[self.last, micro] = gradient
-
-    def _gradient(self, key: Key) -> Tensor:
-        found = self._gradients.pop(key, None)
-        return self._returns.pop((key[0] + 1, key[1])) if found is None else found
+        self.flow.gradients[self.last, micro] = gradient
 
     def _backward(self, instruction: Instruction) -> None:
         stage, micro = key = instruction.stage, instruction.micro
@@ -236,9 +233,9 @@ class Worker:
             after = None
             if totals is not None and totals.buckets:
                 after = partial(totals.start, micro=micro, deadline=self._deadline)
-            given = held.stage.backward(micro, self._gradient(key), held.into(micro), stage > 0, after)
+            given = held.stage.backward(micro, self.flow.gradient(*key), held.into(micro), stage > 0, after)
             if given is not None:
-                self._returns[key] = given
+                self.flow.returns[key] = given
             self._spent(started)
             self._landed(held, stage, micro, merged=after is not None)
         self._tell_speed(instruction)
@@ -247,9 +244,9 @@ class Worker:
         stage, micro = key = instruction.stage, instruction.micro
         if not self.feed.empty(micro):
             started = now()
-            given = self.held[stage].stage.backward_input(micro, self._gradient(key), stage > 0)
+            given = self.held[stage].stage.backward_input(micro, self.flow.gradient(*key), stage > 0)
             if given is not None:
-                self._returns[key] = given
+                self.flow.returns[key] = given
             self._spent(started)
 
     def _backward_weight(self, instruction: Instruction) -> None:
@@ -288,28 +285,6 @@ class Worker:
         if instruction is self._final_gradient and self.world.size <= MOST_SPEEDS:
             held = self.held[instruction.stage]
             held.tell(instruction.micro, self.rank, self._busy / max(1, self._share), self._stop)
-
-    # ---- messages
-
-    def _send_output(self, instruction: Instruction) -> None:
-        if not self.feed.empty(instruction.micro):
-            tensor = self._outputs.pop((instruction.stage, instruction.micro))
-            self.post.send(instruction, tensor, self._deadline)
-
-    def _recv_input(self, instruction: Instruction) -> None:
-        if not self.feed.empty(instruction.micro):
-            self._inputs[instruction.stage, instruction.micro] = self.post.expect(instruction, self._deadline)
-
-    def _send_gradient(self, instruction: Instruction) -> None:
-        if not self.feed.empty(instruction.micro):
-            tensor = self._returns.pop((instruction.stage, instruction.micro))
-            self.post.send(instruction, tensor, self._deadline)
-
-    def _recv_gradient(self, instruction: Instruction) -> None:
-        if not self.feed.empty(instruction.micro):
-            self._gradients[instruction.stage, instruction.micro] = self.post.expect(
-                instruction, self._deadline
-            )
 
     # ---- totals and updates
 

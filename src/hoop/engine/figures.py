@@ -1,0 +1,43 @@
+"""The figures of steps, told a few at a time by the rank that tells, and remembered a while by the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Emit = Callable[[Mapping[str, Any]], None]
+TELL_S = 0.25
+"""How often they are told."""
+KEPT = 64
+"""Steps that a rank remembers, to tell them should the one who tells be lost."""
+
+
+class Figures:
+    """Losses and times of the last steps."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._told = time.perf_counter()
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+
+    def add(self, losses: list[float], seconds: float) -> None:
+        """Steps that took so long together."""
+        self._losses += losses
+        self._seconds += [seconds / max(1, len(losses))] * len(losses)
+
+    def tell(self, done: int, rate: float, tells: bool, force: bool = False) -> None:
+        """What is not told yet, up to step ``done``; if this rank ``tells``, and it is time or it is asked for."""
+        if not tells:
+            self._losses, self._seconds = self._losses[-KEPT:], self._seconds[-KEPT:]
+            return
+        now = time.perf_counter()
+        if not self._losses or not (force or now - self._told > TELL_S):
+            return
+        self._told = now
+        first = done - len(self._losses)
+        self._emit(
+            {"kind": "steps", "first": first, "loss": self._losses, "seconds": self._seconds, "rate": rate}
+        )
+        self._losses, self._seconds = [], []
