@@ -61,7 +61,8 @@ class Outcome:
     @property
     def done(self) -> list[str]:
         """The instructions it executed, where they were traced, in order."""
-        return [name for name, category, _, _ in self.account["spans"] if category not in ("wait", "recv")]
+        spans = self.account["spans"]
+        return [name for name, category, _, _ in spans if name != "wait" and category != "recv"]
 
 
 def train(

@@ -50,8 +50,8 @@ def normed(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 3, 5, stride=3), nn.BatchNorm2d(3), nn.ReLU()),
-        nn.Sequential(nn.Flatten(), nn.Dropout(0.2)),
-        nn.Sequential(nn.Linear(192, 20), nn.BatchNorm1d(20), nn.ReLU()),
+        nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(192, 20), nn.ReLU()),
         nn.Linear(20, 10),
     )
 
@@ -71,7 +71,7 @@ JOBS = {"mlp": Job(mlp, mnist), "normed": Job(normed, mnist), "flat": Job(flat, 
 
 def settings(strategy: str, **changes: Any) -> Settings:
     start = Settings(
-        strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=60.0
+        strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=30.0
     )
     return start.replaced(changes)
 

@@ -36,17 +36,9 @@ SAME = {
     "no balance": {"balance": False, "pin": False},
 }
 OTHERS = {
-    "batch of all": {"batch_size": 500},
-    "one shard": {"shards": 1},
-    "clipped": {"clip": 0.01},
-    "a whole module": {"model": "whole"},
-    "a whole module, fewer samples than shards": {
-        "model": "whole",
-        "batch_size": 5,
-        "shards": 8,
-        "max_steps": 9,
-    },
-    "accumulated": {"model": "whole", "accumulate": 3},
+    "a batch of all, in one shard": {"batch_size": 500, "shards": 1},
+    "clipped and accumulated": {"model": "whole", "clip": 0.01, "accumulate": 3},
+    "fewer samples than shards": {"model": "whole", "batch_size": 5, "shards": 8, "max_steps": 9},
     "plain": {"model": "plain"},
     "recomputed": {"model": "plain", "recompute": True},
 }

@@ -85,7 +85,9 @@ def failing(seed: int) -> nn.Module:
 broken = hoop.Job(failing, data, settings={"epochs": 50, "batch_size": 32})
 wrong_shapes = hoop.Job(lambda seed: nn.Sequential(nn.Linear(7, CLASSES)), data)
 slow = hoop.Job(
-    chain, data, settings={"epochs": 1_000_000, "batch_size": 8, "shards": 4, "evaluate_every": 0}
+    plain,
+    data,
+    settings={"epochs": 1_000_000, "batch_size": 8, "shards": 4, "evaluate_every": 0, "checkpoint_every": 0},
 )
 """Goes on until it is stopped."""
 

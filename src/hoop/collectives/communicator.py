@@ -1,22 +1,28 @@
-"""One rank's handle on a communicator: checks an operation's buffers, runs its plan, reports."""
+"""One rank's handle on a communicator: runs operations, or starts them and lets go."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.choose import LinkCost, choose
-from hoop.collectives.execute import Execution
+from hoop.collectives.execute import over_links
+from hoop.collectives.lane import Handle, Lane
 from hoop.collectives.measure import measure
+from hoop.collectives.ready import Ready, named
 from hoop.collectives.reduction import Array, Reduction
-from hoop.collectives.sharing import Sharing
+from hoop.collectives.sharing import Move, Sharing
 from hoop.collectives.spanning import Spanning
-from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, LinkCorrupted, PeerError, PeerLost
+from hoop.errors import HoopError, InvalidArgument, MembershipChanged, PeerError
 from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
+
+_KEPT = 512
+"""Operations that are kept ready; the one that was made first goes first."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,30 @@ class Report:
     algorithm: str
 
 
+class Prepared:
+    """An all_reduce that is run again and again on the same memory: call it with a deadline, or ``start`` it."""
+
+    def __init__(
+        self, communicator: Communicator, operation: Operation, algorithm: str, run: Callable[[float], None]
+    ) -> None:
+        self.algorithm = algorithm
+        self._communicator, self._operation, self._run = communicator, operation, run
+        self._lane = communicator.lane
+
+    def __call__(self, deadline: float) -> None:
+        if not self._lane.enter():
+            self.start(deadline - time.monotonic()).wait()
+            return
+        try:
+            self._run(deadline)
+        finally:
+            self._lane.leave()
+
+    def start(self, timeout: float) -> Handle:
+        """Runs it behind what was started before, and returns at once."""
+        return self._communicator.queue(self._operation, self._run, timeout, lambda: self.algorithm)
+
+
 class Communicator:
     """One rank's place among others, at one generation.
 
@@ -38,52 +68,60 @@ class Communicator:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self.rank, self.size = endpoint.rank, endpoint.size
         self.cost: LinkCost | None = None
-        """What a link costs, where it was measured; decides between algorithms."""
+        """What a link costs, where it was measured; decides between algorithms. Set before the first operation."""
+        self.lane = Lane(f"hoop-{endpoint.communicator}-lane")
+        """Where operations queue; whoever runs a ``ready`` one by itself enters it first."""
+        self._ready: dict[Operation, Ready] = {}
+        self._broken: HoopError | None = None
         self._scratch: Array = np.empty(0, np.uint8)
         self._sharing = Sharing(endpoint) if isinstance(endpoint, SharedEndpoint) else None
         self._spanning = Spanning(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
 
-    @property
-    def rank(self) -> int:
-        return self.endpoint.rank
-
-    @property
-    def size(self) -> int:
-        return self.endpoint.size
+    def ready(self, operation: Operation) -> Ready:
+        """The operation, to be called with buffers and a deadline as often as one likes."""
+        found = self._ready.get(operation)
+        if found is None:
+            found = self._ready[operation] = Ready(self.endpoint, operation, self._plan)
+            if len(self._ready) > _KEPT:
+                del self._ready[next(iter(self._ready))]
+        return found
 
     def check(self, operation: Operation, source: Array, destination: Array) -> None:
         """Raises if these buffers do not fit the operation; nothing has moved then."""
-        operation.check(self.size)
-        wanted = operation.extents(self.size, self.rank)
-        for name, buffer, elements in zip(
-            ("source", "destination"), (source, destination), wanted, strict=True
-        ):
-            contiguous = buffer.flags.c_contiguous
-            if buffer.dtype != operation.dtype.numpy or buffer.ndim != 1 or not contiguous:
-                raise InvalidArgument(
-                    f"rank {self.rank}: {name} must be a contiguous vector of {operation.dtype.name}, "
-                    f"got {'' if contiguous else 'non-contiguous '}{buffer.dtype} of shape {buffer.shape}"
-                )
-            if name == "destination" and elements and not buffer.flags.writeable:
-                raise InvalidArgument(f"rank {self.rank}: destination cannot be written to")
-            if buffer.size < elements:
-                raise InvalidArgument(
-                    f"rank {self.rank}: {operation} needs {elements} elements of {name}, got {buffer.size}"
-                )
-        self._check_overlap(operation, source[: wanted[0]], destination[: wanted[1]])
+        self.ready(operation).check(source, destination)
 
-    def _check_overlap(self, operation: Operation, source: Array, destination: Array) -> None:
-        if not source.size or not destination.size or not np.may_share_memory(source, destination):
-            return
-        shift = destination.__array_interface__["data"][0] - source.__array_interface__["data"][0]
-        block = self.rank * operation.count * operation.dtype.itemsize
-        in_place = {"all_gather": -block, "gather": -block, "reduce_scatter": block, "scatter": block}
-        if operation.collective == "all_to_all" or shift != in_place.get(operation.collective, 0):
-            raise InvalidArgument(
-                f"rank {self.rank}: source and destination of {operation} overlap; "
-                "use separate buffers, or the same one where the operation can work in place"
-            )
+    def _plan(self, operation: Operation, deadline: float) -> tuple[str, Move]:
+        """Which algorithm, and the operation by it."""
+        endpoint = self.endpoint
+        if isinstance(endpoint, SharedEndpoint):
+            endpoint.gather(deadline)  # what they share decides
+        self._weigh(operation, deadline)
+        algorithm, entry = choose(operation, endpoint, self.cost), CATALOG[operation.collective]
+        if self._sharing is not None and algorithm in entry.shared:
+            return algorithm, self._sharing.move(operation, algorithm)
+        if self._spanning is not None and algorithm in entry.spanning:
+            return algorithm, partial(self._spanning.run, operation, algorithm)
+        plan = operation.plan(self.size, self.rank, algorithm)
+        instructions, reduction = tuple(plan), Reduction(operation.op, operation.dtype)
+
+        def move(source: Array, destination: Array, deadline: float) -> None:
+            buffers = source, destination, np.empty(plan.scratch, source.dtype)
+            over_links(endpoint, operation, instructions, buffers, reduction, deadline)
+
+        return algorithm, move
+
+    def _weigh(self, operation: Operation, deadline: float) -> None:
+        """Measures the links before the first choice that depends on them; every rank comes here with the same."""
+        # Between hosts that are several ranks each, an error while measuring would not name who was lost first.
+        alike = self._sharing is None and self._spanning is None and self.size > 2
+        if self.cost is None and alike and operation.collective == "all_reduce" and not operation.algorithm:
+            sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
+            self.cost = measure(self.endpoint, deadline)
+            self.endpoint.messages_sent, self.endpoint.bytes_sent = sent  # no operation's
+
+    # ---- running
 
     def run(
         self,
@@ -94,80 +132,90 @@ class Communicator:
         round_index: int | None = None,
     ) -> Report:
         """Runs the operation with the other ranks; ``round_index`` runs that round of its plan alone."""
-        self.check(operation, source, destination)
-        # A round alone only makes sense for messages: where memory is shared there is nothing to step.
-        if round_index is None:
-            self._weigh(operation, timeout)
-        algorithm = choose(operation, self.endpoint, self.cost) if round_index is None else operation.default
-        messages, sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
-        started = time.monotonic()
-        entry = CATALOG[operation.collective]
-        by: Sharing | Spanning | None = self._sharing if algorithm in entry.shared else None
-        if algorithm in entry.spanning and round_index is None:
-            by = self._spanning
-        if by is not None:
-            try:
-                by.run(operation, algorithm, source, destination, started + timeout)
-            except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
-                raise type(error)(f"{error}, in {operation}") from error
-            messages, sent = self.endpoint.messages_sent - messages, self.endpoint.bytes_sent - sent
-            return Report(time.monotonic() - started, messages, sent, algorithm)
-        plan = operation.plan(self.size, self.rank, algorithm)
-        if not round_index or self._scratch.size < plan.scratch:
-            self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
-        execution = Execution(
-            self.endpoint,
-            source,
-            destination,
-            self._scratch,
-            Reduction(operation.op, operation.dtype),
-            started + timeout,
-        )
-        instructions = list(plan) if round_index is None else list(plan.rounds[round_index])
+        ready = self.ready(operation)
+        job = partial(ready, source, destination)
+        if round_index is not None:
+            ready.check(source, destination)
+            job = partial(self._run_round, operation, source, destination, round_index)
+        if not self.lane.enter():
+            report: Report = self.queue(operation, job, timeout, lambda: ready.algorithm).wait()
+            return report
         try:
-            execution.run(instructions)
-        except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
-            raise _located(error, operation, execution.done, len(instructions)) from error
+            return self._report(job, timeout, lambda: ready.algorithm)
+        finally:
+            self.lane.leave()
+
+    def start(self, operation: Operation, source: Array, destination: Array, timeout: float) -> Handle:
+        """Runs the operation behind those started before, and returns at once; the buffers are its own until it ends.
+
+        ``timeout`` counts from when its turn comes. When one fails that others were to take part in, those behind it
+        fail too: nobody knows how far each link had come.
+        """
+        ready = self.ready(operation)
+        ready.check(source, destination)
+        return self.queue(operation, partial(ready, source, destination), timeout, lambda: ready.algorithm)
+
+    def queue(
+        self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
+    ) -> Handle:
+        """Runs a job (until its deadline) in its turn, as that operation."""
+        handle = Handle(str(operation))
+        self.lane.start(handle, partial(self._in_turn, operation, job, timeout, algorithm))
+        return handle
+
+    def _in_turn(
+        self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
+    ) -> Report:
+        if self._broken is not None:
+            raise type(self._broken)(f"rank {self.rank}: {operation} was not run: {self._broken}")
+        try:
+            return self._report(job, timeout, algorithm)
+        except (PeerError, MembershipChanged) as error:
+            self._broken = named(error, operation)
+            raise self._broken from error
+
+    def _report(self, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]) -> Report:
+        endpoint = self.endpoint
+        messages, sent, started = endpoint.messages_sent, endpoint.bytes_sent, time.monotonic()
+        job(started + timeout)
         return Report(
             time.monotonic() - started,
-            self.endpoint.messages_sent - messages,
-            self.endpoint.bytes_sent - sent,
-            algorithm,
+            endpoint.messages_sent - messages,
+            endpoint.bytes_sent - sent,
+            algorithm(),
         )
+
+    def _run_round(
+        self, operation: Operation, source: Array, destination: Array, index: int, deadline: float
+    ) -> None:
+        """A round alone makes sense for messages only: where memory is shared there is nothing to step."""
+        plan = operation.plan(self.size, self.rank, operation.default)
+        if not index or self._scratch.size < plan.scratch:
+            self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
+        reduction = Reduction(operation.op, operation.dtype)
+        buffers = source, destination, self._scratch
+        over_links(self.endpoint, operation, plan.rounds[index], buffers, reduction, deadline)
+
+    # ---- again and again
 
     def prepare(
         self, operation: Operation, source: Array, destination: Array, timeout: float = 60.0
-    ) -> Callable[[float], None]:
-        """An all_reduce that is run again and again on the same memory: call it with a deadline.
+    ) -> Prepared:
+        """An all_reduce that is run again and again on the same memory: call it with a deadline, or start it.
 
-        Every rank must prepare it, and call it, in the same order. In shared memory a call costs two meetings and the
-        arithmetic; over links it is ``run`` without its checks.
+        Every rank must prepare it, and call it, in the same order. In arenas a call costs two meetings and the
+        arithmetic; elsewhere it is ``run`` without its checks.
         """
         self.check(operation, source, destination)
         if operation.collective != "all_reduce":
             raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
+        deadline = time.monotonic() + timeout
         if self._sharing is not None and not operation.algorithm:
-            return self._sharing.prepare(operation, source, destination, time.monotonic() + timeout)
-        self._weigh(operation, timeout)
-        algorithm = choose(operation, self.endpoint, self.cost)
-        spanning = self._spanning
-        if spanning is not None and algorithm in CATALOG[operation.collective].spanning:
-            return lambda deadline: spanning.run(operation, algorithm, source, destination, deadline)
-        plan = operation.plan(self.size, self.rank, algorithm)
-        reduction = Reduction(operation.op, operation.dtype)
-
-        scratch = np.empty(plan.scratch, source.dtype)
-
-        def again(deadline: float) -> None:
-            Execution(self.endpoint, source, destination, scratch, reduction, deadline).run(plan)
-
-        return again
-
-    def _weigh(self, operation: Operation, timeout: float) -> None:
-        """Measures the links before the first choice that depends on them; every rank comes here with the same."""
-        if self.cost is None and self._sharing is None and self.size > 2:
-            if operation.collective == "all_reduce" and not operation.algorithm:
-                self.cost = measure(self.endpoint, time.monotonic() + timeout)
+            algorithm, run = self._sharing.prepare(operation, source, destination, deadline)
+        else:
+            algorithm, move = self._plan(operation, deadline)
+            run = partial(move, source, destination)
+        return Prepared(self, operation, algorithm, run)
 
     def exchange(
         self, source: Array, destination: Array, deadline: float
@@ -177,7 +225,4 @@ class Communicator:
 
     def close(self) -> None:
         self.endpoint.close()
-
-
-def _located(error: PeerError, operation: Operation, done: int, of: int) -> HoopError:
-    return type(error)(f"{error}, at instruction {done + 1} of {of} of {operation}")
+        self.lane.close()

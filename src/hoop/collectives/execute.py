@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from hoop.collectives.catalog import Operation
 from hoop.collectives.plan import Combine, Copy, Finish, Instruction, Range, Recv, Reduce, Send
 from hoop.collectives.reduction import Array, Reduction
+from hoop.errors import DeadlineExceeded, LinkCorrupted, PeerLost
 from hoop.transport.base import Endpoint, Pending
 
 
@@ -88,3 +90,20 @@ class Execution:
             if low < stop and start < high:
                 pending.detach()
         self._unsent = [entry for entry in self._unsent if not entry[2].done]
+
+
+def over_links(
+    endpoint: Endpoint,
+    operation: Operation,
+    instructions: Sequence[Instruction],
+    buffers: tuple[Array, Array, Array],
+    reduction: Reduction,
+    deadline: float,
+) -> None:
+    """An operation by messages; an error says how far it had come."""
+    execution = Execution(endpoint, *buffers, reduction, deadline)
+    try:
+        execution.run(instructions)
+    except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
+        at = f"instruction {execution.done + 1} of {len(instructions)}"
+        raise type(error)(f"{error}, at {at} of {operation}") from error

@@ -8,12 +8,14 @@ before a peer may go on to the next.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from hoop.collectives.catalog import Operation
-from hoop.collectives.plan import WINDOW, Fold, Meet, Plan, Range, Take
+from hoop.collectives.plan import Fold, Meet, Take
 from hoop.collectives.reduction import Array, Reduction
+from hoop.collectives.staged import Staged
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import DType
 from hoop.transport.base import SharedEndpoint
@@ -22,28 +24,46 @@ from hoop.transport.mailbox import SLOT_BYTES, STAGE_BYTES
 FLAT_BYTES = 8 * 1024
 """Up to here reading everybody's vector costs less than a second meeting."""
 
+Move = Callable[[Array, Array, float], None]
+"""An operation: from the source to the destination, until the deadline."""
+
 
 class Sharing:
     """One rank's side of shared plans."""
 
     def __init__(self, endpoint: SharedEndpoint) -> None:
         self._endpoint = endpoint
-        self._views: dict[tuple[str, DType], tuple[list[Array], list[Array]]] = {}
+        self._views: dict[tuple[str, DType], list[list[Array]]] = {}
 
-    # ---- where vectors lie
+    def move(self, operation: Operation, algorithm: str) -> Move:
+        """The operation, worked out for any buffers; ``gather`` has been called."""
+        if operation.collective == "barrier":
+            return lambda source, destination, deadline: self._endpoint.meet(deadline)
+        if algorithm == "direct":
+            return partial(self._direct, operation, Reduction(operation.op, operation.dtype), [])
+        return self._staged(operation, algorithm)
 
-    def _windows(self, where: str, kind: DType, turn: int, deadline: float) -> list[Array]:
-        """Everybody's slots or stages, as vectors of this type."""
+    # ---- through windows
+
+    def _staged(self, operation: Operation, algorithm: str) -> Move:
+        if not operation.count:
+            return _nothing
+        kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
+        small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
+        where, room = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
+        width = max(1, room // kind.itemsize // blocks)
+        return Staged(self._endpoint, operation, algorithm, self._windows(where, kind), width)
+
+    def _windows(self, where: str, kind: DType) -> list[list[Array]]:
+        """Everybody's slots or stages, as vectors of this type, for each turn."""
         found = self._views.get((where, kind))
         if found is None:
-            self._endpoint.gather(deadline)
             boxes = self._endpoint.mailboxes
-            found = (
-                [getattr(box, where)[0].view(kind.numpy) for box in boxes],
-                [getattr(box, where)[1].view(kind.numpy) for box in boxes],
-            )
+            found = [[getattr(box, where)[turn].view(kind.numpy) for box in boxes] for turn in (0, 1)]
             self._views[where, kind] = found
-        return found[turn]
+        return found
+
+    # ---- in arenas
 
     def in_arena(self, array: Array) -> int | None:
         """Where this array begins in this rank's arena; None if it is not in it."""
@@ -77,84 +97,30 @@ class Sharing:
                 arrays.append(arena[start : start + size].view(source.dtype))
         return found
 
-    # ---- operations
-
-    def run(
-        self, operation: Operation, algorithm: str, source: Array, destination: Array, deadline: float
-    ) -> None:
-        """One operation, from the first meeting to the last."""
-        reduction = Reduction(operation.op, operation.dtype)
-        if algorithm == "direct":
-            seen = self.exchange(source, destination, deadline)
-            if seen is not None:
-                plan = operation.plan(self._endpoint.size, self._endpoint.rank, "direct")
-                self._direct(plan, seen, destination, reduction, deadline)
-                return
-            if operation.algorithm == "direct":
-                raise InvalidArgument(f"algorithm: direct needs all buffers in arenas; {operation}")
-            algorithm = "staged"
-        if operation.collective == "barrier":
-            self._endpoint.meet(deadline)
-        elif operation.count:
-            self._in_pieces(operation, algorithm, source, destination, reduction, deadline)
-
-    def _in_pieces(
-        self,
-        operation: Operation,
-        algorithm: str,
-        source: Array,
-        destination: Array,
-        reduction: Reduction,
-        deadline: float,
-    ) -> None:
-        """Through slots or stages: as many elements of every block as fit, then the next."""
-        endpoint, count, kind = self._endpoint, operation.count, operation.dtype
-        has = operation.extents(endpoint.size, endpoint.rank)
-        where, room = ("slots", SLOT_BYTES) if algorithm == "flat" else ("stages", STAGE_BYTES)
-        width = max(1, room // kind.itemsize // operation.blocks(endpoint.size))
-        given = source[: has[0]].reshape(-1, count)
-        taken = destination[: has[1]].reshape(-1, count)
-        for start in range(0, count, width):
-            stop = min(start + width, count)
-            size = stop - start
-            endpoint.publications += 1
-            windows = self._windows(where, kind, endpoint.publications & 1, deadline)
-            mine = windows[endpoint.rank]
-            if has[0]:
-                np.copyto(mine[: len(given) * size].reshape(-1, size), given[:, start:stop])
-
-            def local(where: Range, mine: Array = mine, start: int = start, size: int = size) -> Array:
-                if where.place == WINDOW:
-                    return mine[where.start : where.stop]
-                block, offset = divmod(where.start, size)
-                return taken[block, start + offset : start + offset + where.length]
-
-            plan = operation.plan(endpoint.size, endpoint.rank, algorithm, size)
-            for instruction in plan:
-                match instruction:
-                    case Meet():
-                        endpoint.meet(deadline)
-                    case Take(peer, there, here):
-                        if here.length:
-                            np.copyto(local(here), windows[peer][there.start : there.stop])
-                    case Fold(there, here) if here.length:
-                        reduction.fold(
-                            [window[there.start : there.stop] for window in windows], [local(here)]
-                        )
-
     def _direct(
         self,
-        plan: Plan,
-        seen: tuple[list[Array], list[Array]],
-        destination: Array,
+        operation: Operation,
         reduction: Reduction,
+        staged: list[Move],
+        source: Array,
+        destination: Array,
         deadline: float,
     ) -> None:
+        """In everybody's arena; by way of stages where somebody's vector is not in one."""
+        endpoint = self._endpoint
+        seen = self.exchange(source, destination, deadline)
+        if seen is None:
+            if operation.algorithm == "direct":
+                raise InvalidArgument(f"algorithm: direct needs all buffers in arenas; {operation}")
+            if not staged:
+                staged.append(self._staged(operation, "staged"))
+            staged[0](source, destination, deadline)
+            return
         sources, destinations = seen
-        for instruction in list(plan)[1:]:  # the first meeting was the exchange
-            match instruction:
+        for instruction in list(operation.plan(endpoint.size, endpoint.rank, "direct"))[1:]:
+            match instruction:  # the first meeting was the exchange
                 case Meet():
-                    self._endpoint.meet(deadline)
+                    endpoint.meet(deadline)
                 case Take(peer, there, here) if here.length:
                     np.copyto(destination[here.start : here.stop], sources[peer][there.start : there.stop])
                 case Fold(there, here, everyone) if here.length:
@@ -164,43 +130,52 @@ class Sharing:
                         [target[here.start : here.stop] for target in into],
                     )
 
-    # ---- operations that are run again and again
+    # ---- all_reduces that are run again and again
 
     def prepare(
         self, operation: Operation, source: Array, destination: Array, deadline: float
-    ) -> Callable[[float], None]:
-        """An all_reduce on the same memory, ready to be called with a deadline; every rank must prepare it."""
+    ) -> tuple[str, Callable[[float], None]]:
+        """An all_reduce on the same memory: how, and what to call with a deadline; every rank must prepare it."""
         endpoint = self._endpoint
-        reduction = Reduction(operation.op, operation.dtype)
-        meet = endpoint.meet
-        if source.nbytes <= FLAT_BYTES:
-            turns = [self._windows("slots", operation.dtype, turn, deadline) for turn in (0, 1)]
-            seen = [[window[: operation.count] for window in windows] for windows in turns]
-            mine = [windows[endpoint.rank] for windows in seen]
-            folds = [reduction.folding(windows, [destination]) for windows in seen]
-
-            def flat(deadline: float) -> None:
-                endpoint.publications = publication = endpoint.publications + 1
-                turn = publication & 1
-                mine[turn][:] = source
-                meet(deadline)
-                folds[turn]()
-
-            return flat
+        endpoint.gather(deadline)
+        if operation.count * operation.dtype.itemsize <= FLAT_BYTES:
+            return "flat", self._flat(operation, source, destination)
         exchanged = self.exchange(source, destination, deadline)
         if exchanged is None:
-            return lambda deadline: self._in_pieces(
-                operation, "staged", source, destination, reduction, deadline
-            )
-        plan = operation.plan(endpoint.size, endpoint.rank, "direct")
-        fold = next(one for one in plan if isinstance(one, Fold))
+            return "staged", partial(self._staged(operation, "staged"), source, destination)
+        fold = next(
+            one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold)
+        )
         span = slice(fold.there.start, fold.there.stop)
         sources, destinations = ([array[span] for array in arrays] for arrays in exchanged)
-        fold_slice = reduction.folding(sources, destinations)
+        reduce_slice = Reduction(operation.op, operation.dtype).fold
+        meet = endpoint.meet
 
         def direct(deadline: float) -> None:
             meet(deadline)
-            fold_slice()
+            reduce_slice(sources, destinations)
             meet(deadline)
 
-        return direct
+        return "direct", direct
+
+    def _flat(self, operation: Operation, source: Array, destination: Array) -> Callable[[float], None]:
+        """The plan's one meeting, put, and fold, without a step in between: here Python's time is what counts."""
+        endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
+        given, into = source[:count], [destination[:count]]
+        fold, meet = Reduction(operation.op, operation.dtype).fold_block, endpoint.meet
+        vectors = [[one[:count] for one in turn] for turn in self._windows("slots", operation.dtype)]
+        mine = [turn[rank] for turn in vectors]
+        for turn in vectors:
+            turn[rank] = given
+
+        def flat(deadline: float) -> None:
+            endpoint.publications = publication = endpoint.publications + 1
+            mine[publication & 1][...] = given
+            meet(deadline)
+            fold(vectors[publication & 1], into)
+
+        return flat
+
+
+def _nothing(source: Array, destination: Array, deadline: float) -> None:
+    """No elements, no meeting."""

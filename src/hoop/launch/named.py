@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
+from hoop.launch.training import preload
 from hoop.launch.user_code import blaming
 
 
@@ -17,11 +19,16 @@ def resolved(name: str) -> str:
 
 
 def job_named(name: str, load: bool = True) -> Job:
-    """The job; with ``load`` its data is read now. What is wrong in the user's code is told as theirs."""
+    """The job; what is wrong in the user's code is told as theirs.
+
+    With ``load`` its data is read now, and meanwhile what devices will need.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")  # as python -m does: a module beside which one stands can be named
     with blaming(f"loading {name}"):
         job = find_job(name, RECIPES)
         if load:
-            job.data()
+            with ThreadPoolExecutor(1) as pool:  # ended before anything is forked
+                pool.submit(preload)
+                job.data()
     return job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import tempfile
 import threading
@@ -71,10 +72,14 @@ def _world(place: TaskPlace) -> World:
 
 def preload() -> None:
     """Everything that devices and whoever leads them will need: imported once, before they are forked."""
-    import hoop.client.cluster
-    import hoop.engine.run
-    import hoop.launch.conducting
-    import hoop.launch.forked  # noqa: F401 - loading them is the point
+    for module in (
+        "hoop.client.cluster",
+        "hoop.engine.run",
+        "hoop.launch.conducting",
+        "hoop.launch.forked",
+        "torch.fx.experimental.symbolic_shapes",  # by autograd's first backward: a second, in every device
+    ):
+        importlib.import_module(module)
 
 
 @dataclass(frozen=True)

@@ -10,59 +10,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import ReduceOptions
 
 from hoop.errors import InvalidArgument
-from hoop.torch_backend import moves, profile
-from hoop.torch_backend.lane import Lane
-from hoop.torch_backend.links import Links
+from hoop.torch_backend import moves
 from hoop.torch_backend.reductions import Reduce, reduce_by
-from hoop.torch_backend.tensors import check, check_alike, only, split
-from hoop.torch_backend.work import DONE, HoopWork
+from hoop.torch_backend.starting import AT_ONCE_BYTES, Starting
+from hoop.torch_backend.tensors import check, check_alike, is_plain, only, split
 
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 _SUM = ReduceOptions().reduceOp
-_ProcessGroup: Any = ProcessGroup  # its stub does not describe what a subclass in Python is called with
 
 
-class CollectiveCalls(_ProcessGroup):  # type: ignore[misc]
+class CollectiveCalls(Starting):
     """What all ranks of a group do together."""
-
-    _links: Links
-    _lane: Lane
-    _coalesced: list[Work] | None = None
-    _started = 0
-
-    def _start(
-        self, title: str, options: Any, job: Callable[[float], None], results: Any, given: Tensors
-    ) -> HoopWork:
-        """Runs a job now, if the caller waits for it anyway and it is its turn; else on the lane."""
-        self._started += 1
-        asynchronous, recorded = getattr(options, "asyncOp", True), profile.enabled()
-        timeout = self._seconds(options)
-        if not asynchronous and not recorded and self._lane.enter():
-            try:
-                self._links.attempt(title, job, timeout)
-            finally:
-                self._lane.leave()
-            return DONE
-        work = HoopWork(title, results)
-        if recorded:
-            profile.record(work, title, given)
-        self._lane.start(work, partial(self._links.attempt, title, job, timeout))
-        if not asynchronous:
-            work.wait()
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
-
-    def _seconds(self, options: Any) -> float:
-        """A call's own time limit, or the group's."""
-        own = getattr(options, "timeout", None)
-        seconds = own.total_seconds() if own is not None else -1.0
-        return seconds if seconds > 0 else self._links.timeout
 
     def _how(self, title: str, options: Any, tensor: Tensor) -> Reduce:
         return reduce_by(title, getattr(options, "reduceOp", _SUM), tensor.dtype)
@@ -75,7 +38,17 @@ class CollectiveCalls(_ProcessGroup):  # type: ignore[misc]
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
         check("all_reduce", tensor)
-        job = partial(moves.all_reduce, self._links, tensor, self._how("all_reduce", opts, tensor))
+        how = self._how("all_reduce", opts, tensor)
+        if (
+            getattr(opts, "asyncOp", True)
+            and how.as_is
+            and tensor.nbytes <= AT_ONCE_BYTES
+            and is_plain(tensor)
+        ):
+            work = self._at_once(tensor, how, opts, listed)
+            if work is not None:
+                return work
+        job = partial(moves.all_reduce, self._links, tensor, how)
         return self._start("all_reduce", opts, job, listed, listed)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:

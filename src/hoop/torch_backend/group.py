@@ -18,7 +18,6 @@ from torch.distributed import Work
 from hoop.errors import HoopError, InvalidArgument
 from hoop.torch_backend import monitored, profile, rendezvous
 from hoop.torch_backend.collective_calls import CollectiveCalls
-from hoop.torch_backend.lane import Lane
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.matching import Kind, Request
 from hoop.torch_backend.tensors import Landing, bytes_of, check, only, to_send
@@ -38,10 +37,9 @@ class HoopGroup(CollectiveCalls):
         self._name, self._description = name, "undefined"
         self._store = store
         self._links, transports = rendezvous.meet(name, store, rank, size, world, timeout)
-        self._lane = Lane(f"hoop-{name}-lane")
         self._barriers = itertools.count()
         # Runs when the group is destroyed or forgotten, or the process ends; in children of multiprocessing too.
-        self._close = Finalize(self, _close, (self._links, self._lane, transports), exitpriority=10)
+        self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
         monitored.install(HoopGroup)
 
     @classmethod
@@ -189,7 +187,6 @@ def _nothing() -> None:
     """A send has nothing to put anywhere."""
 
 
-def _close(links: Links, lane: Lane, transports: Sequence[Transport]) -> None:
+def _close(links: Links, transports: Sequence[Transport]) -> None:
     links.close()
-    lane.close()
     rendezvous.give_back(transports)

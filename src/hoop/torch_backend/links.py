@@ -6,14 +6,17 @@ number in the group and in the world; every later operation says so at once.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.lane import Started
+from hoop.collectives.ready import Ready
 from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.memory.dtypes import DType
 from hoop.torch_backend.errors import for_torch
@@ -23,7 +26,15 @@ from hoop.torch_backend.tensors import Array
 CULPRIT_SECONDS = 1.0
 """How long an operation that lost a link waits for news of the rank that died, or left, first."""
 
-_operation = functools.lru_cache(maxsize=4096)(Operation)
+_OVER = "this process group is destroyed"
+_KEPT = 4096
+"""Operations that are found at once; then all are looked up anew."""
+
+
+SOON_SECONDS = 0.002
+"""How long the caller of an asynchronous operation may be kept: ranks that train together come together, and then it is
+cheaper to finish at once than to hand over to a thread. Later than that, the thread waits."""
+T = TypeVar("T")
 
 
 class Links:
@@ -39,6 +50,8 @@ class Links:
         self.timeout = timeout
         self.post = post
         self._communicator = communicator
+        self.lane = communicator.lane
+        self._ready: dict[tuple[str, int, str, str, int], Ready] = {}
         self._broken: HoopError | None = None
         post.on_death, post.named = self._lost, self.named
         post.open()
@@ -57,8 +70,24 @@ class Links:
         root: int = 0,
     ) -> None:
         """One planned operation of all ranks."""
-        operation = _operation(collective, count, kind, op, "", root)
-        self._communicator.run(operation, source, destination, timeout)
+        self._operation(collective, count, kind, op, root)(source, destination, time.monotonic() + timeout)
+
+    def begin_all_reduce(
+        self, data: Array, kind: DType, op: str, timeout: float
+    ) -> Callable[[], None] | None:
+        """An all_reduce in place, if the others come soon; else how to go on with it."""
+        ready, now = self._operation("all_reduce", data.size, kind, op, 0), time.monotonic()
+        return ready.begin(data, data, now + min(SOON_SECONDS, timeout), now + timeout)
+
+    def _operation(self, collective: str, count: int, kind: DType, op: str, root: int) -> Ready:
+        key = collective, count, kind.name, op, root
+        ready = self._ready.get(key)
+        if ready is None:
+            if len(self._ready) >= _KEPT:
+                self._ready.clear()
+            operation = Operation(collective, count, kind, op, "", root)
+            ready = self._ready[key] = self._communicator.ready(operation)
+        return ready
 
     def exchange(self, sources: Sequence[Array], destinations: Sequence[Array], timeout: float) -> None:
         """Message i goes to rank i, of whatever length; in round k to r+k and from r-k."""
@@ -73,12 +102,21 @@ class Links:
                 endpoint.recv_into(by, destinations[by].data, deadline)
         endpoint.flush(deadline)
 
-    def attempt(self, title: str, job: Callable[[float], None], timeout: float) -> None:
+    def start(
+        self, work: Started, job: Callable[[float], None], timeout: float, entered: bool = False
+    ) -> None:
+        """Attempts an operation behind those that were started before, and returns at once."""
+        try:
+            self.lane.start(work, partial(self.attempt, work.title, job, timeout), entered)
+        except PeerLost as error:
+            raise for_torch(PeerLost, f"{work.title}: {_OVER}") from error
+
+    def attempt(self, title: str, job: Callable[[float], T], timeout: float) -> T:
         """Runs an operation; what goes wrong on the way is told with names, and breaks the group."""
         if self._broken is not None:
             raise for_torch(type(self._broken), f"{self.who}: {title} cannot run any more: {self._broken}")
         try:
-            job(timeout)
+            return job(timeout)
         except (PeerError, MembershipChanged) as error:
             raise self._explained(title, error, timeout) from error
         except HoopError as error:
@@ -125,6 +163,6 @@ class Links:
 
     def close(self) -> None:
         """Says goodbye and closes every link; operations under way end with an error."""
-        self._broken = self._broken or PeerLost("this process group is destroyed")
+        self._broken = self._broken or PeerLost(_OVER)
         self.post.close()
         self._communicator.close()

@@ -8,7 +8,8 @@ A vector owns nothing: whatever tensor it lies in is held by a variable of the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -117,6 +118,20 @@ def all_reduce(links: Links, tensor: torch.Tensor, how: Reduce, timeout: float) 
         given, into = elements_of(how.plain(source)), elements_of(how.plain(landing.flat))
         links.run("all_reduce", into.size, how.element, given, into, timeout, op=how.op)
     landing.settle()
+
+
+def begin_all_reduce(
+    links: Links, tensor: torch.Tensor, how: Reduce, timeout: float
+) -> Callable[[float], None] | None:
+    """``all_reduce`` of a plain tensor, for whoever may not wait: None if it is done, else how to go on."""
+    assert how.element is not None, "what is reduced as it is has an element type"
+    rest = links.begin_all_reduce(elements_of(tensor), how.element, how.op, timeout)
+    return None if rest is None else partial(_go_on, rest, tensor)
+
+
+def _go_on(rest: Callable[[], None], tensor: torch.Tensor, timeout: float) -> None:
+    """With the tensor held until all has moved; the time has run since the beginning."""
+    rest()
 
 
 def all_reduce_coalesced(links: Links, tensors: Tensors, how: Reduce, timeout: float) -> None:

@@ -27,7 +27,10 @@ from hoop.torch_backend.errors import for_torch
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.post import Post
 from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.bell import Bell
 from hoop.transport.hybrid_transport import HybridTransport
+from hoop.transport.mailbox import PAGE, new_memory
+from hoop.transport.shm_links import bell_name
 
 ON_ONE_HOST = "shm"
 """The transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another; for messages it is
@@ -44,7 +47,8 @@ def meet(
     hosts = _tell(name, store, f"hoop/{turn}/host", rank, size, _host(), timeout)
     together = len(set(hosts)) == 1
     scheme = "inproc" if size == 1 else _on_one_host() if together else _between(hosts)
-    here = LOOPBACK if together else _address_towards(store)
+    on_one_machine = len({host.rpartition("/")[0] for host in hosts}) == 1
+    here = LOOPBACK if on_one_machine else _address_towards(store)
     messages = "inproc" if size == 1 else "tcp"
     transports = [borrow(f"{one}://{Address(here, 0)}") for one in (scheme, messages)]
     try:
@@ -91,7 +95,19 @@ def _tell(name: str, store: Any, key: str, rank: int, size: int, value: str, tim
 
 
 def _on_one_host() -> str:
-    return os.environ.get("HOOP_TRANSPORT", ON_ONE_HOST)
+    """What this rank would talk by with others of its host. It is told with the host: ranks that differ in it count as
+    on different ones, so that all come to the same, and where one cannot share memory it is spoken to by tcp."""
+    return os.environ.get("HOOP_TRANSPORT") or (ON_ONE_HOST if sharing_works() else "tcp")
+
+
+def sharing_works() -> bool:
+    """Whether this process can make what ranks share: a semaphore (on Linux in /dev/shm), and memory."""
+    try:
+        Bell.create(bell_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
+        os.close(new_memory(PAGE))
+    except OSError:
+        return False
+    return True
 
 
 def _between(hosts: list[str]) -> str:

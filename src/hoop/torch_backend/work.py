@@ -10,71 +10,56 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
+from hoop.collectives.lane import Started
 from hoop.errors import DeadlineExceeded
 from hoop.torch_backend.errors import for_torch
 
 NO_TIMEOUT = timedelta(0)
 
 
-class HoopWork(Work):
+class HoopWork(Started, Work):
     """One operation, from its call to its end; finished once, by whichever thread ran it.
 
     The future is made when someone asks for it: an ordinary ``all_reduce`` never does.
     """
 
     def __init__(self, title: str, results: Any = None, apart: bool = False) -> None:
-        super().__init__()
-        self.title = title
+        Work.__init__(self)
+        Started.__init__(self, title)
         self._apart = apart
         self._results = results
-        self._error: BaseException | None = None
-        self._source = -1
-        self._done = False
-        self._lock = threading.Lock()
-        self._waiters: list[threading.Lock] = []
         self._end: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self.on_end: Callable[[], None] | None = None
 
     # ---- from the thread that runs it
 
-    def finish(self, error: BaseException | None = None, source: int = -1) -> None:
-        """Ends it: wakes who waits, then runs what was hung on the future."""
+    def finish(self, error: BaseException | None = None, result: Any = -1) -> bool:
+        """Ends it, with the rank that a message came from: wakes who waits, then runs what was hung on the future."""
         if self.on_end is not None:
             self.on_end()
+        if not super().finish(error, result):
+            return False
         with self._lock:
-            if self._done:
-                return
-            self._error, self._source = error, source
-            self._done = True
-            waiters, end = self._waiters, self._end
-        for waiter in waiters:
-            waiter.release()
+            end = self._end
         if end is None:
-            return
+            return True
         if self._apart:  # what hangs on it may wait for the very thread that ends it
             threading.Thread(target=end.set_result, args=(None,), name="hoop-future", daemon=True).start()
         else:
             end.set_result(None)
+        return True
 
     # ---- torch's side
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        if not self._done:
-            waiter = threading.Lock()
-            waiter.acquire()
-            with self._lock:
-                if not self._done:
-                    self._waiters.append(waiter)
-                else:
-                    waiter.release()
-            seconds = timeout.total_seconds()
-            if not waiter.acquire(timeout=seconds if seconds > 0 else -1) and not self._done:
-                raise for_torch(
-                    DeadlineExceeded,
-                    f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; "
-                    "it goes on",
-                )
+        seconds = timeout.total_seconds()
+        if not self._ended(seconds if seconds > 0 else -1):
+            raise for_torch(
+                DeadlineExceeded,
+                f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; "
+                "it goes on",
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -98,10 +83,9 @@ class HoopWork(Work):
         return list(results) if results is not None else []
 
     def source_rank(self) -> int:
-        return self._source
+        return self._result if isinstance(self._result, int) else -1
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
@@ -109,10 +93,14 @@ class HoopWork(Work):
                 return self._future
             # An exception raised in ``then`` fails the future for C++ too; ``set_exception`` would hand DDP's reducer
             # the exception as if it were a tensor, and it crashes.
+            if self._done and self._error is None:
+                self._future = torch.futures.Future()
+                self._future.set_result(self.result())
+                return self._future
             end: torch.futures.Future[None] = torch.futures.Future()
-            self._end = end
             self._future = future = end.then(self._outcome)
             done = self._done
+            self._end = None if done else end
         if done:
             end.set_result(None)
         return future

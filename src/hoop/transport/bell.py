@@ -20,7 +20,7 @@ _COUNTING = 1
 _MOST = 2**31 - 1
 _SLICE_S = 0.5
 """Longest sleep in one go: the semaphore's own time-out follows the wall clock, which may jump."""
-YIELDS = 50
+YIELDS = 100
 
 
 class Bell:
@@ -47,14 +47,14 @@ class Bell:
     def wait(self, deadline: float, spins: int) -> bool:
         """Takes a post, waiting for one until the deadline; false if none came.
 
-        First it looks again and again (for peers that run on other cores), then it lets others run (for
-        peers that need this one), then it sleeps.
+        First it looks again and again (for peers that run on other cores), letting others run every few looks (for
+        peers that need this one: whoever holds a core that its peer waits for waits for itself), then it sleeps.
         """
         take = self.take
-        for _ in range(spins):
-            if take(False):
-                return True
         for _ in range(YIELDS):
+            for _ in range(spins):
+                if take(False):
+                    return True
             if take(False):
                 return True
             os.sched_yield()
@@ -77,6 +77,6 @@ def sweep() -> None:
 
 
 def spins_for(ranks: int) -> int:
-    """How often to look before yielding: not at all where ranks share cores."""
+    """How often to look before each yield: not at all where ranks share cores anyway."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return 1000 if ranks <= cores else 0
+    return 20 if ranks <= cores else 0

@@ -48,6 +48,8 @@ class ShmEndpoint(ShmMessages):
         self._arrivals = [self.mailboxes[rank].arrived] * self.size
         self._ready = self.size == 1
         self.meetings = 0
+        self._rung = 0
+        """In how many levels of a meeting it has rung that it gave up waiting in."""
         self.publications = 0
 
     def _link_bells(self, peer: int) -> list[Bell]:
@@ -120,18 +122,26 @@ class ShmEndpoint(ShmMessages):
         self._ready = True
 
     def meet(self, deadline: float) -> None:  # (1)
-        """Returns when every rank has come; what they wrote before is there to read afterwards."""
+        """Returns when every rank has come; what they wrote before is there to read afterwards.
+
+        Called again after a time-out, it goes on with the same meeting.
+        """
         if not self._ready:
             self.gather(deadline)
         if self._troubled:
             raise self._error or self._departed(next(iter(self._gone)))
-        self.meetings = meetings = self.meetings + 1
-        turn = meetings & 1
-        self._arrivals[self.rank][0] = meetings
-        theirs, spins = self._theirs[turn], self._spins
-        for level, bell in enumerate(self._mine[turn]):
-            theirs[level].ring()
+        rung, self._rung = self._rung, 0
+        if not rung:
+            self.meetings += 1
+            self._arrivals[self.rank][0] = self.meetings
+        turn = self.meetings & 1
+        mine, theirs, spins = self._mine[turn], self._theirs[turn], self._spins
+        for level in range(rung - 1 if rung else 0, self._levels):
+            bell = mine[level]
+            if level >= rung:
+                theirs[level].ring()
             if not bell.take(False) and not bell.wait(deadline, spins):
+                self._rung = level + 1
                 raise self.overdue(self._absent() or 0, "waiting for")
             if self._troubled:
                 self._check_all_came()

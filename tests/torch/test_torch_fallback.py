@@ -1,0 +1,49 @@
+"""A rank that cannot share memory: all ranks come to the same transport, and everything works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hoop.torch_backend import rendezvous
+
+Together = Callable[..., list[Any]]
+
+
+def without_sharing(rank: int, unable: list[int]) -> tuple[str, list[float], list[int]]:
+    """What a group is made of, and what it comes to, where some ranks have no place for a semaphore."""
+    if rank in unable:
+
+        def nowhere(name: str) -> Any:
+            raise FileNotFoundError(f"{name}: no /dev/shm")
+
+        rendezvous.Bell.create = nowhere  # type: ignore[method-assign]
+    group: Any = dist.new_group(list(range(dist.get_world_size())))
+    tensor = torch.full((1000,), float(rank + 1))
+    dist.all_reduce(tensor, group=group)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    work.wait()
+    sent = torch.full((3,), rank)
+    dist.broadcast(sent, 1, group=group)
+    kinds = (one.__name__ for one in type(group._links._communicator.endpoint).__mro__)
+    kind = next(one for one in kinds if not one.startswith("_"))
+    dist.destroy_process_group(group)
+    return kind, sorted(set(tensor.tolist())), sent.tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "unable", "kind"),
+    [(2, [], "ShmEndpoint"), (2, [1], "TcpEndpoint"), (2, [0, 1], "TcpEndpoint"), (3, [0], "HybridEndpoint")],
+    ids=["all can", "one cannot", "none can", "two of three can"],
+)
+def test_ranks_that_cannot_share_memory_are_spoken_to_by_tcp(
+    together: Together, size: int, unable: list[int], kind: str
+) -> None:
+    total = size * (size + 1) / 2
+    for rank, found in enumerate(together(size, without_sharing, unable)):
+        assert found == (kind, [total * size], [1, 1, 1]), f"rank {rank}"
