@@ -26,6 +26,9 @@ from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan, split_evenly
 from hoop.strategies.data_parallel import whole_model
 
+NEW = -1
+"""The steps done by a rank that has just come."""
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -35,6 +38,8 @@ class Standing:
     """Steps that each rank has done."""
     computed: tuple[tuple[int, ...], ...]
     """Shards of the step after the last one done that each rank holds, in the order it computed them."""
+    ended: int
+    """The end of an epoch up to which everybody has come: what came after is done again, together."""
 
     @property
     def lead(self) -> int:
@@ -42,27 +47,31 @@ class Standing:
 
     @property
     def behind(self) -> tuple[int, ...]:
-        return tuple(rank for rank, done in enumerate(self.done) if done < self.lead)
+        return tuple(rank for rank, done in enumerate(self.done) if NEW < done < self.lead)
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Those who have just come, and have nothing yet."""
+        return tuple(rank for rank, done in enumerate(self.done) if done == NEW)
 
 
 def compare(
-    communicator: Communicator, done: int, computed: Sequence[int], shards: int, timeout: float
+    communicator: Communicator, done: int, ended: int, computed: Sequence[int], shards: int, timeout: float
 ) -> Standing:
     """(1)"""
-    mine = np.full(1 + shards, -1, np.int64)
-    mine[0] = done
-    mine[1 : 1 + len(computed)] = computed
+    mine = np.full(2 + shards, -1, np.int64)
+    mine[:2] = done, ended
+    mine[2 : 2 + len(computed)] = computed
     seen = np.zeros(communicator.size * mine.size, np.int64)
     communicator.run(Operation("all_gather", mine.size, dtype("int64")), mine, seen, timeout)
     rows = seen.reshape(communicator.size, -1).tolist()
-    standing = Standing(tuple(row[0] for row in rows), ())
-    if standing.lead - min(standing.done) > 1:
-        raise InternalError(f"ranks have done {list(standing.done)} steps: more than one apart")
+    lead = max(row[0] for row in rows)
+    if any(lead - row[0] > 1 for row in rows if row[0] != NEW):
+        raise InternalError(f"ranks have done {[row[0] for row in rows]} steps: more than one apart")
     # What somebody behind has computed is of a step that is over.
-    held = tuple(
-        tuple(shard for shard in row[1:] if shard >= 0) if row[0] == standing.lead else () for row in rows
-    )
-    return Standing(standing.done, held)
+    held = tuple(tuple(shard for shard in row[2:] if shard >= 0) if row[0] == lead else () for row in rows)
+    together = min(row[1] for row in rows if row[0] != NEW)
+    return Standing(tuple(row[0] for row in rows), held, together)
 
 
 def catch_up(
@@ -73,13 +82,35 @@ def catch_up(
         return
     held = worker.held[0]
     root = standing.done.index(standing.lead)
-    given = np.append(held.total, np.float32(worker.norm_scale or 1.0)).astype(np.float32)
+    given = np.append(held.total, np.float32(worker.last_scale)).astype(np.float32)
     operation = Operation("broadcast", given.size, dtype("float32"), root=root)
     communicator.run(operation, given, given, timeout)
     if communicator.rank in standing.behind:
         held.total = held.room
         held.room[:] = given[:-1]
         held.finish(rate, standing.lead - 1, float(given[-1]))
+        worker.updated, worker.last_scale = standing.lead, float(given[-1])
+
+
+def hand_over(worker: Worker, communicator: Communicator, standing: Standing, timeout: float) -> None:
+    """Weights, buffers, optimizer state and counters, from one who has them to those who have just come."""
+    if not standing.new:
+        return
+    held = worker.held[0]
+    root = standing.done.index(standing.lead)
+    vectors = [held.state_array, *(moment.numpy() for moment in held.moments)]
+    counters = np.array([float(one) for one in held.layout.counters], np.float32)
+    for vector in [*vectors, counters]:
+        if vector.size:
+            given = (
+                vector if communicator.rank == root or communicator.rank in standing.new else vector.copy()
+            )
+            operation = Operation("broadcast", given.size, dtype("float32"), root=root)
+            communicator.run(operation, given, given, timeout)
+    if communicator.rank in standing.new:
+        for one, value in zip(held.layout.counters, counters.tolist(), strict=True):
+            one.fill_(value)
+        worker.updated = standing.lead
 
 
 def rest_of_step(

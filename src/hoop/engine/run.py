@@ -10,7 +10,6 @@ What is worth telling goes to ``emit``, as plain values; nothing here knows who 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable
 
@@ -24,13 +23,13 @@ from hoop.engine.feed import Position
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
 from hoop.engine.preparation import prepare
-from hoop.engine.recovery import catch_up, compare, rest_of_step
+from hoop.engine.recovery import NEW, catch_up, compare, hand_over, rest_of_step
 from hoop.engine.role import Work
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import packed, unpacked
+from hoop.engine.snapshot import packed, put, unpacked
 from hoop.engine.weights import LOSS, SAMPLES, STOP, Vectors
 from hoop.engine.world import World, settle
-from hoop.errors import DeadlineExceeded, PeerError
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError
 from hoop.memory.dtypes import dtype
 
 PATIENCE_S = 60.0
@@ -122,7 +121,14 @@ class Run:
         ends = self._done % self._per_epoch == 0 or self._done == self._limit
         return ends and self._done > self._ended
 
-    def _recover(self, error: PeerError) -> None:
+    def join(self) -> None:
+        """Goes in where others are at work already: says that it is ready, and takes the first seat there is."""
+        self._done = NEW
+        self._emit({"kind": "ready", "seconds": time.perf_counter() - self._started})
+        self._recover(FailedPrecondition("no seat came for a device that was ready"))
+        self.go()
+
+    def _recover(self, error: HoopError) -> None:
         """Goes on among those who are left, once there are seats for them; raises the error if there never are."""
         began, world = time.perf_counter(), self._world
         while True:
@@ -149,30 +155,42 @@ class Run:
                 }
             )
 
+    def _count_late(self) -> None:
+        """A step that was finished by the way."""
+        tail = self.worker.held[0].tail
+        self._figures.add([float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
+        self._done += 1
+
     def _go_on(self, world: World) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
         worker, settings, communicator = self.worker, self._settings, world.communicator
         held, timeout_s = worker.held[0], settings.timeout_s
         worker.move(world)
         self._world = world
-        standing = compare(communicator, self._done, worker.computed, settings.micros, timeout_s)
+        if worker.updated > self._done > NEW:  # the news came between an update and its being counted
+            self._count_late()
+        standing = compare(communicator, self._done, self._ended, worker.computed, settings.micros, timeout_s)
         rate = settings.optimizer.rate(standing.lead - 1, self._steps)
         catch_up(worker, communicator, standing, rate, timeout_s)
-        if self._done < standing.lead:
-            self._figures.add([float(held.tail[LOSS]) / float(held.tail[SAMPLES])], 0.0)
+        hand_over(worker, communicator, standing, timeout_s)
+        if NEW < self._done < standing.lead:
+            self._count_late()
         self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
+        self._ended = standing.ended
         held.another_room()
+        usual = self._ready.strategy.plan(world.size, settings.micros)
+        worker.follow(usual)
+        if self._owes():
+            self._end_of_epoch()
         if any(standing.computed):
             plan, holdings, kept = rest_of_step(standing, settings.micros, len(held.slots))
             worker.follow(plan, holdings)
             (work,) = self._next()
             worker.rate = work.rate
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
-            self._done += 1
-            self._figures.add([float(held.tail[LOSS]) / len(work.samples)], 0.0)
-        plan = self._ready.strategy.plan(world.size, settings.micros)
-        self._balance = Balance(self._ready.strategy, plan, world.size)
-        worker.follow(plan)
+            self._count_late()
+            worker.follow(usual)
+        self._balance = Balance(self._ready.strategy, usual, world.size)
 
     def _next(self) -> list[Work]:
         """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
@@ -243,23 +261,15 @@ class Run:
             return
         epoch, step = divmod(self._done, self._per_epoch)
         metadata = {"steps": self._done, "epoch": epoch, "step": step}
-        data = packed(tensors, metadata)
         # Two in turn: one may be read while the next is written.
         name = f"{self._prefix}snapshot{self._snapshots % 2}"
         self._snapshots += 1
-        arena = self._world.arena
-        if any(buffer.name == name for buffer in arena.buffers()):
-            arena.free(name)
-        buffer = arena.allocate(name, len(data))
-        arena.write(buffer.address, data)
         self._emit(
             {
                 "kind": "snapshot",
                 "steps": self._done,
                 "final": final,
-                "buffer": name,
-                "bytes": len(data),
-                "sha256": hashlib.sha256(data).hexdigest(),
+                **put(self._world.arena, name, packed(tensors, metadata)),
                 "parts": self._role.parts,
             }
         )

@@ -10,6 +10,7 @@ strategy.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from hoop.engine.job import names_of
 from hoop.engine.weights import Layout
 from hoop.errors import FailedPrecondition
+from hoop.memory import Arena
 
 MOMENT = "optimizer.moment"
 
@@ -52,6 +54,15 @@ def packed(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
     return safetensors.torch.save(
         {name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": json.dumps(metadata)}
     )
+
+
+def put(arena: Arena, name: str, data: bytes) -> dict[str, Any]:
+    """Into a buffer of this name; returns what a reader has to know."""
+    if any(buffer.name == name for buffer in arena.buffers()):
+        arena.free(name)
+    buffer = arena.allocate(name, len(data))
+    arena.write(buffer.address, data)
+    return {"buffer": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def unpacked(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -97,6 +97,9 @@ class Vectors:
     def new(self, name: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """A vector of zeros; one of that name that was made here before is gone."""
         full = f"{self._prefix}{name}"
+        if full in self._names and self._arena.buffer(full).size != max(count, 1) * 4:
+            self._arena.free(full)  # it is to have another size
+            self._names.remove(full)
         if full in self._names:
             self._names.remove(full)
             self._arena.free(full)

@@ -54,8 +54,8 @@ class Worker:
         self.rank = world.rank
         self.clock = Clockwork()
         self.last = plan.stages - 1
-        feed = Feed(data, settings.seed, -(-settings.batch_size // plan.micros))
-        self.flow = Flow(feed, Post(world.communicator.endpoint))
+        rows = -(-settings.batch_size // plan.micros)
+        self.flow = Flow(Feed(data, settings.seed, rows), Post(world.communicator.endpoint))
         bounds = [*cut, len(blocks)]
         chain = layers_of(blocks) is not None
         self.held: dict[int, Held] = {}
@@ -90,7 +90,8 @@ class Worker:
         self._mapped = 0
         self.computed: list[int] = []
         """Shards of the step under way that are in their slots, in the order they came."""
-        rows = -(-settings.batch_size // plan.micros)
+        self.updated, self.last_scale = -1, 1.0
+        """Steps up to the last update, and what its gradient was multiplied by."""
         self._joint: Joint | None = None
         self._joint_most = 1
         if plan.stages == 1 and self._objective.by_hand is not None:
@@ -296,4 +297,4 @@ class Worker:
             clips = self.settings.optimizer.clip
             self.norm_scale = self._norm.scale(self.held, self.plan) if clips else 1.0
         self.held[instruction.stage].finish(self.rate, self._position.done, self.norm_scale)
-        self.computed = []
+        self.computed, self.updated, self.last_scale = [], self._position.done + 1, self.norm_scale

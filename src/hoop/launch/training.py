@@ -56,7 +56,7 @@ def trainer(
     with blaming(f"in {wanted.job}"):
         run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
         try:
-            run.go()
+            run.join() if place.joining else run.go()
         finally:
             run.close()
 

@@ -77,9 +77,10 @@ class Created:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The same communicator, of those of its members that are alive."""
+    """The same communicator, of those of its members that are alive, and of whoever joins it."""
 
     communicator_id: int
+    joining: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def step(state: State, message: m.Message) -> Result:
         case m.Created():
             return _created(state, message.device_ids)
         case m.Rebuilt():
-            return _rebuilt(state, message.communicator_id)
+            return _rebuilt(state, message.communicator_id, message.joining)
         case m.Started():
             return _started(state, message.communicator_id)
         case m.Finished():
@@ -202,9 +202,10 @@ def _created(state: State, device_ids: tuple[int, ...]) -> Result:
     )
 
 
-def _rebuilt(state: State, communicator_id: int) -> Result:
+def _rebuilt(state: State, communicator_id: int, joining: tuple[int, ...] = ()) -> Result:
     old = state.communicator(communicator_id)
-    members = tuple(device_id for device_id in old.members if state.members[device_id].usable)
+    wanted = (*old.members, *(device_id for device_id in joining if device_id not in old.members))
+    members = tuple(device_id for device_id in wanted if state.member(device_id).usable)
     if not members:
         raise FailedPrecondition(f"communicator {communicator_id}: none of its devices is alive")
     one = CommunicatorState(old.id, members, old.generation + 1, finalized=old.finalized)

@@ -48,8 +48,9 @@ class Conductor:
             self._coordinator.apply(m.Destroyed(one.id))
             raise
 
-    async def rebuild(self, communicator_id: int) -> CommunicatorState:
-        state = self._coordinator.apply(m.Rebuilt(communicator_id))
+    async def rebuild(self, communicator_id: int, joining: Sequence[int] = ()) -> CommunicatorState:
+        """The next generation: of the members that are alive, and of whoever joins."""
+        state = self._coordinator.apply(m.Rebuilt(communicator_id, tuple(joining)))
         return await self._seat(state.communicator(communicator_id))
 
     async def _seat(self, one: CommunicatorState) -> CommunicatorState:

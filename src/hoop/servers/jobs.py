@@ -3,7 +3,8 @@
 client ── StartJob ──▶ coordinator ── StartTask ──▶ each device      (1)
                        coordinator ◀── WatchTask ── each device      (2) kept in the job's log
                        coordinator ── ReseatTask ─▶ each survivor    (3) the next generation, without whoever was lost
-client ◀── WatchJob ── coordinator                                   (4) from any event on, as often as wanted
+                       coordinator ── StartTask ──▶ a newcomer       (4) it gets ready alone; then all are reseated
+client ◀── WatchJob ── coordinator                                   (5) from any event on, as often as wanted
 
 No step waits for it. What it adds to the log is who was lost, and how it ended: the failure that
 explains the others, or none.
@@ -27,6 +28,7 @@ from hoop.membership.state import CommunicatorState
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.launching import seat
+from hoop.wire.convert import describe
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.rpc import translate
 
@@ -41,11 +43,27 @@ class JobRecord:
     """One job, as the coordinator knows it."""
 
     communicator: CommunicatorState
+    settings: str
     log: EventLog = field(default_factory=lambda: EventLog(100_000))
     failures: list[HoopError] = field(default_factory=list)
+    ended: bool = False
+    """Whether some device came to the end."""
     losses: list[HoopError] = field(default_factory=list)
     """Devices that were lost on the way."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
+    watches: set[asyncio.Task[None]] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    """Newcomers that wait for a seat."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a newcomer is ready."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it can take more devices while it runs: where every device has the whole model."""
+        try:
+            return str(json.loads(self.settings).get("strategy", "data")) == "data"
+        except (ValueError, AttributeError):
+            return False
 
     def rank(self, device_id: int) -> int:
         """A device's rank now, or its last one's neighbourhood if it is no member any more."""
@@ -64,7 +82,7 @@ class Jobs:
     async def start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
         """Starts a job on these devices; it is on all of them when this returns, or on none."""
         one = await self._conductor.create(device_ids, 0)
-        job = JobRecord(one)
+        job = JobRecord(one, settings)
 
         def request(rank: int) -> pb.StartTaskRequest:
             place = seat(self._coordinator, one, rank)
@@ -89,12 +107,17 @@ class Jobs:
 
     async def _follow(self, job_id: int, job: JobRecord) -> None:
         """Watches every device to its end, and writes the job's."""
-        watches = [self._watch(job_id, job, device_id) for device_id in job.communicator.members]
+        for device_id in job.communicator.members:
+            job.watches.add(self._coordinator.in_background(self._watch(job_id, job, device_id)))
         supervision = self._coordinator.in_background(self._supervise(job_id, job))
-        await asyncio.gather(*watches)
+        unsubscribe = self._coordinator.events.subscribe(partial(self._welcome, job_id, job))
+        while job.watches:
+            done, _ = await asyncio.wait(job.watches, return_when="FIRST_COMPLETED")
+            job.watches -= done
+        unsubscribe()
         job.over.set()
         await supervision
-        if len(job.losses) >= len(watches):
+        if not job.ended:
             job.failures += job.losses
         error = min([*job.failures, *job.losses], key=_weight) if job.failures else None
         told = {"kind": JOB_ENDED}
@@ -119,6 +142,15 @@ class Jobs:
                         told = json.loads(event.json)
                         text = f"rank {rank} (device {device_id}): {told['text']}"
                         await self._failed(job, named(told["error"], text))
+                    elif (
+                        event.kind == "failed"
+                    ):  # a newcomer that could not get ready: the others need not care
+                        self._coordinator.events.publish("job_not_joined", event.json, job=job_id)
+                        continue
+                    if event.kind == "ready":
+                        job.ready.add(device_id)
+                        job.changed.set()
+                    job.ended = job.ended or event.kind == "ended"
                     job.log.publish(event.kind, event.json, rank=rank, device=device_id)
                 return
             except grpc.RpcError as error:
@@ -153,11 +185,13 @@ class Jobs:
             one = job.communicator
             broken = self._coordinator.stops.setdefault((one.id, one.generation), asyncio.Event())
             if not self._coordinator.state.communicator(one.id).broken_by:
-                await _first(broken.wait(), job.over.wait())
+                await _first(broken.wait(), job.over.wait(), job.changed.wait())
             if job.over.is_set():
                 break
+            job.changed.clear()
+            newcomers, job.ready = sorted(job.ready), set()
             try:
-                job.communicator = await self._conductor.rebuild(job_id)  # (3)
+                job.communicator = await self._conductor.rebuild(job_id, newcomers)  # (3)
                 await self._reseat(job_id, job)
             except HoopError as error:
                 if not any(self._coordinator.state.members[key].usable for key in one.members):
@@ -165,6 +199,23 @@ class Jobs:
                 self._coordinator.events.publish("job_failing", f"job {job_id}: {error}", job=job_id)
             finally:
                 self._coordinator.stops.pop((one.id, one.generation), None)
+
+    def _welcome(self, job_id: int, job: JobRecord, event: Event) -> None:
+        """A device that joins the cluster is asked to get ready for a job that can use it."""
+        if event.kind == "device_joined" and job.elastic and not job.over.is_set():
+            device_id = int(event.fields["device"])
+            self._coordinator.in_background(self._invite(job_id, job, device_id))
+
+    async def _invite(self, job_id: int, job: JobRecord, device_id: int) -> None:
+        info = self._coordinator.state.member(device_id).info
+        alone = pb.Seat(communicator_id=job_id | 1 << 62, generation=1, rank=0, members=[describe(info)])
+        request = pb.StartTaskRequest(job_id=job_id, seat=alone, settings=job.settings, joining=True)
+        try:
+            await self._coordinator.call(device_id, "StartTask", request, START_S)  # (4)
+        except HoopError as error:
+            self._coordinator.events.publish("job_not_joined", f"{info}: {error}", job=job_id)
+            return
+        job.watches.add(self._coordinator.in_background(self._watch(job_id, job, device_id)))
 
     async def _reseat(self, job_id: int, job: JobRecord) -> None:
         one = job.communicator

@@ -42,6 +42,8 @@ class TaskPlace:
     """Which of the job's devices on this host this is, and how many there are."""
     reseated: Callable[[float], TaskPlace]
     """Waits so many seconds for the next seat, for whom this one has become useless."""
+    joining: bool = False
+    """The job runs already, among others; this is a place to get ready in, alone."""
 
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -82,7 +84,7 @@ class Tasks:
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
         task = Task()
-        place = self._place(request.job_id, task, request.seat)
+        place = self._place(request.job_id, task, request.seat, request.joining)
 
         def work() -> None:
             last: dict[str, Any] = {"kind": ENDED}
@@ -105,7 +107,7 @@ class Tasks:
             self._tasks.popitem(last=False)
         task.thread.start()
 
-    def _place(self, job_id: int, task: Task, message: pb.Seat) -> TaskPlace:
+    def _place(self, job_id: int, task: Task, message: pb.Seat, joining: bool = False) -> TaskPlace:
         seat, communicator = self._runner.take(message)
         groups = _Groups(self._runner, message.communicator_id, seat, communicator)
         before = task.leave
@@ -123,7 +125,7 @@ class Tasks:
                 raise DeadlineExceeded(f"job {job_id}: no other seat within {patience:g} s") from None
 
         task.leave = leave
-        return TaskPlace(job_id, self._arena, communicator, groups, _neighbours(seat), reseated)
+        return TaskPlace(job_id, self._arena, communicator, groups, _neighbours(seat), reseated, joining)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
         """Another seat for a task that is under way; it takes it when it notices that the old one is over."""

@@ -244,16 +244,18 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat", "settings", "resume")
+    __slots__ = ("job_id", "seat", "settings", "resume", "joining")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
+    JOINING_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     seat: Seat
     settings: str
     resume: str
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ...) -> None: ...
+    joining: bool
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
