@@ -41,7 +41,8 @@ def by_stage(make: Callable[[nn.Sequential], Stage]) -> Way:
 
 
 def by_autograd(model: nn.Sequential) -> Stage:
-    return AutogradStage(list(model), 0, list(model.parameters()))
+    parameters = list(model.parameters())
+    return AutogradStage([(list(model), len(parameters))], 0, parameters)
 
 
 def by_hand(model: nn.Sequential) -> Stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -83,15 +84,28 @@ class Contender:
 def race(
     contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0
 ) -> None:
-    """All of them, ``repeats`` times; a word about each on stderr."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
-    for repeat in range(repeats):
+    """All of them, ``repeats`` times; a word about each on stderr. Ended early (SIGTERM), what is known is kept."""
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        for repeat, one in itertools.product(range(repeats), contenders):
+            if not one.failure:
+                one.run(arguments, timeout)
+                said = one.failure or f"{1000 * one.step:.2f} ms a step"
+                print(f"{repeat + 1}/{repeats} {one.name}: {said}", file=sys.stderr, flush=True)
+    except Ended:
         for one in contenders:
-            if one.failure:
-                continue
-            one.run(arguments, timeout)
-            said = one.failure or f"{1000 * one.step:.2f} ms a step"
-            print(f"{repeat + 1}/{repeats} {one.name}: {said}", file=sys.stderr, flush=True)
+            if not one.seconds:
+                one.failure = one.failure or "ended before its turn"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Ended(Exception):
+    """Somebody wants this script to end."""
 
 
 def environment() -> str:

@@ -13,7 +13,9 @@ import os
 import tempfile
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -88,7 +90,10 @@ def train(
             try:
                 for link in [*links, ours]:
                     link.close()  # or nobody would see the other end's close
-                _rank(theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
+                # As on a device, on a thread of its own: OpenMP's threads of this one did not survive the fork.
+                work = partial(_rank, theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(work).result()
                 code = 0
             finally:
                 os._exit(code)

@@ -88,6 +88,13 @@ class View(PlainView):
                 self._advance(event)
             case "evaluated":
                 self._evaluated(event)
+            case "lost":
+                self._console.print(f"device {event['device']} was lost: {event['text']}")
+            case "recovered":
+                self._started["devices"] = event["ranks"]
+                self._console.print(
+                    f"step {event['step']}: goes on with {_devices(event['ranks'])}, {event['pause_s']:.1f} s later"
+                )
 
     def _start(self, event: dict[str, Any]) -> None:
         self._started = event

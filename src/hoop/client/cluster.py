@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
@@ -27,7 +27,11 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 class Cluster:
     """A running coordinator and its devices, seen from a client."""
 
+    opened: ClassVar[bool] = False
+    """Whether this process has ever opened one: what gRPC starts does not survive a fork."""
+
     def __init__(self, address: Address, timeout: float) -> None:
+        Cluster.opened = True
         self.address = address
         self._timeout = timeout
         self._channel = grpc.insecure_channel(str(address), options=channel_options())

@@ -16,7 +16,9 @@ from hoop.strategies.strategy import Strategy
 
 WINDOW = 8
 """Steps that are looked at."""
-GAIN = 0.9
+LONGEST = 512
+"""Steps between two moves, in the long run: each move doubles the pause, so that noise does not drive shards about."""
+GAIN = 0.85
 """A new share must be predicted to take at most this part of the step."""
 
 
@@ -29,6 +31,7 @@ class Balance:
         self._size = size
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
         self._steps = 0
+        self._next = self._pause = WINDOW
 
     def after(self, tail: Array) -> Plan | None:
         """The plan for the next steps, if another one is clearly better."""
@@ -39,7 +42,7 @@ class Balance:
             if seconds > 0:
                 seen.append(seconds)
         self._steps += 1
-        if self._steps % WINDOW or not all(len(seen) == WINDOW for seen in self._seen):
+        if self._steps < self._next or not all(len(seen) == WINDOW for seen in self._seen):
             return None
         seconds_each = [median(seen) for seen in self._seen]
         plan = self._strategy.plan(self._size, self._plan.micros, [1 / one for one in seconds_each])
@@ -47,6 +50,8 @@ class Balance:
             return None
         # Whoever got nothing keeps its last measurements until it gets something again.
         self._plan = plan
+        self._next = self._steps + self._pause
+        self._pause = min(2 * self._pause, LONGEST)
         for rank, seen in enumerate(self._seen):
             if plan.computed_by(rank, 0):
                 seen.clear()

@@ -66,7 +66,7 @@ def _measure(block: nn.Module, inputs: Tensor, repeats: int) -> tuple[float, int
             outputs = block(given)
         wanted = [one for one in (*block.parameters(), given) if one.requires_grad]
         if outputs.requires_grad and wanted:
-            torch.autograd.grad(outputs, wanted, torch.ones_like(outputs), allow_unused=True)
+            torch.autograd.grad(outputs.sum(), wanted, allow_unused=True)
         best = min(best, time.perf_counter() - started)
         kept = sum(saved.values()) + outputs.numel() * outputs.element_size()
     return best, kept, outputs.detach()

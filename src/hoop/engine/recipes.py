@@ -26,7 +26,13 @@ def softmax(size: int = 28) -> Job:
     return Job(
         _model("softmax", inputs=size * size),
         _data("mnist", size=size),
-        settings={"epochs": 100, "batch_size": 60_000, "lr": 0.5, "optimizer": "sgd", "evaluate_every": 10},
+        settings={
+            "epochs": 100,
+            "batch_size": 60_000,
+            "lr": 0.1 * (28 / size) ** 2,  # an enlarged image says the same thing (size / 28)^2 times
+            "optimizer": "sgd",
+            "evaluate_every": 10,
+        },
         about="softmax regression on MNIST, full batch (paper 4)",
     )
 

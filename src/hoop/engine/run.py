@@ -87,6 +87,7 @@ class Run:
                     "steps": self._limit,
                     "done": self._done,
                     "steps_an_epoch": self._per_epoch,
+                    "samples": self._order.length,
                     "parameters": self._ready.parameters,
                     "stages": self._ready.describe(),
                     "seconds": time.perf_counter() - self._started,

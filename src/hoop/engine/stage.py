@@ -173,16 +173,20 @@ def _put(gradients: Sequence[Tensor | None], into: Views) -> None:
 
 
 class _buffers_restored:  # noqa: N801 - reads like a statement
+    """Copies take the buffers' places meanwhile: what is done to them is forgotten, and a graph may keep them."""
+
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._buffers = [buffer for block in blocks for buffer in block.buffers()]
+        modules = [module for block in blocks for module in block.modules()]
+        self._places = [(one._buffers, name) for one in modules for name in one._buffers]
 
     def __enter__(self) -> None:
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._before = [buffers[name] for buffers, name in self._places]
+        for (buffers, name), before in zip(self._places, self._before, strict=True):
+            buffers[name] = None if before is None else before.clone()
 
     def __exit__(self, *_: object) -> None:
-        with torch.no_grad():
-            for buffer, before in zip(self._buffers, self._before, strict=True):
-                buffer.copy_(before)
+        for (buffers, name), before in zip(self._places, self._before, strict=True):
+            buffers[name] = before
 
 
 _DETERMINED = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hoop.config import parse_size
-from hoop.errors import HoopError, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.launch.result import Result
 from hoop.launch.user_code import blaming
 from hoop.servers.tasks import Emit, TaskPlace
@@ -117,6 +117,7 @@ class Training:
         self._stop()
 
     def _here(self) -> Iterator[Told]:
+        from hoop.client.cluster import Cluster
         from hoop.launch.forked import Forked, ForkedConfig
 
         launch = self._launch
@@ -129,6 +130,11 @@ class Training:
                 tell(event)
 
         preload()
+        if Cluster.opened:
+            raise FailedPrecondition(
+                "this process has been connected to a cluster, and devices cannot be forked from it any more; "
+                "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
+            )
         forked = Forked(ForkedConfig(devices, launch.memory, trainer), head)
         try:
             self._stoppable(forked.stop)

@@ -62,6 +62,14 @@ def test_on_a_terminal_progress_lives() -> None:
         assert figure in text
 
 
+def test_a_loss_and_how_it_goes_on_are_told() -> None:
+    lost = {"kind": "lost", "device": 2, "text": "closed"}
+    recovered = {"kind": "recovered", "step": 3, "ranks": 1, "pause_s": 0.42, "text": "…"}
+    text = shown(False, [dict(STARTED), lost, recovered])
+    assert "device 2 was lost: closed" in text
+    assert "step 3: goes on with 1 device, 0.4 s later" in text
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_stages_are_shown_where_there_are_several(terminal: bool) -> None:
     text = shown(terminal, [{**STARTED, "stages": ["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"]}])

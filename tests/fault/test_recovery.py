@@ -1,0 +1,162 @@
+"""Devices die, stop, leave and join in the middle of a training, and the weights are those of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hoop
+from hoop.client.cluster import Cluster
+
+PATIENCE_S = 100.0
+JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512", "--json"]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> str:
+    """The weights of one device that nothing happens to."""
+    with command("train", *JOB, "--devices", "1", stdout=subprocess.PIPE) as run:
+        out, _ = run.communicate(timeout=PATIENCE_S)
+    return str(json.loads(out)["weights_sha256"])
+
+
+@contextmanager
+def cluster_of(devices: int, folder: Path) -> Iterator[Cluster]:
+    address = folder / "address"
+    up = command("up", "--devices", str(devices), "--address-file", str(address), stdout=subprocess.PIPE)
+    try:
+        assert up.stdout is not None
+        assert up.stdout.readline().startswith("coordinator ")
+        with hoop.connect(address.read_text().strip()) as cluster:
+            yield cluster
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=PATIENCE_S)
+
+
+def pids(cluster: Cluster) -> dict[int, int]:
+    return {one.device.device_id: one.device.pid for one in cluster.status().devices if one.state == "alive"}
+
+
+def disturbed(
+    cluster: Cluster, devices: int, disturb: Callable[[int], None]
+) -> tuple[dict[str, Any], list[str]]:
+    """Trains, and disturbs it with every report of the figures; the result, and the kinds of what was told."""
+    run = command(
+        "train",
+        *JOB,
+        "--devices",
+        str(devices),
+        "--coordinator",
+        str(cluster.address),
+        stdout=subprocess.PIPE,
+    )
+    told = []
+    for event in cluster.events(follow=True):
+        if event.kind == "job_started":
+            number = int(event.fields["job"])
+            break
+    for one in cluster.job(number).events():
+        told.append(one.kind)
+        if one.kind == "steps":
+            disturb(one.told["first"] + len(one.told["loss"]))
+    out, _ = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 0, told
+    return json.loads(out), told
+
+
+@pytest.mark.parametrize(
+    ("devices", "victims", "how"),
+    [
+        (4, [2], signal.SIGKILL),
+        (3, [1, 3], signal.SIGKILL),
+        (3, [2], signal.SIGSTOP),
+        (2, [1], signal.SIGTERM),
+    ],
+    ids=["one of four killed", "two of three killed", "one stops answering", "one leaves on notice"],
+)
+def test_a_loss_changes_nothing(
+    wanted: str, tmp_path: Path, devices: int, victims: list[int], how: signal.Signals
+) -> None:
+    with cluster_of(devices, tmp_path) as cluster:
+        running = pids(cluster)
+        todo = list(victims)
+
+        def disturb(_: int) -> None:
+            if todo:
+                os.kill(running[todo.pop(0)], how)
+
+        try:
+            result, told = disturbed(cluster, devices, disturb)
+        finally:
+            if how == signal.SIGSTOP:
+                for victim in victims:
+                    os.kill(running[victim], signal.SIGKILL)
+    assert not todo, "the run was over before the fault"
+    assert told.count("recovered") >= 1, told
+    assert result["weights_sha256"] == wanted
+    assert result["steps"] == 118
+
+
+def test_a_newcomer_changes_nothing_and_takes_part(wanted: str, tmp_path: Path) -> None:
+    with cluster_of(2, tmp_path) as cluster:
+        newcomers: list[subprocess.Popen[str]] = []
+
+        def disturb(_: int) -> None:
+            if not newcomers:
+                newcomers.append(command("device", "--join", str(cluster.address), "--quiet"))
+
+        run = command(
+            "train",
+            *JOB,
+            "--set",
+            "epochs=12",
+            "--devices",
+            "2",
+            "--coordinator",
+            str(cluster.address),
+            stdout=subprocess.PIPE,
+        )
+        number = next(
+            int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started"
+        )
+        ranks = set()
+        for one in cluster.job(number).events():
+            if one.kind == "steps":
+                disturb(0)
+            if one.kind == "recovered":
+                ranks.add(one.told["ranks"])
+                cluster.job(number).stop()
+        out, _ = run.communicate(timeout=PATIENCE_S)
+        steps = json.loads(out)["steps"]
+        for newcomer in newcomers:
+            newcomer.send_signal(signal.SIGTERM)
+            assert newcomer.wait(PATIENCE_S) == 0
+    assert ranks == {3}
+    with command(
+        "train",
+        *JOB,
+        "--set",
+        "epochs=12",
+        "--set",
+        f"max_steps={steps}",
+        "--devices",
+        "1",
+        stdout=subprocess.PIPE,
+    ) as alone:
+        undisturbed, _ = alone.communicate(timeout=PATIENCE_S)
+    assert json.loads(undisturbed)["weights_sha256"] == json.loads(out)["weights_sha256"]
