@@ -57,21 +57,26 @@ def test_bsp_trains_like_one_device(scheme: str, job: str, servers: int, devices
     assert len(told[0].of("evaluated")) == 2
 
 
-def test_bsp_with_nodes_that_are_not_whole_and_a_worker_without_shards() -> None:
-    """6 shards among 4 workers are 2, 2, 1, 1; 3 shards leave one with nothing."""
-    for shards in (6, 3):
-        outcomes = train("shm", 5, settings("ps", shards=shards, epochs=1), JOBS["normed"])
-        expected = alone("normed", (("shards", shards), ("epochs", 1)))
-        assert differing(expected, tensors_in(checkpoint(outcomes))) == []
-        check_agreement(outcomes, 1)
-    assert holding((0, 1, 2), 4).slots == 2, "some worker holds more than one node in other tests"
+@pytest.mark.parametrize(("shards", "nodes"), [(7, [1, 1, 1, 1]), (9, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
+def test_bsp_with_shares_that_are_no_whole_nodes_or_nothing(shards: int, nodes: list[int]) -> None:
+    plan = parse("ps").plan(5, shards)
+    assert [len(holding(plan.computed_by(rank, 0), shards).nodes) for rank in range(4)] == nodes
+    outcomes = train("shm", 5, settings("ps", shards=shards, epochs=1), JOBS["normed"])
+    expected = alone("normed", (("shards", shards), ("epochs", 1)))
+    assert differing(expected, tensors_in(checkpoint(outcomes))) == []
+    check_agreement(outcomes, 1)
 
 
 def test_more_servers_than_pieces_of_weights() -> None:
-    """A slice may be empty; whoever keeps it has nothing to do, and everything still adds up."""
-    job = JOBS["mlp"]
-    outcomes = train("shm", 4, settings("ps:servers=3", epochs=1), job)
-    assert differing(alone("mlp", (("epochs", 1),)), tensors_in(checkpoint(outcomes))) == []
+    """64 elements for 3 servers: one keeps them, one nothing, one the losses alone."""
+    outcomes = train("shm", 4, settings("ps:servers=3"), JOBS["tiny"])
+    assert [len(one.more["slices"][0]) // 8 for one in outcomes[1:]] == [
+        64,
+        1,
+        1,
+    ]  # an empty vector has an element
+    assert differing(alone("tiny"), tensors_in(checkpoint(outcomes))) == []
+    assert len(outcomes[-1].losses) == 2 * STEPS
 
 
 def test_one_server_clips_like_one_device_and_several_refuse() -> None:

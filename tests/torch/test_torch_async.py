@@ -138,3 +138,25 @@ def profiled(rank: int) -> list[tuple[str, list[list[int]]]]:
 def test_operations_show_in_the_profiler(together: Together) -> None:
     for events in together(2, profiled):
         assert events == [("hoop:all_reduce", [[2, 3]]), ("hoop:broadcast", [[5]])]
+
+
+def late_peer(rank: int) -> list[Any]:
+    """Rank 1 comes only after rank 0's calls have returned: whoever starts operations is never kept until they end."""
+    first, second = torch.full((1000,), float(rank + 1)), torch.full((300_000,), float(rank + 1))
+    dist.all_reduce(first)  # from here on it is known how it is done
+    seen = torch.zeros(1)
+    if rank == 1:
+        dist.recv(seen, 0)
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second, first)]
+    if rank == 0:
+        ended = [work.is_completed() for work in works if work is not None]
+        dist.send(torch.ones(1), 1)
+        assert ended == [False] * 3, "rank 1 had not come"
+    for work in reversed(works):
+        assert work is not None
+        work.wait()
+    return [first.tolist()[-1], second.tolist()[-1], float(seen)]
+
+
+def test_a_peer_that_comes_late_keeps_nobody_at_the_call(together: Together) -> None:
+    assert together(2, late_peer) == [[12.0, 3.0, 0.0], [12.0, 3.0, 1.0]]

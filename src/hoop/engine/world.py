@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -42,8 +43,23 @@ def settle(world: World, threads: int, pin: bool) -> None:
     if not pin or not hasattr(os, "sched_setaffinity"):
         return
     index, count = world.neighbours
-    cores = sorted(os.sched_getaffinity(0))
+    cores = apart(sorted(os.sched_getaffinity(0)))
     if count * threads > len(cores) and threads > 1:
         return  # more than there are: the scheduler knows best
     mine = {cores[(index * threads + offset) % len(cores)] for offset in range(threads)}
     os.sched_setaffinity(0, mine)
+
+
+def apart(cores: Sequence[int]) -> list[int]:
+    """Cores in an order in which the first ones share nothing: two threads of one core come far from each other."""
+    seen: dict[str, int] = {}
+    turns = []
+    for core in cores:
+        place = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        try:
+            siblings = place.read_text()
+        except OSError:
+            siblings = str(core)
+        seen[siblings] = seen.get(siblings, 0) + 1
+        turns.append((seen[siblings], core))
+    return [core for _, core in sorted(turns)]
