@@ -19,6 +19,8 @@ from hoop.client.cluster import Cluster
 
 PATIENCE_S = 100.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512", "--json"]
+SLOWLY = ["--set", "slowdown=[4, 4, 4, 4]"]
+"""So that a run is not over before something happens to it."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -59,6 +61,7 @@ def disturbed(
     run = command(
         "train",
         *JOB,
+        *SLOWLY,
         "--devices",
         str(devices),
         "--coordinator",
@@ -125,6 +128,7 @@ def test_a_newcomer_changes_nothing_and_takes_part(wanted: str, tmp_path: Path) 
             *JOB,
             "--set",
             "epochs=12",
+            *SLOWLY,
             "--devices",
             "2",
             "--coordinator",
