@@ -148,3 +148,26 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     if left := left_behind(before):
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+
+
+# ---- what takes long and repeats what shorter tests show: ``pytest --long`` runs it too
+
+LONG = re.compile(
+    r"contract/test_(collectives|failures|compression|ordered|measure)\.py.*hybrid"  # see test_hierarchical
+    r"|engine/.*\btcp\b"
+    r"|fault/.*(two of three|one leaves)"
+    r"|process/test_train\.py.*(stopped_twice|\[15-143\]|the head)"
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="also what takes long and repeats what shorter tests show"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--long"):
+        long = [item for item in items if LONG.search(item.nodeid)]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not LONG.search(item.nodeid)]
