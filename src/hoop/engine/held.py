@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hoop.collectives.reduction import Array
 from hoop.collectives.shards import Holding, Landing
 from hoop.engine.chain import ChainStage, layers_of
-from hoop.engine.optimizer import OptimizerSettings, Update, updating
+from hoop.engine.optimizer import Update, updating
 from hoop.engine.settings import Settings
 from hoop.engine.stage import AutogradStage, Segments, Stage
 from hoop.engine.weights import HITS, LOSS, SAMPLES, SPEED, STOP, Layout, Vectors, adopt, shared_parameters
@@ -25,7 +25,6 @@ class _Slot:
     """One gradient slot, in parts."""
 
     gradients: list[Tensor]
-    buffers: list[Tensor]
     moved: Array
     """What the shard did to the buffers."""
     tail: Array
@@ -94,7 +93,6 @@ class Held:
                 self._parts.append(
                     _Slot(
                         views[:trained],
-                        views[trained:],
                         row[layout.trained : layout.state],
                         row[layout.state :],
                     )
@@ -199,14 +197,6 @@ class Held:
         views = self.layout.views(torch.from_numpy(self.total))[: len(self.layout.parameters)]
         return [float(torch.dot(view.reshape(-1), view.reshape(-1))) for view in views]
 
-    # ---- what lasts
-
-    def vectors(self) -> dict[str, Array]:
-        """Everything a checkpoint needs, by name."""
-        return {"state": self.state_array} | {
-            f"moment{index}": moment.numpy() for index, moment in enumerate(self.moments)
-        }
-
 
 def not_here(gradient: Tensor, rate: float, step: int) -> None:
     raise InternalError("an update where the weights are a copy: the servers make it")
@@ -248,9 +238,3 @@ def segmented(blocks: Sequence[nn.Module], layout: Layout, size: int) -> tuple[S
     bounds = [layout.places[end] if end < len(layout.parameters) else layout.trained for end in ends]
     counts = [high - low for low, high in itertools.pairwise(ends)]
     return list(zip(groups, counts, strict=True)), bounds
-
-
-def memory_of(blocks: Sequence[nn.Module], optimizer: OptimizerSettings, slots: int) -> int:
-    """Bytes of the arena that a stage of these blocks takes."""
-    layout = Layout(blocks)
-    return 4 * (layout.state + optimizer.slots * layout.trained + (1 + slots) * layout.total)

@@ -24,7 +24,6 @@ class Totals:
         self, group: Communicator, holdings: Sequence[Holding], shards: int, held: Held, deadline: float
     ) -> None:
         """All ranks of the group must prepare together."""
-        self._group = group
         self._held = held
         spans = list(itertools.pairwise(held.buckets))[::-1]
         if group.size == 1 or len(spans) == 1:

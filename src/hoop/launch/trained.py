@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
+from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
 from hoop.engine.losses import hits
 from hoop.engine.settings import Settings
@@ -26,8 +27,6 @@ from hoop.launch.given import load_into
 from hoop.launch.named import job_named
 from hoop.launch.recording import newest_checkpoint
 from hoop.launch.user_code import blaming
-
-CHUNK = 500
 
 
 @dataclass(frozen=True)
@@ -134,4 +133,4 @@ FORMATS: dict[str, tuple[str, Callable[[Trained], bytes]]] = {
     ".npz": ("the same for NumPy", _npz),
     ".pt2": ("a torch.export program, code included", _program),
 }
-"""Each by the end of its name. No pickle: a model file should run nothing when it is opened."""
+"""Each by the end of its name. The first two hold numbers alone; the last is PyTorch's own archive of a program."""

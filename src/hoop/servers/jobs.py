@@ -66,7 +66,7 @@ class JobRecord:
             return False
 
     def rank(self, device_id: int) -> int:
-        """A device's rank now, or its last one's neighbourhood if it is no member any more."""
+        """A device's rank now; 0 where it is no member (any more, or yet), and its id is what counts."""
         members = self.communicator.members
         return members.index(device_id) if device_id in members else 0
 
