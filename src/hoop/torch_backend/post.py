@@ -21,7 +21,7 @@ from hoop.torch_backend.tensors import sized
 from hoop.transport import Endpoint
 
 _ENVELOPE = struct.Struct("<QqQ")  # kind, tag, bytes of contents
-_CLOSING_SECONDS = 1.0
+_CLOSING_SECONDS = 5.0
 _DOUBT_SECONDS = 1.0
 """How long a peer that takes no messages may still be heard of: it may have left, with its goodbye under way."""
 _IDLE_SECONDS = 3600.0
@@ -163,6 +163,8 @@ class Post:
     def _hear(self, peer: int) -> None:
         """Takes one message from a peer, straight into the memory of whoever waits for it."""
         until = time.monotonic() + self._timeout
+        if peer in self._doubted:  # it is heard of: doubt begins anew
+            self._doubted[peer] = time.monotonic() + _DOUBT_SECONDS
         envelope = bytearray(_ENVELOPE.size)
         request = None
         try:

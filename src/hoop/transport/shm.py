@@ -206,8 +206,9 @@ class ShmTransport(Transport):
             if len(guest.descriptors) > 1:
                 check_memory(guest.descriptors[1], *guest.span)
                 arena = map_bytes(guest.descriptors[1], *guest.span)
-            endpoint.attach(guest.source, guest.token, guest.descriptors[0], arena)
+            use = endpoint.open(guest.source, guest.token, guest.descriptors[0], arena)
             guest.sock.send(b"!")
+            use()
         except (OSError, ValueError) as error:
             endpoint.lost(guest.source, f"offered memory that cannot be used: {error}")
             send_away(guest)

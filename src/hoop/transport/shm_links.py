@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hoop.errors import HoopError, PeerLost
 from hoop.topology import Address
@@ -59,8 +59,11 @@ class ShmEndpoint(ShmMessages):
 
     # ---- from the transport's thread
 
-    def attach(self, peer: int, token: str, descriptor: int, arena: Bytes | None) -> None:
-        """A peer's memory and bells."""
+    def open(self, peer: int, token: str, descriptor: int, arena: Bytes | None) -> Callable[[], None]:
+        """Opens a peer's memory and bells; what it returns puts them to use.
+
+        The peer must be told in between: whoever uses them may have all it needs, and go, at once.
+        """
         mailbox = Mailbox(descriptor, self.size)
         mine = 2 * self._levels + 2 * self.rank
         last = 2 * self._levels + 2 * self.size
@@ -70,16 +73,20 @@ class ShmEndpoint(ShmMessages):
             {level: Bell.open(bell_name(token, turn * self._levels + level)) for level in levels}
             for turn in (0, 1)
         ]
-        with self._arrived:
-            self.mailboxes[peer] = mailbox
-            self.arenas[peer] = arena
-            self._arrivals[peer] = mailbox.arrived
-            for turn in (0, 1):
-                self._theirs[turn].update(theirs[turn])
-            self._outgoing[peer].their_door = door
-            self._incoming[peer] = Incoming(mailbox.blocks(self.rank), self._door, free, filled, door)
-            self._arrived.notify_all()
-        self._door.ring()
+
+        def use() -> None:
+            with self._arrived:
+                self.mailboxes[peer] = mailbox
+                self.arenas[peer] = arena
+                self._arrivals[peer] = mailbox.arrived
+                for turn in (0, 1):
+                    self._theirs[turn].update(theirs[turn])
+                self._outgoing[peer].their_door = door
+                self._incoming[peer] = Incoming(mailbox.blocks(self.rank), self._door, free, filled, door)
+                self._arrived.notify_all()
+            self._door.ring()
+
+        return use
 
     def confirmed(self, peer: int) -> None:
         """A peer has opened what this rank made; when all have, the names go."""
@@ -106,20 +113,24 @@ class ShmEndpoint(ShmMessages):
     # ---- meeting
 
     def gather(self, deadline: float) -> None:
-        """Waits until every peer's memory is there; once."""
+        """Waits until every peer's memory is there, and every peer has this one's: then this rank may go; once."""
         if self._ready:
             return
         with self._arrived:
             self._arrived.wait_for(
-                lambda: len(self._incoming) == self.size - 1 or self._gone or self._error, remaining(deadline)
+                lambda: not self._missing() or self._missing() & self._gone.keys() or self._error,
+                remaining(deadline),
             )
-            missing = [peer for peer in range(self.size) if peer != self.rank and peer not in self._incoming]
+            missing = self._missing()
         if self._error is not None:
             raise self._error
         if missing:
-            gone = next((peer for peer in missing if peer in self._gone), None)
-            raise self._departed(gone) if gone is not None else self.overdue(missing[0], "waiting for")
+            gone = next((peer for peer in self._gone if peer in missing), None)
+            raise self._departed(gone) if gone is not None else self.overdue(min(missing), "waiting for")
         self._ready = True
+
+    def _missing(self) -> set[int]:
+        return {peer for peer in self._outgoing if peer not in self._incoming or peer in self._unconfirmed}
 
     def meet(self, deadline: float) -> None:  # (1)
         """Returns when every rank has come; what they wrote before is there to read afterwards.

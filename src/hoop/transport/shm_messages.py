@@ -149,17 +149,26 @@ class ShmMessages(SharedEndpoint):
     def flush(self, deadline: float) -> None:
         if self._error is not None:
             raise self._error
+        failed: HoopError | None = None
         for peer, link in self._outgoing.items():
-            if link.used and peer in self._unconfirmed:
-                self._await_confirmation(peer, deadline)
-            while link.queue:
-                link.push()
-                if link.queue:
-                    if self._error is not None or peer in self._gone:
-                        raise self._error or self._departed(peer)
-                    if not link.free.wait(deadline, self._spins):
-                        raise self.overdue(peer, "handing over to")
-                    link.free.ring()  # it was only looked at; push takes it
+            try:
+                self._flush_one(peer, link, deadline)
+            except HoopError as error:  # the others are to have theirs
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def _flush_one(self, peer: int, link: Outgoing, deadline: float) -> None:
+        if link.used and peer in self._unconfirmed:
+            self._await_confirmation(peer, deadline)
+        while link.queue:
+            link.push()
+            if link.queue:
+                if self._error is not None or peer in self._gone:
+                    raise self._error or self._departed(peer)
+                if not link.free.wait(deadline, self._spins):
+                    raise self.overdue(peer, "handing over to")
+                link.free.ring()  # it was only looked at; push takes it
 
     def _await_confirmation(self, peer: int, deadline: float) -> None:
         """What was sent is only safe when the receiver has hold of the memory that it is in."""
