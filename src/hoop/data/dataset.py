@@ -33,6 +33,10 @@ class Dataset(Protocol):
     def checksum(self) -> str:
         """The sha256 of the content: devices that report the same one hold the same data."""
 
+    @property
+    def fixed(self) -> bool:
+        """Whether a sample looks the same in every epoch."""
+
     def __len__(self) -> int: ...
 
     def allocate(self, rows: int) -> Batch:

@@ -61,6 +61,10 @@ class ImageData:
         return len(self.images)
 
     @property
+    def fixed(self) -> bool:
+        return self.augment is None
+
+    @property
     def classes(self) -> int:
         return int(self.labels.max()) + 1
 

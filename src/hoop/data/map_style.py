@@ -36,6 +36,9 @@ class MapData:
     transforms that draw from torch do not depend on who loads a sample, or when.
     """
 
+    fixed = False
+    """Its transforms may draw."""
+
     def __init__(self, dataset: MapStyle, *, name: str = "", checksum: str = "") -> None:
         if len(dataset) < 1:
             raise InvalidArgument("dataset: it has no samples")

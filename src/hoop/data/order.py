@@ -4,6 +4,7 @@
     step                     0     |     1     |   2       the last may be short; nothing dropped or repeated
     shard(…, s, 2)        0  | 1   |  0  |  1  | 0 | 1     contiguous, sizes differ by one at most
 
+A step that takes every sample takes them as they lie: shuffled they would be the same samples, only dearer to gather.
 A position in the data is (epoch, step): the samples follow from it by arithmetic, so resuming costs nothing.
 """
 
@@ -59,6 +60,8 @@ class Order:
             raise OutOfRange(
                 f"step: an epoch of {self.length} by {batch_size} has 0..{steps - 1}, not {step}"
             )
+        if steps == 1:
+            return _all(self.length)
         return self.permutation(epoch)[step * batch_size : (step + 1) * batch_size]
 
 
@@ -68,6 +71,14 @@ def shard(indices: Indices, shard: int, shards: int) -> Indices:
         raise OutOfRange(f"shard: {shard} is not in 0..{shards - 1}")
     count = len(indices)
     return indices[count * shard // shards : count * (shard + 1) // shards]
+
+
+@functools.lru_cache(maxsize=4)
+def _all(length: int) -> Indices:
+    """The same array at every step: whoever reads it may keep what it read."""
+    order = np.arange(length, dtype=np.int64)
+    order.flags.writeable = False
+    return order
 
 
 @functools.lru_cache(maxsize=4)

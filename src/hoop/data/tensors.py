@@ -17,6 +17,8 @@ class TensorData:
     They are not copied: do not change them afterwards. (uint8 images are better off as ``ImageData``.)
     """
 
+    fixed = True
+
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, *, name: str = "tensors") -> None:
         for field, tensor in (("inputs", inputs), ("targets", targets)):
             if tensor.dim() < 1 or tensor.device.type != "cpu":

@@ -31,6 +31,8 @@ class TextData:
     but for the first, and for an end that fills no window. A token is a character's place in ``vocabulary``.
     """
 
+    fixed = True
+
     def __init__(self, name: str, tokens: npt.NDArray[np.integer], vocabulary: str, *, context: int) -> None:
         if context < 1:
             raise InvalidArgument(f"context: {context} is not at least 1")

@@ -35,6 +35,12 @@ class Feed:
         self._batches: dict[int, Batch] = {}
         self._samples: list[Indices] = []
         self._position = Position(0, 0, 0)
+        self._whole: Indices | None = None
+        """The samples of the step, where those are all there are and look as they did: what was read is kept."""
+        self._kept: dict[tuple[int, int], Batch] = {}
+        """By the first micro-batch and the number of samples."""
+        self.room = 0
+        """Bytes for what is kept. Only for stages that never write to their inputs."""
         self.full = 0
         """How many micro-batches of the step have samples."""
         self.scale = 1.0
@@ -43,6 +49,9 @@ class Feed:
     def begin(self, position: Position, samples: Indices, micros: int) -> None:
         """The samples of a step, cut into micro-batches."""
         self._position = position
+        if samples is not self._whole:
+            self._kept.clear()
+            self._whole = samples if len(samples) == len(self._data) and self._data.fixed else None
         self._samples = [shard(samples, micro, micros) for micro in range(micros)]
         self.full = min(micros, len(samples))
         self.scale = 1.0 / len(samples)
@@ -62,16 +71,21 @@ class Feed:
 
     def joint(self, micros: Sequence[int]) -> Batch:
         """Consecutive micro-batches as one; to be released under the first one's number."""
+        kept = self._kept.get((micros[0], sum(map(self.rows, micros))))
+        if kept is not None:
+            return kept
         return self._read(micros[0], np.concatenate([self._samples[micro] for micro in micros]))
 
     def rows(self, micro: int) -> int:
         return len(self._samples[micro])
 
     def _batch(self, micro: int) -> Batch:
-        found = self._batches.get(micro)
+        found = self._batches.get(micro) or self._kept.get((micro, self.rows(micro)))
         return self._read(micro, self._samples[micro]) if found is None else found
 
     def _read(self, micro: int, samples: Indices) -> Batch:
+        if self._whole is not None and (found := self._keep(micro, samples)) is not None:
+            return found
         out = self._spare.pop() if self._spare else None
         if out is None or len(out[1]) < len(samples):
             out = self._data.allocate(max(self._rows, len(samples)))
@@ -79,6 +93,14 @@ class Feed:
         found = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out)
         self._batches[micro] = found
         return found
+
+    def _keep(self, micro: int, samples: Indices) -> Batch | None:
+        """Reads a batch to be there at the next step too; None where there is no room."""
+        found = self._data.allocate(len(samples))
+        if sum(one.nbytes for batch in (found, *self._kept.values()) for one in batch) > self.room:
+            return None
+        kept = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=found)
+        return self._kept.setdefault((micro, len(samples)), kept)
 
     def release(self, micro: int) -> None:
         """Nobody here needs this micro-batch any more."""

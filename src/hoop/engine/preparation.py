@@ -11,6 +11,7 @@ from torch import nn
 
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
+from hoop.engine.chain import layers_of
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
@@ -78,8 +79,10 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
     )
     costs = _shared(world, settings, profile(blocks, sample, settings.optimizer))
-    bounds = _bounds(world, settings, strategy, costs, plan, blocks)
+    bounds, spare = _bounds(world, settings, strategy, costs, plan, blocks)
     worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
+    if plan.stages == 1 and layers_of(blocks) is not None:
+        worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)
     return Ready(model, costs, bounds, strategy, plan, worker, role)
 
@@ -128,23 +131,23 @@ def _bounds(
     costs: list[Block],
     plan: Plan,
     blocks: list[nn.Module],
-) -> list[int]:
-    """Where the stages begin: by hand, or by measured cost within everybody's memory."""
+) -> tuple[list[int], int]:
+    """Where the stages begin, by hand, or by measured cost within everybody's memory; what is left of this rank's."""
     gradients = room_for(settings.balance)
     mine = np.array([world.arena.capacity - world.arena.used], np.int64)
     room = np.zeros(world.size, np.int64)
     world.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, room, settings.timeout_s)
     memory = [int(one) for one in room]
     try:
-        stages = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients).stages
+        found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients)
     except FailedPrecondition as error:
         others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
-    bounds = [stage.blocks.start for stage in stages]
+    bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
         if any(first < bound <= second for bound in bounds):
             raise InvalidArgument(
                 f"cut: blocks {first} and {second} share a parameter and cannot be in different stages; "
                 "give a cut that keeps them together, or use data parallel"
             )
-    return bounds
+    return bounds, memory[world.rank] - found.bytes[world.rank]

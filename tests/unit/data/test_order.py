@@ -63,12 +63,17 @@ def test_steps_and_shards_drop_nothing_and_repeat_nothing(
     taken = []
     for step, cut in enumerate(cuts):
         indices = order.indices(epoch, step, batch_size)
-        assert indices.tolist() == order.permutation(epoch)[cut].tolist()
+        taken_in = order.permutation(epoch) if len(cuts) > 1 else np.arange(order.length)
+        assert indices.tolist() == taken_in[cut].tolist()
         assert len(indices) == batch_size or step == len(cuts) - 1
         parts = [shard(indices, number, shards) for number in range(shards)]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
         taken.extend(np.concatenate(parts).tolist())
-    assert taken == order.permutation(epoch).tolist()
+    assert taken == (order.permutation(epoch).tolist() if len(cuts) > 1 else list(range(order.length)))
+
+
+def test_a_step_of_all_samples_is_the_same_array_every_time() -> None:
+    assert Order(3, 40).indices(0, 0, 40) is Order(3, 40).indices(7, 0, 64)
 
 
 def test_a_permutation_cannot_be_changed_by_accident() -> None:

@@ -1,0 +1,91 @@
+"""What a feed keeps from one step to the next, and what it reads anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hoop.data.augment import Augment
+from hoop.data.dataset import Batch, Indices
+from hoop.data.images import ImageData
+from hoop.data.order import Order, shard
+from hoop.engine.feed import Feed, Position
+
+SAMPLES, MICROS = 30, 4
+SHARD_BYTES = 8 * (16 * 4 + 8)
+"""The largest shard: eight images of 16 floats, and a label each."""
+
+
+class Counted(ImageData):
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
+        self.reads += 1
+        return super().batch(indices, epoch=epoch, seed=seed, out=out)
+
+
+def data(augment: Augment | None = None) -> Counted:
+    rng = np.random.default_rng(5)
+    images = rng.integers(0, 256, (SAMPLES, 1, 4, 4), np.uint8)
+    return Counted("few", images, np.arange(SAMPLES) % 10, augment=augment)
+
+
+def play(feed: Feed, source: Counted, batch_size: int, epochs: int) -> None:
+    """Reads every micro-batch of every step, compared with the samples themselves."""
+    order = Order(1, SAMPLES)
+    for epoch in range(epochs):
+        for step in range(order.steps(batch_size)):
+            samples = order.indices(epoch, step, batch_size)
+            feed.begin(Position(epoch, step, epoch), samples, MICROS)
+            for micro in range(MICROS):
+                inputs, targets = feed.inputs(micro), feed.targets(micro)
+                fresh = ImageData.batch(source, shard(samples, micro, MICROS), epoch=epoch, seed=1)
+                assert torch.equal(inputs, fresh[0])
+                assert torch.equal(targets, fresh[1])
+                feed.release(micro)
+
+
+@pytest.mark.parametrize(
+    ("room", "reads"),
+    [(0, 12), (2 * SHARD_BYTES, 4 + 2 * 2), (4 * SHARD_BYTES, 4)],
+    ids=["nothing fits", "two shards fit", "all fit"],
+)
+def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int, reads: int) -> None:
+    source = data()
+    feed = Feed(source, 1, 8)
+    feed.room = room
+    play(feed, source, SAMPLES, 3)
+    assert source.reads == reads
+
+
+@pytest.mark.parametrize("batch_size", [7, 29])
+def test_smaller_batches_are_never_kept(batch_size: int) -> None:
+    source = data()
+    feed = Feed(source, 1, 8)
+    feed.room = 1 << 20
+    play(feed, source, batch_size, 2)
+    assert source.reads == 2 * MICROS * Order(1, SAMPLES).steps(batch_size)
+
+
+def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
+    source = data(Augment(flip=True))
+    feed = Feed(source, 1, 8)
+    feed.room = 1 << 20
+    play(feed, source, SAMPLES, 3)
+    assert source.reads == 3 * MICROS
+
+
+def test_several_micro_batches_are_kept_as_one() -> None:
+    source = data()
+    feed = Feed(source, 1, 8)
+    feed.room = 1 << 20
+    for epoch in range(3):
+        samples = Order(1, SAMPLES).indices(epoch, 0, SAMPLES)
+        feed.begin(Position(epoch, 0, epoch), samples, MICROS)
+        inputs, _ = feed.joint([1, 2])
+        assert torch.equal(inputs, ImageData.batch(source, samples[7:22], epoch=0, seed=1)[0])
+        feed.release(1)
+    assert source.reads == 1
