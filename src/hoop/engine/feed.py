@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.data.order import shard
+from hoop.engine.evidence import print_of
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class Feed:
         self._position = Position(0, 0, 0)
         self.full = 0
         """How many micro-batches of the step have samples."""
+        self.prints: dict[int, int] = {}
+        """Of the micro-batches of the step that were read here, what samples they are: see ``evidence``."""
         self.scale = 1.0
         """One over the size of the global batch."""
 
     def begin(self, position: Position, samples: Indices, micros: int) -> None:
         """The samples of a step, cut into micro-batches."""
         self._position = position
+        self.prints.clear()
         self._samples = [shard(samples, micro, micros) for micro in range(micros)]
         self.full = min(micros, len(samples))
         self.scale = 1.0 / len(samples)
@@ -62,14 +67,22 @@ class Feed:
 
     def joint(self, micros: Sequence[int]) -> Batch:
         """Consecutive micro-batches as one; to be released under the first one's number."""
-        return self._read(micros[0], np.concatenate([self._samples[micro] for micro in micros]))
+        samples = np.concatenate([self._samples[micro] for micro in micros])
+        found = self._read(micros[0], samples)
+        ends = itertools.accumulate((self.rows(micro) for micro in micros), initial=0)
+        for micro, (low, high) in zip(micros, itertools.pairwise(ends), strict=True):
+            self.prints[micro] = print_of(samples[low:high])
+        return found
 
     def rows(self, micro: int) -> int:
         return len(self._samples[micro])
 
     def _batch(self, micro: int) -> Batch:
         found = self._batches.get(micro)
-        return self._read(micro, self._samples[micro]) if found is None else found
+        if found is None:
+            found = self._read(micro, self._samples[micro])
+            self.prints[micro] = print_of(self._samples[micro])
+        return found
 
     def _read(self, micro: int, samples: Indices) -> Batch:
         out = self._spare.pop() if self._spare else None

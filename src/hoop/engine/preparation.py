@@ -77,7 +77,7 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
     )
-    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer))
+    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer, settings.micros))
     bounds = _bounds(world, settings, strategy, costs, plan, blocks)
     worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
     role = role_of(worker, strategy, blocks, data.train, vectors)
