@@ -97,12 +97,17 @@ class Held:
     # ---- gradients
 
     def arrange(self, holding: Holding, room: int = 0) -> None:
-        """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more."""
+        """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more.
+
+        What is in slots already stays: after a loss a rank has more to compute, and keeps what it has.
+        """
         layout = self.layout
         slots = max(holding.slots, room)
         if slots > len(self.slots):
+            held = self.slots.copy()
             flat = self._vectors.new(f"{self._name}slots", slots * layout.total)
             self.slots = flat.reshape(slots, layout.total)
+            self.slots[: len(held)] = held
             trained = len(layout.parameters)
             self._parts = []
             for row in self.slots:
