@@ -31,8 +31,8 @@ def audit(
         typer.echo(f"does not hold: {found.violation}")
     else:
         typer.echo(
-            f"holds: {found.steps} steps, {found.epochs} whole epochs of {found.samples:,} samples, each in exactly "
-            "one step of an epoch"
+            f"holds: {found.steps} steps, {found.epochs} whole epoch{'s' * (found.epochs != 1)} of {found.samples:,} "
+            "samples, each in exactly one step of an epoch"
         )
         shards = ", ".join(f"device {device} {count:,}" for device, count in found.shards.items())
         typer.echo(f"  shards computed: {shards}")

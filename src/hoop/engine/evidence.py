@@ -12,7 +12,6 @@ update knows what went into it, and so does every survivor of a device that died
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import numpy as np
 
@@ -61,17 +60,17 @@ class Evidence:
         """These steps and later ones are done again."""
         self._steps = {one: found for one, found in self._steps.items() if one < step}
 
-    def told(self, first: int, count: int) -> list[Any]:
-        """Of so many steps, what an event says: ``Fed``, or None where nothing is known."""
-        return [
-            _fed(self._steps[step]) if step in self._steps else None for step in range(first, first + count)
-        ]
-
-
-def _fed(summed: Array) -> Fed:
-    numbers = [int(one) for one in np.nan_to_num(summed, nan=0.0, posinf=0.0, neginf=0.0).tolist()]
-    by = []
-    for one in numbers[::PLACES]:
-        count, device = divmod(one, _ONCE)
-        by.append(device if count == 1 else -count)
-    return by, "".join(f"{one & 0xFFFFFF:06x}" for one in numbers[1::PLACES])
+    def told(self, first: int, count: int) -> list[Fed | None]:
+        """Of so many steps, what an event says; None where nothing is known."""
+        known = [step for step in range(first, first + count) if step in self._steps]
+        if not known:
+            return [None] * count
+        summed = np.nan_to_num(np.stack([self._steps[step] for step in known]), posinf=0, neginf=0)
+        numbers = summed.astype(np.int64)
+        times, device = np.divmod(numbers[:, ::PLACES], _ONCE)
+        by = np.where(times == 1, device, -times).tolist()
+        prints = numbers[:, 1::PLACES].astype(">u4").view(np.uint8).reshape(len(known), -1, 4)[:, :, 1:]
+        found: dict[int, Fed] = {
+            step: (each, one.tobytes().hex()) for step, each, one in zip(known, by, prints, strict=True)
+        }
+        return [found.get(step) for step in range(first, first + count)]

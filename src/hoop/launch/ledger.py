@@ -105,7 +105,10 @@ class Ledger:
         self._file = Appender(path)
 
     def _go_on(self, resumed: Mapping[str, Any]) -> None:
-        found = list(lines(self.path))
+        try:
+            found = list(lines(self.path))
+        except HoopError as error:
+            raise FailedPrecondition(f"{error}. Move the ledger away to go on without it") from None
         named = resumed.get("ledger")
         if named is not None and hashes(found).get(named) != resumed.get("steps"):
             raise FailedPrecondition(

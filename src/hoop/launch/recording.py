@@ -54,7 +54,7 @@ class Recording:
         """``resumed``: the metadata of the checkpoint that the run goes on from."""
         self._out = out
         self._settings = settings
-        self._warned: dict[str, str] = {}
+        self._warned: set[str] = set()
         self._told: list[dict[str, Any]] = []
         self._begun = False
         self._pending: dict[int, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
@@ -119,9 +119,9 @@ class Recording:
                 self._board.scalar(tag, values[tag], told["steps"], told["time"])
 
     def warn(self, text: str) -> None:
-        """Once for each file: who follows the run is told."""
+        """Who follows the run is told, once for each text."""
         if text not in self._warned:
-            self._warned[text] = text
+            self._warned.add(text)
             self._told.append({"kind": "warning", "text": text})
 
     def news(self) -> list[dict[str, Any]]:

@@ -216,7 +216,7 @@ def train(
     """
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES
-    from hoop.launch.checkpoints import newest_checkpoint
+    from hoop.launch.checkpoints import FOLDER, newest_checkpoint
     from hoop.launch.given import job_from, load_into
 
     if isinstance(model, str):
@@ -231,6 +231,8 @@ def train(
     folder = None if out is None else Path(out)
     if resume and folder is None:
         raise InvalidArgument("resume: it needs out, the folder of the run to go on with")
+    if folder is not None and not resume and (folder / FOLDER).is_dir():
+        raise FailedPrecondition(f"out: {folder} holds a run; go on with it by resume=True, or name another")
     found = newest_checkpoint(folder) if resume and folder else None
     size = parse_size(memory, "memory")
     launch = Launch(wanted, devices, size, folder)
