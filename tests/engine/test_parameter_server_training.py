@@ -184,20 +184,20 @@ def test_all_stop_where_one_is_asked_to(spec: str, steps: int) -> None:
     ],
 )
 def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> None:
-    """Never less, and more only by each block's own padding and tail."""
+    """Never less, and more only by each block's own padding, tail and evidence."""
     job, wanted = JOBS["flat"], settings(spec, epochs=1, max_steps=1, cut=cut_for(spec, devices))
     outcomes = train("shm", devices, wanted, job)
     strategy = parse(spec)
     plan = strategy.plan(devices, wanted.micros)
     blocks = []
     for index, block in enumerate(blocks_of(job.model(0))):
-        layout = Layout([block])
+        layout = Layout([block], wanted.micros)
         state = 4 * wanted.optimizer.slots * layout.trained
         blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
     room = room_for(wanted.balance)
     counted = fit(strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, room=room).bytes
     gradients = max(room(strategy, plan))
-    spare = 4 * 128 * len(blocks) * (2 + wanted.optimizer.slots + gradients)
+    spare = 4 * 192 * len(blocks) * (2 + wanted.optimizer.slots + gradients)
     for rank, one in enumerate(outcomes):
         # each vector begins at a multiple of 64 bytes, and an empty one has a byte or so
         allocated = one.more["allocated"] - 64 * len(one.more["sizes"])

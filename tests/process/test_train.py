@@ -83,6 +83,7 @@ def test_a_run_is_kept_measured_and_handed_on(tmp_path: Path) -> None:
         "checkpoints",
         "config.json",
         "curve.svg",
+        "ledger.jsonl",
         "metrics.jsonl",
         "result.json",
         "tensorboard",

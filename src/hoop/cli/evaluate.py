@@ -20,7 +20,10 @@ def evaluate(run: Run, json: options.Json = False) -> None:
     """
     from hoop.launch.trained import measure, trained
 
-    found = measure(trained(run))
+    one = trained(run)
+    for warning in one.found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    found = measure(one)
     if json:
         typer.echo(json_module.dumps(found))
         return

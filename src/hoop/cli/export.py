@@ -28,6 +28,8 @@ def export(
     from hoop.launch.trained import trained
 
     one = trained(run)
+    for warning in one.found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     write(one, to)
     told = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
     if json:

@@ -1,7 +1,7 @@
 """``hoop``: the commands, and what becomes of an error.
 
-Exit codes: 0 done · 1 a bug · 2 a mistake in what was asked · 3 a peer failed or did not answer ·
-130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 done · 1 a bug, or an audit that does not hold · 2 a mistake in what was asked · 3 a peer failed or
+did not answer · 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import bench, coordinator, device, evaluate, events, export, status, train, up
+from hoop.cli import audit, bench, coordinator, device, evaluate, events, export, status, train, up
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command()(train.train)
 app.command()(evaluate.evaluate)
 app.command()(export.export)
+app.command()(audit.audit)
 app.command()(up.up)
 app.command()(coordinator.coordinator)
 app.command()(device.device)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +62,12 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Keep config, metrics, checkpoints, trace and plots in this folder.")
     ] = None,
+    keep: Annotated[
+        int | None, typer.Option(min=1, help="Checkpoints that stay in --out, the newest. [default: 3]")
+    ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, to the bit.")
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit."),
     ] = False,
     coordinator: Annotated[
         str | None,
@@ -95,6 +100,7 @@ def train(
         "optimizer": optimizer,
         "seed": seed,
         "shards": shards,
+        "keep": keep,
         "threads_per_device": threads_per_device,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
@@ -114,6 +120,10 @@ def train(
         view.summary(result, out)
     if number:
         raise typer.Exit(128 + number)
+    if out is not None and result["checkpoint"] is None:
+        raise FailedPrecondition(
+            f"--out: the trained weights are not kept in {out}; what is wrong is said above"
+        )
 
 
 def _settings(given: list[str]) -> dict[str, Any]:
@@ -140,27 +150,31 @@ def _launch(
     address_file: Path | None,
 ) -> Launch:
     """Everything that can be wrong is found out here, before anything runs."""
+    from hoop.launch.checkpoints import newest_checkpoint
     from hoop.launch.named import job_named, resolved
-    from hoop.launch.recording import newest_checkpoint, saved_settings
+    from hoop.launch.recording import saved_settings
     from hoop.launch.training import Launch
 
-    checkpoint = None
+    found = None
     if resume:
         if out is None:
             raise InvalidArgument("--resume: it needs --out, the folder of the run to go on with")
         saved, count = saved_settings(out)
         if job is not None and resolved(job) != saved.job:
             raise InvalidArgument(f"--resume: the run in {out} is of {saved.job}, not {job}")
-        name, devices, checkpoint = saved.job, devices or count, newest_checkpoint(out)
+        name, devices, found = saved.job, devices or count, newest_checkpoint(out)
     else:
         assert job is not None, "checked by the caller"
         if out is not None and (out / "checkpoints").is_dir():
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = resolved(job), None
-    found = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
-    settings: Settings = (saved or found.defaults(name)).replaced(changes).check()
+    known = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
+    settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     _check_strategy(settings, devices, coordinator is None)
-    return Launch(settings, devices, memory, out, checkpoint, coordinator, address_file)
+    launch = Launch(settings, devices, memory, out, coordinator=coordinator, address_file=address_file)
+    if found is None:
+        return launch
+    return replace(launch, resume=found.path, warnings=tuple(found.warnings))
 
 
 def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:

@@ -36,7 +36,8 @@ class PlainView:
         pass
 
     def note(self, event: dict[str, Any]) -> None:
-        pass
+        if event["kind"] == "warning":
+            typer.echo(f"warning: {event['text']}", err=True)
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
         pass
@@ -88,6 +89,8 @@ class View(PlainView):
                 self._advance(event)
             case "evaluated":
                 self._evaluated(event)
+            case "warning":
+                self._console.print(f"warning: {event['text']}")
             case "lost":
                 self._console.print(f"device {event['device']} was lost: {event['text']}")
             case "recovered":

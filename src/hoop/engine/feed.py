@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.data.order import shard
+from hoop.engine.evidence import print_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Feed:
         """Bytes for what is kept. Only for stages that never write to their inputs."""
         self.full = 0
         """How many micro-batches of the step have samples."""
+        self.prints: dict[int, int] = {}
+        """Of the micro-batches of the step that were read here, what samples they are: see ``evidence``."""
         self.scale = 1.0
         """One over the size of the global batch."""
 
@@ -52,6 +56,7 @@ class Feed:
         if samples is not self._whole:
             self._kept.clear()
             self._whole = samples if len(samples) == len(self._data) and self._data.fixed else None
+        self.prints.clear()
         self._samples = [shard(samples, micro, micros) for micro in range(micros)]
         self.full = min(micros, len(samples))
         self.scale = 1.0 / len(samples)
@@ -71,17 +76,23 @@ class Feed:
 
     def joint(self, micros: Sequence[int]) -> Batch:
         """Consecutive micro-batches as one; to be released under the first one's number."""
-        kept = self._kept.get((micros[0], sum(map(self.rows, micros))))
-        if kept is not None:
-            return kept
-        return self._read(micros[0], np.concatenate([self._samples[micro] for micro in micros]))
+        key = micros[0], sum(map(self.rows, micros))
+        samples = np.concatenate([self._samples[micro] for micro in micros])
+        found = self._kept.get(key) or self._read(micros[0], samples)
+        ends = itertools.accumulate((self.rows(micro) for micro in micros), initial=0)
+        for micro, (low, high) in zip(micros, itertools.pairwise(ends), strict=True):
+            self.prints[micro] = print_of(samples[low:high])
+        return found
 
     def rows(self, micro: int) -> int:
         return len(self._samples[micro])
 
     def _batch(self, micro: int) -> Batch:
-        found = self._batches.get(micro) or self._kept.get((micro, self.rows(micro)))
-        return self._read(micro, self._samples[micro]) if found is None else found
+        found = self._batches.get(micro)
+        if found is None:
+            found = self._kept.get((micro, self.rows(micro))) or self._read(micro, self._samples[micro])
+            self.prints[micro] = print_of(self._samples[micro])
+        return found
 
     def _read(self, micro: int, samples: Indices) -> Batch:
         if self._whole is not None and (found := self._keep(micro, samples)) is not None:

@@ -6,18 +6,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hoop.engine.evidence import KEPT, Evidence
+
 Emit = Callable[[Mapping[str, Any]], None]
 TELL_S = 0.25
 """How often they are told."""
-KEPT = 64
-"""Steps that a rank remembers, to tell them should the one who tells be lost."""
 
 
 class Figures:
     """Losses and times of the last steps."""
 
-    def __init__(self, emit: Emit) -> None:
+    def __init__(self, emit: Emit, evidence: Evidence) -> None:
         self._emit = emit
+        self._evidence = evidence
         self._told = time.perf_counter()
         self._losses: list[float] = []
         self._seconds: list[float] = []
@@ -30,7 +31,8 @@ class Figures:
     def tell(self, done: int, rate: float, tells: bool, force: bool = False) -> None:
         """What is not told yet, up to step ``done``; if this rank ``tells``, and it is time or it is asked for."""
         if not tells:
-            self._losses, self._seconds = self._losses[-KEPT:], self._seconds[-KEPT:]
+            if len(self._losses) > 2 * KEPT:
+                self._losses, self._seconds = self._losses[-KEPT:], self._seconds[-KEPT:]
             return
         now = time.perf_counter()
         if not self._losses or not (force or now - self._told > TELL_S):
@@ -38,6 +40,13 @@ class Figures:
         self._told = now
         first = done - len(self._losses)
         self._emit(
-            {"kind": "steps", "first": first, "loss": self._losses, "seconds": self._seconds, "rate": rate}
+            {
+                "kind": "steps",
+                "first": first,
+                "loss": self._losses,
+                "seconds": self._seconds,
+                "rate": rate,
+                "fed": self._evidence.told(first, len(self._losses)),
+            }
         )
         self._losses, self._seconds = [], []

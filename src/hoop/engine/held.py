@@ -13,10 +13,22 @@ from torch import Tensor, nn
 from hoop.collectives.reduction import Array
 from hoop.collectives.shards import Holding, Landing
 from hoop.engine.chain import ChainStage, layers_of
+from hoop.engine.evidence import Evidence, claim
 from hoop.engine.optimizer import Update, updating
 from hoop.engine.settings import Settings
 from hoop.engine.stage import AutogradStage, Segments, Stage
-from hoop.engine.weights import HITS, LOSS, SAMPLES, SPEED, STOP, Layout, Vectors, adopt, shared_parameters
+from hoop.engine.weights import (
+    HITS,
+    LOSS,
+    SAMPLES,
+    SPEED,
+    STOP,
+    TAIL,
+    Layout,
+    Vectors,
+    adopt,
+    shared_parameters,
+)
 from hoop.errors import InternalError
 
 
@@ -50,7 +62,12 @@ class Held:
         """
         self.blocks = list(blocks)
         self.first_block = first_block
-        self.layout = layout = Layout(blocks)
+        self.layout = layout = Layout(blocks, settings.micros)
+        self._shards = settings.micros
+        self.device = 0
+        """Who computes here, in what a shard says of itself."""
+        self.evidence: Evidence | None = None
+        """Who wants to know what each update was made of."""
         self._vectors, self._name = vectors, name
         self.state_array = vectors.new(f"{name}weights", layout.state)
         self.state = torch.from_numpy(self.state_array)
@@ -80,12 +97,17 @@ class Held:
     # ---- gradients
 
     def arrange(self, holding: Holding, room: int = 0) -> None:
-        """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more."""
+        """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more.
+
+        What is in slots already stays: after a loss a rank has more to compute, and keeps what it has.
+        """
         layout = self.layout
         slots = max(holding.slots, room)
         if slots > len(self.slots):
+            held = self.slots.copy()
             flat = self._vectors.new(f"{self._name}slots", slots * layout.total)
             self.slots = flat.reshape(slots, layout.total)
+            self.slots[: len(held)] = held
             trained = len(layout.parameters)
             self._parts = []
             for row in self.slots:
@@ -126,11 +148,17 @@ class Held:
         return self._parts[self._landings[micro].slot].gradients
 
     def landed(
-        self, micro: int, figures: tuple[float, float, float], shards: int, merged: bool = False
+        self,
+        micro: int,
+        figures: tuple[float, float, float],
+        shards: int,
+        fed: int = 0,
+        merged: bool = False,
     ) -> None:
         """A shard's gradient is in its slot: the rest of the slot is filled, and whole nodes merge.
 
-        ``merged``: those of the gradient have merged already, bucket by bucket.
+        ``fed``: the print of the samples, where they were read here. ``merged``: those of the gradient have merged
+        already, bucket by bucket.
         """
         landing = self._landings[micro]
         part = self._parts[landing.slot]
@@ -139,6 +167,8 @@ class Held:
             part.moved[:] = 0 if moved is None else moved / np.float32(shards)
         part.tail[:] = 0
         part.tail[LOSS], part.tail[HITS], part.tail[SAMPLES] = figures
+        if fed:
+            claim(part.tail[TAIL:], micro % self._shards, self.device, fed)
         self.merge(micro, self.buckets[-1] if merged else 0, self.layout.total)
 
     def skipped(self, micro: int) -> None:
@@ -183,6 +213,8 @@ class Held:
         if scale != 1.0:
             gradient.mul_(scale)
         self.update(gradient, rate, step)
+        if self.evidence is not None:
+            self.evidence.note(step, self.tail[TAIL:])
         if layout.buffers:
             self.state_array[layout.trained :] += self.total[layout.trained : layout.state]
         self.count()

@@ -105,6 +105,7 @@ class Joint:
         for index, _ in enumerate(shards):
             spent(started)
             loss = float(losses[index * rows : (index + 1) * rows].sum())
-            held.landed(micros[index], (loss, 0.0, float(rows)), self._feed.full)
+            fed = self._feed.prints.get(micros[index], 0)
+            held.landed(micros[index], (loss, 0.0, float(rows)), self._feed.full, fed)
             after(backwards[index])
             started = now()

@@ -78,7 +78,7 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
     )
-    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer))
+    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer, settings.micros))
     bounds, spare = _bounds(world, settings, strategy, costs, plan, blocks)
     worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
     if plan.stages == 1 and layers_of(blocks) is not None:

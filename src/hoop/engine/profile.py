@@ -15,7 +15,11 @@ from hoop.plan.partition import Block
 
 
 def profile(
-    blocks: Sequence[nn.Module], batch: Batch, optimizer: OptimizerSettings, repeats: int = 3
+    blocks: Sequence[nn.Module],
+    batch: Batch,
+    optimizer: OptimizerSettings,
+    shards: int = 0,
+    repeats: int = 3,
 ) -> list[Block]:
     """Every block's forward and backward on one micro-batch, the quickest of a few; nothing of the model changes."""
     found = []
@@ -26,7 +30,7 @@ def profile(
         with torch.no_grad():
             for buffer, was in zip(block.buffers(), before, strict=True):
                 buffer.copy_(was)
-        layout = Layout([block])
+        layout = Layout([block], shards)
         found.append(
             Block(
                 name=f"{index} ({type(block).__name__})",

@@ -54,6 +54,11 @@ class Standing:
         """Those who have just come, and have nothing yet."""
         return tuple(rank for rank, done in enumerate(self.done) if done == NEW)
 
+    def missing(self, shards: int) -> list[int]:
+        """Shards that nobody holds any more of a step that was under way; none, where the next one is begun anew."""
+        held = {shard for one in self.computed for shard in one}
+        return [shard for shard in range(shards) if shard not in held] if held else []
+
 
 def compare(
     communicator: Communicator, done: int, ended: int, computed: Sequence[int], shards: int, timeout: float

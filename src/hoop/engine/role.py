@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hoop.data.dataset import Indices
+from hoop.engine.evidence import Evidence
 from hoop.engine.feed import Position
 from hoop.engine.job import names_of
 from hoop.engine.snapshot import restore, tensors_of
@@ -39,6 +40,11 @@ class Role:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self.evidence = Evidence(worker.plan.micros)
+        """What the updates were made of, where this rank knows the losses."""
+        for stage, held in worker.held.items():
+            held.device = worker.world.device or worker.rank + 1
+            held.evidence = self.evidence if stage == worker.last else None
 
     @property
     def reports(self) -> bool:

@@ -65,7 +65,7 @@ class Run:
         self._done = 0
         self._snapshots = 0
         self._balance = Balance(self._ready.strategy, self._ready.plan, world.size)
-        self._figures = Figures(emit)
+        self._figures = Figures(emit, self._role.evidence)
         if resume is not None:
             tensors, metadata = unpacked(resume)
             self._done = int(metadata["steps"])
@@ -88,6 +88,7 @@ class Run:
                     "done": self._done,
                     "steps_an_epoch": self._per_epoch,
                     "samples": self._order.length,
+                    "data": self._data.train.checksum,
                     "parameters": self._ready.parameters,
                     "stages": self._ready.describe(),
                     "seconds": time.perf_counter() - self._started,
@@ -152,6 +153,7 @@ class Run:
                     "step": self._done,
                     "pause_s": pause,
                     "ranks": world.size,
+                    "missing": self._missing,
                     "text": str(error),
                 }
             )
@@ -183,6 +185,7 @@ class Run:
         worker.follow(usual)
         if self._owes():
             self._end_of_epoch()
+        self._missing = standing.missing(settings.micros)
         if any(standing.computed):
             plan, holdings, kept = rest_of_step(standing, settings.micros, len(held.slots))
             worker.follow(plan, holdings)

@@ -26,7 +26,7 @@ from hoop.engine.ruled import Ruled, due
 from hoop.engine.served import SPAN
 from hoop.engine.slices import Piece, pieces, slices
 from hoop.engine.snapshot import MOMENT, restore
-from hoop.engine.weights import LOSS, Layout, Vectors
+from hoop.engine.weights import LOSS, TAIL, Layout, Vectors
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
 from hoop.strategies.strategy import Strategy
@@ -50,7 +50,7 @@ class Server(Role):
         super().__init__(worker)
         plan = worker.plan
         self._strategy = strategy
-        self._layout = Layout(blocks)
+        self._layout = Layout(blocks, plan.micros)
         self._number = plan.servers.index(worker.rank)
         self._last = self._number == len(plan.servers) - 1
         self._parts = slices(self._layout, len(plan.servers))
@@ -93,6 +93,7 @@ class Server(Role):
         worker = self.worker
         self._works, self._sums = works, [0.0] * len(works)
         self._pushes.clear()
+        self.evidence.forget(works[0].position.done)
         self._updates = works[0].position.done * (1 if self._strategy.synchronous else len(self._busy))
         rule = self._strategy.rule(worker.plan, worker.rank, len(works))
         if rule is None:
@@ -135,7 +136,9 @@ class Server(Role):
         kept.apply(self._total, self._works[self._step].rate, self._updates, scale)
         self._updates += 1
         if self._last:
-            self._sums[self._step] += float(kept.tail(self._total)[LOSS])
+            tail = kept.tail(self._total)
+            self._sums[self._step] += float(tail[LOSS])
+            self.evidence.note(self._works[self._step].position.done, tail[TAIL:], more=True)
 
     # ---- what lasts
 

@@ -48,6 +48,8 @@ class Settings:
     """Epochs between evaluations; the end is always evaluated. 0: only the end."""
     checkpoint_every: int = 1
     """Epochs between checkpoints; the end always is one. 0: only the end."""
+    keep: int = 3
+    """Checkpoints that stay, the newest; with one alone there would be none before it."""
     max_steps: int = 0
     """Stop after so many steps; 0: when the epochs are over."""
     trace_steps: int = 50
@@ -70,6 +72,7 @@ class Settings:
             "threads_per_device": 1,
             "evaluate_every": 0,
             "checkpoint_every": 0,
+            "keep": 1,
             "max_steps": 0,
             "trace_steps": 0,
             "bucket_bytes": 0,

@@ -2,10 +2,10 @@
 
     0.1.weight                     the model's own names
     optimizer.moment0.0.1.weight   optimizer state, under the parameter it belongs to
-    metadata                       position in the data, settings
+    metadata                       position in the data, settings; a sha256 over every byte of the file
 
 Names and shapes are the model's, not the devices', so a run may be resumed by another number of devices or another
-strategy.
+strategy. The format itself would load a flipped bit without a word, so nothing is loaded whose checksum does not hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors.torch
@@ -25,6 +26,9 @@ from hoop.errors import FailedPrecondition
 from hoop.memory import Arena
 
 MOMENT = "optimizer.moment"
+SEAL = "sha256"
+"""Under this name a file's checksum is in its metadata, and is told of what lies in a device's memory."""
+_OPEN = "0" * 64
 
 
 class Stateful(Protocol):
@@ -50,10 +54,13 @@ def tensors_of(held: Iterable[Stateful], names: Mapping[int, str]) -> dict[str, 
 
 
 def packed(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """As the bytes of a safetensors file."""
-    return safetensors.torch.save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": json.dumps(metadata)}
+    """As the bytes of a safetensors file, sealed: the checksum covers all of it, with zeros where it stands itself."""
+    about = json.dumps({SEAL: "", **metadata} | {SEAL: _OPEN})  # first, so that it is found first
+    data = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": about}
     )
+    at = data.index(_OPEN.encode())
+    return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_OPEN) :]))
 
 
 def put(arena: Arena, name: str, data: bytes) -> dict[str, Any]:
@@ -62,18 +69,54 @@ def put(arena: Arena, name: str, data: bytes) -> dict[str, Any]:
         arena.free(name)
     buffer = arena.allocate(name, len(data))
     arena.write(buffer.address, data)
-    return {"buffer": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"buffer": name, "bytes": len(data), SEAL: _header(data, name)[0][SEAL]}
 
 
-def unpacked(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The inverse; what is damaged is refused."""
+def unpacked(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The inverse; what is damaged is refused, with ``where`` it lies. The seal stays in the metadata."""
+    metadata, end = _header(data, where)
+    seal = metadata[SEAL]
+    found = _checksum(data, data.find(seal.encode(), 8, end))
+    if found != seal:
+        raise FailedPrecondition(
+            f"{where}: damaged or tampered with: its checksum is {seal[:16]}…, its {len(data)} bytes make {found[:16]}…"
+        )
     try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        metadata = json.loads(header["__metadata__"]["hoop"])
         return safetensors.torch.load(data), metadata
-    except (ValueError, KeyError, safetensors.SafetensorError, UnicodeDecodeError, TypeError) as error:
-        raise FailedPrecondition(f"checkpoint: {len(data)} bytes are not one of Hoop's: {error!r}") from None
+    except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
+        raise FailedPrecondition(
+            f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}"
+        ) from None
+
+
+def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
+    """The metadata, and where the header ends; a file that ends too early is called torn."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < 8 or len(data) < end:
+        raise FailedPrecondition(f"{where}: torn: it ends after {len(data)} bytes, within its header")
+    try:
+        header = json.loads(data[8:end])
+        metadata = json.loads(header.pop("__metadata__")["hoop"])
+        whole = end + max((one["data_offsets"][1] for one in header.values()), default=0)
+        torn = len(data) < whole
+        if not isinstance(metadata, dict) or len(metadata[SEAL].encode()) != len(_OPEN):
+            raise ValueError("no checksum")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise FailedPrecondition(
+            f"{where}: damaged, or not a checkpoint of Hoop's: {len(data)} bytes, {error!r}"
+        ) from None
+    if torn:
+        raise FailedPrecondition(f"{where}: torn: {len(data)} of {whole} bytes are there")
+    return metadata, end
+
+
+def _checksum(data: bytes, at: int) -> str:
+    """Over all bytes, with zeros for the 64 at ``at``."""
+    view = memoryview(data)
+    digest = hashlib.sha256(view[:at])
+    digest.update(_OPEN.encode())
+    digest.update(view[at + len(_OPEN) :])
+    return digest.hexdigest()
 
 
 def restore(held: Sequence[Stateful], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,10 @@
 """A stage's state as flat vectors in the device's arena, with the modules' tensors as views of them.
 
-    | parameters, each at a multiple of 16 elements | float buffers | tail |     (a gradient slot has the same shape)
+    | parameters, each at a multiple of 16 elements | float buffers | tail | evidence |     (a gradient slot's shape)
 
 A gradient slot holds one shard's gradient, in the buffers' part what the shard did to them (a batch norm's running mean
-moved by so much), in the tail what it measured (loss, hits, seconds). All of it is summed by the same operation, so
-the buffers and the figures do not depend on who computed which shard either.
+moved by so much), in the tail what it measured (loss, hits, seconds), then what it was made of (``evidence``). All of
+it is summed by the same operation, so the buffers and the figures do not depend on who computed which shard either.
 
 Vectors are padded to a multiple of 64 elements: then no elementwise kernel has a remainder that a scalar loop would
 round differently, and a stage's update gives the same bits as the whole model's.
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hoop.engine.evidence import PLACES
 from hoop.errors import InvalidArgument
 from hoop.memory import Arena
 from hoop.memory.dtypes import dtype
@@ -39,7 +40,8 @@ def _padded(count: int, to: int) -> int:
 class Layout:
     """Where each tensor of some blocks lies in a vector."""
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], shards: int = 0) -> None:
+        """``shards``: so many may be in a gradient, and have places for evidence."""
         module = nn.ModuleList(blocks)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.frozen = [one for one in module.parameters() if not one.requires_grad]
@@ -64,7 +66,7 @@ class Layout:
             end += _padded(one.numel(), ALIGN)
         self.state = _padded(end, PAD)
         """Elements of parameters and buffers."""
-        self.total = self.state + TAIL
+        self.total = self.state + TAIL + _padded(PLACES * shards, PAD)
         """Elements of a gradient slot."""
 
     @property

@@ -265,7 +265,7 @@ class Worker:
 
     def _landed(self, held: Held, stage: int, micro: int, merged: bool = False) -> None:
         figures = self._figures.pop(micro, (0.0, 0.0, 0.0)) if stage == self.last else (0.0, 0.0, 0.0)
-        held.landed(micro, figures, self.feed.full, merged)
+        held.landed(micro, figures, self.feed.full, self.feed.prints.get(micro, 0), merged)
         self.computed.append(micro)
         if stage == self._lowest:
             self.feed.release(micro)

@@ -28,6 +28,9 @@ class World:
     reseated: Callable[[float], World] | None = None
     """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
 
+    device: int = 0
+    """The number by which a device is known to others; 0: only its rank is."""
+
     @property
     def rank(self) -> int:
         return self.communicator.rank

@@ -16,15 +16,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from hoop.client.cluster import Cluster
 from hoop.client.jobs import JobEvent, JobHandle
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import MOMENT, unpacked
-from hoop.errors import FailedPrecondition, HoopError, InternalError, PeerError
+from hoop.engine.snapshot import MOMENT, SEAL, packed, unpacked
+from hoop.errors import FailedPrecondition, HoopError, PeerError
 from hoop.files import write_bytes
 from hoop.launch.recording import Recording
 from hoop.topology import DeviceInfo
@@ -46,7 +45,7 @@ class Conducting:
     ) -> None:
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
-        self._parts: dict[int, list[bytes]] = {}
+        self._parts: dict[int, list[tuple[dict[str, Tensor], Told]]] = {}
         self._accounts: dict[int, Told] = {}
         self._heard = 0
         self._last: Told = {}
@@ -57,18 +56,18 @@ class Conducting:
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
         """The trained model's tensors, by name, once it is done."""
-        start = 0
+        resumed: Told | None = None
         name = ""
         if resume is not None:
             data = resume.read_bytes()
-            start = int(unpacked(data)[1]["steps"])
+            resumed = unpacked(data, resume)[1]
             name = f"resume-{secrets.token_hex(4)}"
             for device_id in self._devices:
                 device = cluster.device(device_id)
                 device.allocate(name, len(data))
                 device.write(name, data)
-        self._recording = Recording(out, settings, self._devices, start) if out is not None else None
-        if self._recording is not None and start:
+        self._recording = Recording(out, settings, self._devices, resumed) if out is not None else None
+        if self._recording is not None and resumed:
             self._evaluated = self._recording.last_evaluation() or {}
         try:
             self.job: JobHandle = cluster.start_job(settings.to_json(), self._devices, name)  # (1)
@@ -87,6 +86,7 @@ class Conducting:
                 self._note(event)
                 if self._recording is not None:
                     self._recording.note(told)
+                    yield from self._recording.news()
                 if event.kind == "started":
                     told |= {"devices": len(self._devices), "batch_size": self._settings.batch_size}
                 if event.kind not in ("account", "ended", "failed", "job_ended"):
@@ -95,7 +95,10 @@ class Conducting:
                 raise _divergence(*self._diverged, self._settings)
             result = self._result()
             if self._recording is not None:
+                kept = self._recording.flush(result["steps"])
+                result["checkpoint"] = None if kept is None else str(kept)
                 self._recording.finish(result, list(self._accounts.values()))
+                yield from self._recording.news()
             yield {"kind": "result", **result}
         except BaseException as error:
             # Whoever followed it is gone, and nobody would take its checkpoints: it must not go on alone.
@@ -109,7 +112,7 @@ class Conducting:
 
     def save(self, path: Path) -> None:
         """The trained weights, as a file."""
-        write_bytes(path, safetensors.torch.save(self.tensors))
+        write_bytes(path, packed(self.tensors, {}))
 
     def _note(self, event: JobEvent) -> None:
         told = event.told
@@ -132,7 +135,8 @@ class Conducting:
     def _fresh(self, told: Told) -> bool:
         """Leaves of a report what was not told before: who tells may change, and tells what it remembers."""
         new = max(0, self._heard - told["first"])
-        told["loss"], told["seconds"] = told["loss"][new:], told["seconds"][new:]
+        for name in ("loss", "seconds", "fed"):
+            told[name] = told[name][new:]
         told["first"] += new
         self._heard = max(self._heard, told["first"] + len(told["loss"]))
         return bool(told["loss"])
@@ -142,24 +146,28 @@ class Conducting:
         wrong = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if wrong is not None and self._diverged is None:
             self._diverged = (first + wrong + 1, losses[wrong])
+            if self._recording is not None:
+                self._recording.discard(first + wrong + 1)
             self.job.stop()
 
     def _snapshot(self, event: JobEvent) -> None:
         """Reads one rank's part; when all parts of a step are there, they are a checkpoint."""
         told = event.told
-        data = self._read(event)  # (3)
-        if data is None:
+        try:
+            part = self._read(event)  # (3)
+        except HoopError as error:
+            if told["final"]:
+                raise
+            if self._recording is not None:
+                self._recording.warn(f"no checkpoint of step {told['steps']}: {error}; training goes on")
             return
         parts = self._parts.setdefault(told["steps"], [])
-        parts.append(data)
+        parts.append(part)
         if len(parts) < told["parts"]:
             return
-        del self._parts[told["steps"]]
-        tensors: dict[str, Tensor] = {}
-        metadata: Told = {}
-        for part in parts:
-            found, metadata = unpacked(part)
-            tensors |= found
+        self._parts = {step: others for step, others in self._parts.items() if step > told["steps"]}
+        tensors = {name: one for found, _ in parts for name, one in found.items()}
+        metadata = parts[-1][1]
         digest = weights_digest(tensors)
         if self._recording is not None and self._diverged is None:
             self._recording.checkpoint(tensors, metadata | {"weights_sha256": digest}, told["steps"])
@@ -167,20 +175,13 @@ class Conducting:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
             self._weights = digest
 
-    def _read(self, event: JobEvent) -> bytes | None:
+    def _read(self, event: JobEvent) -> tuple[dict[str, Tensor], Told]:
         told = event.told
-        device = self._cluster.device(event.device)
-        try:
-            data = device.read(told["buffer"], told["bytes"])
-        except HoopError:
-            if told["final"]:
-                raise
-            return None
-        if hashlib.sha256(data).hexdigest() == told["sha256"]:
-            return data
-        if told["final"]:
-            raise InternalError(f"the last snapshot of rank {event.rank} is not what it said")
-        return None  # overtaken: a newer one is being written over it
+        where = f"what rank {event.rank} (device {event.device}) keeps of it"
+        found = unpacked(self._cluster.device(event.device).read(told["buffer"], told["bytes"]), where)
+        if found[1][SEAL] != told[SEAL]:
+            raise FailedPrecondition(f"{where} is a later one: it was overtaken before it was read")
+        return found
 
     def _result(self) -> Told:
         accounts = [self._accounts[rank] for rank in sorted(self._accounts)]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from hoop.data.map_style import MapData
 from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
 from hoop.engine.losses import Loss
+from hoop.engine.snapshot import unpacked
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 
@@ -50,7 +50,7 @@ def _dataset(data: Any, name: str) -> Any:
 
 def load_into(model: nn.Module, weights: Path | Mapping[str, Tensor]) -> nn.Module:
     """A model with the weights of a file; tensors that share memory, and buffers of every kind, are there once."""
-    found = safetensors.torch.load_file(weights) if isinstance(weights, Path) else weights
+    found = unpacked(weights.read_bytes(), weights)[0] if isinstance(weights, Path) else weights
     with torch.no_grad():
         for name, into in [*model.named_parameters(), *model.named_buffers()]:
             if name not in found or found[name].shape != into.shape:

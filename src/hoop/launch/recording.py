@@ -3,10 +3,13 @@
 config.json          every setting, resolved
 metrics.jsonl        a line a step and an evaluation; the same in tensorboard/
 checkpoints/         step-00000235.safetensors: weights, optimizer, position in the data
+ledger.jsonl         what went into each step, as the devices told it
 trace.json           for Perfetto or chrome://tracing, a track a device
 curve.svg            loss and accuracy
 timeline.svg         what each device did in the first steps
 result.json          the summary
+
+A full disk ends no training: what could not be written is said, once, and what was there stays.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ from typing import Any
 from torch import Tensor
 
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import packed, unpacked
-from hoop.errors import FailedPrecondition, HoopError
-from hoop.files import remove_leftovers, write_bytes, write_text
+from hoop.errors import FailedPrecondition, ResourceExhausted
+from hoop.files import remove_leftovers, write_text
+from hoop.launch.checkpoints import FOLDER, set_aside, step_of
+from hoop.launch.keeping import Keeper, Snapshot
+from hoop.launch.ledger import NAME, Ledger
 from hoop.report.metrics import MetricsLog, read_metrics
 from hoop.report.spans import Span
 from hoop.report.tensorboard import TensorBoardLog
@@ -29,21 +34,39 @@ from hoop.report.timeline import Timeline
 from hoop.report.trace import Trace
 from hoop.report.training import training_chart
 
-KEPT = 3
-"""Checkpoints that stay."""
-_CONFIG, _METRICS, _CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
+FLUSH_S = 600.0
+"""How long the disk may take for the last checkpoint."""
+CLOSE_S = 30.0
+"""The same, where the run has failed."""
+_CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
 class Recording:
     """Writes a run's files as it goes."""
 
-    def __init__(self, out: Path, settings: Settings, devices: Sequence[int], start: int) -> None:
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        devices: Sequence[int],
+        resumed: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``resumed``: the metadata of the checkpoint that the run goes on from."""
         self._out = out
         self._settings = settings
+        self._warned: set[str] = set()
+        self._told: list[dict[str, Any]] = []
+        self._begun = False
+        self._pending: dict[int, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
+        start = int(resumed["steps"]) if resumed is not None else 0
         out.mkdir(parents=True, exist_ok=True)
-        for folder in (out, out / _CHECKPOINTS):
+        for folder in (out, out / FOLDER):
             if folder.is_dir():
                 remove_leftovers(folder)
+        self._ledger = Ledger(out / NAME, resumed)
+        if resumed is not None:
+            set_aside(out, start)
+        self._keeper = Keeper(out / FOLDER, settings.keep)
         config = {"devices": len(devices), **json.loads(settings.to_json())}
         write_text(out / _CONFIG, json.dumps(config, indent=2) + "\n")
         metrics = out / _METRICS
@@ -56,6 +79,34 @@ class Recording:
         return {"loss": found[-1]["test_loss"], "accuracy": found[-1]["test_accuracy"]} if found else None
 
     def note(self, told: Mapping[str, Any]) -> None:
+        """Writes down what a job told."""
+        for write in (self._account, self._measure):
+            try:
+                write(told)
+            except ResourceExhausted as error:
+                self.warn(f"{error}; training goes on")
+        self._offer()
+
+    def _account(self, told: Mapping[str, Any]) -> None:
+        """Into the ledger."""
+        match told["kind"]:
+            case "started" if not self._begun:
+                self._begun, settings = True, self._settings
+                about = {"seed": settings.seed, "samples": told["samples"], "batch_size": settings.batch_size}
+                about |= {"micros": settings.micros, "data": told["data"]}
+                self._ledger.note([{"begin": told["done"], **about}])
+            case "steps":
+                self._ledger.note(
+                    {"step": step, "by": one[0] if one else [], "fed": one[1] if one else ""}
+                    for step, one in enumerate(told["fed"], start=told["first"] + 1)
+                )
+            case "lost":
+                self._ledger.note([{"lost": told["device"]}])
+            case "recovered":
+                self._ledger.note([{"recovered": told["step"], "missing": told["missing"]}])
+
+    def _measure(self, told: Mapping[str, Any]) -> None:
+        """Into the metrics."""
         if told["kind"] == "steps":
             for index, (loss, seconds) in enumerate(zip(told["loss"], told["seconds"], strict=True)):
                 step = told["first"] + index + 1
@@ -67,20 +118,58 @@ class Recording:
             for tag in ("test_loss", "test_accuracy"):
                 self._board.scalar(tag, values[tag], told["steps"], told["time"])
 
+    def warn(self, text: str) -> None:
+        """Who follows the run is told, once for each text."""
+        if text not in self._warned:
+            self._warned.add(text)
+            self._told.append({"kind": "warning", "text": text})
+
+    def news(self) -> list[dict[str, Any]]:
+        """Events of its own since the last time: ``checkpoint`` and ``warning``."""
+        told, self._told = self._told, []
+        return told + self._keeper.news()
+
+    # ---- checkpoints
+
     def checkpoint(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
-        """Atomically, and the oldest ones go."""
-        folder = self._out / _CHECKPOINTS
-        about = {**metadata, "settings": json.loads(self._settings.to_json())}
-        write_bytes(folder / f"step-{step:08}.safetensors", packed(tensors, about))
-        for old in sorted(folder.glob("step-*.safetensors"))[:-KEPT]:
-            old.unlink(missing_ok=True)
+        """To be written, with the hash of its step, as soon as the ledger has come to it."""
+        self._pending[step] = (tensors, {**metadata, "settings": json.loads(self._settings.to_json())})
+        self._offer()
+
+    def _offer(self, all_of_them: bool = False) -> None:
+        for step in sorted(self._pending):
+            named = self._ledger.hash_at(step)
+            if named is not None or all_of_them:
+                tensors, about = self._pending.pop(step)
+                self._keeper.offer(Snapshot(step, tensors, {**about, "ledger": named}, self._ledger.sync))
+
+    def discard(self, step: int) -> None:
+        """Nothing is kept of this step and later ones."""
+        self._pending = {one: given for one, given in self._pending.items() if one < step}
+
+    def flush(self, step: int) -> Path | None:
+        """Waits for the disk; the checkpoint of this step, if it has it."""
+        self._offer(all_of_them=True)
+        self._keeper.flush(FLUSH_S)
+        last = self._keeper.last
+        return last if last is not None and step_of(last) == step else None
 
     def finish(self, result: Mapping[str, Any], accounts: Sequence[Mapping[str, Any]]) -> None:
+        """The files that come at the end; the summary first, which is the smallest."""
         spans = [
             Span(f"device {account['rank']}", name, category, start * 1e6, seconds * 1e6)
             for account in accounts
             for name, category, start, seconds in account["spans"]
         ]
+        try:
+            write_text(self._out / "result.json", json.dumps(dict(result), indent=2) + "\n")
+            self._draw(result, accounts, spans)
+        except ResourceExhausted as error:
+            self.warn(str(error))
+
+    def _draw(
+        self, result: Mapping[str, Any], accounts: Sequence[Mapping[str, Any]], spans: Sequence[Span]
+    ) -> None:
         with Trace() as trace:
             trace.spans(spans)
             trace.write(self._out / "trace.json", {"job": self._settings.job})
@@ -92,9 +181,12 @@ class Recording:
             # A few steps are enough to see the pattern.
             shown = [span for span in spans if span.start_us < first + _few_steps(spans, accounts)]
             write_text(self._out / "timeline.svg", Timeline(title, shown).svg())
-        write_text(self._out / "result.json", json.dumps(dict(result), indent=2) + "\n")
 
     def close(self) -> None:
+        """What was handed over to be written is written, if the disk takes it."""
+        self._keeper.flush(CLOSE_S)
+        self._keeper.close(CLOSE_S)
+        self._ledger.close()
         self._metrics.close()
         self._board.close()
 
@@ -117,17 +209,3 @@ def saved_settings(out: Path) -> tuple[Settings, int]:
             f"{path} is not a run's config ({error}); is {out} a folder of --out?"
         ) from None
     return Settings().replaced(config), devices
-
-
-def newest_checkpoint(out: Path) -> Path:
-    """The newest checkpoint that is whole; damaged ones are passed over."""
-    folder = out / _CHECKPOINTS if (out / _CHECKPOINTS).is_dir() else out
-    problems = []
-    for path in sorted(folder.glob("*.safetensors"), reverse=True):
-        try:
-            unpacked(path.read_bytes())
-            return path
-        except (HoopError, OSError) as error:
-            problems.append(f"{path.name}: {error}")
-    whole = f" that is whole: {'; '.join(problems)}" if problems else "; a run keeps one after each epoch"
-    raise FailedPrecondition(f"no checkpoint in {folder}{whole}")

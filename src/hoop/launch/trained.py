@@ -19,13 +19,12 @@ from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
 from hoop.engine.losses import hits
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import unpacked
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
+from hoop.launch.checkpoints import Found, newest_checkpoint, read
 from hoop.launch.conducting import weights_digest
 from hoop.launch.given import load_into
 from hoop.launch.named import job_named
-from hoop.launch.recording import newest_checkpoint
 from hoop.launch.user_code import blaming
 
 
@@ -33,7 +32,7 @@ from hoop.launch.user_code import blaming
 class Trained:
     """A model with the weights of a checkpoint."""
 
-    checkpoint: Path
+    found: Found
     settings: Settings
     steps: int
     job: Job
@@ -45,8 +44,9 @@ def trained(place: Path) -> Trained:
     """The model of a run's newest whole checkpoint, or of the checkpoint that is named."""
     if not place.exists():
         raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
-    path = newest_checkpoint(place) if place.is_dir() else place
-    tensors, metadata = unpacked(path.read_bytes())
+    found = newest_checkpoint(place) if place.is_dir() else Found(place)
+    path = found.path
+    tensors, metadata = read(path)
     if "settings" not in metadata:
         raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
     settings = Settings.from_json(json.dumps(metadata["settings"]))
@@ -59,7 +59,7 @@ def trained(place: Path) -> Trained:
     with blaming(f"making the model of {settings.job}"):
         model = job.model(settings.seed)
     load_into(model, tensors)
-    return Trained(path, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
+    return Trained(found, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
 
 
 def measure(one: Trained) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def measure(one: Trained) -> dict[str, Any]:
         loss, right = _figures(one, data)
     return {
         "job": one.settings.job,
-        "checkpoint": str(one.checkpoint),
+        "checkpoint": str(one.found.path),
+        "passed_over": list(one.found.passed_over),
         "steps": one.steps,
         "samples": len(data),
         "accuracy": right / len(data),

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,7 +67,7 @@ def _world(place: TaskPlace) -> World:
     def reseated(patience: float) -> World:
         return _world(place.reseated(patience))
 
-    return World(place.arena, place.communicator, place.group, place.neighbours, reseated)
+    return World(place.arena, place.communicator, place.group, place.neighbours, reseated, place.device)
 
 
 def preload() -> None:
@@ -92,6 +92,8 @@ class Launch:
     out: Path | None = None
     resume: Path | None = None
     """A checkpoint to go on from."""
+    warnings: tuple[str, ...] = ()
+    """What is to be told first."""
     coordinator: Address | None = None
     """A cluster that is up; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
@@ -109,7 +111,9 @@ class Training:
 
     def events(self) -> Iterator[Told]:
         """What it tells, the last being its result; it ends when this is closed."""
-        return self._here() if self._launch.coordinator is None else self._there(self._launch.coordinator)
+        yield from ({"kind": "warning", "text": text} for text in self._launch.warnings)
+        there = self._launch.coordinator
+        yield from self._here() if there is None else self._there(there)
 
     def stop(self) -> None:
         """Asks it to stop after a step; its events go on to the result. At any time, from a signal's handler too."""
@@ -212,8 +216,8 @@ def train(
     """
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES
+    from hoop.launch.checkpoints import FOLDER, newest_checkpoint
     from hoop.launch.given import job_from, load_into
-    from hoop.launch.recording import newest_checkpoint
 
     if isinstance(model, str):
         job, name = find_job(model, RECIPES), model
@@ -227,8 +231,13 @@ def train(
     folder = None if out is None else Path(out)
     if resume and folder is None:
         raise InvalidArgument("resume: it needs out, the folder of the run to go on with")
-    checkpoint = newest_checkpoint(folder) if resume and folder else None
-    launch = Launch(wanted, devices, parse_size(memory, "memory"), folder, checkpoint)
+    if folder is not None and not resume and (folder / FOLDER).is_dir():
+        raise FailedPrecondition(f"out: {folder} holds a run; go on with it by resume=True, or name another")
+    found = newest_checkpoint(folder) if resume and folder else None
+    size = parse_size(memory, "memory")
+    launch = Launch(wanted, devices, size, folder)
+    if found is not None:
+        launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         weights = Path(scratch) / "weights.safetensors"
         summary: Told = {}

@@ -42,6 +42,8 @@ class TaskPlace:
     """Which of the job's devices on this host this is, and how many there are."""
     reseated: Callable[[float], TaskPlace]
     """Waits so many seconds for the next seat, for whom this one has become useless."""
+    device: int = 0
+    """Its number in the cluster."""
     joining: bool = False
     """The job runs already, among others; this is a place to get ready in, alone."""
 
@@ -125,7 +127,10 @@ class Tasks:
                 raise DeadlineExceeded(f"job {job_id}: no other seat within {patience:g} s") from None
 
         task.leave = leave
-        return TaskPlace(job_id, self._arena, communicator, groups, _neighbours(seat), reseated, joining)
+        device = seat.members[seat.rank].device_id
+        return TaskPlace(
+            job_id, self._arena, communicator, groups, _neighbours(seat), reseated, device, joining
+        )
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
         """Another seat for a task that is under way; it takes it when it notices that the old one is over."""

@@ -11,14 +11,24 @@ import torch
 
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
-from hoop.launch.recording import KEPT, Recording, newest_checkpoint, saved_settings
+from hoop.launch.checkpoints import newest_checkpoint
+from hoop.launch.recording import Recording, saved_settings
 
-STEPS: dict[str, Any] = {"kind": "steps", "first": 0, "loss": [2.0, 1.0], "seconds": [0.1, 0.1], "time": 1.0}
+STEPS: dict[str, Any] = {
+    "kind": "steps",
+    "first": 0,
+    "loss": [2.0, 1.0],
+    "seconds": [0.1, 0.1],
+    "time": 1.0,
+    "fed": [None, None],
+}
+KEPT = 3
 EVALUATED = {"kind": "evaluated", "steps": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.75, "time": 2.0}
 
 
 def recording(out: Path, start: int = 0) -> Recording:
-    return Recording(out, Settings(epochs=3), [4, 5], start)
+    resumed = {"steps": start} if start else None
+    return Recording(out, Settings(epochs=3, keep=KEPT), [4, 5], resumed)
 
 
 def test_settings_come_back(tmp_path: Path) -> None:
@@ -30,16 +40,21 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) ->
     one = recording(tmp_path)
     for step in range(1, KEPT + 3):
         one.checkpoint({"weight": torch.ones(step)}, {"steps": step}, step)
+        assert one.flush(step) is not None
     one.close()
     folder = tmp_path / "checkpoints"
     assert len(list(folder.iterdir())) == KEPT
-    newest = newest_checkpoint(tmp_path)
+    newest = newest_checkpoint(tmp_path).path
     assert newest.name == f"step-{KEPT + 2:08}.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])  # torn
-    assert newest_checkpoint(tmp_path).name == f"step-{KEPT + 1:08}.safetensors"
+    found = newest_checkpoint(tmp_path)
+    assert found.path.name == f"step-{KEPT + 1:08}.safetensors"
+    (warning,) = found.warnings
+    assert warning.startswith(f"{newest}: torn: ")
+    assert warning.endswith(f"{found.path.name} is used instead")
     for path in folder.iterdir():
         path.write_bytes(b"")
-    with pytest.raises(FailedPrecondition, match="that is whole: step-"):
+    with pytest.raises(FailedPrecondition, match=r"that is whole: .*step-\d+.safetensors: torn"):
         newest_checkpoint(tmp_path)
 
 

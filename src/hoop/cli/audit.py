@@ -1,0 +1,48 @@
+"""``hoop audit``: whether every sample went into exactly one step of every epoch, by what the devices told."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+
+
+def audit(
+    run: Annotated[Path, typer.Argument(help="A run's folder: what --out named.")],
+    json: options.Json = False,
+) -> None:
+    """Check a run's ledger: which samples went into which step, computed by whom.
+
+    The order of the samples is computed anew from the seed and compared with what each device said it fed, shard by
+    shard; every checkpoint must be whole and belong to its step. The first thing that does not hold is named, and the
+    exit code is 1.
+    """
+    from hoop.launch.audit import audit as look
+
+    found = look(run)
+    if json:
+        typer.echo(json_module.dumps({"holds": found.holds, **asdict(found)}))
+    elif found.violation is not None:
+        typer.echo(f"does not hold: {found.violation}")
+    else:
+        typer.echo(
+            f"holds: {found.steps} steps, {found.epochs} whole epoch{'s' * (found.epochs != 1)} of {found.samples:,} "
+            "samples, each in exactly one step of an epoch"
+        )
+        shards = ", ".join(f"device {device} {count:,}" for device, count in found.shards.items())
+        typer.echo(f"  shards computed: {shards}")
+        for one in found.taken_over:
+            by = ", ".join(f"{shard} by device {device}" for shard, device in one["by"].items())
+            lost = ", ".join(map(str, one["lost"])) or "none"
+            typer.echo(f"  step {one['step']}: device {lost} lost; shards computed anew: {by}")
+        if found.resumed:
+            steps = ", ".join(map(str, found.resumed))
+            typer.echo(f"  went on after step {steps}; {found.repeated} steps were done again")
+        typer.echo(f"  checkpoints: {', '.join(reversed(found.checkpoints)) or 'none'}")
+    if not found.holds:
+        raise typer.Exit(1)

@@ -1,0 +1,157 @@
+"""The ledger of a run: what went into each step, as the devices told it, a line of JSON each, chained by hashes.
+
+    {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…","hash":"…"}   the run begins, or goes on
+    {"step":1,"by":[1,1,2,3],"fed":"c41f09…","hash":"…"}      shard by shard: whose gradient is in it, of which samples
+    {"lost":2,"hash":"…"}                                     a device is gone
+    {"recovered":17,"missing":[2],"hash":"…"}                 step 17 was finished without it: shard 2 was computed anew
+
+A line's hash covers the line and the hash before it. A checkpoint has the hash of its step, so it names one history. A
+run that goes on from step 20 has never seen step 21: ``begin`` says so, and what was noted after step 20 stays in the
+file as what it is, work that is in no model. Lines are on the disk before the checkpoint that names them; what a full
+disk does not take is held back, and no checkpoint is written meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
+from hoop.files import Appender, replacing
+
+NAME = "ledger.jsonl"
+REMEMBERED = 10_000
+"""Steps whose hashes are at hand, for checkpoints."""
+_HASH = b',"hash":"'
+_DIGITS = 32
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line that is whole and follows from the one before it."""
+
+    number: int
+    entry: Mapping[str, Any]
+    hash: str
+
+
+def _chained(before: str, body: bytes) -> str:
+    return hashlib.sha256(before.encode() + body).hexdigest()[:_DIGITS]
+
+
+def lines(path: Path) -> Iterator[Line]:
+    """Every line in order; raises at the first that is not what was written there. A torn tail is left out."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise FailedPrecondition(f"{path}: cannot be read: {error.strerror}") from None
+    before, last = "", "the beginning"
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        body, _, rest = line.rpartition(_HASH)
+        try:
+            if rest[_DIGITS:] != b'"}':
+                raise ValueError("no hash at its end")
+            entry = json.loads(body + b"}")
+            said = rest[:_DIGITS].decode("ascii")
+        except (ValueError, RecursionError) as error:
+            raise FailedPrecondition(f"{path}, line {number}: damaged: {error}") from None
+        if said != _chained(before, body):
+            raise FailedPrecondition(
+                f"{path}, line {number}: the chain is broken: {_what(entry)} does not follow {last} as it was "
+                "written; a line was changed, dropped, repeated or moved here"
+            )
+        before, last = said, _what(entry)
+        yield Line(number, entry, said)
+
+
+def _what(entry: Mapping[str, Any]) -> str:
+    name = next(iter(entry), "nothing")
+    return f"{name} {str(entry.get(name))[:20]}"
+
+
+def hashes(found: Iterable[Line]) -> dict[str, int]:
+    """Every hash of the history that counts, with the steps done by then."""
+    after: dict[str, int] = {}
+    step = 0
+    for line in found:
+        if isinstance(begin := line.entry.get("begin"), int):
+            step = begin
+            after = {key: one for key, one in after.items() if one <= step}
+        elif isinstance(done := line.entry.get("step"), int):
+            step = done
+        after[line.hash] = step
+    return after
+
+
+class Ledger:
+    """An open ledger, which grows by lines."""
+
+    def __init__(self, path: Path, resumed: Mapping[str, Any] | None = None) -> None:
+        """``resumed``: the metadata of the checkpoint that the run goes on from."""
+        self.path = path
+        self._lock = threading.Lock()
+        self._hash = ""
+        self._back = b""
+        self._hashes: dict[int, str] = {}
+        if resumed is None:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            self._go_on(resumed)
+        self._file = Appender(path)
+
+    def _go_on(self, resumed: Mapping[str, Any]) -> None:
+        try:
+            found = list(lines(self.path))
+        except HoopError as error:
+            raise FailedPrecondition(f"{error}. Move the ledger away to go on without it") from None
+        named = resumed.get("ledger")
+        if named is not None and hashes(found).get(named) != resumed.get("steps"):
+            raise FailedPrecondition(
+                f"{self.path}: step {resumed.get('steps')} does not have the hash {named} that the checkpoint names: "
+                "one of them is not of this run; hoop audit says more. Move the ledger away to go on without it"
+            )
+        self._hash = found[-1].hash if found else ""
+        data = self.path.read_bytes()
+        if (whole := data.rfind(b"\n") + 1) != len(data):
+            with replacing(self.path) as file:
+                file.write(data[:whole])
+
+    def note(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Adds lines. What the disk has no room for is held back, and tried again with the next."""
+        with self._lock:
+            for entry in entries:
+                body = json.dumps(entry, separators=(",", ":")).encode()[:-1]
+                self._hash = _chained(self._hash, body)
+                self._back += body + _HASH + self._hash.encode() + b'"}\n'
+                if "step" in entry or "begin" in entry:
+                    self._hashes[entry["step"] if "step" in entry else entry["begin"]] = self._hash
+            while len(self._hashes) > REMEMBERED:
+                del self._hashes[next(iter(self._hashes))]
+            self._write()
+
+    def _write(self) -> None:
+        """Raises where there is no room; what is held back stays whole."""
+        if self._back:
+            self._file.append(self._back)
+            self._back = b""
+
+    def hash_at(self, step: int) -> str | None:
+        """The hash after this step; None: the ledger has not come to it, or no longer knows."""
+        return self._hashes.get(step)
+
+    def sync(self) -> None:
+        """All of it is on the disk when this returns."""
+        with self._lock:
+            try:
+                self._write()
+                self._file.sync()
+            except HoopError as error:
+                raise ResourceExhausted(f"the ledger comes first, and {error}") from None
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,276 @@
+"""The ledger and its audit: what holds, and that whatever was tampered with is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hoop.data.order import Order, shard
+from hoop.engine.evidence import Evidence, claim, print_of
+from hoop.engine.snapshot import packed, unpacked
+from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
+from hoop.files import write_bytes
+from hoop.launch.audit import audit
+from hoop.launch.checkpoints import FOLDER, name_of
+from hoop.launch.ledger import NAME, Ledger, lines
+
+ABOUT: dict[str, Any] = {"seed": 3, "samples": 21, "batch_size": 8, "micros": 4, "data": "d"}
+ORDER, AN_EPOCH = Order(3, 21), 3
+Entry = dict[str, Any]
+
+
+def fed(step: int, by: list[int] | None = None) -> Entry:
+    """What an undisturbed step leaves."""
+    samples = ORDER.indices(*divmod(step - 1, AN_EPOCH), 8)
+    prints = [print_of(shard(samples, one, 4)) for one in range(4)]
+    return {"step": step, "by": by or [1, 1, 2, 2], "fed": "".join(f"{one:06x}" for one in prints)}
+
+
+def begun(step: int = 0, **changes: object) -> Entry:
+    return {"begin": step, **ABOUT, **changes}
+
+
+def run(out: Path, entries: list[Entry], *checkpoints: int) -> Path:
+    """A run's folder with these lines, and checkpoints of these steps."""
+    ledger = Ledger(out / NAME)
+    for entry in entries:
+        ledger.note([entry])
+        if entry.get("step") in checkpoints:
+            keep(out, entry["step"], ledger.hash_at(entry["step"]))
+    ledger.close()
+    return out
+
+
+def keep(out: Path, step: int, named: str | None) -> None:
+    data = packed({"w": torch.ones(3)}, {"steps": step, "ledger": named})
+    write_bytes(out / FOLDER / name_of(step), data)
+
+
+def forge(path: Path, entries: list[Entry]) -> None:
+    """Lines of any content, with hashes that hold."""
+    last, written = "", b""
+    for entry in entries:
+        body = json.dumps(entry).encode()[:-1]
+        last = hashlib.sha256(last.encode() + body).hexdigest()[:32]
+        written += body + f',"hash":"{last}"}}\n'.encode()
+    path.write_bytes(written)
+
+
+UNDISTURBED = [begun(), *(fed(step) for step in range(1, 8))]
+
+
+def test_an_undisturbed_run_holds(tmp_path: Path) -> None:
+    found = audit(run(tmp_path, UNDISTURBED, 3, 6))
+    assert found.violation is None
+    assert (found.steps, found.epochs, found.samples) == (7, 2, 21)
+    assert found.shards == {1: 14, 2: 14}
+    assert found.checkpoints == [name_of(6), name_of(3)]
+
+
+def test_a_run_that_went_on_and_one_that_lost_a_device_hold(tmp_path: Path) -> None:
+    again = [begun(), *(fed(step) for step in range(1, 6)), begun(4), fed(5)]
+    loss = [{"lost": 2}, {"recovered": 6, "missing": [2, 3]}, fed(6, [1, 1, 1, 3]), fed(7, [1, 1, 3, 3])]
+    found = audit(run(tmp_path, again + loss, 7))
+    assert found.violation is None
+    assert (found.resumed, found.repeated) == ([4], 1)
+    assert found.taken_over == [{"step": 6, "lost": [2], "by": {"2": 1, "3": 3}}]
+
+
+# ---- what does not hold
+
+
+def dropped(text: list[bytes]) -> list[bytes]:
+    return text[:3] + text[4:]
+
+
+def repeated(text: list[bytes]) -> list[bytes]:
+    return text[:4] + text[3:]
+
+
+def swapped(text: list[bytes]) -> list[bytes]:
+    return [*text[:3], text[4], text[3], *text[5:]]
+
+
+def edited(text: list[bytes]) -> list[bytes]:
+    return [*text[:3], text[3].replace(b"[1,1,2,2]", b"[1,2,2,2]"), *text[4:]]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "named"),
+    [
+        (dropped, "line 4: the chain is broken: step 4 does not follow step 2"),
+        (repeated, "line 5: the chain is broken: step 3 does not follow step 3"),
+        (swapped, "line 4: the chain is broken: step 4 does not follow step 2"),
+        (edited, "line 4: the chain is broken: step 3 does not follow step 2"),
+        (lambda text: [*text[:2], b"noise\n", *text[2:]], "line 3: damaged: no hash at its end"),
+        (lambda text: text[:-3], "step-00000006.safetensors: it is of step 6 and names the hash"),
+        (lambda text: [], "empty"),
+    ],
+    ids=["dropped", "repeated", "swapped", "edited", "noise", "cut off", "emptied"],
+)
+def test_a_tampered_line_is_named(
+    tmp_path: Path, tamper: Callable[[list[bytes]], list[bytes]], named: str
+) -> None:
+    path = run(tmp_path, UNDISTURBED, 3, 6) / NAME
+    path.write_bytes(b"".join(tamper(path.read_bytes().splitlines(keepends=True))))
+    violation = audit(tmp_path).violation or ""
+    assert violation.startswith(str(tmp_path))
+    assert named in violation
+
+
+WRONG = fed(2)["fed"]
+HISTORIES = {
+    "step 2, shard 1: its 2 samples went in 0 times": [begun(), fed(1), fed(2, [1, 0, 2, 2])],
+    "step 2, shard 3: its 2 samples went in 2 times": [begun(), fed(1), fed(2, [1, 1, 2, -2])],
+    "step 1, shard 0: device 1 fed other samples than the order has": [begun(), {**fed(1), "fed": WRONG}],
+    "step 3 follows step 1": [begun(), fed(1), fed(3)],
+    "step 1 follows step 1": [begun(), fed(1), fed(1)],
+    "step 1: 3 shards, where a batch has 4": [begun(), fed(1, [1, 1, 2])],
+    "step 1: no device told": [begun(), {**fed(1), "by": []}],
+    "the record begins at step 3": [begun(3), fed(4)],
+    "goes on after step 5, and step 2 is the last": [begun(), fed(1), fed(2), begun(5)],
+    "after step 1 batch_size is 4 and was 8": [begun(), fed(1), begun(1, batch_size=4)],
+    "shard 2: it is device 2's, which was lost": [
+        *(begun(), fed(1), {"lost": 2}, {"recovered": 2, "missing": [2, 3]}, fed(2)),
+    ],
+    "'wish' is unknown": [begun(), {"wish": 1}],
+    "not a ledger": [begun(), {"step": 1}],
+}
+
+
+@pytest.mark.parametrize("named", HISTORIES)
+def test_a_history_that_did_not_happen_as_it_should_is_named(tmp_path: Path, named: str) -> None:
+    assert named in (audit(run(tmp_path, HISTORIES[named])).violation or "")
+
+
+def test_an_epoch_is_counted_sample_by_sample(tmp_path: Path) -> None:
+    """The last step of an epoch is shorter, and fewer samples than shards leave some of them empty."""
+    about = {"samples": 9, "batch_size": 7, "micros": 4}
+    entries = [begun(**about)]
+    for step in (1, 2):
+        samples = Order(3, 9).indices(0, step - 1, 7)
+        parts = [shard(samples, one, 4) for one in range(4)]
+        by = [int(len(part) > 0) for part in parts]
+        prints = "".join(f"{print_of(part) if len(part) else 0:06x}" for part in parts)
+        entries.append({"step": step, "by": by, "fed": prints})
+    assert audit(run(tmp_path / "a", entries)).violation is None
+    entries[-1]["by"] = [1, 1, 1, 1]
+    assert "it has no samples, and device 1 fed some" in (audit(run(tmp_path / "b", entries)).violation or "")
+
+
+@pytest.mark.parametrize("how", ["flipped", "of another step", "of another run"])
+def test_a_checkpoint_that_does_not_belong_is_named(tmp_path: Path, how: str) -> None:
+    path = run(tmp_path, UNDISTURBED, 6) / FOLDER / name_of(6)
+    if how == "flipped":
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 4
+        path.write_bytes(data)
+    else:
+        named = unpacked(path.read_bytes())[1]["ledger"]
+        path.unlink()
+        keep(tmp_path, 5, named) if how == "of another step" else keep(tmp_path, 6, "0" * 32)
+    wanted = {
+        "flipped": f"{path}: damaged or tampered with",
+        "of another step": "it is of step 5 and names the hash",
+        "of another run": "which is of no step of the ledger",
+    }
+    assert wanted[how] in (audit(tmp_path).violation or "")
+
+
+def test_a_folder_without_a_ledger_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match=r"is .* a run's folder"):
+        audit(tmp_path)
+
+
+# ---- as it grows
+
+
+def test_a_run_goes_on_where_its_checkpoint_says_and_a_torn_line_goes(tmp_path: Path) -> None:
+    path = run(tmp_path, UNDISTURBED) / NAME
+    named = [line.hash for line in lines(path)]
+    with path.open("ab") as file:
+        file.write(b'{"step":8,"by":[1')
+    for resumed in ({"steps": 5, "ledger": named[6]}, {"steps": 6, "ledger": "0" * 32}):
+        with pytest.raises(FailedPrecondition, match=f"step {resumed['steps']} does not have the hash"):
+            Ledger(path, resumed)
+    ledger = Ledger(path, {"steps": 6, "ledger": named[6]})
+    ledger.note([begun(6), fed(7), fed(8)])
+    ledger.close()
+    found = audit(tmp_path)
+    assert (found.violation, found.steps, found.repeated) == (None, 8, 1)
+
+
+def test_what_a_full_disk_does_not_take_is_held_back_and_no_line_is_lost(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / NAME)
+    ledger.note(UNDISTURBED[:3])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / NAME).stat().st_size + 50, limits[1]))
+    try:
+        with pytest.raises(ResourceExhausted, match="cannot write"):
+            ledger.note(UNDISTURBED[3:5])
+        with pytest.raises(ResourceExhausted, match="the ledger comes first"):
+            ledger.sync()
+        assert len(list(lines(tmp_path / NAME))) == 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    ledger.note(UNDISTURBED[5:])
+    ledger.close()
+    assert audit(tmp_path).steps == 7
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_no_bytes_make_the_reader_or_the_audit_fail_otherwise(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "fuzzed"
+    folder.mkdir(exist_ok=True)
+    forge(folder / NAME, UNDISTURBED)
+    whole = (folder / NAME).read_bytes()
+    low, high = data.draw(st.integers(0, len(whole))), data.draw(st.integers(0, len(whole)))
+    entry = st.dictionaries(
+        st.sampled_from(["begin", "step", "by", "fed", "lost", "recovered", "missing", *ABOUT]),
+        st.none() | st.integers(-3, 9) | st.lists(st.integers(-3, 9)) | st.text(max_size=3) | st.floats(),
+    )
+    if data.draw(st.booleans()):
+        changed = whole[:low] + data.draw(st.binary(max_size=80)) + whole[high:]
+        (folder / NAME).write_bytes(changed)
+        violation = audit(folder).violation
+        # A line that was cut off in the middle was never written, as far as the file can tell.
+        assert violation is None or violation.startswith(f"{folder / NAME}")
+        if violation is None:
+            assert whole.startswith(changed[: changed.rfind(b"\n") + 1])
+    else:
+        forge(folder / NAME, [begun(), fed(1), data.draw(entry), fed(2)])
+        violation = audit(folder).violation
+        assert violation is None or violation.startswith(f"{folder / NAME}")
+
+
+# ---- the sum tells
+
+
+def test_a_sum_of_shards_shows_who_is_in_it_how_often() -> None:
+    slots = torch.zeros(5, 8).numpy()
+    claim(slots[0], 0, 7, 0xABCDEF)
+    claim(slots[1], 1, 8, 0x000001)
+    claim(slots[2], 1, 9, 0x000002)
+    claim(slots[3], 3, 65535, 0xFFFFFF)
+    evidence = Evidence(4)
+    evidence.note(11, slots.sum(axis=0))
+    assert evidence.told(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
+    evidence.note(11, slots[4])  # the step was done again
+    assert evidence.told(11, 1) == [([0, 0, 0, 0], "0" * 24)]
+    for slot in slots:
+        evidence.note(12, slot, more=True)
+    assert evidence.told(12, 1)[0][0] == [7, -2, 0, 65535]
+    evidence.forget(12)
+    assert json.dumps(evidence.told(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])
