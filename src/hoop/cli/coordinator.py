@@ -20,11 +20,21 @@ _UNITS = ("bytes", "elements")
 
 
 def configure(
-    host: str, port: int, count_unit: str, lease: str, timeout: str, journal: Path | None, insecure: bool
+    host: str,
+    port: int,
+    count_unit: str,
+    lease: str,
+    timeout: str,
+    journal: Path | None,
+    insecure: bool,
+    token_file: Path | None,
+    tls: Path | None,
 ) -> CoordinatorConfig:
     """A coordinator's configuration from its options, checked."""
     from hoop.membership.detector import DetectorConfig
     from hoop.servers.coordinator import CoordinatorConfig
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
     if count_unit not in _UNITS:
         raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(_UNITS)}")
@@ -39,6 +49,7 @@ def configure(
         timeout_s=seconds,
         detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
         insecure=insecure,
+        credentials=find(Role.COORDINATOR, token_file=token_file, tls=tls),
     )
 
 
@@ -52,6 +63,8 @@ def coordinator(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
 ) -> None:
@@ -60,7 +73,7 @@ def coordinator(
     from hoop.servers.assembly import CoordinatorServer
     from hoop.servers.serving import write_address_file
 
-    config = configure(host, port, count_unit, lease, timeout, journal, insecure)
+    config = configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls)
 
     async def run() -> None:
         stopping = Stopping()

@@ -43,6 +43,8 @@ def device(
         typer.Option("--checksums", help="Check every message over TCP (needs crc32c); all devices alike."),
     ] = False,
     patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
@@ -55,6 +57,8 @@ def device(
     from hoop.launch.training import trainer
     from hoop.servers.device import DeviceConfig, DeviceServer
     from hoop.servers.serving import write_address_file
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
     config = DeviceConfig(
         coordinator=Address.parse(join, "--join"),
@@ -69,6 +73,7 @@ def device(
         checksums=checksums,
         patience_s=parse_duration(patience, "--patience"),
         insecure=insecure,
+        credentials=find(Role.DEVICE, token_file=token_file, tls=tls),
     )
 
     async def run() -> None:

@@ -12,7 +12,19 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import bench, coordinator, device, evaluate, events, export, status, train, up
+from hoop.cli import (
+    bench,
+    certs,
+    coordinator,
+    device,
+    evaluate,
+    events,
+    export,
+    status,
+    token,
+    train,
+    up,
+)
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -31,6 +43,8 @@ app.command()(coordinator.coordinator)
 app.command()(device.device)
 app.command()(status.status)
 app.command()(events.events)
+app.command()(token.token)
+app.command()(certs.certs)
 app.command()(bench.bench)
 
 

@@ -14,7 +14,17 @@ AddressFile = Annotated[
     Path | None, typer.Option(help="Write host:port here once everything is up (and nothing else).")
 ]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Listen beyond loopback although calls are not authenticated.")
+    bool, typer.Option("--insecure", help="Listen beyond loopback although nobody has to prove anything.")
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The cluster's token, from hoop token; or set HOOP_TOKEN_FILE, or HOOP_TOKEN to the token."
+    ),
+]
+Tls = Annotated[
+    Path | None,
+    typer.Option(help="The folder with this process's certificate, from hoop certs; or set HOOP_TLS."),
 ]
 CoordinatorAddress = Annotated[
     str,

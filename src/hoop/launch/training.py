@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.settings import Settings
     from hoop.engine.world import World
     from hoop.topology import Address
+    from hoop.wire.credentials import Credentials
 
 DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
@@ -96,6 +97,8 @@ class Launch:
     """A cluster that is up; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
     """Where the coordinator of this job is written while it runs."""
+    credentials: Credentials | None = None
+    """What the cluster that is up is shown; None: what the environment says."""
 
 
 class Training:
@@ -163,10 +166,14 @@ class Training:
     def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
         from hoop.client.cluster import connect
         from hoop.launch.conducting import Conducting, chosen
+        from hoop.launch.forked import own_token
         from hoop.servers.serving import write_address_file
+        from hoop.wire.credentials import Credentials
+        from hoop.wire.roles import Role
 
         launch = self._launch
-        with connect(address) as cluster:
+        own = Credentials(Role.CLIENT, own_token()) if launch.coordinator is None else None
+        with connect(address, credentials=own or launch.credentials) as cluster:
             if launch.coordinator is None and devices:
                 cluster.wait_for_devices(devices)
             if launch.address_file is not None:

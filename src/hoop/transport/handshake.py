@@ -56,6 +56,8 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(name_of(chosen))
+            if not ABSTRACT:
+                os.chmod(name_of(chosen), 0o600)  # before anybody can connect
             sock.listen(512)
             return sock, chosen
         except OSError:
@@ -68,10 +70,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 def listen_to(sock: socket.socket) -> Guest:
     """A peer's HELLO, with the descriptors of its memory."""
     sock.settimeout(1.0)
-    if ABSTRACT:
-        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
-            raise LinkCorrupted(f"user {user} may not share memory with this one")
+    check_user(sock)
     data, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
     while data and len(data) < _HELLO_BYTES:
         data += sock.recv(_HELLO_BYTES - len(data))
@@ -86,6 +85,14 @@ def listen_to(sock: socket.socket) -> Guest:
         raise
     seat = (header.communicator, header.generation, header.sequence)
     return Guest(sock, seat, header.source, token.decode(), list(descriptors), (start, size))
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raises unless the process at the other end is this user's: anybody can take, or dial, a name that is no file."""
+    if ABSTRACT:
+        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            raise LinkCorrupted(f"user {user} may not share memory with this one")
 
 
 def check_memory(descriptor: int, start: int, size: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +21,8 @@ from google.protobuf.message import DecodeError
 from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, named
 
 log = logging.getLogger("hoop")
-_MARK = "hoop-error"
+MARK = "hoop-error"
+"""The trailing metadata that names an error's class."""
 _ON_THE_WAY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -36,7 +37,8 @@ _LONGEST = 1500
 class Stub:
     """A service's methods on a channel (``grpc`` or ``grpc.aio``), by their names in the .proto file."""
 
-    def __init__(self, channel: Any, service: Any) -> None:
+    def __init__(self, channel: Any, service: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        """``metadata`` goes with every call: what the caller proves itself with."""
         for method in service.methods:
             kind = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"
             call = getattr(channel, kind)(
@@ -44,10 +46,23 @@ class Stub:
                 request_serializer=_message(method.input_type).SerializeToString,
                 response_deserializer=_message(method.output_type).FromString,
             )
-            setattr(self, method.name, call)
+            setattr(self, method.name, _Presenting(call, metadata) if metadata else call)
 
     def __getattr__(self, name: str) -> Any:  # only for names that the service does not have
         raise AttributeError(f"the service has no method {name}")
+
+
+class _Presenting:
+    """A method that is always called with the same metadata."""
+
+    def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+        self._call, self._metadata = call, tuple(metadata)
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        return self._call(request, metadata=self._metadata, **options)
+
+    def future(self, request: Any, **options: Any) -> Any:
+        return self._call.future(request, metadata=self._metadata, **options)
 
 
 def handlers(service: Any, servicer: object) -> Any:
@@ -78,7 +93,7 @@ def unreachable(error: grpc.RpcError) -> bool:
 def _mark(error: grpc.RpcError) -> str:
     """The class of the Hoop error behind a status, where Hoop sent it."""
     metadata: Any = error.trailing_metadata() or ()
-    return next((str(value) for key, value in metadata if key == _MARK), "")
+    return next((str(value) for key, value in metadata if key == MARK), "")
 
 
 def _handler(method: Any, answer: Callable[..., Any]) -> Any:
@@ -148,7 +163,7 @@ def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
     if len(text) > 2 * half:
         text = f"{text[:half]} ... {text[-half:]}"
     kind = type(error) if isinstance(error, HoopError) else InternalError
-    return code, text, ((_MARK, kind.__name__),)
+    return code, text, ((MARK, kind.__name__),)
 
 
 def _arity(streaming: bool) -> str:
