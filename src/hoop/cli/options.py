@@ -10,6 +10,10 @@ import typer
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
 Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
+Jobs = Annotated[
+    Path,
+    typer.Option(help="Where the code of jobs lies: my_job:job is FOLDER/my_job.py, or what is installed."),
+]
 AddressFile = Annotated[
     Path | None, typer.Option(help="Write host:port here once everything is up (and nothing else).")
 ]
@@ -29,6 +33,9 @@ Tls = Annotated[
 CoordinatorAddress = Annotated[
     str,
     typer.Option("--coordinator", "-c", envvar="HOOP_COORDINATOR", help="The coordinator's host:port."),
+]
+MaxMessage = Annotated[
+    str, typer.Option(help="The largest message of a call, like 64MiB; refused before it is read.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 CountUnit = Annotated[

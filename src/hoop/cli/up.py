@@ -20,6 +20,7 @@ def up(
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
+    jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     state: Annotated[
         Path | None, typer.Option(help="Keep arenas and journal in this folder, and go on from them.")
@@ -47,12 +48,13 @@ def up(
     journal = state and state / "journal"
     coordinator = configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls)
     # Paths, never a secret: what is in a command's arguments everybody on the machine can read.
-    proof = [
+    more = [
+        *("--jobs", str(jobs)),
         *(["--token-file", str(token_file)] if token_file else []),
         *(["--tls", str(tls)] if tls else []),
     ]
     config = LocalConfig(
-        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(proof)
+        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more)
     )
 
     async def run() -> None:

@@ -42,12 +42,20 @@ class Spelled(Protocol):
 
 
 def trainer(
-    place: TaskPlace, settings: str, emit: Emit, stopping: Callable[[], bool], resume: bytes | None
+    place: TaskPlace,
+    settings: str,
+    emit: Emit,
+    stopping: Callable[[], bool],
+    resume: bytes | None,
+    jobs: Path | None = None,
 ) -> None:
-    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it."""
+    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it.
+
+    ``jobs`` is where the code of jobs lies on this machine.
+    """
     # Before PyTorch is loaded: a device owns its cores, and no pool of threads fights for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.engine.job import find_job
+    from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.run import Run
     from hoop.engine.settings import Settings
@@ -55,7 +63,8 @@ def trainer(
     wanted = Settings.from_json(settings).check()
     world = _world(place)
     with blaming(f"in {wanted.job}"):
-        run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
+        job = job_for_a_device(wanted.job, RECIPES, jobs)
+        run = Run(world, wanted, job, emit, stopping, resume, f"job{place.job_id}.")
         try:
             run.join() if place.joining else run.go()
         finally:

@@ -23,7 +23,7 @@ from hoop.membership import messages as m
 from hoop.membership.detector import DetectorConfig
 from hoop.membership.journal import Journal
 from hoop.membership.state import State
-from hoop.membership.step import step
+from hoop.membership.step import MAX_COMMUNICATORS, step
 from hoop.servers.serving import check_exposure, serve
 from hoop.topology import Address
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
@@ -49,6 +49,9 @@ class CoordinatorConfig:
     """How long an operation may take, where the caller does not say."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     max_message: int = MAX_MESSAGE_BYTES
+    max_communicators: int = MAX_COMMUNICATORS
+    communicators_per_client: int = MAX_COMMUNICATORS // 2
+    """A client is the machine that calls: none can take what others need."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
 

@@ -20,7 +20,7 @@ from hoop.servers import device_service, lab_device
 from hoop.servers.attendance import Attendance
 from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
-from hoop.servers.streams import StreamTable
+from hoop.servers.streams import MAX_OPEN, StreamTable
 from hoop.servers.tasks import Tasks, Trainer
 from hoop.topology import Address, DeviceInfo
 from hoop.transport.shm import share
@@ -54,6 +54,7 @@ class DeviceConfig:
     """Messages over TCP carry a checksum each."""
     patience_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
+    max_streams: int = MAX_OPEN
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
 
@@ -79,7 +80,7 @@ class DeviceServer:
             raise
         self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
         self._runner = Runner(self._arena, self._transport, self._shared)
-        self._streams = StreamTable(self._arena)
+        self._streams = StreamTable(self._arena, config.max_streams)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer)
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)

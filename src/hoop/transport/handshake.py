@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hoop.wire.frames import HEADER_BYTES, Header, Kind
 _OFFER = struct.Struct("<32sQQ")  # token, where the arena's bytes start in its file, how many they are
 _HELLO_BYTES = HEADER_BYTES + _OFFER.size
 _TRIES = 100
+_HELLO_S = 1.0
 
 Seat = tuple[int, int, int]
 """Which endpoint: communicator, generation, rank."""
@@ -69,12 +71,16 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 def listen_to(sock: socket.socket) -> Guest:
     """A peer's HELLO, with the descriptors of its memory."""
-    sock.settimeout(1.0)
+    sock.settimeout(_HELLO_S)
     check_user(sock)
+    until = time.monotonic() + _HELLO_S
     data, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
-    while data and len(data) < _HELLO_BYTES:
-        data += sock.recv(_HELLO_BYTES - len(data))
     try:
+        while 0 < len(data) < _HELLO_BYTES:
+            more = sock.recv(_HELLO_BYTES - len(data))
+            if not more or time.monotonic() > until:  # it hung up in the middle, or takes all day
+                raise LinkCorrupted(f"a HELLO ended after {len(data)} of {_HELLO_BYTES} bytes")
+            data += more
         header = Header.unpack(data[:HEADER_BYTES])
         token, start, size = _OFFER.unpack(data[HEADER_BYTES:])
         if header.kind != Kind.HELLO or not descriptors or not re.fullmatch(rb"[0-9a-f]{32}", token):

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -32,6 +33,14 @@ _ON_THE_WAY = (
 _NO_HOOP_SERVERS = (*_ON_THE_WAY[2:], grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
 _LONGEST = 1500
 """Characters of a sentence. It travels in a header, percent-encoded, and a client takes 8 KiB of headers."""
+
+
+_CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
+
+
+def calling_host() -> str:
+    """The machine whose call is being answered, without its port; empty where none is."""
+    return _CALLER.get().rpartition(":")[0]
 
 
 class Stub:
@@ -82,6 +91,8 @@ def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
     message = f"{whom}: {details}" if whom else details
     if not _mark(error) and error.code() in _NO_HOOP_SERVERS:
         return PeerLost(f"{message} (no answer of a Hoop server: {error.code().name})")
+    if not _mark(error) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
+        message += "; a server's is raised with --max-message"
     return named(_mark(error) or error.code().name, message)
 
 
@@ -115,6 +126,7 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
                 yield message
 
     async def unary(request: Any, context: Any) -> Any:
+        _CALLER.set(context.peer())
         try:
             return await answer(parse_all(request) if method.client_streaming else parse(request))
         except Exception as error:
