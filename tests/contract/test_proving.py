@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from ranks import COMMUNICATOR, LONG_S, soon
 from hoop.errors import MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint
-from hoop.transport.handshake import name_of
+from hoop.transport.handshake import ABSTRACT, name_of
 from hoop.transport.proving import NONCE_BYTES, PROOF_BYTES
+from hoop.transport.registry import key_of_environment, open_transport
 from hoop.transport.shm import ShmTransport
 from hoop.transport.tcp import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
@@ -68,6 +70,25 @@ def exchange(end: Endpoint) -> None:
     receive(end, 1, 1)
 
 
+def test_one_token_in_the_environment_is_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks of torch.distributed have it; with another token there is no link."""
+    keys = []
+    for token in ("a" * 40, "a" * 40, "b" * 40):
+        monkeypatch.setenv("HOOP_TOKEN", token)
+        keys.append(key_of_environment())
+    assert keys[0] == keys[1] != keys[2]
+    with contextlib.ExitStack() as stack:
+        transports = [stack.enter_context(open_transport("tcp://127.0.0.1:0", key)) for key in keys]
+        peers = [Address("127.0.0.1", one.address.port) for one in transports]
+        ends = [one.endpoint(COMMUNICATOR, 1, rank, peers) for rank, one in enumerate(transports)]
+        for end in ends:
+            stack.callback(end.close)
+        say(ends[0], 1, b"known")
+        assert receive(ends[1], 0, 5) == b"known"
+        with pytest.raises(PeerLost, match="have both the same token"):
+            say(ends[0], 2, b"unknown")
+
+
 def test_a_proof_is_of_no_use_twice() -> None:
     """What was overheard on one link opens no other: the challenge is new each time."""
     with pair(KEY, KEY) as ends, socket.create_server(("127.0.0.1", 0)) as middle:
@@ -104,6 +125,38 @@ def exactly(sock: socket.socket, size: int) -> bytes:
         assert more, f"it ended after {len(data)} of {size} bytes"
         data += more
     return data
+
+
+# ---- other users of the machine
+
+
+@pytest.mark.skipif(not ABSTRACT or os.getuid() != 0, reason="to be somebody else one must be root, on Linux")
+def test_memory_is_not_handed_to_another_user() -> None:
+    """Anybody can take a name that is no file, and wait there for descriptors."""
+    ours, theirs = socket.socketpair()
+    thief = Address("anywhere", 1000)
+    pid = os.fork()
+    if not pid:  # another user, at the name where a peer is expected
+        with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.bind(name_of(thief))
+            os.setuid(65534)
+            sock.listen()
+            theirs.send(b"!")
+            data, descriptors, _, _ = socket.recv_fds(sock.accept()[0], 4096, 4)
+            theirs.send(b"%d bytes, %d descriptors" % (len(data), len(descriptors)))
+        os._exit(0)
+    try:
+        assert ours.recv(1) == b"!"
+        with ShmTransport(HERE) as left:
+            end = left.endpoint(COMMUNICATOR, 1, 0, [left.address, thief])
+            with pytest.raises(PeerLost, match="user 65534 may not share memory with this one"):
+                receive(end, 1, 1)
+            end.close()
+        assert ours.recv(100) == b"0 bytes, 0 descriptors"
+    finally:
+        os.waitpid(pid, 0)
+        ours.close()
+        theirs.close()
 
 
 # ---- anything at all

@@ -189,9 +189,8 @@ def _created(state: State, device_ids: tuple[int, ...], most: int) -> Result:
     if len(set(device_ids)) != len(device_ids):
         raise InvalidArgument(f"device_ids: {list(device_ids)} names a device twice")
     if len(state.communicators) >= most:
-        raise ResourceExhausted(
-            f"{most} communicators exist; destroy some (CommDestroy), or raise the coordinator's --max-communicators"
-        )
+        how = "destroy some (CommDestroy), or raise --max-communicators"
+        raise ResourceExhausted(f"{most} communicators exist; {how}")
     for device_id in device_ids:
         member = state.member(device_id)
         if not member.usable:
