@@ -84,7 +84,7 @@ def device(
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        server = DeviceServer(config, partial(trainer, jobs=jobs))
+        server = DeviceServer(config, partial(trainer, jobs=jobs.resolve()))
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

@@ -79,8 +79,8 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
             f"job: {name[:200]!r} is no recipe and no module:name; a device opens no path that somebody else names"
         )
     where, _, attribute = name.partition(":")
-    if where.partition(".")[0] in sys.stdlib_module_names:
-        raise InvalidArgument(f"job: {where} is a module of Python's own; rename your file")
+    if where.partition(".")[0] in sys.stdlib_module_names or "__main__" in where.split("."):
+        raise InvalidArgument(f"job: {where} is a module of Python's own, or a program; rename your file")
     path = folder.joinpath(*where.split(".")).with_suffix(".py") if folder is not None else None
     if path is not None and path.is_file():
         found = getattr(_from_file(path), attribute, None)

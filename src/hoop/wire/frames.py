@@ -39,7 +39,7 @@ class Kind(IntEnum):
     """DATA with a checksum (CRC-32C) of its payload."""
     GOODBYE = 4
     """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
-    CHALLENGE = 6
+    CHALLENGE = 16
     """The answer to a HELLO on a link that authenticates: random bytes, and a proof of one's own."""
 
 

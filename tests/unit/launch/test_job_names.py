@@ -65,6 +65,7 @@ def test_only_a_job_is_used(folder: Path) -> None:
         ("hoop.cli.main:main", "neither a hoop.Job nor"),
         ("os:abort", "a module of Python's own"),
         ("code:interact", "a module of Python's own"),
+        ("hoop.__main__:main", "or a program"),
         ("nobody_has_this:job", "there is no .*nobody_has_this.py; put your file there"),
     ):
         with pytest.raises((InvalidArgument, NotFound), match=why):
