@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from lab_cluster import Cluster, check_refusal, hoop_up
+from lab_cluster import Cluster, check_refusal, hoop_up, memory_of
 from lab_target import DEVICE, LAB_DEVICE, METHODS
 
 import hoop
@@ -183,6 +183,17 @@ def test_every_method_takes_its_own_roles(either: Guarded) -> None:
     codes = {(name, role): code_of(either, name, either.proof(role)) for name, role in right}
     closed = ("UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
     assert {call: code for call, code in codes.items() if code in closed} == {}
+
+
+def test_a_strangers_message_is_not_read(with_token: Guarded) -> None:
+    """However much comes, the refusal does not wait for it, and it takes no memory."""
+    pid = with_token.running.process.pid
+    before = memory_of(pid)
+    with grpc.insecure_channel(with_token.running.address, options=channel_options()) as channel:
+        call = channel.unary_unary("/gpu_sim.GPUCoordinator/Memcpy")
+        calls = [call.future(bytes(60 << 20), timeout=CALL_S) for _ in range(4)]
+        assert {one.code().name for one in calls} == {"UNAUTHENTICATED"}
+    assert memory_of(pid) - before < 60 << 20
 
 
 def test_an_unknown_method_is_not_told_to_strangers(with_token: Guarded) -> None:
