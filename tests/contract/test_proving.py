@@ -17,10 +17,11 @@ from ranks import COMMUNICATOR, LONG_S, soon
 from hoop.errors import MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint
-from hoop.transport.handshake import ABSTRACT, name_of
+from hoop.transport.handshake import ABSTRACT, name_of, offer
 from hoop.transport.proving import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.registry import key_of_environment, open_transport
 from hoop.transport.shm import ShmTransport
+from hoop.transport.shm_links import ShmEndpoint
 from hoop.transport.tcp import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
@@ -226,4 +227,25 @@ def test_any_bytes_and_descriptors_at_a_shared_memory_listener() -> None:
         ends[0].send(1, memoryview(b"still here"), soon())
         assert receive(ends[1], 0, 10) == b"still here"
         for end in ends:
+            end.close()
+
+
+@pytest.mark.parametrize("source", [1, 2, 2**32 - 1])
+def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
+    """Its memory and bells are in order, and its number is the listener's own, or nobody's."""
+    with ShmTransport(HERE) as left, ShmTransport(HERE) as right:
+        peers = [left.address, right.address]
+        target = right.endpoint(COMMUNICATOR, 1, 1, peers)
+        real = left.endpoint(COMMUNICATOR + 1, 1, 0, peers)
+        assert isinstance(real, ShmEndpoint)
+        hello = Header(Kind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + offer(real.token, 0, 0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(LONG_S)
+            sock.connect(name_of(right.address))
+            socket.send_fds(sock, [hello], [real.descriptor])
+            assert sock.recv(1) == b""
+        peer = left.endpoint(COMMUNICATOR, 1, 0, peers)
+        peer.send(1, memoryview(b"still here"), soon())
+        assert receive(target, 0, 10) == b"still here"
+        for end in (peer, real, target):
             end.close()
