@@ -156,6 +156,7 @@ LONG = re.compile(
     r"contract/test_(collectives|failures|compression|ordered|measure)\.py.*hybrid"  # see test_hierarchical
     r"|engine/.*\btcp\b"
     r"|fault/.*(two of three|one leaves)"
+    r"|process/test_authentication\.py.*of_its_own"
     r"|process/test_train\.py.*(stopped_twice|\[15-143\]|the head)"
 )
 

@@ -6,8 +6,10 @@
     │   ├── OutOfRange               an address or a range outside a device's memory
     │   ├── NotFound                 an unknown device, communicator, buffer or stream
     │   ├── FailedPrecondition       right call, wrong moment
-    │   └── ResourceExhausted        a limit is reached
-    │       └── OutOfMemory              a device's arena is full
+    │   ├── ResourceExhausted        a limit is reached
+    │   │   └── OutOfMemory              a device's arena is full
+    │   ├── Unauthenticated          nobody knows who is asking
+    │   └── PermissionDenied         known, and not allowed this
     ├── PeerError                another process or a link failed: rebuild and go on
     │   ├── PeerLost                 it died, or closed the link
     │   ├── DeadlineExceeded         it did not answer in time
@@ -64,6 +66,18 @@ class ResourceExhausted(UserError):
 
 class OutOfMemory(ResourceExhausted, MemoryError):
     """A device's arena is full."""
+
+
+class Unauthenticated(UserError):
+    """Nobody knows who is asking: the token is missing, or of another cluster."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDenied(UserError):
+    """It is known who is asking, and that role may not do this."""
+
+    code = "PERMISSION_DENIED"
 
 
 class PeerError(HoopError):

@@ -38,7 +38,7 @@ class Block:
 def documents(root: Path) -> list[Path]:
     """Every page that is checked; the two at the top must be there."""
     found = [*root.glob("docs/**/*.md"), *root.glob("benchmarks/**/README.md")]
-    return [root / "README.md", root / "CONTRIBUTING.md", *sorted(found)]
+    return [root / "README.md", root / "CONTRIBUTING.md", *root.glob("SECURITY.md"), *sorted(found)]
 
 
 def blocks(text: str) -> Iterator[Block]:

@@ -29,7 +29,7 @@ FIELDS = {
     *("accuracy", "loss", "steps", "epochs", "seconds", "samples_per_second", "weights_sha256"),
     *("strategy", "devices", "bytes_sent", "idle_fraction"),
 }
-UP = ("--devices", "2", "--memory", "64MiB")
+UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 
 
 def hoop(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

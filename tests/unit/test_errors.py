@@ -27,6 +27,8 @@ SPEAKERS = {
     "NOT_FOUND": errors.NotFound,
     "FAILED_PRECONDITION": errors.FailedPrecondition,
     "RESOURCE_EXHAUSTED": errors.ResourceExhausted,
+    "UNAUTHENTICATED": errors.Unauthenticated,
+    "PERMISSION_DENIED": errors.PermissionDenied,
     "UNAVAILABLE": errors.PeerLost,
     "DEADLINE_EXCEEDED": errors.DeadlineExceeded,
     "DATA_LOSS": errors.LinkCorrupted,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hoop.cli import options
-from hoop.config import parse_duration
+from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -20,11 +21,21 @@ _UNITS = ("bytes", "elements")
 
 
 def configure(
-    host: str, port: int, count_unit: str, lease: str, timeout: str, journal: Path | None, insecure: bool
+    host: str,
+    port: int,
+    count_unit: str,
+    lease: str,
+    timeout: str,
+    journal: Path | None,
+    insecure: bool,
+    token_file: Path | None,
+    tls: Path | None,
 ) -> CoordinatorConfig:
     """A coordinator's configuration from its options, checked."""
     from hoop.membership.detector import DetectorConfig
     from hoop.servers.coordinator import CoordinatorConfig
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
     if count_unit not in _UNITS:
         raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(_UNITS)}")
@@ -39,6 +50,7 @@ def configure(
         timeout_s=seconds,
         detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
         insecure=insecure,
+        credentials=find(Role.COORDINATOR, token_file=token_file, tls=tls),
     )
 
 
@@ -52,6 +64,13 @@ def coordinator(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
+    max_communicators: Annotated[int, typer.Option(min=1, help="Communicators in all.")] = 1024,
+    communicators_per_client: Annotated[
+        int, typer.Option(min=1, help="Communicators of one client: the address that it calls from.")
+    ] = 512,
+    max_message: options.MaxMessage = "64MiB",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
 ) -> None:
@@ -60,7 +79,12 @@ def coordinator(
     from hoop.servers.assembly import CoordinatorServer
     from hoop.servers.serving import write_address_file
 
-    config = configure(host, port, count_unit, lease, timeout, journal, insecure)
+    config = replace(
+        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls),
+        max_communicators=max_communicators,
+        communicators_per_client=communicators_per_client,
+        max_message=parse_size(max_message, "--max-message"),
+    )
 
     async def run() -> None:
         stopping = Stopping()

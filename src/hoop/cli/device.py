@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ def device(
     id: Annotated[  # noqa: A002 - the option's name
         int, typer.Option(min=0, help="This device's id; 0: what the arena remembers, or a new one.")
     ] = 0,
+    jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     advertise: Annotated[
         str | None, typer.Option(help="Where others reach this device, if not where it listens.")
@@ -42,7 +44,11 @@ def device(
         bool,
         typer.Option("--checksums", help="Check every message over TCP (needs crc32c); all devices alike."),
     ] = False,
+    max_streams: Annotated[int, typer.Option(min=1, help="Transfers that may be open at once.")] = 4096,
+    max_message: options.MaxMessage = "64MiB",
     patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
@@ -55,6 +61,8 @@ def device(
     from hoop.launch.training import trainer
     from hoop.servers.device import DeviceConfig, DeviceServer
     from hoop.servers.serving import write_address_file
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
     config = DeviceConfig(
         coordinator=Address.parse(join, "--join"),
@@ -68,12 +76,15 @@ def device(
         advertise_data=Address.parse(advertise_data, "--advertise-data") if advertise_data else None,
         checksums=checksums,
         patience_s=parse_duration(patience, "--patience"),
+        max_message=parse_size(max_message, "--max-message"),
+        max_streams=max_streams,
         insecure=insecure,
+        credentials=find(Role.DEVICE, token_file=token_file, tls=tls),
     )
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        server = DeviceServer(config, trainer)
+        server = DeviceServer(config, partial(trainer, jobs=jobs.resolve()))
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

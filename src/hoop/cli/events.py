@@ -15,12 +15,17 @@ def events(
     coordinator: options.CoordinatorAddress,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep on until Ctrl-C.")] = False,
     after: Annotated[int, typer.Option(min=0, help="Only events numbered higher than this.")] = 0,
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     json: options.Json = False,
 ) -> None:
     """Show a coordinator's events: devices that join, fall silent, die; communicators; failures."""
     import hoop
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
-    with hoop.connect(coordinator) as cluster:
+    credentials = find(Role.CLIENT, token_file=token_file, tls=tls)
+    with hoop.connect(coordinator, credentials=credentials) as cluster:
         for event in cluster.events(after, follow):
             if json:
                 plain = {

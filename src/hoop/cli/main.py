@@ -12,7 +12,20 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import audit, bench, coordinator, device, evaluate, events, export, status, train, up
+from hoop.cli import (
+    audit,
+    bench,
+    certs,
+    coordinator,
+    device,
+    evaluate,
+    events,
+    export,
+    status,
+    token,
+    train,
+    up,
+)
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -32,6 +45,8 @@ app.command()(coordinator.coordinator)
 app.command()(device.device)
 app.command()(status.status)
 app.command()(events.events)
+app.command()(token.token)
+app.command()(certs.certs)
 app.command()(bench.bench)
 
 

@@ -21,12 +21,18 @@ _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
 def status(
     coordinator: options.CoordinatorAddress,
     patience: Annotated[str, typer.Option(help="How long to knock before giving up.")] = "5s",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     json: options.Json = False,
 ) -> None:
     """Show the devices and communicators of a running coordinator."""
     import hoop
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
-    with hoop.connect(coordinator, patience=parse_duration(patience, "--patience")) as cluster:
+    credentials = find(Role.CLIENT, token_file=token_file, tls=tls)
+    seconds = parse_duration(patience, "--patience")
+    with hoop.connect(coordinator, patience=seconds, credentials=credentials) as cluster:
         found = cluster.status()
     if json:
         typer.echo(json_module.dumps(as_plain(found)))

@@ -73,6 +73,8 @@ def train(
         str | None,
         typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
     ] = None,
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     address_file: options.AddressFile = None,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     json: options.Json = False,
@@ -84,6 +86,8 @@ def train(
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
+    from hoop.wire.credentials import find
+    from hoop.wire.roles import Role
 
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -108,11 +112,15 @@ def train(
     if strategy is not None:
         parse(strategy)
     there = Address.parse(coordinator, "--coordinator") if coordinator else None
+    if there is None and (token_file or tls):
+        raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
         launch = _launch(job, changes, devices, size, out, resume, there, address_file)
+        if there is not None:
+            launch = replace(launch, credentials=find(Role.CLIENT, token_file=token_file, tls=tls))
         result, number = _follow(launch, view, started)
     if json:
         typer.echo(json_module.dumps(result))

@@ -20,6 +20,7 @@ def up(
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
+    jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     state: Annotated[
         Path | None, typer.Option(help="Keep arenas and journal in this folder, and go on from them.")
@@ -27,6 +28,8 @@ def up(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
 ) -> None:
@@ -42,8 +45,17 @@ def up(
         raise InvalidArgument(f"--devices: {devices} is negative")
     if state is not None:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    coordinator = configure(host, port, count_unit, lease, timeout, state and state / "journal", insecure)
-    config = LocalConfig(devices, parse_size(memory, "--memory"), state, coordinator)
+    journal = state and state / "journal"
+    coordinator = configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls)
+    # Paths, never a secret: what is in a command's arguments everybody on the machine can read.
+    more = [
+        *("--jobs", str(jobs)),
+        *(["--token-file", str(token_file)] if token_file else []),
+        *(["--tls", str(tls)] if tls else []),
+    ]
+    config = LocalConfig(
+        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more)
+    )
 
     async def run() -> None:
         stopping = Stopping()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -18,7 +20,9 @@ from hoop.events import Event
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.channels import Knocking, channel_options
 from hoop.wire.convert import device_info
+from hoop.wire.credentials import Credentials, find
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.roles import Role
 from hoop.wire.rpc import Stub, translate, unreachable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -30,12 +34,13 @@ class Cluster:
     opened: ClassVar[bool] = False
     """Whether this process has ever opened one: what gRPC starts does not survive a fork."""
 
-    def __init__(self, address: Address, timeout: float) -> None:
+    def __init__(self, address: Address, timeout: float, credentials: Credentials) -> None:
         Cluster.opened = True
         self.address = address
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(str(address), options=channel_options())
-        self._stub = Stub(self._channel, SERVICE)
+        self._credentials = credentials
+        self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
+        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
         self._devices: dict[str, Device] = {}
 
     def status(self) -> pb.GetStatusResponse:
@@ -115,7 +120,7 @@ class Cluster:
 
     def _known(self, info: DeviceInfo) -> Device:
         if info.incarnation not in self._devices:
-            self._devices[info.incarnation] = Device(info, self._timeout)
+            self._devices[info.incarnation] = Device(info, self._timeout, self._credentials)
         return self._devices[info.incarnation]
 
     def _call(self, method: str, request: object) -> Any:
@@ -135,15 +140,27 @@ class Cluster:
         self.close()
 
 
-def connect(address: str | Address, patience: float = 10.0, timeout: float = 60.0) -> Cluster:
+def connect(
+    address: str | Address,
+    patience: float = 10.0,
+    timeout: float = 60.0,
+    *,
+    token: str | None = None,
+    tls: str | os.PathLike[str] | None = None,
+    credentials: Credentials | None = None,
+) -> Cluster:
     """The cluster whose coordinator is at ``host:port``; knocks for up to ``patience`` seconds.
+
+    A cluster beyond this machine wants to know who calls: ``token``, or ``tls``, a folder that ``hoop certs`` made;
+    where neither is given, what HOOP_TOKEN, HOOP_TOKEN_FILE or HOOP_TLS says (SECURITY.md).
 
     >>> with hoop.connect("127.0.0.1:4021") as cluster:
     ...     comm = cluster.communicator(3)
     ...     sums = comm.all_reduce([a, b, c])
     """
     address = Address.parse(address) if isinstance(address, str) else address
-    cluster = Cluster(address, timeout)
+    credentials = credentials or find(Role.CLIENT, token, tls=Path(tls) if tls else None)
+    cluster = Cluster(address, timeout, credentials)
     knocking = Knocking("the coordinator", address, patience)
     try:
         for pause in knocking.pauses():

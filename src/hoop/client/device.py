@@ -10,7 +10,9 @@ import grpc
 from hoop.client.calls import call
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
+from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.roles import Role
 from hoop.wire.rpc import Stub, translate
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
@@ -26,11 +28,11 @@ def location(place: int | str, offset: int = 0) -> pb.Location:
 class Device:
     """A device of the cluster. Data goes to it directly, not through the coordinator."""
 
-    def __init__(self, info: DeviceInfo, timeout: float) -> None:
+    def __init__(self, info: DeviceInfo, timeout: float, credentials: Credentials) -> None:
         self.info = info
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(str(info.address), options=channel_options())
-        self._stub = Stub(self._channel, SERVICE)
+        self._channel = credentials.channel(info.address, Role.DEVICE, channel_options())
+        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
 
     @property
     def id(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from hoop.errors import InvalidArgument, NotFound
 
 INHERITED: list[Job] = []
 """Jobs made of live objects, which devices that were forked from this process have too: ``inherited:0`` and so on."""
+LOADED: dict[str, Job] = {}
+"""Jobs that this process has found, as devices are told of them: those that are forked from it have them too."""
+_IMPORT_PATH = re.compile(r"[\w-]+(\.[\w-]+)*:\w+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,49 @@ def names_of(model: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in named}
 
 
+def import_path(name: str) -> str:
+    """How devices are told of a job: a file by its module's name, never by where it lies here."""
+    where, colon, attribute = name.rpartition(":")
+    return f"{Path(where).stem}:{attribute}" if colon and where.endswith(".py") else name
+
+
+def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None) -> Job:
+    """A job that somebody elsewhere names: a recipe, or ``module:name`` of code that is on this machine already.
+
+    No path from elsewhere is opened: the module is one in ``folder``, which whoever started this device chose, or one
+    that is installed. Of it only a ``Job`` is used, or a function that says it returns one.
+    """
+    if name in recipes or name.startswith("inherited:"):
+        return find_job(name, recipes)
+    if name in LOADED:
+        return LOADED[name]
+    if not _IMPORT_PATH.fullmatch(name):
+        raise InvalidArgument(
+            f"job: {name[:200]!r} is no recipe and no module:name; a device opens no path that somebody else names"
+        )
+    where, _, attribute = name.partition(":")
+    if where.partition(".")[0] in sys.stdlib_module_names or "__main__" in where.split("."):
+        raise InvalidArgument(f"job: {where} is a module of Python's own, or a program; rename your file")
+    path = folder.joinpath(*where.split(".")).with_suffix(".py") if folder is not None else None
+    if path is not None and path.is_file():
+        found = getattr(_from_file(path), attribute, None)
+    else:
+        try:
+            found = getattr(importlib.import_module(where), attribute, None)
+        except ImportError as error:
+            raise NotFound(
+                f"job: {name}: {where} is not on this machine ({error}): there is no {path}; put your file there, or "
+                "start devices with --jobs FOLDER"
+            ) from None
+    if isinstance(found, Job):
+        return found
+    if getattr(found, "__annotations__", {}).get("return") not in (Job, "Job", "hoop.Job"):
+        raise InvalidArgument(f"job: {name} is neither a hoop.Job nor a function that says '-> hoop.Job'")
+    return _made(found, name)
+
+
 def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
-    """A recipe, ``file.py:name``, ``package.module:name``, or what this process inherited."""
+    """A recipe, ``file.py:name``, ``package.module:name``, or what this process inherited: as its own user names it."""
     if name in recipes:
         return recipes[name]
     where, colon, attribute = name.rpartition(":")
@@ -70,6 +115,11 @@ def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
     found = getattr(_module(where, name), attribute, None)
     if found is None:
         raise NotFound(f"job: {where} has no {attribute!r}")
+    job = LOADED[import_path(name)] = _made(found, name)
+    return job
+
+
+def _made(found: Any, name: str) -> Job:
     job = found() if callable(found) and not isinstance(found, Job) else found
     if not isinstance(job, Job):
         raise InvalidArgument(f"job: {name} is {type(job).__name__}; make it a hoop.Job(model=…, data=…)")
@@ -85,6 +135,11 @@ def _module(where: str, name: str) -> Any:
     path = Path(where).resolve()
     if not path.is_file():
         raise NotFound(f"job: {where} is not a file on this machine ({path})")
+    return _from_file(path)
+
+
+def _from_file(path: Path) -> Any:
+    """Runs a file anew, so that a device that stays up sees what was changed in it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None

@@ -9,6 +9,7 @@ device  ◀── read ─────── conduct        (3) a snapshot is re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import secrets
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hoop.client.cluster import Cluster
 from hoop.client.jobs import JobEvent, JobHandle
+from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
 from hoop.engine.snapshot import MOMENT, SEAL, packed, unpacked
 from hoop.errors import FailedPrecondition, HoopError, PeerError
@@ -70,7 +72,7 @@ class Conducting:
         if self._recording is not None and resumed:
             self._evaluated = self._recording.last_evaluation() or {}
         try:
-            self.job: JobHandle = cluster.start_job(settings.to_json(), self._devices, name)  # (1)
+            self.job: JobHandle = cluster.start_job(_told(settings), self._devices, name)  # (1)
         except BaseException:
             if self._recording is not None:
                 self._recording.close()
@@ -170,6 +172,9 @@ class Conducting:
         metadata = parts[-1][1]
         digest = weights_digest(tensors)
         if self._recording is not None and self._diverged is None:
+            metadata |= {
+                "settings": metadata.get("settings", {}) | {"job": self._settings.job}
+            }  # as it is called here
             self._recording.checkpoint(tensors, metadata | {"weights_sha256": digest}, told["steps"])
         if told["final"]:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
@@ -238,6 +243,11 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _told(settings: Settings) -> str:
+    """What devices are told: no path of this machine's."""
+    return dataclasses.replace(settings, job=import_path(settings.job)).to_json()
 
 
 def _divergence(step: int, loss: float, settings: Settings) -> FailedPrecondition:

@@ -32,6 +32,9 @@ from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.device import DeviceConfig
 from hoop.servers.tasks import Trainer
 from hoop.topology import Address
+from hoop.wire.credentials import Credentials
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token
 
 Head = Callable[[Address, Callable[[dict[str, Any]], None], Callable[[Callable[[], None]], None]], None]
 """What the head does with a cluster that is up: (where it is, tell the parent, whom to call when asked to stop)."""
@@ -51,8 +54,20 @@ class ForkedConfig:
     memory: int
     trainer: Trainer
     coordinator: CoordinatorConfig = field(
-        default_factory=lambda: CoordinatorConfig(detector=DetectorConfig(lease_s=LEASE_S))
+        default_factory=lambda: CoordinatorConfig(
+            detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, own_token())
+        )
     )
+
+
+def own_token() -> Token | None:
+    """The join token in HOOP_TOKEN, so that other users of this machine have no say in a job; else none.
+
+    It may be a client's, for a cluster elsewhere: then it is not for this one.
+    """
+    text = os.environ.get("HOOP_TOKEN")
+    token = Token.parse(text, "HOOP_TOKEN") if text else None
+    return token if token is not None and token.is_join else None
 
 
 class Forked:
@@ -112,7 +127,8 @@ def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
         os.close(say)
         address = Address.parse(_first_line(heard))
         for device_id in range(1, config.devices + 1):
-            device = DeviceConfig(address, memory=config.memory, device_id=device_id)
+            proof = Credentials(Role.DEVICE, config.coordinator.credentials.token)
+            device = DeviceConfig(address, memory=config.memory, device_id=device_id, credentials=proof)
             work = partial(serve, device, config.trainer, complain, devices.held)
             devices.start(work, (close - {heard}) | {leading.held})
         os.close(complain)

@@ -31,6 +31,8 @@ class LocalConfig:
     """A folder for the arenas and the journal, to go on from after a restart; None: nothing is kept."""
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     patience_s: float = 60.0
+    device_options: tuple[str, ...] = ()
+    """More of ``hoop device``'s options: where its token or certificates are, if not in the environment."""
 
 
 class LocalCluster:
@@ -72,7 +74,7 @@ class LocalCluster:
         ]
         command += ["--memory", str(self.config.memory), "--host", self.config.coordinator.host]
         # It leaves when this pipe closes: however this process ends, no device is left behind.
-        command += ["--leave-with-stdin", "--quiet"]
+        command += ["--leave-with-stdin", "--quiet", *self.config.device_options]
         if self.config.coordinator.insecure:
             command.append("--insecure")
         if self.config.state is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.settings import Settings
     from hoop.engine.world import World
     from hoop.topology import Address
+    from hoop.wire.credentials import Credentials
 
 DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
@@ -41,12 +42,20 @@ class Spelled(Protocol):
 
 
 def trainer(
-    place: TaskPlace, settings: str, emit: Emit, stopping: Callable[[], bool], resume: bytes | None
+    place: TaskPlace,
+    settings: str,
+    emit: Emit,
+    stopping: Callable[[], bool],
+    resume: bytes | None,
+    jobs: Path | None = None,
 ) -> None:
-    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it."""
+    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it.
+
+    ``jobs`` is where the code of jobs lies on this machine.
+    """
     # Before PyTorch is loaded: a device owns its cores, and no pool of threads fights for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.engine.job import find_job
+    from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.run import Run
     from hoop.engine.settings import Settings
@@ -54,7 +63,8 @@ def trainer(
     wanted = Settings.from_json(settings).check()
     world = _world(place)
     with blaming(f"in {wanted.job}"):
-        run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
+        job = job_for_a_device(wanted.job, RECIPES, jobs)
+        run = Run(world, wanted, job, emit, stopping, resume, f"job{place.job_id}.")
         try:
             run.join() if place.joining else run.go()
         finally:
@@ -98,6 +108,8 @@ class Launch:
     """A cluster that is up; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
     """Where the coordinator of this job is written while it runs."""
+    credentials: Credentials | None = None
+    """What the cluster that is up is shown; None: what the environment says."""
 
 
 class Training:
@@ -167,10 +179,14 @@ class Training:
     def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
         from hoop.client.cluster import connect
         from hoop.launch.conducting import Conducting, chosen
+        from hoop.launch.forked import own_token
         from hoop.servers.serving import write_address_file
+        from hoop.wire.credentials import Credentials
+        from hoop.wire.roles import Role
 
         launch = self._launch
-        with connect(address) as cluster:
+        own = Credentials(Role.CLIENT, own_token()) if launch.coordinator is None else None
+        with connect(address, credentials=own or launch.credentials) as cluster:
             if launch.coordinator is None and devices:
                 cluster.wait_for_devices(devices)
             if launch.address_file is not None:

@@ -112,7 +112,18 @@ class Journal:
     def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
         self.path = path
         data = path.read_bytes() if path.exists() else b""
-        self.state = replay(decode(data, path), config, now)
+        try:
+            self.state = replay(decode(data, path), config, now)
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ) as error:  # whole, and nothing that Hoop wrote
+            raise FailedPrecondition(
+                f"journal {path}: an entry of another kind of file or version: {type(error).__name__}: {error}; "
+                "move the file away to start without it"
+            ) from None
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(path.name + ".new")
         with open(fresh, "wb", opener=_private) as file:

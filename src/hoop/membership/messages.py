@@ -73,6 +73,8 @@ class Created:
     """A communicator of these devices, in rank order."""
 
     device_ids: tuple[int, ...]
+    most: int = 0
+    """How many there may be in all; 0: the default."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def step(state: State, message: m.Message) -> Result:
         case m.Tick():
             return _tick(state, message.now)
         case m.Created():
-            return _created(state, message.device_ids)
+            return _created(state, message.device_ids, message.most or MAX_COMMUNICATORS)
         case m.Rebuilt():
             return _rebuilt(state, message.communicator_id, message.joining)
         case m.Started():
@@ -183,13 +183,14 @@ def _break(state: State, device_id: int, reason: str) -> Result:
 # ---- communicators
 
 
-def _created(state: State, device_ids: tuple[int, ...]) -> Result:
+def _created(state: State, device_ids: tuple[int, ...], most: int) -> Result:
     if not device_ids:
         raise InvalidArgument("devices: a communicator needs at least one")
     if len(set(device_ids)) != len(device_ids):
         raise InvalidArgument(f"device_ids: {list(device_ids)} names a device twice")
-    if len(state.communicators) >= MAX_COMMUNICATORS:
-        raise ResourceExhausted(f"{MAX_COMMUNICATORS} communicators exist; destroy some (CommDestroy)")
+    if len(state.communicators) >= most:
+        how = "destroy some (CommDestroy), or raise --max-communicators"
+        raise ResourceExhausted(f"{most} communicators exist; {how}")
     for device_id in device_ids:
         member = state.member(device_id)
         if not member.usable:

@@ -156,7 +156,7 @@ class Allocator:
             f"{format_size(self.free_bytes)} free of {format_size(self.capacity)}, "
             f"largest free piece {format_size(self.largest_free)}; "
             + (f"held by {_listed(holders)}; free some of them or " if holders else "")
-            + "give the device more memory"
+            + "give the device more memory (--memory)"
         )
 
 

@@ -17,7 +17,9 @@ from hoop.errors import HoopError
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.channels import Knocking, channel_options
 from hoop.wire.convert import describe
+from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.roles import Role
 from hoop.wire.rpc import Stub, translate, unreachable
 
 log = logging.getLogger("hoop")
@@ -30,11 +32,13 @@ RETURN_S = 0.2
 class Attendance:
     """Keeps a device a member."""
 
-    def __init__(self, coordinator: Address, memory: Callable[[], pb.DeviceMemory]) -> None:
+    def __init__(
+        self, coordinator: Address, memory: Callable[[], pb.DeviceMemory], credentials: Credentials
+    ) -> None:
         self.coordinator = coordinator
         self._memory = memory
-        self._channel = grpc.aio.insecure_channel(str(coordinator), options=channel_options())
-        self._stub = Stub(self._channel, SERVICE)
+        self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
+        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
         self._heartbeat_s = 0.1
         self._task: asyncio.Task[None] | None = None
         self._leaving = False

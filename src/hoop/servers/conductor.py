@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import groupby
 
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, ResourceExhausted
 from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState
 from hoop.servers.coordinator import Coordinator
@@ -16,6 +16,7 @@ from hoop.servers.launching import launch, seat
 from hoop.servers.runner import MAX_OPERATIONS, MAX_TIMEOUT_S
 from hoop.servers.work import Work
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.rpc import calling_host
 
 SEAT_S = 5.0
 Reports = list[pb.OperationReport]
@@ -27,6 +28,8 @@ class Conductor:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._clients: dict[int, str] = {}
+        """Who asked for each communicator."""
 
     # ---- communicators
 
@@ -40,13 +43,29 @@ class Conductor:
                     f"start more with: hoop device --join {self._coordinator.address}"
                 )
             device_ids = sorted(usable[:count])
-        state = self._coordinator.apply(m.Created(tuple(device_ids)))
+        client = self._check_quota()
+        state = self._coordinator.apply(
+            m.Created(tuple(device_ids), self._coordinator.config.max_communicators)
+        )
         one = state.communicator(state.next_communicator - 1)
+        self._clients[one.id] = client
         try:
             return await self._seat(one)
         except BaseException:  # nobody has heard of it: without this it would stay for ever
             self._coordinator.apply(m.Destroyed(one.id))
             raise
+
+    def _check_quota(self) -> str:
+        """The client that asks, if it may have one more."""
+        there = self._coordinator.state.communicators
+        self._clients = {key: one for key, one in self._clients.items() if key in there}
+        client, most = calling_host(), self._coordinator.config.communicators_per_client
+        if client and list(self._clients.values()).count(client) >= most:
+            raise ResourceExhausted(
+                f"the client at {client} has {most} communicators, its limit; destroy some (CommDestroy), or raise the "
+                "coordinator's --communicators-per-client"
+            )
+        return client
 
     async def rebuild(self, communicator_id: int, joining: Sequence[int] = ()) -> CommunicatorState:
         """The next generation: of the members that are alive, and of whoever joins."""

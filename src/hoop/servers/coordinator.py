@@ -23,11 +23,13 @@ from hoop.membership import messages as m
 from hoop.membership.detector import DetectorConfig
 from hoop.membership.journal import Journal
 from hoop.membership.state import State
-from hoop.membership.step import step
+from hoop.membership.step import MAX_COMMUNICATORS, step
 from hoop.servers.serving import check_exposure, serve
 from hoop.topology import Address
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
+from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.roles import Role
 from hoop.wire.rpc import Stub, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
@@ -47,14 +49,18 @@ class CoordinatorConfig:
     """How long an operation may take, where the caller does not say."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
     max_message: int = MAX_MESSAGE_BYTES
+    max_communicators: int = MAX_COMMUNICATORS
+    communicators_per_client: int = MAX_COMMUNICATORS // 2
+    """A client is the machine that calls: none can take what others need."""
     insecure: bool = False
+    credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
 
 
 class Coordinator:
     """The coordinator's state, its devices, and the loop that watches them."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        check_exposure(Address(config.host, config.port), config.insecure)
+        check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self.address = Address(config.host, config.port)
         self.events = EventLog()
@@ -134,10 +140,11 @@ class Coordinator:
             return known[2]
         if known is not None:
             self.in_background(known[1].close(None))
-        channel = grpc.aio.insecure_channel(
-            str(info.address), options=channel_options(self.config.max_message + 65536)
+        credentials = self.config.credentials
+        channel = credentials.aio_channel(
+            info.address, Role.DEVICE, channel_options(self.config.max_message + 65536)
         )
-        stub = Stub(channel, DEVICE)
+        stub = Stub(channel, DEVICE, credentials.metadata)
         self._channels[device_id] = (info.incarnation, channel, stub)
         return stub
 
@@ -163,7 +170,9 @@ class Coordinator:
         for one in [one for one in self.state.communicators.values() if not one.broken_by]:
             # What a former coordinator launched may still run: it must not meet, on the same links, what this one will.
             self.apply(m.Rebuilt(one.id))
-        self._server, self.address = await serve(self.address, services, self.config.max_message)
+        self._server, self.address = await serve(
+            self.address, services, self.config.max_message, self.config.credentials
+        )
         self.in_background(self._watch())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
         return self.address

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -20,12 +20,14 @@ from hoop.servers import device_service, lab_device
 from hoop.servers.attendance import Attendance
 from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
-from hoop.servers.streams import StreamTable
+from hoop.servers.streams import MAX_OPEN, StreamTable
 from hoop.servers.tasks import Tasks, Trainer
 from hoop.topology import Address, DeviceInfo
 from hoop.transport.shm import share
 from hoop.transport.tcp import TcpTransport
 from hoop.wire.channels import MAX_MESSAGE_BYTES
+from hoop.wire.credentials import Credentials
+from hoop.wire.roles import Role
 from hoop.wire.rpc import handlers
 
 ID_LABEL = "device_id"
@@ -52,14 +54,16 @@ class DeviceConfig:
     """Messages over TCP carry a checksum each."""
     patience_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
+    max_streams: int = MAX_OPEN
     insecure: bool = False
+    credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
 
 
 class DeviceServer:
     """A running device."""
 
     def __init__(self, config: DeviceConfig, trainer: Trainer | None = None) -> None:
-        check_exposure(Address(config.host, config.port), config.insecure)
+        check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
@@ -68,17 +72,19 @@ class DeviceServer:
         if not self._keeps_arena and sys.platform == "linux":
             self._arena.unname()  # elsewhere peers can only be given it by its name
         try:
-            self._transport = TcpTransport(Address(config.host, config.data_port), config.checksums)
+            self._transport = TcpTransport(
+                Address(config.host, config.data_port), config.checksums, config.credentials.link_key
+            )
         except HoopError:
             self._arena.close(delete=not self._keeps_arena)
             raise
         self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
         self._runner = Runner(self._arena, self._transport, self._shared)
-        self._streams = StreamTable(self._arena)
-        self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams)
+        self._streams = StreamTable(self._arena, config.max_streams)
+        self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer)
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
-        self._attendance = Attendance(config.coordinator, self._service.memory)
+        self._attendance = Attendance(config.coordinator, self._service.memory, config.credentials)
         self._server: grpc.aio.Server | None = None
         self._info = DeviceInfo(
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
@@ -104,7 +110,9 @@ class DeviceServer:
                 handlers(lab_device.SERVICE, self._lab),
                 handlers(device_service.SERVICE, self._service),
             )
-            self._server, address = await serve(self._info.address, services, self.config.max_message)
+            self._server, address = await serve(
+                self._info.address, services, self.config.max_message, self.config.credentials
+            )
             info = dataclasses.replace(self._info, address=self.config.advertise or address)
             self._service.info = info
             self._info = await self._attendance.join(info, self.config.patience_s)

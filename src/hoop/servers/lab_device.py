@@ -13,7 +13,9 @@ from hoop.servers.runner import Runner
 from hoop.servers.streams import Stream, StreamTable
 from hoop.topology import Address
 from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
+from hoop.wire.credentials import Credentials
 from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.roles import Role
 from hoop.wire.rpc import Stub, translate
 
 SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
@@ -22,7 +24,8 @@ SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 class LabDevice:
     """Answers the lab's calls to a device."""
 
-    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable) -> None:
+    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable, credentials: Credentials) -> None:
+        self._credentials = credentials
         self._arena = arena
         self._runner = runner
         self._streams = streams
@@ -73,8 +76,8 @@ class LabDevice:
                 yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
         try:
-            async with grpc.aio.insecure_channel(str(to), options=channel_options()) as channel:
-                call = Stub(channel, SERVICE).StreamSend(chunks())
+            async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
+                call = Stub(channel, SERVICE, self._credentials.metadata).StreamSend(chunks())
                 sending = asyncio.ensure_future(_outcome(call))
                 lost = asyncio.ensure_future(stream.ended.wait())
                 try:

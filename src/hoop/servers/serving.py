@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,25 +14,33 @@ import grpc
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.topology import Address
 from hoop.wire.channels import server_options
+from hoop.wire.credentials import Credentials
+
+log = logging.getLogger("hoop")
 
 
-def check_exposure(address: Address, insecure: bool) -> None:
-    """Refuses to listen beyond this machine without a word that it is meant."""
-    if not address.is_loopback and not insecure:
+def check_exposure(address: Address, credentials: Credentials, insecure: bool) -> None:
+    """Refuses to listen beyond this machine where callers need prove nothing, without a word that it is meant."""
+    if address.is_loopback or credentials.asked:
+        return
+    where = f"{address.host} can be reached from other machines"
+    if not insecure:
         raise InvalidArgument(
-            f"host: {address.host} can be reached from other machines, and calls are not authenticated yet; "
-            "use 127.0.0.1, or --insecure on a network you trust"
+            f"host: {where}, and whoever calls can run jobs here; let callers prove themselves with a token "
+            "(hoop token FILE, then --token-file FILE everywhere) or certificates (hoop certs DIR, then --tls DIR); "
+            "or use 127.0.0.1, or --insecure on a network you trust"
         )
+    log.warning("insecure: %s, and nobody who calls has to prove anything (SECURITY.md)", where)
 
 
 async def serve(
-    address: Address, services: Sequence[Any], max_message: int
+    address: Address, services: Sequence[Any], max_message: int, credentials: Credentials
 ) -> tuple[grpc.aio.Server, Address]:
     """A started server and where it listens (port 0: any free one)."""
-    server = grpc.aio.server(options=server_options(max_message))
+    server = grpc.aio.server(options=server_options(max_message), interceptors=credentials.interceptors())
     server.add_generic_rpc_handlers(tuple(services))
     try:
-        port = server.add_insecure_port(str(address))
+        port = credentials.listen(server, address)
     except RuntimeError:
         raise FailedPrecondition(
             f"cannot listen on {address}: the port is in use or not ours; choose another, or 0 for any"

@@ -59,8 +59,9 @@ class Stream:
 class StreamTable:
     """Every transfer that this device takes part in."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, most: int = MAX_OPEN) -> None:
         self._arena = arena
+        self._most = most
         self._sends: OrderedDict[int, Stream] = OrderedDict()
         self._receives: OrderedDict[int, Stream] = OrderedDict()
         self._arrived = asyncio.Condition()
@@ -111,8 +112,7 @@ class StreamTable:
 
     async def accept(self, chunks: AsyncIterator[lab.DataChunk]) -> None:
         """(3), until the last byte: what StreamSend does."""
-        if self.open >= MAX_OPEN:
-            raise ResourceExhausted(f"{MAX_OPEN} streams are open here; wait for some to end")
+        self._check_room()
         self._arriving += 1
         try:
             first, stream = await self._meet(chunks)
@@ -191,9 +191,14 @@ class StreamTable:
             if stream.peer_device == device_id:
                 stream.end(reason)
 
+    def _check_room(self) -> None:
+        if self.open >= self._most:
+            raise ResourceExhausted(
+                f"{self._most} streams are open here; wait for some to end, or raise the device's --max-streams"
+            )
+
     def _remember(self, table: OrderedDict[int, Stream], stream: Stream) -> None:
-        if self.open >= MAX_OPEN:
-            raise ResourceExhausted(f"{MAX_OPEN} streams are open here; wait for some to end")
+        self._check_room()
         table[stream.id] = stream
         if len(table) > MAX_REMEMBERED:
             ended = next(key for key, one in table.items() if one.ended.is_set())

@@ -30,6 +30,7 @@ from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.bell import Bell
 from hoop.transport.hybrid_transport import HybridTransport
 from hoop.transport.mailbox import PAGE, new_memory
+from hoop.transport.registry import key_of_environment
 from hoop.transport.shm_links import bell_name
 
 ON_ONE_HOST = "shm"
@@ -155,7 +156,7 @@ _open: dict[str, tuple[Transport, int]] = {}
 def borrow(uri: str) -> Transport:
     """This process's transport for a scheme and host."""
     with _lock:
-        transport, users = _open.get(uri) or (open_transport(uri), 0)
+        transport, users = _open.get(uri) or (open_transport(uri, key_of_environment()), 0)
         _open[uri] = (transport, users + 1)
         return transport
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from hoop.wire.frames import HEADER_BYTES, Header, Kind
 _OFFER = struct.Struct("<32sQQ")  # token, where the arena's bytes start in its file, how many they are
 _HELLO_BYTES = HEADER_BYTES + _OFFER.size
 _TRIES = 100
+_HELLO_S = 1.0
 
 Seat = tuple[int, int, int]
 """Which endpoint: communicator, generation, rank."""
@@ -56,6 +58,8 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.bind(name_of(chosen))
+            if not ABSTRACT:
+                os.chmod(name_of(chosen), 0o600)  # before anybody can connect
             sock.listen(512)
             return sock, chosen
         except OSError:
@@ -67,15 +71,16 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 def listen_to(sock: socket.socket) -> Guest:
     """A peer's HELLO, with the descriptors of its memory."""
-    sock.settimeout(1.0)
-    if ABSTRACT:
-        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.getuid():
-            raise LinkCorrupted(f"user {user} may not share memory with this one")
+    sock.settimeout(_HELLO_S)
+    check_user(sock)
+    until = time.monotonic() + _HELLO_S
     data, descriptors, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
-    while data and len(data) < _HELLO_BYTES:
-        data += sock.recv(_HELLO_BYTES - len(data))
     try:
+        while 0 < len(data) < _HELLO_BYTES:
+            more = sock.recv(_HELLO_BYTES - len(data))
+            if not more or time.monotonic() > until:  # it hung up in the middle, or takes all day
+                raise LinkCorrupted(f"a HELLO ended after {len(data)} of {_HELLO_BYTES} bytes")
+            data += more
         header = Header.unpack(data[:HEADER_BYTES])
         token, start, size = _OFFER.unpack(data[HEADER_BYTES:])
         if header.kind != Kind.HELLO or not descriptors or not re.fullmatch(rb"[0-9a-f]{32}", token):
@@ -86,6 +91,14 @@ def listen_to(sock: socket.socket) -> Guest:
         raise
     seat = (header.communicator, header.generation, header.sequence)
     return Guest(sock, seat, header.source, token.decode(), list(descriptors), (start, size))
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raises unless the process at the other end is this user's: anybody can take, or dial, a name that is no file."""
+    if ABSTRACT:
+        _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            raise LinkCorrupted(f"user {user} may not share memory with this one")
 
 
 def check_memory(descriptor: int, start: int, size: int) -> None:

@@ -20,9 +20,9 @@ class HybridTransport(Transport):
 
     scheme = "hybrid"
 
-    def __init__(self, address: Address, arena: Arena | None = None) -> None:
+    def __init__(self, address: Address, arena: Arena | None = None, key: bytes = b"") -> None:
         for left in reversed(range(_TRIES)):
-            self._links = TcpTransport(address)
+            self._links = TcpTransport(address, key=key)
             self.address = self._links.address
             try:
                 self._shared = ShmTransport(self.address, arena)

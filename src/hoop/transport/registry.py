@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from hoop.errors import InvalidArgument
@@ -11,6 +12,7 @@ from hoop.transport.hybrid_transport import HybridTransport
 from hoop.transport.inproc import InprocTransport
 from hoop.transport.shm import ShmTransport
 from hoop.transport.tcp import TcpTransport
+from hoop.wire.tokens import Token
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {
     HybridTransport.scheme: HybridTransport,
@@ -20,9 +22,23 @@ SCHEMES: dict[str, Callable[[Address], Transport]] = {
 }
 
 
-def open_transport(uri: str) -> Transport:
+KEYED: dict[str, Callable[[Address, bytes], Transport]] = {
+    HybridTransport.scheme: lambda address, key: HybridTransport(address, key=key),
+    TcpTransport.scheme: lambda address, key: TcpTransport(address, key=key),
+}
+"""Those that reach beyond this host, with links that prove that they have a key."""
+
+
+def open_transport(uri: str, key: bytes = b"") -> Transport:
     """A transport from ``tcp://127.0.0.1:0`` (port 0: any free one) or ``inproc://name:0``."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
         raise InvalidArgument(f"transport: {uri!r} has no known scheme; known: {', '.join(sorted(SCHEMES))}")
-    return SCHEMES[scheme](Address.parse(rest, "transport"))
+    address = Address.parse(rest, "transport")
+    return KEYED[scheme](address, key) if key and scheme in KEYED else SCHEMES[scheme](address)
+
+
+def key_of_environment() -> bytes:
+    """The key of links between processes that were all started with one HOOP_TOKEN; empty where there is none."""
+    text = os.environ.get("HOOP_TOKEN")
+    return Token.parse(text, "HOOP_TOKEN").links if text else b""

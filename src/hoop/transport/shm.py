@@ -30,6 +30,7 @@ from hoop.transport.handshake import (
     Guest,
     Seat,
     check_memory,
+    check_user,
     host_identity,
     listen,
     listen_to,
@@ -113,10 +114,11 @@ class ShmTransport(Transport):
         )
         try:
             sock.connect(name_of(endpoint.peers[peer]))
+            check_user(sock)
             socket.send_fds(sock, [hello.pack() + words], descriptors)
-        except OSError as error:
+        except (OSError, LinkCorrupted) as error:
             sock.close()
-            endpoint.lost(peer, f"does not answer: {error.strerror}")
+            endpoint.lost(peer, f"does not answer: {getattr(error, 'strerror', None) or error}")
             return
         self._watch(_Watched(sock, endpoint, peer, dialled=True))
 
@@ -200,6 +202,9 @@ class ShmTransport(Transport):
             self._seat_guest(guest, endpoint)
 
     def _seat_guest(self, guest: Guest, endpoint: ShmEndpoint) -> None:
+        if guest.source >= endpoint.size or guest.source == endpoint.rank:
+            send_away(guest)
+            return
         try:
             check_memory(guest.descriptors[0], 0, size_for(endpoint.size))
             arena = None

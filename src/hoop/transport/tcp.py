@@ -15,14 +15,15 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
+from hoop.transport.proving import Greeting
 from hoop.transport.tcp_links import TcpEndpoint
 from hoop.transport.tcp_sockets import last_words
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import Header, Kind
 
 HELLO_SECONDS = 5.0
 LOBBY_SECONDS = 60.0
@@ -39,8 +40,11 @@ class _Visitor:
 
     sock: socket.socket
     until: float
-    heard: bytearray = field(default_factory=bytearray)
-    hello: Header | None = None
+    greeting: Greeting
+
+    @property
+    def hello(self) -> Header | None:
+        return self.greeting.hello
 
 
 class TcpTransport(Transport):
@@ -48,8 +52,10 @@ class TcpTransport(Transport):
 
     scheme = "tcp"
 
-    def __init__(self, address: Address, checksums: bool = False) -> None:
-        """With ``checksums`` every message carries one, and a link that changes a byte is named."""
+    def __init__(self, address: Address, checksums: bool = False, key: bytes = b"") -> None:
+        """With ``checksums`` every message carries one, and a link that changes a byte is named; with a ``key`` both
+        ends of a link prove that they have it."""
+        self.key = key
         self.checksum = _crc32c() if checksums else None
         try:
             self._listener = socket.create_server(
@@ -126,32 +132,35 @@ class TcpTransport(Transport):
                 sock.close()
                 return
             sock.setblocking(False)
-            visitor = _Visitor(sock, time.monotonic() + HELLO_SECONDS)
+            visitor = _Visitor(sock, time.monotonic() + HELLO_SECONDS, Greeting(self.key))
             strangers.append(visitor)
             self._selector.register(sock, selectors.EVENT_READ, visitor)
 
     def _listen_to(self, visitor: _Visitor) -> bool:
         """Reads a HELLO as it comes; true when this visitor is no stranger any more (or gone)."""
         try:
-            # Exactly the HELLO: what follows is for the endpoint, straight into memory.
-            data = visitor.sock.recv(HEADER_BYTES - len(visitor.heard))
+            # Exactly the greeting: what follows is for the endpoint, straight into memory.
+            data = visitor.sock.recv(visitor.greeting.missing)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             data = b""
-        visitor.heard += data
-        if data and len(visitor.heard) < HEADER_BYTES:
+        refusal = ""
+        try:
+            if data and (answer := visitor.greeting.hear(data)):
+                visitor.sock.send(answer)  # so little, at the beginning, that a socket takes it at once
+        except LinkCorrupted as error:
+            refusal = str(error)
+        except OSError:
+            data = b""
+        if data and not refusal and visitor.hello is None:
             return False
         self._selector.unregister(visitor.sock)
+        if refusal:
+            self._refuse(visitor, refusal)
+            return True
         if not data:
             visitor.sock.close()
-            return True
-        try:
-            visitor.hello = Header.unpack(visitor.heard)
-            if visitor.hello.kind != Kind.HELLO:
-                raise LinkCorrupted("the first frame on a link must be HELLO")
-        except LinkCorrupted as error:
-            self._refuse(visitor, str(error))
             return True
         self._welcome(visitor)
         return True
@@ -228,7 +237,7 @@ class _Tracked(TcpEndpoint):
     def __init__(
         self, transport: TcpTransport, communicator: int, generation: int, rank: int, peers: Sequence[Address]
     ) -> None:
-        super().__init__(communicator, generation, rank, peers, transport.checksum)
+        super().__init__(communicator, generation, rank, peers, transport.checksum, transport.key)
         self._transport = transport
 
     def close(self) -> None:

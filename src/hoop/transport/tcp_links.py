@@ -20,6 +20,7 @@ from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipCha
 from hoop.topology import Address
 from hoop.transport.base import Pending, TakePiece
 from hoop.transport.parcel import Parcel
+from hoop.transport.proving import prove
 from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing, connect, last_words
 from hoop.transport.tcp_waiting import TcpWaiting
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
@@ -41,8 +42,10 @@ class TcpEndpoint(TcpWaiting):
         rank: int,
         peers: Sequence[Address],
         checksum: Callable[[memoryview], int] | None = None,
+        key: bytes = b"",
     ) -> None:
         super().__init__(communicator, generation, rank, peers)
+        self._key = key
         self._checksum = checksum
         self._lock = threading.Lock()
         self._landing: memoryview | None = None
@@ -72,20 +75,25 @@ class TcpEndpoint(TcpWaiting):
     def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
+        hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0)
         try:
             sock = connect(self.peers[peer], self._bell, deadline, lambda: self._error is not None)
+            if self._key:
+                prove(sock, hello, self._key, self._bell, deadline, lambda: self._error is not None)
         except InterruptedError:
             assert self._error is not None, "only an error stops it"
             raise self._error from None
         except TimeoutError:
             raise self.overdue(peer, "connecting to") from None
+        except PeerLost as error:
+            raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)}: {error}") from None
         except (OSError, ValueError) as error:
             raise self._error or PeerLost(
                 f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
             ) from None
         link = Outgoing(sock)
-        hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0).pack()
-        link.queue.append(Parcel([memoryview(hello)]))
+        if not self._key:
+            link.queue.append(Parcel([memoryview(hello.pack())]))
         with self._lock:
             if self._error is None:
                 self._outgoing[peer] = link

@@ -30,7 +30,8 @@ class Kind(IntEnum):
     """What a frame is for."""
 
     HELLO = 1
-    """The first frame on a link: who dials, for which communicator; ``sequence`` is the rank dialled."""
+    """The first frame on a link: who dials, for which communicator; ``sequence`` is the rank dialled. With a payload,
+    16 random bytes, it asks for a CHALLENGE (transport/proving.py)."""
     DATA = 2
     REFUSAL = 3
     """Sent back once before the link is closed; the payload is a sentence."""
@@ -38,6 +39,8 @@ class Kind(IntEnum):
     """DATA with a checksum (CRC-32C) of its payload."""
     GOODBYE = 4
     """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
+    CHALLENGE = 16
+    """The answer to a HELLO on a link that authenticates: random bytes, and a proof of one's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -21,7 +22,8 @@ from google.protobuf.message import DecodeError
 from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, named
 
 log = logging.getLogger("hoop")
-_MARK = "hoop-error"
+MARK = "hoop-error"
+"""The trailing metadata that names an error's class."""
 _ON_THE_WAY = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -33,10 +35,19 @@ _LONGEST = 1500
 """Characters of a sentence. It travels in a header, percent-encoded, and a client takes 8 KiB of headers."""
 
 
+_CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
+
+
+def calling_host() -> str:
+    """The machine whose call is being answered, without its port; empty where none is."""
+    return _CALLER.get().rpartition(":")[0]
+
+
 class Stub:
     """A service's methods on a channel (``grpc`` or ``grpc.aio``), by their names in the .proto file."""
 
-    def __init__(self, channel: Any, service: Any) -> None:
+    def __init__(self, channel: Any, service: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
+        """``metadata`` goes with every call: what the caller proves itself with."""
         for method in service.methods:
             kind = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"
             call = getattr(channel, kind)(
@@ -44,10 +55,23 @@ class Stub:
                 request_serializer=_message(method.input_type).SerializeToString,
                 response_deserializer=_message(method.output_type).FromString,
             )
-            setattr(self, method.name, call)
+            setattr(self, method.name, _Presenting(call, metadata) if metadata else call)
 
     def __getattr__(self, name: str) -> Any:  # only for names that the service does not have
         raise AttributeError(f"the service has no method {name}")
+
+
+class _Presenting:
+    """A method that is always called with the same metadata."""
+
+    def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+        self._call, self._metadata = call, tuple(metadata)
+
+    def __call__(self, request: Any, **options: Any) -> Any:
+        return self._call(request, metadata=self._metadata, **options)
+
+    def future(self, request: Any, **options: Any) -> Any:
+        return self._call.future(request, metadata=self._metadata, **options)
 
 
 def handlers(service: Any, servicer: object) -> Any:
@@ -67,6 +91,8 @@ def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
     message = f"{whom}: {details}" if whom else details
     if not _mark(error) and error.code() in _NO_HOOP_SERVERS:
         return PeerLost(f"{message} (no answer of a Hoop server: {error.code().name})")
+    if not _mark(error) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
+        message += "; a server's is raised with --max-message"
     return named(_mark(error) or error.code().name, message)
 
 
@@ -78,7 +104,7 @@ def unreachable(error: grpc.RpcError) -> bool:
 def _mark(error: grpc.RpcError) -> str:
     """The class of the Hoop error behind a status, where Hoop sent it."""
     metadata: Any = error.trailing_metadata() or ()
-    return next((str(value) for key, value in metadata if key == _MARK), "")
+    return next((str(value) for key, value in metadata if key == MARK), "")
 
 
 def _handler(method: Any, answer: Callable[..., Any]) -> Any:
@@ -100,6 +126,7 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
                 yield message
 
     async def unary(request: Any, context: Any) -> Any:
+        _CALLER.set(context.peer())
         try:
             return await answer(parse_all(request) if method.client_streaming else parse(request))
         except Exception as error:
@@ -148,7 +175,7 @@ def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
     if len(text) > 2 * half:
         text = f"{text[:half]} ... {text[-half:]}"
     kind = type(error) if isinstance(error, HoopError) else InternalError
-    return code, text, ((_MARK, kind.__name__),)
+    return code, text, ((MARK, kind.__name__),)
 
 
 def _arity(streaming: bool) -> str:

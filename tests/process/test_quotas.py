@@ -1,0 +1,61 @@
+"""What callers may ask for is bounded, and a refusal names the limit and the option that raises it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+import hoop
+from hoop.errors import ResourceExhausted
+from hoop.wire.channels import channel_options
+from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.rpc import Stub, translate
+
+LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
+
+
+def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callable[..., hoop.Cluster]) -> None:
+    limits = ("--max-communicators", 3, "--communicators-per-client", 2, "--max-message", "1MiB")
+    coordinator = start("coordinator", *limits)
+    device = start(
+        "device",
+        "--join",
+        coordinator.address,
+        "--memory",
+        "8MiB",
+        "--max-streams",
+        1,
+        "--max-message",
+        "1MiB",
+    )
+    assert device.id == 1
+    cluster = connect(coordinator.address)
+
+    kept = [cluster.communicator(1) for _ in range(2)]
+    with pytest.raises(
+        ResourceExhausted, match=r"has 2 communicators, its limit.*--communicators-per-client"
+    ):
+        cluster.communicator(1)
+    kept.pop().destroy()
+    kept.append(cluster.communicator(1))
+
+    with pytest.raises(ResourceExhausted, match=r"larger than max.*--max-message"):
+        cluster.start_job("x" * (2 << 20), [1])
+
+    with grpc.insecure_channel(device.address, options=channel_options()) as channel:
+        begin = Stub(channel, LAB_DEVICE).BeginReceive
+        low = cluster.status().devices[0].device.min_address
+        place = {"recvBuffAddr": {"value": low}, "numBytes": 8}
+        begin(lab.BeginReceiveRequest(streamId={"value": 7}, **place), timeout=10)
+        with pytest.raises(grpc.RpcError) as refused:
+            begin(lab.BeginReceiveRequest(streamId={"value": 8}, **place), timeout=10)
+        error = translate(refused.value)
+        assert isinstance(error, ResourceExhausted)
+        assert "1 streams are open here" in str(error)
+        assert "--max-streams" in str(error)
+
+    with pytest.raises(ResourceExhausted, match="--memory"):
+        cluster.device(1).allocate("too much", 1 << 40)
