@@ -82,6 +82,6 @@ def test_one_that_is_killed_comes_back_on_its_memory(tmp_path: Path) -> None:
         result = result_of(run)
         (restarted,) = [one for one in up.cluster.status().devices if one.device.device_id == 9]
         assert restarted.state == "alive"
-        assert [buffer for buffer in up.cluster.device(9).buffers() if "snapshot" not in buffer.name] == []
+        assert [name for name in up.cluster.device(9).buffers() if "snapshot" not in name] == []
     alone = undisturbed(*long, "--set", f"max_steps={result['steps']}")
     assert result["weights_sha256"] == alone["weights_sha256"]
