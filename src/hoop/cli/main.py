@@ -13,6 +13,7 @@ import typer
 
 from hoop import __version__
 from hoop.cli import (
+    attach,
     audit,
     bench,
     certs,
@@ -37,6 +38,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(train.train)
+app.command()(attach.attach)
 app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(audit.audit)

@@ -25,7 +25,7 @@ def status(
     tls: options.Tls = None,
     json: options.Json = False,
 ) -> None:
-    """Show the devices and communicators of a running coordinator."""
+    """Show the devices, communicators and jobs of a running coordinator."""
     import hoop
     from hoop.wire.credentials import find
     from hoop.wire.roles import Role
@@ -74,6 +74,16 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
             }
             for one in found.communicators
         ],
+        "jobs": [
+            {
+                "id": one.id,
+                "job": _name(one),
+                "devices": list(one.device_ids),
+                "status": one.status,
+                "reason": one.reason,
+            }
+            for one in found.jobs
+        ],
     }
 
 
@@ -106,6 +116,26 @@ def _print(found: pb.GetStatusResponse) -> None:
         for one in found.communicators
     ]
     console.print(_table(rows) if rows else "no communicators")
+    rows = [
+        {
+            "job": str(one.id),
+            "of": _name(one),
+            "devices": " ".join(map(str, one.device_ids)),
+            "status": one.status,
+            "why": one.reason,
+        }
+        for one in found.jobs
+    ]
+    if rows:
+        console.print(_table(rows))
+
+
+def _name(job: pb.Job) -> str:
+    """A job's name, out of its settings."""
+    try:
+        return str(json_module.loads(job.settings)["job"])
+    except (ValueError, KeyError, TypeError):
+        return "?"
 
 
 def _table(rows: list[dict[str, str]]) -> Table:

@@ -93,6 +93,11 @@ class View(PlainView):
                 self._console.print(f"warning: {event['text']}")
             case "lost":
                 self._console.print(f"device {event['device']} was lost: {event['text']}")
+            case "away" | "back":
+                self._console.print(event["text"])
+            case "moved":
+                self._started["devices"] = event["ranks"]
+                self._console.print(f"step {event['step']}: goes on with {_devices(event['ranks'])}")
             case "recovered":
                 self._started["devices"] = event["ranks"]
                 self._console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from hoop.client.calls import call
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
 from hoop.client.jobs import JobHandle
+from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
 from hoop.topology import Address, DeviceInfo
-from hoop.wire.channels import Knocking, channel_options
+from hoop.wire.channels import STAGING, Knocking, channel_options
 from hoop.wire.convert import device_info
 from hoop.wire.credentials import Credentials, find
 from hoop.wire.generated import hoop_pb2 as pb
@@ -41,7 +43,22 @@ class Cluster:
         self._credentials = credentials
         self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
         self._stub = Stub(self._channel, SERVICE, credentials.metadata)
+        self._session = Session(self._stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
+
+    def knock(self, patience: float) -> None:
+        """Returns when the coordinator answers; raises if it does not within ``patience`` seconds."""
+        knocking = Knocking("the coordinator", self.address, patience)
+        for pause in knocking.pauses():
+            try:
+                self._stub.GetStatus(pb.GetStatusRequest(), timeout=min(self._timeout, 5.0))
+                return
+            except grpc.RpcError as error:
+                if not unreachable(error):
+                    raise translate(error, f"the coordinator at {self.address}") from None
+                knocking.heard(error.details() or error.code().name)
+                time.sleep(pause)
+        raise knocking.failure()
 
     def status(self) -> pb.GetStatusResponse:
         """Every device and communicator, as the coordinator sees them now."""
@@ -53,12 +70,15 @@ class Cluster:
         ids = [devices] if isinstance(devices, int) else list(devices)
         if any(not 0 <= one < 2**32 for one in ids):
             raise InvalidArgument(f"devices: {devices} is neither a number of devices nor their ids")
-        if isinstance(devices, int):
-            request = pb.CreateCommunicatorRequest(devices=devices)
-        else:
-            request = pb.CreateCommunicatorRequest(device_ids=devices)
+        count, exactly = (devices, []) if isinstance(devices, int) else (0, ids)
+        session = self._session.hold()
+        request = pb.CreateCommunicatorRequest(devices=count, device_ids=exactly, session=session)
         answer = self._call("CreateCommunicator", request)
-        return Communicator(self._stub, answer.communicator, self._known, self._timeout)
+        return Communicator(self._stub, answer.communicator, self._known, self._timeout, session)
+
+    def staged(self) -> str:
+        """A name for memory on devices that is freed with this client, however it ends."""
+        return f"{STAGING}{self._session.hold()}.{secrets.token_hex(8)}"
 
     def device(self, device_id: int) -> Device:
         """One device, for its memory."""
@@ -101,11 +121,13 @@ class Cluster:
     def start_job(self, settings: str, device_ids: Sequence[int], resume: str = "") -> JobHandle:
         """Trains by these settings (JSON) on these devices; ``resume`` names a buffer that all of them have."""
         whom = f"the coordinator at {self.address}"
-        return JobHandle.start(self._stub, settings, list(device_ids), resume, self._timeout, whom)
+        return JobHandle.start(
+            self._stub, settings, list(device_ids), resume, self._timeout, whom, self.knock
+        )
 
     def job(self, job_id: int) -> JobHandle:
         """A job that somebody started."""
-        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}")
+        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.knock)
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
         """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""
@@ -127,6 +149,7 @@ class Cluster:
         return call(getattr(self._stub, method), request, self._timeout, f"the coordinator at {self.address}")
 
     def close(self) -> None:
+        self._session.close()
         for device in self._devices.values():
             device.close()
         self._channel.close()
@@ -161,18 +184,9 @@ def connect(
     address = Address.parse(address) if isinstance(address, str) else address
     credentials = credentials or find(Role.CLIENT, token, tls=Path(tls) if tls else None)
     cluster = Cluster(address, timeout, credentials)
-    knocking = Knocking("the coordinator", address, patience)
     try:
-        for pause in knocking.pauses():
-            try:
-                cluster._stub.GetStatus(pb.GetStatusRequest(), timeout=min(timeout, 5.0))
-                return cluster
-            except grpc.RpcError as error:
-                if not unreachable(error):
-                    raise translate(error, f"the coordinator at {address}") from None
-                knocking.heard(error.details() or error.code().name)
-                time.sleep(pause)
-        raise knocking.failure()
+        cluster.knock(patience)
+        return cluster
     except BaseException:
         cluster.close()
         raise

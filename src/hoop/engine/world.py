@@ -27,6 +27,11 @@ class World:
 
     reseated: Callable[[float], World] | None = None
     """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
+    moving: Callable[[], bool] = lambda: False
+    """Whether there is another world to move to, for everybody, after a step that all agree on."""
+    moved: Callable[[], World] | None = None
+    """That world; the links of this one stay open until everybody is there, and that one ``settled``."""
+    settled: Callable[[], None] = lambda: None
 
     device: int = 0
     """The number by which a device is known to others; 0: only its rank is."""

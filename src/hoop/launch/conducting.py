@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ Told = dict[str, Any]
 
 
 class Conducting:
-    """One job, from its start to its result."""
+    """One job, from its start, or from when somebody comes back to it, to its result."""
 
     def __init__(
         self,
@@ -44,9 +43,16 @@ class Conducting:
         devices: Sequence[int],
         out: Path | None = None,
         resume: Path | None = None,
+        attached: int = 0,
+        patience: float = 0.0,
     ) -> None:
+        """``attached``: a job that runs already, or has ended; it is followed from its beginning, and never stopped.
+
+        ``patience``: for how many seconds a coordinator that is away is waited for.
+        """
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
+        self._out, self._attached, self._patience = out, bool(attached), patience
         self._parts: dict[int, list[tuple[dict[str, Tensor], Told]]] = {}
         self._accounts: dict[int, Told] = {}
         self._heard = 0
@@ -58,32 +64,43 @@ class Conducting:
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
         """The trained model's tensors, by name, once it is done."""
+        self._recording: Recording | None = None
+        if attached:
+            self.job: JobHandle = cluster.job(attached)
+            return
         resumed: Told | None = None
         name = ""
         if resume is not None:
             data = resume.read_bytes()
             resumed = unpacked(data, resume)[1]
-            name = f"resume-{secrets.token_hex(4)}"
+            name = cluster.staged()
             for device_id in self._devices:
                 device = cluster.device(device_id)
                 device.allocate(name, len(data))
                 device.write(name, data)
-        self._recording = Recording(out, settings, self._devices, resumed) if out is not None else None
-        if self._recording is not None and resumed:
-            self._evaluated = self._recording.last_evaluation() or {}
+        self._record(resumed)
         try:
-            self.job: JobHandle = cluster.start_job(_told(settings), self._devices, name)  # (1)
+            self.job = cluster.start_job(_told(settings), self._devices, name)  # (1)
         except BaseException:
             if self._recording is not None:
                 self._recording.close()
             raise
 
+    def _record(self, resumed: Told | None) -> None:
+        """Files from now on, of a run that began anew or with what a checkpoint told."""
+        if self._out is not None:
+            self._recording = Recording(self._out, self._settings, self._devices, resumed)
+            if resumed:
+                self._evaluated = self._recording.last_evaluation() or {}
+
     def events(self) -> Iterator[Told]:
         """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
         try:
-            for event in self.job.events():  # (2)
+            for event in self.job.events(patience=self._patience):  # (2)
                 if event.kind == "steps" and not self._fresh(event.told):
                     continue
+                if event.kind == "started" and self._recording is None:
+                    self._record(None)
                 told = event.told | {"kind": event.kind, "rank": event.rank, "time": event.time}
                 self._note(event)
                 if self._recording is not None:
@@ -104,7 +121,7 @@ class Conducting:
             yield {"kind": "result", **result}
         except BaseException as error:
             # Whoever followed it is gone, and nobody would take its checkpoints: it must not go on alone.
-            if not isinstance(error, PeerError):
+            if not isinstance(error, PeerError) and not self._attached:
                 with contextlib.suppress(HoopError):
                     self.job.stop()
             raise
@@ -155,6 +172,8 @@ class Conducting:
     def _snapshot(self, event: JobEvent) -> None:
         """Reads one rank's part; when all parts of a step are there, they are a checkpoint."""
         told = event.told
+        if not told["final"] and self._recording is None:
+            return
         try:
             part = self._read(event)  # (3)
         except HoopError as error:
@@ -183,6 +202,8 @@ class Conducting:
     def _read(self, event: JobEvent) -> tuple[dict[str, Tensor], Told]:
         told = event.told
         where = f"what rank {event.rank} (device {event.device}) keeps of it"
+        if self._patience:
+            self._cluster.knock(self._patience)  # it knows where the device is
         found = unpacked(self._cluster.device(event.device).read(told["buffer"], told["bytes"]), where)
         if found[1][SEAL] != told[SEAL]:
             raise FailedPrecondition(f"{where} is a later one: it was overtaken before it was read")
