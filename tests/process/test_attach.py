@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]
 
-UP = ("--devices", "2", "--memory", "64MiB")
+UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 DRIVER = Path(__file__).with_name("train_driver.py")
 JOB, SLOW = f"{DRIVER}:job", f"{DRIVER}:slow"
 
