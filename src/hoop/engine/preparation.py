@@ -11,6 +11,7 @@ from torch import nn
 
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
+from hoop.engine.accelerator import accelerator_of
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
@@ -61,7 +62,9 @@ class Ready:
 def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> Ready:
     """Builds this rank's worker; raises, at every rank alike, if the job cannot run."""
     settings.check()
-    if settings.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    accelerator = accelerator_of(world, settings)
+    half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
+    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition(
             "precision: bfloat16 needs a processor that computes in it; this one does not"
         )
@@ -77,9 +80,11 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
     )
-    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer))
+    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer, accelerator=accelerator))
     bounds = _bounds(world, settings, strategy, costs, plan, blocks)
-    worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
+    worker = Worker(
+        world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors, accelerator
+    )
     role = role_of(worker, strategy, blocks, data.train, vectors)
     return Ready(model, costs, bounds, strategy, plan, worker, role)
 
