@@ -60,11 +60,13 @@ class Mirrored(Held):
         """The buffers' part."""
         self._start = self._shifting.clone()
         self._shifts: dict[int, Tensor] = {}
-        self._counts, self._counts_start, self._counts_added = _counted(self.layout, twin, device)
+        self._counts, self._counts_start, self._counts_added = _counted(twin, device)
         self.stage, _ = computing(list(twins), first_block, twin, settings, chain, device)
         if captures and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
             rows = -(-settings.batch_size // settings.micros)
             self.stage = CapturedStage(self.stage, twins, rows, first_block > 0, self._new_row)
+        self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
+        """What changes when a checkpoint is read, before the first step, and never again."""
         self._up, self._down = accelerator.staging(twin.state), accelerator.staging(twin.state)
         self._rows: list[Tensor] = []
         self._into: list[Row] = []
@@ -92,8 +94,11 @@ class Mirrored(Held):
         if len(self._counts):
             counts = torch.cat([one.reshape(-1) for one in _counters(self.layout)])
             self._counts.copy_(counts, non_blocking=True)
-        for own, twin in self._modules:
-            twin.training = own.training
+        while self._frozen:
+            own, twin = self._frozen.pop()
+            twin.data.copy_(own.data)
+        for module, other in self._modules:
+            other.training = module.training
 
     def begin(self) -> None:
         super().begin()
@@ -182,7 +187,7 @@ def _counters(layout: Layout) -> list[Tensor]:
     return [one for one in layout.counters if one.dtype == torch.int64 and one.numel() == 1]
 
 
-def _counted(layout: Layout, twin: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(twin: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The twin's counters as one vector, what they were when the step began, and what a shard added."""
     places = _counters(twin)
     counts, start, added = torch.zeros(3, len(places), dtype=torch.int64, device=device)
