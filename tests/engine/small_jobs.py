@@ -56,6 +56,17 @@ def normed(seed: int) -> nn.Module:
     )
 
 
+def convolved(seed: int) -> nn.Module:
+    """Batch norm, and nothing that is drawn."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU6(inplace=True)),
+        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.BatchNorm2d(4)),
+        nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU6()),
+        nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)),
+    )
+
+
 def flat(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -74,6 +85,7 @@ def tiny(seed: int) -> nn.Module:
 JOBS = {
     "mlp": Job(mlp, mnist),
     "normed": Job(normed, mnist),
+    "convolved": Job(convolved, mnist),
     "flat": Job(flat, mnist),
     "tiny": Job(tiny, mnist),
 }

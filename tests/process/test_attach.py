@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]
 
-UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 DRIVER = Path(__file__).with_name("train_driver.py")
+UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 JOB, SLOW = f"{DRIVER}:job", f"{DRIVER}:slow"
 
 
@@ -57,7 +57,7 @@ def test_a_detached_job_is_found_again_with_all_its_files(
     ((listed),) = [
         one for one in answered(run_hoop("status", *there, "--json"))["jobs"] if one["id"] == number
     ]
-    assert (listed["status"], listed["job"]) == ("ended", JOB)
+    assert (listed["status"], listed["job"]) == ("ended", "train_driver:job")
     unknown = run_hoop("attach", 999, *there)
     assert unknown.returncode == 2
     assert "job: 999 is unknown" in unknown.stderr

@@ -57,6 +57,10 @@ def train(
         list[str] | None,
         typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9 (docs/training.md)."),
     ] = None,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto. [default: cpu]"),
+    ] = None,
     memory: options.Memory = "256MiB",
     threads_per_device: Annotated[int | None, typer.Option(min=1, help="Cores a device computes on.")] = None,
     out: Annotated[
@@ -112,6 +116,7 @@ def train(
         "seed": seed,
         "shards": shards,
         "keep": keep,
+        "accelerator": accelerator,
         "threads_per_device": threads_per_device,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])

@@ -145,8 +145,8 @@ class ChainStage(Stage):
         first, last = self._layers[0].weight, self._layers[-1].weight
         if first is None or last is None:
             return 1
-        inputs = torch.randn(most * rows, first.shape[1], generator=generator)
-        gradient = torch.randn(most * rows, last.shape[0], generator=generator)
+        inputs = torch.randn(most * rows, first.shape[1], generator=generator).to(first.device)
+        gradient = torch.randn(most * rows, last.shape[0], generator=generator).to(first.device)
 
         def computed(low: int, high: int) -> list[Tensor]:
             self.forward(-1, inputs[low * rows : high * rows], 0)

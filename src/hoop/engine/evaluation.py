@@ -32,6 +32,8 @@ def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
     modes = [(module, module.training) for held in worker.held.values() for module in held.blocks]
     for module, _ in modes:
         module.eval()
+    for held in worker.held.values():
+        held.refresh()
     out = data.allocate(CHUNK)
     try:
         for chunk in range(chunks):
@@ -47,7 +49,7 @@ def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
                     arriving = Instruction(Kind.RECV_INPUT, stage, chunk, chain[stage - 1])
                     value = worker.post.expect(arriving, deadline)
                 assert value is not None, "a stage's input is loaded, received, or the stage's before"
-                value = worker.held[stage].stage.evaluate(value)
+                value = worker.held[stage].evaluate(value)
                 if stage == worker.last:
                     targets = data.batch(samples, epoch=0, seed=0, out=out)[1]
                     with torch.no_grad():

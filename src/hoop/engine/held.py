@@ -16,7 +16,7 @@ from hoop.engine.chain import ChainStage, layers_of
 from hoop.engine.evidence import Evidence, claim
 from hoop.engine.optimizer import Update, updating
 from hoop.engine.settings import Settings
-from hoop.engine.stage import AutogradStage, Segments, Stage
+from hoop.engine.stage import CPU, AutogradStage, Segments, Stage
 from hoop.engine.weights import (
     HITS,
     LOSS,
@@ -32,6 +32,10 @@ from hoop.engine.weights import (
     shared_parameters,
 )
 from hoop.errors import InternalError
+
+Figures = tuple[float | Tensor, float, float]
+"""A shard's loss, hits and samples."""
+NOTHING: Figures = (0.0, 0.0, 0.0)
 
 
 @dataclass
@@ -87,7 +91,7 @@ class Held:
         self.update: Update = (
             updating(settings.optimizer, self.trained, self.moments) if updates else not_here
         )
-        self.stage, self.buckets = _computing(blocks, first_block, layout, settings, chain)
+        self.stage, self.buckets = computing(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         self._parts: list[_Slot] = []
         self._landings: dict[int, Landing] = {}
@@ -129,6 +133,17 @@ class Held:
             self._before = self.state_array[self.layout.trained :].copy()
         self._counters = [one.clone() for one in self.layout.counters]
 
+    def near(self, tensor: Tensor) -> Tensor:
+        """Where the stage is computed."""
+        return tensor
+
+    def refresh(self) -> None:
+        """What computes the stage has the weights as they are in the arena; here it has no others."""
+
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Forward without a backward to come; after ``refresh``."""
+        return self.stage.evaluate(inputs)
+
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
         outputs = self.stage.forward(micro, inputs, seed)
         if self.layout.buffers or self.layout.counters:
@@ -149,14 +164,7 @@ class Held:
         """Where the gradient of a shard's parameters is written."""
         return self._parts[self._landings[micro].slot].gradients
 
-    def landed(
-        self,
-        micro: int,
-        figures: tuple[float, float, float],
-        shards: int,
-        fed: int = 0,
-        merged: bool = False,
-    ) -> None:
+    def landed(self, micro: int, figures: Figures, shards: int, fed: int = 0, merged: bool = False) -> None:
         """A shard's gradient is in its slot: the rest of the slot is filled, and whole nodes merge.
 
         ``fed``: the print of the samples, where they were read here. ``merged``: those of the gradient have merged
@@ -238,8 +246,13 @@ def not_here(gradient: Tensor, rate: float, step: int) -> None:
     raise InternalError("an update where the weights are a copy: the servers make it")
 
 
-def _computing(
-    blocks: Sequence[nn.Module], first_block: int, layout: Layout, settings: Settings, chain: bool
+def computing(
+    blocks: Sequence[nn.Module],
+    first_block: int,
+    layout: Layout,
+    settings: Settings,
+    chain: bool,
+    device: torch.device = CPU,
 ) -> tuple[Stage, list[int]]:
     """What computes the blocks, and where its buckets begin and end in the vector."""
     layers = layers_of(blocks) if chain else None
@@ -248,7 +261,12 @@ def _computing(
     segments, bounds = segmented(blocks, layout, settings.bucket_bytes)
     precision = torch.bfloat16 if settings.precision == "bfloat16" else None
     stage = AutogradStage(
-        segments, first_block, layout.parameters, recompute=settings.recompute, precision=precision
+        segments,
+        first_block,
+        layout.parameters,
+        recompute=settings.recompute,
+        precision=precision,
+        device=device,
     )
     return stage, bounds
 

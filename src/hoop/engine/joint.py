@@ -16,7 +16,7 @@ from hoop.engine.chain import ChainStage
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed
 from hoop.engine.held import Held
-from hoop.engine.losses import CrossEntropy
+from hoop.engine.losses import CrossEntropy, figure
 from hoop.engine.world import World
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
@@ -75,7 +75,7 @@ class Joint:
         feed = self._feed
         micros = [one.micro for one in run[::3]]
         started = now()
-        inputs, targets = feed.joint(micros)
+        inputs, targets = map(self._held.near, feed.joint(micros))
         loaded = now()
         outputs = self._stage.forward(micros[0], inputs, 0)
         losses, gradient = self._loss(outputs, targets, feed.scale)
@@ -104,7 +104,7 @@ class Joint:
         started = now()
         for index, _ in enumerate(shards):
             spent(started)
-            loss = float(losses[index * rows : (index + 1) * rows].sum())
+            loss = figure(losses[index * rows : (index + 1) * rows].sum())
             fed = self._feed.prints.get(micros[index], 0)
             held.landed(micros[index], (loss, 0.0, float(rows)), self._feed.full, fed)
             after(backwards[index])

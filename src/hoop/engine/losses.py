@@ -60,7 +60,11 @@ class CrossEntropy:
         gradient = logs.exp_()
         if len(self._minus) != len(targets):
             self._minus = torch.full((len(targets), 1), -1.0)
-        gradient.scatter_add_(1, targets.unsqueeze(1), self._minus)
+        if gradient.is_cuda:  # adding by index has no fixed order there
+            classes = torch.arange(gradient.shape[1], device=gradient.device)
+            gradient.sub_((classes == targets.unsqueeze(1)).float())
+        else:
+            gradient.scatter_add_(1, targets.unsqueeze(1), self._minus)
         return loss, gradient.mul_(scale)
 
 
@@ -71,13 +75,18 @@ class Objective:
         self.by_hand = CrossEntropy() if loss is cross_entropy else None
         self._loss = loss
 
-    def __call__(self, outputs: Tensor, targets: Tensor, scale: float) -> tuple[float, Tensor]:
-        """The summed loss, and ``scale`` times its gradient."""
+    def __call__(self, outputs: Tensor, targets: Tensor, scale: float) -> tuple[float | Tensor, Tensor]:
+        """The summed loss (a tensor where it is still being computed), and ``scale`` times its gradient."""
         if self.by_hand is not None and outputs.dim() == 2:
             losses, gradient = self.by_hand(outputs, targets, scale)
-            return float(losses.sum()), gradient
+            return figure(losses.sum()), gradient
         outputs = outputs.detach().requires_grad_()
         with torch.enable_grad():
             loss = self._loss(outputs, targets)
         (gradient,) = torch.autograd.grad(loss * scale, outputs)
-        return float(loss), gradient
+        return figure(loss), gradient
+
+
+def figure(loss: Tensor) -> float | Tensor:
+    """As a number, unless that would mean waiting for a GPU."""
+    return loss.detach() if loss.is_cuda else float(loss)

@@ -37,7 +37,7 @@ class Post:
             raise InternalError(
                 f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot travel"
             )
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().cpu().contiguous()
         arriving = instruction.mirrored(self.endpoint.rank)
         header = np.zeros(5 + _DIMENSIONS, np.int64)
         header[:5] = (

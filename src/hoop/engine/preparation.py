@@ -11,6 +11,7 @@ from torch import nn
 
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
+from hoop.engine.accelerator import accelerator_of
 from hoop.engine.chain import layers_of
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.profile import profile
@@ -62,7 +63,9 @@ class Ready:
 def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> Ready:
     """Builds this rank's worker; raises, at every rank alike, if the job cannot run."""
     settings.check()
-    if settings.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    accelerator = accelerator_of(world, settings)
+    half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
+    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition(
             "precision: bfloat16 needs a processor that computes in it; this one does not"
         )
@@ -78,9 +81,12 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
     )
-    costs = _shared(world, settings, profile(blocks, sample, settings.optimizer, settings.micros))
+    found = profile(blocks, sample, settings.optimizer, settings.micros, accelerator=accelerator)
+    costs = _shared(world, settings, found)
     bounds, spare = _bounds(world, settings, strategy, costs, plan, blocks)
-    worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
+    worker = Worker(
+        world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors, accelerator
+    )
     if plan.stages == 1 and layers_of(blocks) is not None:
         worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Batch
+from hoop.engine.accelerator import Accelerator
 from hoop.engine.optimizer import OptimizerSettings
 from hoop.engine.weights import Layout
 from hoop.plan.partition import Block
@@ -20,13 +22,15 @@ def profile(
     optimizer: OptimizerSettings,
     shards: int = 0,
     repeats: int = 3,
+    accelerator: Accelerator | None = None,
 ) -> list[Block]:
     """Every block's forward and backward on one micro-batch, the quickest of a few; nothing of the model changes."""
     found = []
-    inputs = batch[0]
-    for index, block in enumerate(blocks):
+    inputs = batch[0] if accelerator is None else accelerator.up(batch[0])
+    for index, original in enumerate(blocks):
+        block = original if accelerator is None else copy.deepcopy(original).to(accelerator.device)
         before = [buffer.clone() for buffer in block.buffers()]
-        seconds, kept, outputs = _measure(block, inputs, repeats if index else repeats + 1)
+        seconds, kept, outputs = _measure(block, inputs, repeats if index else repeats + 1, accelerator)
         with torch.no_grad():
             for buffer, was in zip(block.buffers(), before, strict=True):
                 buffer.copy_(was)
@@ -37,7 +41,7 @@ def profile(
                 seconds=seconds,
                 weight_bytes=4 * layout.state,
                 optimizer_bytes=4 * optimizer.slots * layout.trained,
-                activation_bytes=kept,
+                activation_bytes=kept if accelerator is None else 0,  # those are not in the device's memory
                 output_bytes=outputs.numel() * outputs.element_size(),
                 gradient_bytes=4 * layout.total,
             )
@@ -46,7 +50,9 @@ def profile(
     return found
 
 
-def _measure(block: nn.Module, inputs: Tensor, repeats: int) -> tuple[float, int, Tensor]:
+def _measure(
+    block: nn.Module, inputs: Tensor, repeats: int, accelerator: Accelerator | None
+) -> tuple[float, int, Tensor]:
     own = {one.data_ptr() for one in block.parameters()}
     best, kept = float("inf"), 0
     outputs = inputs
@@ -71,6 +77,8 @@ def _measure(block: nn.Module, inputs: Tensor, repeats: int) -> tuple[float, int
         wanted = [one for one in (*block.parameters(), given) if one.requires_grad]
         if outputs.requires_grad and wanted:
             torch.autograd.grad(outputs.sum(), wanted, allow_unused=True)
+        if accelerator is not None:
+            accelerator.wait()
         best = min(best, time.perf_counter() - started)
         kept = sum(saved.values()) + outputs.numel() * outputs.element_size()
     return best, kept, outputs.detach()

@@ -12,6 +12,7 @@ from hoop.engine.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
 
 PRECISIONS = ("float32", "bfloat16")
+ACCELERATORS = ("cpu", "cuda", "auto", "mirror")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,14 @@ class Settings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     precision: str = "float32"
     """What the forward computes in; weights, gradients and updates are float32 always."""
+    accelerator: str = "cpu"
+    """What devices compute on: ``cpu``, ``cuda``, or ``auto``: cuda where all of them have it."""
+    graphs: bool = True
+    """On a GPU: forward and backward are recorded once and played back, where that is the same."""
+    channels_last: bool = False
+    """On a GPU: images with their channels next to each other, which some of its kernels are faster with."""
+    tf32: bool = False
+    """On a GPU: float32 products and convolutions with 10 bits of mantissa instead of 23, for speed."""
     recompute: bool = False
     """Activations are computed again in the backward instead of being kept."""
     cut: tuple[int, ...] = ()
@@ -82,6 +91,10 @@ class Settings:
                 raise InvalidArgument(f"{name}: {value!r} is not a whole number of at least {least}")
         if self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
+        if self.accelerator not in ACCELERATORS:
+            raise InvalidArgument(
+                f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}"
+            )
         if any(factor < 1 for factor in self.slowdown):
             raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 or more")
         if not 0 < self.timeout_s <= 86400:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hoop.errors import InternalError
 
+CPU = torch.device("cpu")
 Views = Sequence[Tensor]
 After = Callable[[int], None]
 Segments = Sequence[tuple[Sequence[nn.Module], int]]
@@ -49,9 +50,12 @@ class Stage(ABC):
         """Forward without a backward to come."""
 
 
-def seed_block(seed: int, block: int) -> None:
-    """What a block draws (dropout) depends on the micro-batch and the block, not on the device."""
-    torch.default_generator.manual_seed((seed * 0x9E3779B97F4A7C15 + block * 0xBF58476D1CE4E5B9) % 2**63)
+def seed_block(seed: int, block: int, device: torch.device = CPU) -> None:
+    """What a block draws (dropout) depends on the micro-batch and the block, not on who computes it."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+    generator.manual_seed((seed * 0x9E3779B97F4A7C15 + block * 0xBF58476D1CE4E5B9) % 2**63)
 
 
 class AutogradStage(Stage):
@@ -65,6 +69,7 @@ class AutogradStage(Stage):
         *,
         recompute: bool = False,
         precision: torch.dtype | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._segments = [list(blocks) for blocks, _ in segments]
         self._blocks = [block for blocks in self._segments for block in blocks]
@@ -75,16 +80,22 @@ class AutogradStage(Stage):
         self._parameters = list(parameters)
         self._recompute = recompute
         self._precision = precision
+        self._device = device
+        self.seeds = True
+        """Whether blocks that may draw are given a seed."""
         self._draws = {id(block): _draws(block) for block in self._blocks}
         self._kept: dict[int, tuple[list[Tensor], list[Tensor], int]] = {}
         self._halves: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def _run(self, segment: int, inputs: Tensor, seed: int) -> Tensor:
         first = self._first + sum(map(len, self._segments[:segment]))
-        with torch.autocast("cpu", self._precision or torch.bfloat16, enabled=self._precision is not None):
+        half, on_cpu = self._precision is not None, self._device.type == "cpu"
+        kind = self._precision or torch.bfloat16
+        # No cache on a GPU: a recording must not find in it what another one computed.
+        with torch.autocast(self._device.type, kind, enabled=half, cache_enabled=on_cpu):
             for index, block in enumerate(self._segments[segment]):
-                if self._draws[id(block)]:
-                    seed_block(seed, first + index)
+                if self.seeds and self._draws[id(block)]:
+                    seed_block(seed, first + index, self._device)
                 inputs = block(inputs)
         return inputs.float() if self._precision is not None and inputs.is_floating_point() else inputs
 
@@ -198,10 +209,11 @@ _DETERMINED = (
     nn.MaxPool2d,
     nn.AvgPool2d,
     nn.ReLU6,
+    nn.AdaptiveAvgPool2d,
+    nn.Sequential,
 )
 
 
 def _draws(block: nn.Module) -> bool:
-    """Whether a block may draw random numbers: all but those that are known not to."""
-    leaves = [one for one in block.modules() if not list(one.children())]
-    return not all(isinstance(one, _DETERMINED) for one in leaves)
+    """Whether a block may draw random numbers: all but those that are made of what is known not to."""
+    return not all(type(one) in _DETERMINED for one in block.modules())

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 
 from hoop.collectives.shards import Holding, holding
 from hoop.data.dataset import Dataset, Indices
+from hoop.engine.accelerator import Accelerator
 from hoop.engine.chain import layers_of
 from hoop.engine.clipping import Norm
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed, Position
 from hoop.engine.flow import Flow
-from hoop.engine.held import Held
+from hoop.engine.held import NOTHING, Figures, Held
 from hoop.engine.joint import Joint, grouped, joinable
 from hoop.engine.losses import Loss, Objective
 from hoop.engine.messages import Post
+from hoop.engine.mirrored import hold
 from hoop.engine.settings import Settings
 from hoop.engine.slots import most_slots
 from hoop.engine.totals import Totals
@@ -48,9 +50,9 @@ class Worker:
         data: Dataset,
         loss: Loss,
         vectors: Vectors,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        self.world, self.settings = world, settings
-        self.loss = loss
+        self.world, self.settings, self.loss = world, settings, loss
         self.rank = world.rank
         self.clock = Clockwork()
         self.last = plan.stages - 1
@@ -61,8 +63,8 @@ class Worker:
         self.held: dict[int, Held] = {}
         for stage in plan.held_by(world.rank):
             low, high = bounds[stage], bounds[stage + 1]
-            name, updates = f"stage{stage}.", not plan.servers
-            self.held[stage] = Held(vectors, blocks[low:high], low, settings, name, updates, chain)
+            how = settings, f"stage{stage}.", not plan.servers, chain
+            self.held[stage] = hold(accelerator, plan, vectors, blocks[low:high], low, *how)
         self._lowest = min(self.held, default=0)
         self._norm = Norm(world, settings, blocks, bounds)
         self._objective = Objective(loss)
@@ -80,14 +82,12 @@ class Worker:
             Kind.REDUCE: self._reduce,
             Kind.UPDATE: self._update,
         }
-        self._figures: dict[int, tuple[float, float, float]] = {}
-        self._waited = 0.0
-        self._position = Position(0, 0, 0)
+        self._figures: dict[int, Figures] = {}
+        self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
         self._drag = slow[world.rank] - 1 if world.rank < len(slow) else 0
-        self.rate = 0.0
+        self.rate, self._mapped = 0.0, 0
         self.norm_scale: float | None = None
-        self._mapped = 0
         self.computed: list[int] = []
         """Shards of the step under way that are in their slots, in the order they came."""
         self.updated, self.last_scale = -1, 1.0
@@ -182,8 +182,7 @@ class Worker:
     ) -> None:
         """Runs the plan on these samples."""
         self.begin(position, samples, stop, computed)
-        clock = self.clock
-        handlers, joint = self._handlers, self._joint
+        clock, handlers, joint = self.clock, self._handlers, self._joint
         for run in self._program:
             if joint is not None and joint.possible(run):
                 joint(run, self._spent, self._joined)
@@ -217,7 +216,7 @@ class Worker:
 
     def _measure(self, micro: int, outputs: Tensor) -> None:
         """The loss of a micro-batch and the gradient it starts backward with."""
-        targets = self.feed.targets(micro)
+        targets = self.held[self.last].near(self.feed.targets(micro))
         loss, gradient = self._objective(outputs, targets, self.feed.scale)
         self._figures[micro] = (loss, 0.0, float(len(targets)))
         self.flow.gradients[self.last, micro] = gradient
@@ -231,21 +230,22 @@ class Worker:
         else:
             started = now()
             totals = self._totals.get(stage) if instruction is self._final_gradient else None
-            after = None
-            if totals is not None and totals.buckets:
-                after = partial(totals.start, micro=micro, deadline=self._deadline)
-            given = held.stage.backward(micro, self.flow.gradient(*key), held.into(micro), stage > 0, after)
+            early = totals is not None and bool(totals.buckets)
+            after = partial(totals.start, micro=micro, deadline=self._deadline) if totals and early else None
+            gradient = held.near(self.flow.gradient(*key))
+            given = held.stage.backward(micro, gradient, held.into(micro), stage > 0, after)
             if given is not None:
                 self.flow.returns[key] = given
+            self._landed(held, stage, micro, merged=early)
             self._spent(started)
-            self._landed(held, stage, micro, merged=after is not None)
         self._tell_speed(instruction)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, micro = key = instruction.stage, instruction.micro
         if not self.feed.empty(micro):
             started = now()
-            given = self.held[stage].stage.backward_input(micro, self.flow.gradient(*key), stage > 0)
+            held = self.held[stage]
+            given = held.stage.backward_input(micro, held.near(self.flow.gradient(*key)), stage > 0)
             if given is not None:
                 self.flow.returns[key] = given
             self._spent(started)
@@ -259,12 +259,12 @@ class Worker:
         else:
             started = now()
             held.stage.backward_weight(micro, held.into(micro))
-            self._spent(started)
             self._landed(held, stage, micro)
+            self._spent(started)
         self._tell_speed(instruction)
 
     def _landed(self, held: Held, stage: int, micro: int, merged: bool = False) -> None:
-        figures = self._figures.pop(micro, (0.0, 0.0, 0.0)) if stage == self.last else (0.0, 0.0, 0.0)
+        figures = self._figures.pop(micro, NOTHING) if stage == self.last else NOTHING
         held.landed(micro, figures, self.feed.full, self.feed.prints.get(micro, 0), merged)
         self.computed.append(micro)
         if stage == self._lowest:
