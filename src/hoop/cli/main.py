@@ -16,12 +16,15 @@ from hoop.cli import (
     attach,
     audit,
     bench,
+    calibrate,
     certs,
     coordinator,
     device,
     evaluate,
     events,
     export,
+    plan,
+    simulate,
     status,
     token,
     train,
@@ -50,6 +53,9 @@ app.command()(events.events)
 app.command()(token.token)
 app.command()(certs.certs)
 app.command()(bench.bench)
+app.command()(calibrate.calibrate)
+app.command()(simulate.simulate)
+app.command()(plan.plan)
 
 
 def _version(wanted: bool) -> None:

@@ -90,6 +90,7 @@ class Run:
                     "data": self._data.train.checksum,
                     "parameters": self._ready.parameters,
                     "stages": self._ready.describe(),
+                    "costs": self._ready.priced,
                     "seconds": time.perf_counter() - self._started,
                 }
             )
