@@ -41,3 +41,8 @@ class Figures:
             {"kind": "steps", "first": first, "loss": self._losses, "seconds": self._seconds, "rate": rate}
         )
         self._losses, self._seconds = [], []
+
+    def forget(self, steps: int) -> None:
+        """The last steps are done again, and told then."""
+        if steps > 0:
+            del self._losses[-steps:], self._seconds[-steps:]

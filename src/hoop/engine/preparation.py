@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import nn
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
 from hoop.engine.job import Job, blocks_of
+from hoop.engine.mirrors import check_room
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
 from hoop.engine.roles import check_role, role_of
@@ -26,6 +28,7 @@ from hoop.plan.check import check
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.catalog import every, parse
+from hoop.strategies.fewer import usable
 from hoop.strategies.fitting import advice, fit, fitting
 from hoop.strategies.strategy import Strategy
 
@@ -58,20 +61,30 @@ class Ready:
         return said + [f"slice {number} of the weights on rank {rank}" for number, rank in served]
 
 
-def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> Ready:
-    """Builds this rank's worker; raises, at every rank alike, if the job cannot run."""
+def prepare(
+    world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors, anew: bool = False
+) -> Ready:
+    """Builds this rank's worker; raises, at every rank alike, if the job cannot run.
+
+    ``anew``: the devices are no longer those that the strategy was chosen for; as many are used as can be.
+    """
     settings.check()
     if settings.precision == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition(
             "precision: bfloat16 needs a processor that computes in it; this one does not"
         )
+    model = job.model(settings.seed)
+    blocks = blocks_of(model)
     strategy = parse(settings.strategy)
-    plan = strategy.plan(world.size, settings.micros)
+    if anew:
+        strategy, plan = usable(strategy, world.size, settings.micros, len(blocks))
+        if settings.cut and len(settings.cut) != plan.stages - 1:
+            settings = dataclasses.replace(settings, cut=())  # it was for another number of stages
+    else:
+        plan = strategy.plan(world.size, settings.micros)
     check_role(strategy, plan, settings)
     if problems := check(plan):
         raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
-    model = job.model(settings.seed)
-    blocks = blocks_of(model)
     _agree(world, settings, model, data)
     rows = -(-settings.batch_size // settings.micros)
     sample = data.train.batch(
@@ -136,11 +149,13 @@ def _bounds(
     world.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, room, settings.timeout_s)
     memory = [int(one) for one in room]
     try:
-        stages = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients).stages
+        found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients)
     except FailedPrecondition as error:
         others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
-    bounds = [stage.blocks.start for stage in stages]
+    if settings.mirror and strategy.name != "data" and world.reseated is not None:
+        check_room(plan, found, costs, memory)
+    bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
         if any(first < bound <= second for bound in bounds):
             raise InvalidArgument(

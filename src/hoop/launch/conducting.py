@@ -46,7 +46,7 @@ class Conducting:
     ) -> None:
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
-        self._parts: dict[int, list[bytes]] = {}
+        self._parts: dict[tuple[int, int], list[bytes]] = {}
         self._accounts: dict[int, Told] = {}
         self._heard = 0
         self._last: Told = {}
@@ -150,11 +150,13 @@ class Conducting:
         data = self._read(event)  # (3)
         if data is None:
             return
-        parts = self._parts.setdefault(told["steps"], [])
+        # A part of before a loss does not go with those of after it: the model is cut otherwise.
+        key = told["steps"], told["turn"]
+        parts = self._parts.setdefault(key, [])
         parts.append(data)
         if len(parts) < told["parts"]:
             return
-        del self._parts[told["steps"]]
+        del self._parts[key]
         tensors: dict[str, Tensor] = {}
         metadata: Told = {}
         for part in parts:

@@ -54,7 +54,8 @@ def trainer(
     wanted = Settings.from_json(settings).check()
     world = _world(place)
     with blaming(f"in {wanted.job}"):
-        run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
+        job, prefix = find_job(wanted.job, RECIPES), f"job{place.job_id}."
+        run = Run(world, wanted, job, emit, stopping, resume, prefix, place.joining)
         try:
             run.join() if place.joining else run.go()
         finally:

@@ -59,9 +59,10 @@ class JobRecord:
 
     @property
     def elastic(self) -> bool:
-        """Whether it can take more devices while it runs: where every device has the whole model."""
+        """Whether it can take more devices while it runs: where every device has the whole model, or mirrors."""
         try:
-            return str(json.loads(self.settings).get("strategy", "data")) == "data"
+            settings = json.loads(self.settings)
+            return str(settings.get("strategy", "data")) == "data" or bool(settings.get("mirror", True))
         except (ValueError, AttributeError):
             return False
 

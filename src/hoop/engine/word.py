@@ -1,0 +1,38 @@
+"""Everybody's word at everybody: plain values of any size, as JSON; or yes or no."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hoop.collectives.catalog import Operation
+from hoop.collectives.communicator import Communicator
+from hoop.memory.dtypes import dtype
+
+
+def gathered(communicator: Communicator, mine: Any, timeout: float) -> list[Any]:
+    """What every rank says, by rank; every rank must call it."""
+    said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    lengths = np.zeros(communicator.size, np.int64)
+    each = Operation("all_gather", 1, dtype("int64"))
+    communicator.run(each, np.array([said.size], np.int64), lengths, timeout)
+    width = int(lengths.max())
+    padded = np.zeros(width, np.uint8)
+    padded[: said.size] = said
+    heard = np.zeros(communicator.size * width, np.uint8)
+    communicator.run(Operation("all_gather", width, dtype("uint8")), padded, heard, timeout)
+    rows = heard.reshape(communicator.size, width)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def vote(
+    communicator: Communicator, stop: bool, losses: Sequence[float], steps: int, timeout: float
+) -> tuple[bool, list[float]]:
+    """All ranks meet: whether anybody wants to stop, and the losses of so many steps, which one of them knows."""
+    said = np.zeros(1 + steps, np.float64)
+    said[0], said[1 : 1 + len(losses)] = stop, losses
+    communicator.run(Operation("all_reduce", said.size, dtype("float64")), said, said, timeout)
+    return bool(said[0]), said[1:].tolist()
