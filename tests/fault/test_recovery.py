@@ -55,13 +55,15 @@ def pids(cluster: Cluster) -> dict[int, int]:
 
 
 def disturbed(
-    cluster: Cluster, devices: int, disturb: Callable[[int], None]
+    cluster: Cluster, devices: int, disturb: Callable[[int], None], strategy: str = "data"
 ) -> tuple[dict[str, Any], list[str]]:
     """Trains, and disturbs it with every report of the figures; the result, and the kinds of what was told."""
     run = command(
         "train",
         *JOB,
         *SLOWLY,
+        "--strategy",
+        strategy,
         "--devices",
         str(devices),
         "--coordinator",
@@ -83,17 +85,32 @@ def disturbed(
 
 
 @pytest.mark.parametrize(
-    ("devices", "victims", "how"),
+    ("strategy", "devices", "victims", "how"),
     [
-        (4, [2], signal.SIGKILL),
-        (3, [1, 3], signal.SIGKILL),
-        (3, [2], signal.SIGSTOP),
-        (2, [1], signal.SIGTERM),
+        ("data", 4, [2], signal.SIGKILL),
+        ("data", 3, [1, 3], signal.SIGKILL),
+        ("data", 3, [2], signal.SIGSTOP),
+        ("data", 2, [1], signal.SIGTERM),
+        ("pipeline", 3, [3], signal.SIGKILL),
+        ("ps", 4, [4, 1], signal.SIGKILL),
+        ("ring", 2, [1], signal.SIGTERM),
+        ("hybrid:replicas=2", 4, [2, 1], signal.SIGKILL),
+        ("pipeline:interleaved", 2, [2], signal.SIGSTOP),
     ],
-    ids=["one of four killed", "two of three killed", "one stops answering", "one leaves on notice"],
+    ids=[
+        "one of four killed",
+        "two of three killed",
+        "one stops answering",
+        "one leaves on notice",
+        "a stage killed",
+        "long: server and worker killed",
+        "long: a device of the ring leaves on notice",
+        "long: a stage of each replica killed",
+        "long: a stage stops answering",
+    ],
 )
 def test_a_loss_changes_nothing(
-    wanted: str, tmp_path: Path, devices: int, victims: list[int], how: signal.Signals
+    wanted: str, tmp_path: Path, strategy: str, devices: int, victims: list[int], how: signal.Signals
 ) -> None:
     with cluster_of(devices, tmp_path) as cluster:
         running = pids(cluster)
@@ -104,7 +121,7 @@ def test_a_loss_changes_nothing(
                 os.kill(running[todo.pop(0)], how)
 
         try:
-            result, told = disturbed(cluster, devices, disturb)
+            result, told = disturbed(cluster, devices, disturb, strategy)
         finally:
             if how == signal.SIGSTOP:
                 for victim in victims:
@@ -115,7 +132,8 @@ def test_a_loss_changes_nothing(
     assert result["steps"] == 118
 
 
-def test_a_newcomer_changes_nothing_and_takes_part(wanted: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["data", "pipeline"])
+def test_a_newcomer_changes_nothing_and_takes_part(wanted: str, tmp_path: Path, strategy: str) -> None:
     with cluster_of(2, tmp_path) as cluster:
         newcomers: list[subprocess.Popen[str]] = []
 
@@ -129,6 +147,8 @@ def test_a_newcomer_changes_nothing_and_takes_part(wanted: str, tmp_path: Path) 
             "--set",
             "epochs=12",
             *SLOWLY,
+            "--strategy",
+            strategy,
             "--devices",
             "2",
             "--coordinator",

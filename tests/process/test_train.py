@@ -163,9 +163,9 @@ def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whom", ["a device", "the coordinator", "the head"])
 def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Path, whom: str) -> None:
-    """But for a device of data parallel, without which it goes on (tests/fault)."""
+    """But for a device without which it goes on (tests/fault)."""
     address = tmp_path / "address"
-    running = under_way(start, tmp_path / "run", "--address-file", address, "-s", "ring")
+    running = under_way(start, tmp_path / "run", "--address-file", address, "-s", "ring", "--no-mirror")
     told = status(address.read_text().strip())
     parent = int(Path(f"/proc/{told['coordinator']['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     killed = {

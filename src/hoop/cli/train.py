@@ -53,6 +53,13 @@ def train(
         int | None,
         typer.Option(min=1, help="Parts of a batch; the result depends on it, not on the number of devices."),
     ] = None,
+    mirror: Annotated[
+        bool | None,
+        typer.Option(
+            "--mirror/--no-mirror",
+            help="Copy each device's part of the model to another as steps end, to survive its loss.",
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9 (docs/training.md)."),
@@ -117,6 +124,7 @@ def train(
         "shards": shards,
         "keep": keep,
         "accelerator": accelerator,
+        "mirror": mirror,
         "threads_per_device": threads_per_device,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])

@@ -22,6 +22,12 @@ GAIN = 0.85
 """A new share must be predicted to take at most this part of the step."""
 
 
+def balance_for(strategy: Strategy, plan: Plan, wanted: bool) -> Balance | None:
+    """None where nothing can move: one rank, or one that holds nothing."""
+    whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
+    return Balance(strategy, plan, plan.size) if wanted and whole else None
+
+
 class Balance:
     """Decides when shards move."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -35,13 +36,16 @@ class Norm:
         self._world = world
 
     def scale(self, held: Mapping[int, Held], plan: Plan) -> float:
-        """What the gradient is multiplied by; every rank must ask."""
+        """What the gradient is multiplied by; every rank that holds a stage must ask."""
         squared = np.zeros(self._parameters, np.float64)
         for stage, one in held.items():
             if plan.holders[stage][0] == self._world.rank:
                 found = one.squares()
                 squared[self._places[stage] : self._places[stage] + len(found)] = found
-        self._world.communicator.run(
+        # Who has yet to come may wait for what was sent to it, and a meeting does not hand it over.
+        self._world.communicator.endpoint.flush(time.monotonic() + self._settings.timeout_s)
+        holders = sorted({rank for ranks in plan.holders for rank in ranks})
+        self._world.group(holders).run(
             Operation("all_reduce", len(squared), dtype("float64")),
             squared,
             squared,

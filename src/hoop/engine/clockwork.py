@@ -30,6 +30,12 @@ class Clockwork:
                 self.spans.append(("wait", "wait", started, waited))
             self.spans.append((str(instruction), category, started + waited, ended - started - waited))
 
+    def add(self, before: Clockwork) -> None:
+        """What was noted elsewhere comes before what is noted here."""
+        self.seconds = {share: seconds + before.seconds[share] for share, seconds in self.seconds.items()}
+        self.spans = before.spans + self.spans
+        self.instructions += before.instructions
+
     def waited(self, started: float, ended: float) -> None:
         """Nothing could be done: a rule waited for a message."""
         self._take("wait", "wait", started, ended)

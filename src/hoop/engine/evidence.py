@@ -44,12 +44,12 @@ class Evidence:
     """What the last updates were made of."""
 
     def __init__(self, shards: int) -> None:
-        self._places = PLACES * shards
+        self.places = PLACES * shards
         self._steps: dict[int, Array] = {}
 
     def note(self, step: int, summed: Array, more: bool = False) -> None:
         """What stands in these places of the sum that an update was made with; ``more``: one of several of a step."""
-        found = summed[: self._places]
+        found = summed[: self.places]
         if more and step in self._steps:
             found = self._steps[step] + found
         self._steps[step] = found.copy()
@@ -59,6 +59,18 @@ class Evidence:
     def forget(self, step: int) -> None:
         """These steps and later ones are done again."""
         self._steps = {one: found for one, found in self._steps.items() if one < step}
+
+    def rows(self, first: int, count: int) -> Array:
+        """Of so many steps, as sums; zeros where nothing is known."""
+        nothing = np.zeros(self.places, np.float32)
+        return np.array([self._steps.get(step, nothing) for step in range(first, first + count)]).reshape(
+            count, self.places
+        )
+
+    def adopt(self, first: int, rows: Array) -> None:
+        """What another rank knows of these steps."""
+        for step, row in enumerate(rows, start=first):
+            self.note(step, row)
 
     def told(self, first: int, count: int) -> list[Fed | None]:
         """Of so many steps, what an event says; None where nothing is known."""

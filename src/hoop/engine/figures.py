@@ -50,3 +50,8 @@ class Figures:
             }
         )
         self._losses, self._seconds = [], []
+
+    def forget(self, steps: int) -> None:
+        """The last steps are done again, and told then."""
+        if steps > 0:
+            del self._losses[-steps:], self._seconds[-steps:]

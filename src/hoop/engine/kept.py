@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from hoop.collectives.reduction import Array
 from hoop.engine.optimizer import OptimizerSettings, updating
+from hoop.engine.parts import Live
 from hoop.engine.slices import Slice
+from hoop.engine.snapshot import MOMENT
 from hoop.engine.weights import Layout, Vectors
 
 
@@ -41,6 +45,20 @@ class Kept:
     def load_moments(self, wholes: list[Tensor]) -> None:
         for moment, whole in zip(self.moments, wholes, strict=True):
             moment.copy_(whole[self.part.low : self.part.low + self.part.trained])
+
+    def state(self, layout: Layout, names: Mapping[int, str]) -> list[Live]:
+        """Weights and optimizer state, as pieces of the tensors that lie in this slice."""
+        found = []
+        part, vectors = self.part, [torch.from_numpy(self.weights), *self.moments]
+        for index, (place, tensor) in enumerate(zip(layout.places, layout.tensors, strict=True)):
+            low, high = max(place, part.low), min(place + tensor.numel(), part.high)
+            trained = index < len(layout.parameters)
+            for number, vector in enumerate(vectors if trained else vectors[:1]):
+                prefix = f"{MOMENT}{number - 1}." if number else ""
+                if low < high:
+                    elements = vector[low - part.low : high - part.low]
+                    found.append(Live(prefix + names[id(tensor)], low - place, elements))
+        return found
 
     def apply(self, row: int, rate: float, step: int, scale: float) -> None:
         """An update with the gradient in this row, multiplied by ``scale``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from hoop.data.dataset import Splits
 from hoop.engine.accelerator import accelerator_of
 from hoop.engine.chain import layers_of
 from hoop.engine.job import Job, blocks_of
+from hoop.engine.mirrors import check_room
 from hoop.engine.pricing import priced
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
@@ -30,6 +32,7 @@ from hoop.plan.check import check
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.catalog import every, parse
+from hoop.strategies.fewer import usable
 from hoop.strategies.fitting import advice, fit, fitting
 from hoop.strategies.strategy import Strategy
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
@@ -51,8 +54,10 @@ class Ready:
     """What a step costs, for whoever predicts it; at the rank that reports."""
 
     @property
-    def parameters(self) -> int:
-        return sum(one.numel() for one in self.model.parameters())
+    def told(self) -> dict[str, Any]:
+        """For whoever follows the run."""
+        parameters = sum(one.numel() for one in self.model.parameters())
+        return {"parameters": parameters, "stages": self.describe(), "costs": self.priced}
 
     def describe(self) -> list[str]:
         """Each stage's blocks and who holds them."""
@@ -65,8 +70,13 @@ class Ready:
         return said + [f"slice {number} of the weights on rank {rank}" for number, rank in served]
 
 
-def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> Ready:
-    """Builds this rank's worker; raises, at every rank alike, if the job cannot run."""
+def prepare(
+    world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors, anew: bool = False
+) -> Ready:
+    """Builds this rank's worker; raises, at every rank alike, if the job cannot run.
+
+    ``anew``: the devices are no longer those that the strategy was chosen for; as many are used as can be.
+    """
     settings.check()
     accelerator = accelerator_of(world, settings)
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
@@ -74,13 +84,18 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
         raise FailedPrecondition(
             "precision: bfloat16 needs a processor that computes in it; this one does not"
         )
+    model = job.model(settings.seed)
+    blocks = blocks_of(model)
     strategy = parse(settings.strategy)
-    plan = strategy.plan(world.size, settings.micros)
+    if anew:
+        strategy, plan = usable(strategy, world.size, settings.micros, len(blocks))
+        if settings.cut and len(settings.cut) != plan.stages - 1:
+            settings = dataclasses.replace(settings, cut=())  # it was for another number of stages
+    else:
+        plan = strategy.plan(world.size, settings.micros)
     check_role(strategy, plan, settings)
     if problems := check(plan):
         raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
-    model = job.model(settings.seed)
-    blocks = blocks_of(model)
     _agree(world, settings, model, data)
     rows = -(-settings.batch_size // settings.micros)
     sample = data.train.batch(
@@ -92,7 +107,7 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     worker = Worker(
         world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors, accelerator
     )
-    if plan.stages == 1 and layers_of(blocks) is not None:
+    if strategy.name == "data" and layers_of(blocks) is not None:
         worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)
     told = _priced(world, settings, job, data, costs, blocks, worker) if role.reports else None
@@ -176,6 +191,8 @@ def _bounds(
     except FailedPrecondition as error:
         others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
+    if settings.mirror and strategy.name != "data" and world.reseated is not None:
+        check_room(plan, found, costs, memory)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
         if any(first < bound <= second for bound in bounds):

@@ -22,6 +22,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.feed import Feed, Position
 from hoop.engine.role import Role, Work
 from hoop.engine.ruled import Ruled, due
+from hoop.engine.served import SPAN
 from hoop.engine.versions import KEPT, Versions
 from hoop.engine.weights import LOSS, Vectors
 from hoop.engine.worker import Worker
@@ -30,8 +31,6 @@ from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, Kind
 from hoop.plan.rules import Rule
 from hoop.strategies.strategy import Strategy
 
-SPAN = 32
-"""Steps that overlap, until all ranks flush: then they can be told to stop, and the model can be looked at."""
 _NOTHING = torch.empty(0)
 
 
@@ -41,10 +40,6 @@ class Ring(Role):
     def __init__(self, worker: Worker, strategy: Strategy) -> None:
         super().__init__(worker)
         self._strategy = strategy
-
-    @property
-    def elastic(self) -> bool:
-        return False
 
     @property
     def hears(self) -> bool:

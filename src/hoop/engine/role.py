@@ -18,6 +18,7 @@ from hoop.data.dataset import Indices
 from hoop.engine.evidence import Evidence
 from hoop.engine.feed import Position
 from hoop.engine.job import names_of
+from hoop.engine.parts import Live
 from hoop.engine.snapshot import restore, tensors_of
 from hoop.engine.weights import LOSS
 from hoop.engine.worker import Worker
@@ -40,11 +41,15 @@ class Role:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.evidence = Evidence(worker.plan.micros)
-        """What the updates were made of, where this rank knows the losses."""
-        for stage, held in worker.held.items():
+        for held in worker.held.values():
             held.device = worker.world.device or worker.rank + 1
-            held.evidence = self.evidence if stage == worker.last else None
+        self.testify(Evidence(worker.plan.micros))
+
+    def testify(self, evidence: Evidence) -> None:
+        """Notes there what updates are made of, where this rank knows the losses."""
+        self.evidence = evidence
+        for stage, held in self.worker.held.items():
+            held.evidence = evidence if stage == self.worker.last else None
 
     @property
     def reports(self) -> bool:
@@ -60,11 +65,6 @@ class Role:
     def hears(self) -> bool:
         """Whether the sum of the gradients tells this rank that somebody wants to stop."""
         return self.worker.plan.stages == 1
-
-    @property
-    def elastic(self) -> bool:
-        """Whether the others can go on when a rank is lost: where everybody has everything."""
-        return self.worker.plan.stages == 1 and not self.worker.plan.servers
 
     def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
         """Does these steps; returns their mean losses where this rank knows them."""
@@ -91,6 +91,28 @@ class Role:
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
         """Goes on from a checkpoint, made after ``done`` steps."""
         restore(list(self.worker.held.values()), model, tensors)
+
+    # ---- for the case that a device is lost (mirrors, recut)
+
+    def state(self, model: nn.Module) -> list[Live]:
+        """What this rank alone can give, or its replicas, so that others can go on: whole tensors, or slices."""
+        worker = self.worker
+        names = names_of(model)
+        found = tensors_of(worker.held.values(), names)
+        for stage, held in worker.held.items():
+            if not worker.plan.computed_by(worker.rank, stage):  # who computes nothing does not count
+                for one in held.layout.counters:
+                    del found[names[id(one)]]
+        return [Live(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
+
+    def wanted(self, model: nn.Module) -> dict[str, Tensor]:
+        """What ``restore`` needs, as it is now."""
+        return tensors_of(self.worker.held.values(), names_of(model))
+
+    @property
+    def travels(self) -> bool:
+        """Whether nobody else has what this rank has."""
+        return not all(len(ranks) > 1 for ranks in self.worker.plan.holders)
 
     def deadline(self) -> float:
         return time.monotonic() + self.worker.settings.timeout_s

@@ -9,9 +9,10 @@ from torch import nn
 from hoop.data.dataset import Dataset
 from hoop.engine.ring import AsynchronousRing, Ring
 from hoop.engine.role import Role
-from hoop.engine.served import Served
+from hoop.engine.served import SPAN, Served
 from hoop.engine.server import Server
 from hoop.engine.settings import Settings
+from hoop.engine.spare import Spare
 from hoop.engine.weights import Vectors
 from hoop.engine.worker import Worker
 from hoop.errors import InvalidArgument
@@ -41,6 +42,8 @@ def role_of(
     plan = worker.plan
     if worker.rank in plan.servers:
         return Server(worker, strategy, blocks, vectors)
+    if not worker.held:
+        return Spare(worker, 1 if strategy.synchronous else SPAN)
     if plan.servers:
         return Served(worker, strategy)
     if strategy.rule(plan, worker.rank) is None:

@@ -13,24 +13,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
-from hoop.collectives.catalog import Operation
-from hoop.data.order import Order
-from hoop.engine.balance import Balance
+from hoop.engine.account import account
+from hoop.engine.balance import balance_for
+from hoop.engine.course import Course
 from hoop.engine.evaluation import evaluate
-from hoop.engine.feed import Position
+from hoop.engine.evidence import Evidence
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
-from hoop.engine.preparation import prepare
+from hoop.engine.keepsakes import Keepsakes
+from hoop.engine.preparation import Ready, prepare
 from hoop.engine.recovery import NEW, catch_up, compare, hand_over, rest_of_step
-from hoop.engine.role import Work
+from hoop.engine.recut import StateLost
+from hoop.engine.safekeeping import Safekeeping
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import packed, put, unpacked
+from hoop.engine.snapshot import unpacked
 from hoop.engine.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
 from hoop.engine.world import World, settle
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError
-from hoop.memory.dtypes import dtype
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
+from hoop.strategies.catalog import parse
 
 PATIENCE_S = 60.0
 """How long a rank waits for a seat among those who are left."""
@@ -48,28 +48,48 @@ class Run:
         stopping: Callable[[], bool],
         resume: bytes | None = None,
         prefix: str = "",
+        joins: bool = False,
     ) -> None:
+        """``joins``: others are at work already; see ``join``."""
         self._world, self._settings, self._emit, self._stopping = world, settings, emit, stopping
-        self._prefix = prefix
         self._started = time.perf_counter()
         settle(world, settings.threads_per_device, settings.pin)
-        self._vectors = Vectors(world.arena, prefix)
         self._data = job.data()
-        self._ready = prepare(world, settings, job, self._data, self._vectors)
-        self.worker = self._ready.worker
-        self._role = self._ready.role
-        self._order = Order(settings.seed, len(self._data.train))
-        self._per_epoch = self._order.steps(settings.batch_size)
-        self._steps = settings.epochs * self._per_epoch
-        self._limit = min(self._steps, settings.max_steps or self._steps)
-        self._done = self._snapshots = 0
-        self._balance = Balance(self._ready.strategy, self._ready.plan, world.size)
-        self._figures = Figures(emit, self._role.evidence)
-        if resume is not None:
-            tensors, metadata = unpacked(resume)
-            self._done = int(metadata["steps"])
+        self._course = Course(settings, len(self._data.train))
+        self._done = self._ended = 0
+        self._stopped = self._moving = False
+        self._missing: list[int] = []
+        self._keepsakes = Keepsakes(world.arena, prefix, emit)
+        self._evidence = Evidence(settings.micros)
+        self._figures = Figures(emit, self._evidence)
+        self._vectors = Vectors(world.arena, prefix)
+        replicas = parse(settings.strategy).name == "data"
+        self._safe = None if replicas else Safekeeping(settings, job, self._data, self._vectors)
+        self._elastic = replicas or settings.mirror
+        self._joins = joins
+        self._loss: PeerError | None = None
+        if joins and self._safe is not None:
+            return  # there is nothing to get ready before it is known what this rank is to hold
+        tensors, metadata = unpacked(resume) if resume is not None else ({}, {"steps": 0})
+        self._done = self._ended = int(metadata["steps"])
+        if self._safe is not None:
+            self._safe.begin(tensors, self._done)
+        try:
+            self._take(prepare(world, settings, job, self._data, self._vectors))
+        except PeerError as error:
+            if self._safe is None:
+                raise
+            self._loss = error  # for ``go``, where it goes on like after any other
+            return
+        if tensors:
             self._role.restore(self._ready.model, tensors, self._done)
-        self._ended = self._done
+        if self._safe is not None:
+            self._safe.hold(self._ready)
+
+    def _take(self, ready: Ready) -> None:
+        self._ready, self.worker, self._role = ready, ready.worker, ready.role
+        self._role.testify(self._evidence)
+        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance)
 
     @property
     def reporter(self) -> bool:
@@ -78,55 +98,52 @@ class Run:
 
     def go(self) -> None:
         """Trains until the epochs are over or somebody asks to stop."""
-        settings, worker = self._settings, self.worker
-        if self.reporter:
-            self._emit(
-                {
-                    "kind": "started",
-                    "steps": self._limit,
-                    "done": self._done,
-                    "steps_an_epoch": self._per_epoch,
-                    "samples": self._order.length,
-                    "data": self._data.train.checksum,
-                    "parameters": self._ready.parameters,
-                    "stages": self._ready.describe(),
-                    "costs": self._ready.priced,
-                    "seconds": time.perf_counter() - self._started,
-                }
-            )
-        began, self._begun_at, stopped = time.perf_counter(), self._done, False
+        if self._loss is not None:
+            self._recover(self._loss)
+        if self.reporter and not self._joins:
+            told = {"kind": "started", "done": self._done, "seconds": time.perf_counter() - self._started}
+            self._emit({**told, **self._course.told, "data": self._data.train.checksum, **self._ready.told})
+        began, self._begun_at = time.perf_counter(), self._done
         while True:
             try:
-                if self._owes():
+                if self._owes() and not self._stopped:
                     self._end_of_epoch()
-                if self._done >= self._limit or stopped:
+                if self._done >= self._course.limit or self._stopped:
+                    self._end()
                     break
-                worker.clock.tracing = self._done - self._begun_at < settings.trace_steps
-                begun = time.perf_counter()
-                works = self._next()
-                losses = self._role.advance(works, self._stopping())
-                worker.rate = works[-1].rate
-                self._done += len(works)
-                stopped = self._after(losses, time.perf_counter() - begun)
-                if stopped:
-                    break
-                if self._moving:
-                    self._move()
+                self._advance()
             except PeerError as error:
                 self._recover(error)
-        self._tell(force=True)
-        self._role.refresh()
-        self._snapshot(final=True)
-        self._account(time.perf_counter() - began, stopped)
+        self._emit(account(self.worker, time.perf_counter() - began, self._done, self._stopped))
+
+    def _advance(self) -> None:
+        """The steps until ranks meet."""
+        worker = self.worker
+        self._keep()
+        worker.clock.tracing = self._done - self._begun_at < self._settings.trace_steps
+        begun = time.perf_counter()
+        works = self._course.next(self._done, self._role.stride)
+        losses = self._role.advance(works, self._stopping())
+        worker.rate = works[-1].rate
+        self._done += len(works)
+        self._keep()
+        self._after(losses, len(works), time.perf_counter() - begun)
+        if self._moving and not self._stopped:
+            self._move()
+
+    def _keep(self) -> None:
+        """Where ranks hold parts of the model: makes sure that the loss of one is not that of its part."""
+        if self._safe is not None:
+            self._safe.keep(self._world, self._done)
 
     def _owes(self) -> bool:
         """Whether the end of an epoch has come, and not been dealt with."""
-        ends = self._done % self._per_epoch == 0 or self._done == self._limit
-        return ends and self._done > self._ended
+        return self._course.ends(self._done) and self._done > self._ended
 
     def join(self) -> None:
         """Goes in where others are at work already: says that it is ready, and takes the first seat there is."""
-        self._done = NEW
+        if self._safe is None:
+            self._done = NEW
         self._emit({"kind": "ready", "seconds": time.perf_counter() - self._started})
         self._recover(FailedPrecondition("no seat came for a device that was ready"))
         self.go()
@@ -135,15 +152,21 @@ class Run:
         """Goes on among those who are left, once there are seats for them; raises the error if there never are."""
         began, world = time.perf_counter(), self._world
         while True:
-            if world.reseated is None or not self._role.elastic:
+            if world.reseated is None:
                 raise error
+            if not self._elastic:
+                text = f"{error}; mirror is off, and its part was lost: {self._keepsakes.remedy}"
+                raise PeerLost(text) from error
             try:
                 world = world.reseated(PATIENCE_S)
             except DeadlineExceeded:
                 raise error from None
             try:
-                self._go_on(world)
+                self._go_on(world) if self._safe is None else self._cut_anew(world, self._safe)
                 break
+            except StateLost as lost:
+                text = f"with the devices that are gone {lost} was lost: {self._keepsakes.remedy}"
+                raise PeerLost(text) from error
             except PeerError as another:
                 error = another
         self._told_of("recovered", began, str(error))
@@ -160,6 +183,20 @@ class Run:
         if self.reporter:
             told = {"step": self._done, "pause_s": time.perf_counter() - began, "missing": self._missing}
             self._emit({"kind": kind, **told, "ranks": self._world.size, "text": text})
+
+    def _cut_anew(self, world: World, safe: Safekeeping) -> None:
+        """The last step of which everything is left, on the devices that are there now; see ``recut``."""
+        self._world = world
+        try:
+            ready, agreed = safe.cut_anew(world, self._ended, self._stopped)
+        except UserError as error:
+            raise FailedPrecondition(f"{error}; {self._keepsakes.remedy}") from None
+        self._take(ready)
+        self._figures.forget(self._done - agreed.step)
+        self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
+        self._keep()
+        safe.meet(world, self._stopping(), self._done, 0, None, self._evidence)
+        safe.go_on(agreed)
 
     def _count_late(self) -> None:
         """A step that was finished by the way."""
@@ -178,9 +215,8 @@ class Run:
         standing = compare(communicator, self._done, self._ended, worker.computed, settings.micros, timeout_s)
         world.settled()
         if world.rank in standing.new:  # it was away, and what it remembers is of long ago
-            self._figures = Figures(self._emit, self._role.evidence)
-        rate = settings.optimizer.rate(standing.lead - 1, self._steps)
-        catch_up(worker, communicator, standing, rate, timeout_s)
+            self._figures = Figures(self._emit, self._evidence)
+        catch_up(worker, communicator, standing, self._course.rate(standing.lead - 1), timeout_s)
         hand_over(worker, communicator, standing, timeout_s)
         if world.rank in standing.behind:
             self._count_late()
@@ -196,106 +232,66 @@ class Run:
         if any(standing.computed):
             plan, holdings, kept = rest_of_step(standing, settings.micros, len(held.slots))
             worker.follow(plan, holdings)
-            (work,) = self._next()
+            (work,) = self._course.next(self._done, self._role.stride)
             worker.rate = work.rate
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._count_late()
             worker.follow(usual)
-        self._balance = Balance(self._ready.strategy, usual, world.size)
+        self._balance = balance_for(self._ready.strategy, usual, settings.balance)
 
-    def _next(self) -> list[Work]:
-        """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
-        epoch, step = divmod(self._done, self._per_epoch)
-        stride = self._role.stride
-        end = min((step // stride + 1) * stride, self._per_epoch, step + self._limit - self._done)
-        found = []
-        for one in range(step, end):
-            done = self._done + one - step
-            samples = self._order.indices(epoch, one, self._settings.batch_size)
-            rate = self._settings.optimizer.rate(done, self._steps)
-            found.append(Work(Position(epoch, one, done), samples, rate))
-        return found
-
-    def _after(self, losses: list[float], seconds: float) -> bool:
-        """Figures of some steps; whether all ranks are to stop."""
-        worker = self.worker
+    def _after(self, losses: list[float], steps: int, seconds: float) -> None:
+        """Figures of some steps, and whether all ranks are to stop."""
+        worker, hears = self.worker, self._role.hears
         last = worker.held.get(worker.last)
-        stop = self._moving = False
+        if hears and last is not None:
+            self._stopped = bool(last.tail[STOP] > 0)
+            self._moving = self._safe is None and bool(last.tail[MOVE] > 0)
+        if self._safe is not None:
+            known = losses if self.reporter else None
+            met = self._safe.meet(self._world, self._stopping(), self._done, steps, known, self._evidence)
+            self._stopped, losses = met
+            self._safe.let_go()
         if losses:
             self._figures.add(losses, seconds)
             self._tell()
-        if self._role.hears and last is not None:
-            stop, self._moving = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
-        if not self._role.hears:
-            flag, asked = (
-                np.array([self._stopping()], np.float32),
-                Operation("all_reduce", 1, dtype("float32")),
-            )
-            self._world.communicator.run(asked, flag, flag, self._settings.timeout_s)
-            stop = bool(flag[0])
-        elif self._settings.balance and last is not None and self._world.size > 1 and not self._moving:
+        if hears and self._balance is not None and last is not None and not self._moving:
             plan = self._balance.after(last.tail)
             if plan is not None:
                 worker.follow(plan)
                 if self.reporter:
                     shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
                     self._emit({"kind": "balanced", "step": self._done, "shards": shares})
-        return stop
 
     def _tell(self, force: bool = False) -> None:
         self._figures.tell(self._done, self.worker.rate, self.reporter, force)
 
     def _end_of_epoch(self) -> None:
-        settings, epoch = self._settings, -(-self._done // self._per_epoch)
-        final = self._done == self._limit
+        settings, epoch = self._settings, self._course.epoch(self._done)
+        final = self._done == self._course.limit
         self._tell(force=True)
         self._role.refresh()
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
             loss, accuracy = evaluate(self.worker, self._data.test)
             if self.reporter:
-                measured = {"loss": loss, "accuracy": accuracy}
-                self._emit({"kind": "evaluated", "epoch": epoch, "steps": self._done, **measured})
+                told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
+                self._emit({**told, "loss": loss, "accuracy": accuracy})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._ended = self._done
 
-    def _snapshot(self, final: bool) -> None:
-        """This rank's part of a checkpoint, if it has one, as a file's bytes in the arena."""
-        tensors = self._role.tensors(self._ready.model)
-        if tensors is None:
-            return
-        epoch, step = divmod(self._done, self._per_epoch)
-        metadata = {"steps": self._done, "epoch": epoch, "step": step}
-        # Two in turn: one may be read while the next is written.
-        name = f"{self._prefix}snapshot{self._snapshots % 2}"
-        self._snapshots += 1
-        self._emit(
-            {
-                "kind": "snapshot",
-                "steps": self._done,
-                "final": final,
-                **put(self._world.arena, name, packed(tensors, metadata)),
-                "parts": self._role.parts,
-            }
-        )
+    def _end(self) -> None:
+        """The last snapshot; all ranks meet once they have made it, for a loss before would take a part of it."""
+        self._tell(force=True)
+        self._role.refresh()
+        self._snapshot(final=True)
+        if self._safe is not None:
+            self._safe.meet(self._world, False, self._done, 0, None, self._evidence)
 
-    def _account(self, seconds: float, stopped: bool) -> None:
-        worker = self.worker
-        self._emit(
-            {
-                "kind": "account",
-                "rank": self._world.rank,
-                "seconds": seconds,
-                "shares": worker.clock.seconds,
-                "instructions": worker.clock.instructions,
-                "bytes_sent": worker.bytes_sent,
-                "memory": self._world.arena.used,
-                "spans": worker.clock.spans,
-                "done": self._done,
-                "stopped": stopped,
-            }
-        )
+    def _snapshot(self, final: bool) -> None:
+        role, turn = self._role, self._safe.turn if self._safe is not None else 0
+        tensors = role.tensors(self._ready.model)
+        self._keepsakes.add(tensors, self._done, self._course.per_epoch, final, role.parts, turn)
 
     def close(self) -> None:
         """Gives the arena's memory back, but for the last snapshots, which a client may still read."""
-        self._vectors.free()
+        self._vectors.free() if self._safe is None else self._safe.close()

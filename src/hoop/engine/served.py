@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoop.collectives.shards import holding
+from hoop.engine.job import names_of
+from hoop.engine.parts import Live
 from hoop.engine.role import Role, Work
 from hoop.engine.ruled import Ruled, due
 from hoop.engine.slices import slices
@@ -21,7 +23,10 @@ from hoop.plan.instructions import Instruction, Kind
 from hoop.strategies.strategy import Strategy
 
 SPAN = 32
-"""Steps without a barrier, where the strategy needs none: then all can be told to stop, and the model looked at."""
+"""Steps without a barrier, where the strategy needs none: then all can be told to stop, and the model looked at.
+
+It is what is done again at most when a device is lost.
+"""
 
 
 class Served(Role):
@@ -50,6 +55,18 @@ class Served(Role):
     @property
     def parts(self) -> int:
         return 1 + len(self.worker.plan.servers)
+
+    @property
+    def travels(self) -> bool:
+        return True
+
+    def state(self, model: nn.Module) -> list[Live]:
+        """Counters, which every worker that computes has, and no server; and what is not trained."""
+        if not self.worker.plan.ranks[self.worker.rank]:
+            return []
+        names, layout = names_of(model), self._held.layout
+        tensors = [*layout.counters, *layout.frozen]
+        return [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in tensors]
 
     def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
         worker = self.worker

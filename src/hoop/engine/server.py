@@ -21,11 +21,12 @@ from hoop.collectives.shards import Leaf, Sum, expression, holding
 from hoop.engine.clipping import clip_scale, squares
 from hoop.engine.job import names_of
 from hoop.engine.kept import Kept
+from hoop.engine.parts import Live
 from hoop.engine.role import Role, Work
 from hoop.engine.ruled import Ruled, due
 from hoop.engine.served import SPAN
 from hoop.engine.slices import Piece, pieces, slices
-from hoop.engine.snapshot import MOMENT, restore
+from hoop.engine.snapshot import MOMENT, restore, tensors_of
 from hoop.engine.weights import LOSS, TAIL, Layout, Vectors
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
@@ -177,11 +178,25 @@ class Server(Role):
         return self._kept.moments[index][piece.low - low : piece.high - low]
 
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
-        layout = self._layout
-        whole = _Whole(layout, [torch.zeros(layout.trained) for _ in self._kept.moments])
+        whole = self._whole()
         restore([whole], model, tensors)
-        self._kept.adopt(layout)
+        self._kept.adopt(self._layout)
         self._kept.load_moments(whole.moments)
+
+    # ---- for the case that a device is lost
+
+    @property
+    def travels(self) -> bool:
+        return True
+
+    def state(self, model: nn.Module) -> list[Live]:
+        return self._kept.state(self._layout, names_of(model))
+
+    def wanted(self, model: nn.Module) -> dict[str, Tensor]:
+        return tensors_of([self._whole()], names_of(model))
+
+    def _whole(self) -> _Whole:
+        return _Whole(self._layout, [torch.zeros(self._layout.trained) for _ in self._kept.moments])
 
 
 def _rows(worker: Worker) -> tuple[dict[int, list[int]], list[tuple[int, int]], int]:

@@ -49,6 +49,8 @@ class Settings:
     """Each device's thread is bound to its own cores."""
     balance: bool = True
     """Shards follow the devices' measured speed."""
+    mirror: bool = True
+    """Where devices hold parts of a model, each part is copied to another device as steps end, in case one is lost."""
     slowdown: tuple[int, ...] = ()
     """For experiments: how many times slower than it is each rank computes."""
     bucket_bytes: int = 4 << 20

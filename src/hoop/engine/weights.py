@@ -111,10 +111,17 @@ class Vectors:
         array[:] = 0
         return array
 
-    def free(self) -> None:
+    def beside(self, prefix: str) -> Vectors:
+        """Others in the same arena, whose names go on like this."""
+        return Vectors(self._arena, self._prefix + prefix)
+
+    def free(self, but: str = "") -> None:
+        """All of them, but for those whose name ends so."""
+        left = [name for name in self._names if but and name.endswith(but)]
         for name in self._names:
-            self._arena.free(name)
-        self._names.clear()
+            if name not in left:
+                self._arena.free(name)
+        self._names = left
 
 
 def adopt(layout: Layout, state: Tensor) -> None:

@@ -86,7 +86,7 @@ class Worker:
         self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
         self._drag = slow[world.rank] - 1 if world.rank < len(slow) else 0
-        self.rate, self._mapped = 0.0, 0
+        self.rate, self._mapped, self.sent = 0.0, 0, 0
         self.norm_scale: float | None = None
         self.computed: list[int] = []
         """Shards of the step under way that are in their slots, in the order they came."""
@@ -119,7 +119,7 @@ class Worker:
     @property
     def bytes_sent(self) -> int:
         """Bytes that went to other ranks: over links, or through their memory."""
-        return self.post.endpoint.bytes_sent + self._mapped + sum(one.moved for one in self._totals.values())
+        return self.sent + self.post.endpoint.bytes_sent + sum(one.moved for one in self._totals.values())
 
     def close(self) -> None:
         """Ends the threads that add up."""
@@ -130,7 +130,7 @@ class Worker:
 
     def move(self, world: World) -> None:
         """The same rank's work among others: the members have changed."""
-        self._mapped += self.post.endpoint.bytes_sent
+        self.sent += self.post.endpoint.bytes_sent
         self.world, self.rank = world, world.rank
         self.flow.post = Post(world.communicator.endpoint)
         self._norm.move(world)
@@ -142,7 +142,7 @@ class Worker:
         """
         deadline = time.monotonic() + self.settings.timeout_s
         self.plan = plan
-        self._mapped += sum(one.moved for one in self._totals.values())
+        self.sent += sum(one.moved for one in self._totals.values())
         self.close()
         for stage, held in sorted(self.held.items()):
             ranks = plan.holders[stage]

@@ -54,7 +54,7 @@ class Conducting:
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
         self._out, self._attached, self._patience = out, bool(attached), patience
-        self._parts: dict[int, list[tuple[dict[str, Tensor], Told]]] = {}
+        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], Told]]] = {}
         self._accounts: dict[int, Told] = {}
         self._heard = 0
         self._last: Told = {}
@@ -185,11 +185,12 @@ class Conducting:
             if self._recording is not None:
                 self._recording.warn(f"no checkpoint of step {told['steps']}: {error}; training goes on")
             return
-        parts = self._parts.setdefault(told["steps"], [])
+        # A part of before a loss does not go with those of after it: the model is cut otherwise.
+        parts = self._parts.setdefault((told["steps"], told["turn"]), [])
         parts.append(part)
         if len(parts) < told["parts"]:
             return
-        self._parts = {step: others for step, others in self._parts.items() if step > told["steps"]}
+        self._parts = {key: others for key, others in self._parts.items() if key[0] > told["steps"]}
         tensors = {name: one for found, _ in parts for name, one in found.items()}
         metadata = parts[-1][1]
         digest = weights_digest(tensors)

@@ -66,8 +66,8 @@ def trainer(
     wanted = Settings.from_json(settings).check()
     world = _world(place)
     with blaming(f"in {wanted.job}"):
-        job = job_for_a_device(wanted.job, RECIPES, jobs)
-        run = Run(world, wanted, job, emit, stopping, resume, f"job{place.job_id}.")
+        job, prefix = job_for_a_device(wanted.job, RECIPES, jobs), f"job{place.job_id}."
+        run = Run(world, wanted, job, emit, stopping, resume, prefix, place.joining)
         emit({"kind": "loaded"})
         try:
             run.join() if place.joining else run.go()

@@ -55,11 +55,21 @@ class JobRecord:
 
     @property
     def elastic(self) -> bool:
-        """Whether it can take more devices while it runs: where every device has the whole model."""
+        """Whether devices may come and go while it runs: every device has the whole model, or mirrors its part."""
+        return self.moves or bool(self._settings.get("mirror", True))
+
+    @property
+    def moves(self) -> bool:
+        """Whether it can go on in other seats after a step, without having anything to cut anew."""
+        return str(self._settings.get("strategy", "data")) == "data"
+
+    @property
+    def _settings(self) -> dict[str, Any]:
         try:
-            return str(json.loads(self.settings).get("strategy", "data")) == "data"
-        except (ValueError, AttributeError):
-            return False
+            found = json.loads(self.settings)
+        except ValueError:
+            found = None
+        return found if isinstance(found, dict) else {"strategy": "", "mirror": False}
 
     def rank(self, device_id: int) -> int:
         """A device's rank now; 0 where it is no member (any more, or yet), and its id is what counts."""

@@ -60,7 +60,7 @@ class Seating:
                 break
             job.changed.clear()
             try:
-                if self._broken(job) or not job.elastic:
+                if self._broken(job) or not job.moves:
                     await self._rebuild(job)
                 else:
                     await self._plan(job)

@@ -1,0 +1,48 @@
+"""A rank's parts of checkpoints: files' bytes in the arena, which a client reads while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from hoop.engine.figures import Emit
+from hoop.engine.snapshot import packed, put
+from hoop.memory import Arena
+
+
+class Keepsakes:
+    """The snapshots that one rank makes."""
+
+    def __init__(self, arena: Arena, prefix: str, emit: Emit) -> None:
+        self._arena, self._prefix, self._emit = arena, prefix, emit
+        self._made = 0
+        self._newest: int | None = None
+
+    def add(
+        self,
+        tensors: Mapping[str, Tensor] | None,
+        done: int,
+        per_epoch: int,
+        final: bool,
+        parts: int,
+        turn: int,
+    ) -> None:
+        """This rank's part of one of ``parts``, if it has one; ``turn``: how often the model had been cut anew."""
+        self._newest = done
+        if tensors is None:
+            return
+        epoch, step = divmod(done, per_epoch)
+        data = packed(tensors, {"steps": done, "epoch": epoch, "step": step})
+        # Two in turn: one may be read while the next is written.
+        where = put(self._arena, f"{self._prefix}snapshot{self._made % 2}", data)
+        self._made += 1
+        told = {"kind": "snapshot", "steps": done, "final": final, "parts": parts, "turn": turn}
+        self._emit({**told, **where})
+
+    @property
+    def remedy(self) -> str:
+        """What to do when a run cannot go on."""
+        if self._newest is None:
+            return "there is no checkpoint yet, start it again (checkpoint_every says how often one is made)"
+        return f"go on from the checkpoint of step {self._newest}: hoop train --resume --out DIR"

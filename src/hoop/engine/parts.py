@@ -1,0 +1,115 @@
+"""Parts of a training state as it was after some step: pieces of named tensors, one after the other in a vector.
+
+    0.1.weight [0, 784)   0.1.bias [0, 30)   optimizer.moment0.0.1.weight [0, 784)   …
+
+Names are a snapshot's, so whatever cut, strategy or number of devices comes next finds what it needs. A piece is a
+whole tensor, or the elements of it that a parameter server keeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from hoop.engine.job import names_of
+from hoop.engine.snapshot import MOMENT
+
+Bytes = npt.NDArray[np.uint8]
+NOTHING = -1
+"""The step of a part that is being written, or was never."""
+_ALIGN = 64
+
+
+class Live(NamedTuple):
+    """A piece where it is computed with: elements of a tensor from ``low`` on."""
+
+    name: str
+    low: int
+    elements: Tensor
+
+
+class Piece(NamedTuple):
+    """What is known of a piece without its elements."""
+
+    name: str
+    low: int
+    elements: int
+    bytes: int
+
+    @property
+    def high(self) -> int:
+        return self.low + self.elements
+
+
+def described(state: Iterable[Live]) -> list[Piece]:
+    return [
+        Piece(one.name, one.low, one.elements.numel(), one.elements.numel() * one.elements.element_size())
+        for one in state
+    ]
+
+
+def size_of(pieces: Sequence[Piece]) -> int:
+    """Bytes of a part of these."""
+    return sum(-(-one.bytes // _ALIGN) * _ALIGN for one in pieces)
+
+
+class Part:
+    """Some pieces, as they were after one step."""
+
+    def __init__(self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING) -> None:
+        self.pieces, self.data, self.step = list(pieces), data, step
+        ends = itertools.accumulate((size_of([one]) for one in self.pieces), initial=0)
+        self._places = dict(zip(self.pieces, ends, strict=False))
+
+    def take(self, state: Sequence[Live], step: int) -> None:
+        """Becomes what this rank holds now."""
+        self.step = NOTHING
+        for piece, live in zip(self.pieces, state, strict=True):
+            self[piece][:] = live.elements.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        self.step = step
+
+    def __contains__(self, piece: Piece) -> bool:
+        return piece in self._places
+
+    def __getitem__(self, piece: Piece) -> Bytes:
+        start = self._places[piece]
+        return self.data[start : start + piece.bytes]
+
+    def apart(self) -> Part:
+        """A copy in memory of its own: the vector is needed for something else."""
+        return Part(self.pieces, self.data.copy(), self.step)
+
+
+def whole_state(model: nn.Module, moments: int) -> dict[str, int]:
+    """Each tensor of a whole training state, and how many elements it has."""
+    found = {}
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for tensor_id, name in names_of(model).items():
+        tensor = named[name]
+        assert id(tensor) == tensor_id
+        found[name] = tensor.numel()
+        if tensor.requires_grad:
+            found |= {f"{MOMENT}{index}.{name}": tensor.numel() for index in range(moments)}
+    return found
+
+
+def missing(whole: Mapping[str, int], pieces: Iterable[Piece]) -> list[str]:
+    """Tensors of a state that these pieces do not cover."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for one in pieces:
+        found.setdefault(one.name, []).append((one.low, one.high))
+    lost = []
+    for name, count in whole.items():
+        reached = 0
+        for low, high in sorted(found.get(name, [])):
+            if low <= reached:
+                reached = max(reached, high)
+        if reached < count or name not in found:
+            lost.append(name)
+    return lost

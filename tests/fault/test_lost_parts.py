@@ -1,0 +1,205 @@
+"""Devices that hold parts of a model die, anywhere; the others end with the bits of a run to which nothing happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+
+import pytest
+from forked_ranks import checkpoint, differing, tensors_in, train
+from mortal_ranks import Ended, Fault, survive
+from small_jobs import JOBS, STEPS, alone, settings
+from torch import Tensor
+
+from hoop.engine.mirrors import check_room
+from hoop.errors import FailedPrecondition
+from hoop.plan.partition import Block
+from hoop.strategies.catalog import parse
+from hoop.strategies.fitting import fit
+
+EPOCH = {"epochs": 1}
+
+
+def check(ended: Mapping[int, Ended], wanted: dict[str, Tensor], left: int) -> None:
+    """Every rank that is left holds parts of the wanted state, and together they gave all of it."""
+    assert len(ended) == left
+    for rank, one in ended.items():
+        assert one.outcome.account["done"] % STEPS == 0
+        for (name, low), tensor in one.state.items():
+            expected = wanted[name].reshape(-1)[low : low + tensor.numel()]
+            assert tensor.reshape(-1).numpy().tobytes() == expected.numpy().tobytes(), (rank, name)
+    last = tensors_in(checkpoint([ended[rank].outcome for rank in sorted(ended)]))
+    assert not differing(last, wanted)
+    assert sum(len(one.outcome.of("recovered")) for one in ended.values()) >= 1
+
+
+def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object) -> None:
+    ended = survive(size, settings(strategy, **EPOCH, **changes), JOBS["normed"], faults)
+    check(ended, alone("normed", tuple({**EPOCH, **changes}.items())), size - len(faults))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "faults"),
+    [
+        pytest.param("pipeline:1f1b", 3, [Fault(1, "instruction", 60)], id="in the middle of a step"),
+        pytest.param("pipeline:zero-bubble", 2, [Fault(0, "keeps", 3)], id="updated and not mirrored"),
+        pytest.param("ring", 3, [Fault(2, "meets", 2)], id="mirrored and not committed"),
+        pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="of a replica"),
+        pytest.param("ps:servers=2", 4, [Fault(3, "instruction", 20)], id="a server"),
+    ],
+)
+def test_a_part_is_lost(strategy: str, size: int, faults: list[Fault]) -> None:
+    check_lost(strategy, size, faults)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "faults"),
+    [
+        pytest.param(
+            "pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="while it recovers"
+        ),
+        pytest.param(
+            "pipeline:gpipe",
+            4,
+            [Fault(3, "keeps", 2), Fault(0, "prepares"), Fault(1, "meets", 6)],
+            id="long: down to one",
+        ),
+        pytest.param(
+            "hybrid:replicas=2", 4, [Fault(0, "keeps", 3), Fault(3, "keeps", 3)], id="long: two at once"
+        ),
+        pytest.param(
+            "ps:bsp", 4, [Fault(3, "keeps", 4), Fault(1, "collects")], id="long: a server, a worker"
+        ),
+    ],
+)
+def test_one_after_the_other(strategy: str, size: int, faults: list[Fault]) -> None:
+    check_lost(strategy, size, faults)
+
+
+PLACES = [
+    ("begins", 1),
+    ("instruction", 1),
+    ("instruction", 30),
+    ("keeps", 1),
+    ("keeps", 2),
+    ("meets", 1),
+    ("evaluates", 1),
+    ("snapshots", 1),
+]
+SYNCHRONOUS = [
+    ("pipeline:gpipe", 3),
+    ("pipeline:1f1b", 3),
+    ("pipeline:interleaved", 2),
+    ("pipeline:zero-bubble", 3),
+    ("ring", 3),
+    ("ring:slices=2", 2),
+    ("hybrid:replicas=2", 4),
+    ("ps:bsp", 3),
+    ("ps:servers=2", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "rank", "place", "time"),
+    [
+        pytest.param(strategy, size, rank, place, time, id=f"long: {strategy} {rank} {place} {time}")
+        for (strategy, size), (place, time) in product(SYNCHRONOUS, PLACES)
+        for rank in range(size)
+    ],
+)
+def test_any_rank_anywhere(strategy: str, size: int, rank: int, place: str, time: int) -> None:
+    check_lost(strategy, size, [Fault(rank, place, time)])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "faults", "joins"),
+    [
+        pytest.param("pipeline:1f1b", 2, [Fault(0, "keeps", 4, waits=True)], 1, id="another stage"),
+        pytest.param(
+            "pipeline:1f1b",
+            4,
+            [Fault(1, "keeps", 3, waits=True), Fault(2, "instruction", 150)],
+            1,
+            id="long: a spare one that takes a place",
+        ),
+        pytest.param("pipeline:1f1b", 1, [Fault(0, "keeps", 4, waits=True)], 1, id="long: it was alone"),
+        pytest.param("hybrid:replicas=2", 2, [Fault(0, "keeps", 4, waits=True)], 2, id="long: two at once"),
+        pytest.param("ps:bsp", 2, [Fault(1, "keeps", 4, waits=True)], 1, id="long: another worker"),
+        pytest.param("ring", 2, [Fault(0, "instruction", 40, waits=True)], 1, id="long: in the ring"),
+    ],
+)
+def test_devices_join(strategy: str, size: int, faults: list[Fault], joins: int) -> None:
+    """The norm is cut as well: all who hold a stage must agree on it, and nobody else is asked."""
+    changes = {**EPOCH, "clip": 0.5}
+    ended = survive(size, settings(strategy, **changes), JOBS["normed"], faults, joins)
+    deaths = sum(not one.waits for one in faults)
+    check(ended, alone("normed", tuple(changes.items())), size + joins - deaths)
+
+
+def test_the_asynchronous_ring_goes_back_to_where_it_met() -> None:
+    """What it had done since is forgotten, and done by those who are left: nothing is applied twice."""
+    changed = settings("ring:async")
+    ended = survive(3, changed, JOBS["flat"], [Fault(1, "instruction", 500)])
+    first = train("shm", 3, changed.replaced({"max_steps": STEPS}), JOBS["flat"])
+    wanted = tensors_in(checkpoint(train("shm", 2, changed, JOBS["flat"], resume=checkpoint(first))))
+    recovered = [told["step"] for one in ended.values() for told in one.outcome.of("recovered")]
+    assert recovered == [STEPS]
+    check(ended, wanted, 2)
+
+
+@pytest.mark.parametrize("mode", ["asp", pytest.param("ssp", id="long: ssp")])
+def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
+    """One worker is left, whose pushes have an order; the result is that of one which was always alone."""
+    changed = settings(f"ps:{mode}", **EPOCH)
+    ended = survive(3, changed, JOBS["normed"], [Fault(1, "instruction", 40)])
+    check(ended, tensors_in(checkpoint(train("shm", 2, changed, JOBS["normed"]))), 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "faults", "changes", "said"),
+    [
+        pytest.param(
+            "pipeline:1f1b",
+            4,
+            [Fault(1, "keeps", 10), Fault(2, "keeps", 10)],
+            {},
+            rf"1\.0\.weight.* was lost: go on from the checkpoint of step {STEPS}",
+            id="two neighbours at once",
+        ),
+        pytest.param(
+            "ring",
+            2,
+            [Fault(1, "instruction", 40)],
+            {"mirror": False},
+            "mirror is off, and its part was lost: there is no checkpoint yet",
+            id="long: no mirrors",
+        ),
+        pytest.param(
+            "ps:bsp",
+            2,
+            [Fault(0, "instruction", 20)],
+            {},
+            "cannot go on with 1 of its devices: .*take 2 or more, or strategy data; there is no checkpoint yet",
+            id="long: too few",
+        ),
+    ],
+)
+def test_what_cannot_be_had_again_is_named(
+    strategy: str, size: int, faults: list[Fault], changes: dict[str, object], said: str
+) -> None:
+    with pytest.raises(AssertionError, match=said):
+        survive(size, settings(strategy, **changes), JOBS["normed"], faults)
+
+
+def test_copies_are_counted() -> None:
+    """A device of the middle has its own part twice and its neighbour's twice, beside what it trains."""
+    strategy = parse("pipeline:1f1b")
+    plan, blocks = strategy.plan(3, 4), [Block(str(index), 1.0, 100, 200) for index in range(3)]
+    found = fit(strategy, plan, blocks, [None] * 3)
+    room = [held + 4 * 300 for held in found.bytes]
+    check_room(plan, found, blocks, room)
+    room[1] -= 1
+    with pytest.raises(
+        FailedPrecondition, match=r"device 1 needs 400 B, and 1\.2 KiB for copies .*--no-mirror"
+    ):
+        check_room(plan, found, blocks, room)

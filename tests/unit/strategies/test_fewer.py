@@ -1,0 +1,45 @@
+"""A strategy goes on with whatever number of devices is left."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.errors import FailedPrecondition
+from hoop.plan.check import check
+from hoop.strategies.catalog import parse
+from hoop.strategies.fewer import usable
+
+BLOCKS = 5
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "goes_on_as", "used"),
+    [
+        ("pipeline:1f1b", 1, "pipeline:schedule=1f1b", 1),
+        ("pipeline:1f1b", 7, "pipeline:schedule=1f1b", 5),
+        ("pipeline:interleaved", 3, "pipeline:schedule=interleaved,slices=2", 2),
+        ("ring", 4, "ring:sync,slices=1", 4),
+        ("ring:async", 6, "ring:async,slices=1", 5),
+        ("hybrid:replicas=2", 3, "hybrid:replicas=1,schedule=1f1b", 3),
+        ("hybrid:replicas=2", 4, "hybrid:replicas=2,schedule=1f1b", 4),
+        ("hybrid:replicas=4", 6, "hybrid:replicas=3,schedule=1f1b", 6),
+        ("hybrid:replicas=2", 7, "hybrid:replicas=2,schedule=1f1b", 6),
+        ("ps:servers=3", 3, "ps:mode=bsp,servers=2", 3),
+        ("ps:ssp", 2, "ps:mode=ssp,servers=1,staleness=3", 2),
+    ],
+)
+def test_as_many_as_it_can_use(spec: str, devices: int, goes_on_as: str, used: int) -> None:
+    strategy, plan = usable(parse(spec), devices, 8, BLOCKS)
+    assert strategy.spec == goes_on_as
+    assert plan.size == devices
+    busy = {rank for ranks in plan.holders for rank in ranks} | set(plan.servers)
+    assert busy == set(range(used))
+    assert not any(plan.ranks[used:])
+    assert not check(plan)
+
+
+def test_too_few() -> None:
+    with pytest.raises(
+        FailedPrecondition, match=r"ps:mode=asp,servers=2 cannot go on with 1 of its devices: .*take 2"
+    ):
+        usable(parse("ps:asp,servers=2"), 1, 8, BLOCKS)
