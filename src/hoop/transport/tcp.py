@@ -21,7 +21,8 @@ from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_links import TcpEndpoint
-from hoop.transport.tcp_sockets import last_words
+from hoop.transport.tcp_repeating import LOOK_S
+from hoop.transport.tcp_sockets import DAMAGED, last_words
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 HELLO_SECONDS = 5.0
@@ -89,6 +90,8 @@ class TcpTransport(Transport):
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
             stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
             self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
+        if self.checksum:  # from now on it looks
+            self._ringer.send(b"!")
         for visitor in waiting:
             self._hand_over(visitor)
         for visitor in stale:
@@ -109,15 +112,24 @@ class TcpTransport(Transport):
     def _receive_visitors(self) -> None:
         strangers: list[_Visitor] = []
         while not self._closing:
-            ready = self._selector.select(1.0 if strangers or self._lobby else None)
+            ready = self._selector.select(self._patience(bool(strangers)))
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept(strangers)
+                elif key.fileobj is self._bell:
+                    self._bell.recv(64)
                 elif isinstance(key.data, _Visitor) and self._listen_to(key.data):
                     strangers.remove(key.data)
             self._send_away_the_late(strangers)
+            for endpoint in list(self._endpoints.values()) if self.checksum else ():
+                endpoint.look()
         for visitor in strangers:
             visitor.sock.close()
+
+    def _patience(self, strangers: bool) -> float | None:
+        if self.checksum and self._endpoints:
+            return LOOK_S
+        return 1.0 if strangers or self._lobby else None
 
     def _accept(self, strangers: list[_Visitor]) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -151,7 +163,7 @@ class TcpTransport(Transport):
             if visitor.hello.kind != Kind.HELLO:
                 raise LinkCorrupted("the first frame on a link must be HELLO")
         except LinkCorrupted as error:
-            self._refuse(visitor, str(error))
+            self._refuse(visitor, str(error), messages=DAMAGED)
             return True
         self._welcome(visitor)
         return True
@@ -189,9 +201,11 @@ class TcpTransport(Transport):
         visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         endpoint.attach(hello.source, visitor.sock)
 
-    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL) -> None:
+    def _refuse(
+        self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL, messages: int = 0
+    ) -> None:
         with contextlib.suppress(OSError):
-            visitor.sock.send(last_words(kind, reason))
+            visitor.sock.send(last_words(kind, reason, messages))
         visitor.sock.close()
 
     def _send_away_the_late(self, strangers: list[_Visitor]) -> None:

@@ -19,9 +19,10 @@ from functools import partial
 from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Pending, TakePiece
+from hoop.transport.kept import Kept
 from hoop.transport.parcel import Parcel
 from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing, connect, last_words
-from hoop.transport.tcp_waiting import TcpWaiting
+from hoop.transport.tcp_repeating import Damaged, TcpRepeating
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 _PATIENCE_S = 0.05
@@ -31,21 +32,10 @@ _AT_ONCE_BYTES = 4 << 20
 only the beginning, because what is under way should fit into the caches."""
 
 
-class TcpEndpoint(TcpWaiting):
+class TcpEndpoint(TcpRepeating):
     """One rank's TCP links."""
 
-    def __init__(
-        self,
-        communicator: int,
-        generation: int,
-        rank: int,
-        peers: Sequence[Address],
-        checksum: Callable[[memoryview], int] | None = None,
-    ) -> None:
-        super().__init__(communicator, generation, rank, peers)
-        self._checksum = checksum
-        self._lock = threading.Lock()
-        self._landing: memoryview | None = None
+    _landing: memoryview | None = None
 
     # ---- sending
 
@@ -58,16 +48,18 @@ class TcpEndpoint(TcpWaiting):
             raise self._error
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
-        place = (self.communicator, self.generation, self.rank, link.sequence)
-        kind, check = (Kind.CHECKED, self._checksum(payload)) if self._checksum else (Kind.DATA, 0)
-        header = Header(kind, *place, payload.nbytes, check).pack()
+        parcel = self._checked(link, payload) if self._checksum else self._plain(link, payload)
         link.sequence += 1
-        parcel = Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
         link.queue.append(parcel)
         self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
         self.bytes_sent += payload.nbytes
         return None if parcel.done else parcel
+
+    def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
+        place = (self.communicator, self.generation, self.rank, link.sequence)
+        header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
     def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
         if peer == self.rank:
@@ -83,7 +75,7 @@ class TcpEndpoint(TcpWaiting):
             raise self._error or PeerLost(
                 f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
             ) from None
-        link = Outgoing(sock)
+        link = Outgoing(sock, Kept() if self._checksum else None)
         hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0).pack()
         link.queue.append(Parcel([memoryview(hello)]))
         with self._lock:
@@ -97,7 +89,9 @@ class TcpEndpoint(TcpWaiting):
         try:
             link.push(most)
         except OSError as error:
-            raise self._lost(peer, error) from None
+            if not self._mended(peer):
+                raise self._lost(peer, error) from None
+            return
         if link.queue:
             self._pending[peer] = link
 
@@ -105,8 +99,8 @@ class TcpEndpoint(TcpWaiting):
         if self._error is not None:
             raise self._error
         with self._busy:
-            for peer, link in list(self._outgoing.items()):
-                while link.queue:
+            for peer in list(self._outgoing):
+                while self._outgoing[peer].queue:
                     self._wait(peer, None, deadline, "handing over to")
 
     # ---- receiving
@@ -122,12 +116,16 @@ class TcpEndpoint(TcpWaiting):
         self._ring()
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
+        payload = into.cast("B") if into.nbytes else into
         with self._busy:
-            link, header = self._begin(peer, into.nbytes, deadline)
-            payload = into.cast("B") if into.nbytes else into
-            if into.nbytes:
-                self._fill(peer, link, payload, deadline)
-            self._verify(peer, header, payload)
+            while True:
+                try:
+                    link, header = self._begin(peer, payload.nbytes, deadline)
+                    self._fill(peer, link, payload, deadline)
+                    self._verify(peer, link, header, payload)
+                    return
+                except Damaged as damage:
+                    self._ask_again(peer, damage)
 
     def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
         if size <= PIECE_BYTES or self._checksum is not None:  # which holds for the whole or not at all
@@ -146,8 +144,10 @@ class TcpEndpoint(TcpWaiting):
         """Waits for the header of the next message, and checks it; None: it is exactly the one that was due."""
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
+        self._resume(peer, link)
         # Made before the wait, in which there is time for it.
-        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size).pack()
+        place = (self.communicator, self.generation, peer, link.sequence)
+        due = Header(Kind.DATA, *place, size).pack() if self._checksum is None else b""
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
@@ -156,7 +156,7 @@ class TcpEndpoint(TcpWaiting):
             try:
                 header = Header.unpack(came)
             except LinkCorrupted as error:
-                raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
+                raise Damaged(f"{self._link_from(peer)}: {error}") from None
             if header.kind == Kind.GOODBYE:
                 why = bytes(link.take(header.length)).decode(errors="replace")
                 raise self._error or PeerLost(
@@ -165,14 +165,6 @@ class TcpEndpoint(TcpWaiting):
             self._check(peer, link, header, size)
         link.sequence += 1
         return link, header
-
-    def _verify(self, peer: int, header: Header | None, payload: memoryview) -> None:
-        if header is None or header.kind != Kind.CHECKED or self._checksum is None:
-            return
-        if self._checksum(payload) != header.checksum:
-            raise LinkCorrupted(
-                f"{self._link_from(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"
-            )
 
     def _await_link(self, peer: int, deadline: float) -> None:
         """Waits for ``peer`` to dial; where nothing links the two, dials it to see whether it is there."""
@@ -184,9 +176,6 @@ class TcpEndpoint(TcpWaiting):
             if time.monotonic() >= deadline:
                 raise self.overdue(peer, "waiting for")
             self._push(peer, self._dial(peer, deadline))
-
-    def _link_from(self, peer: int) -> str:
-        return f"link {peer} -> {self.rank} of communicator {self.communicator}"
 
     def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
         taken = link.take(view.nbytes)
@@ -245,6 +234,10 @@ class TcpEndpoint(TcpWaiting):
         self._ring()
 
     def close(self) -> None:
+        if self._error is None and self._busy.acquire(blocking=False):  # else somebody waits here, and is told
+            with contextlib.suppress(HoopError):
+                self._linger()
+            self._busy.release()
         words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:
@@ -257,8 +250,10 @@ class TcpEndpoint(TcpWaiting):
                     with contextlib.suppress(OSError):
                         link.sock.send(last_words(Kind.GOODBYE, words))
             socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
+            socks += self._given_up.values()
             self._incoming.clear()
             self._outgoing.clear()
+            self._given_up.clear()
         for sock in socks:
             sock.close()
         self._ringer.close()

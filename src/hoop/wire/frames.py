@@ -36,6 +36,10 @@ class Kind(IntEnum):
     """Sent back once before the link is closed; the payload is a sentence."""
     CHECKED = 5
     """DATA with a checksum (CRC-32C) of its payload."""
+    RECEIVED = 6
+    """Back from the dialled end: every CHECKED message before ``sequence`` has come as it was sent."""
+    AGAIN = 7
+    """Back from the dialled end: ``sequence`` has not; dial anew, and go on from it."""
     GOODBYE = 4
     """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
 
