@@ -80,9 +80,7 @@ def flipper(monkeypatch: pytest.MonkeyPatch) -> Flipper:
     found = Flipper()
     monkeypatch.setattr(hoop.transport.tcp, "LOOK_S", 0.001)
     honest = hoop.transport.tcp_links.connect
-    monkeypatch.setattr(
-        hoop.transport.tcp_links, "connect", lambda *call: FaultySocket(honest(*call), found)
-    )
+    monkeypatch.setattr(hoop.transport.tcp_links, "connect", lambda *call: FaultySocket(honest(*call), found))
     return found
 
 
@@ -109,7 +107,9 @@ def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: i
     zero, one = pair
     exchanged(pair, [b"the first"])
     for index in range(count):
-        messages = [random.randbytes(random.choice([0, 1, 8, 300, 5000])) for _ in range(random.randint(1, 4))]
+        messages = [
+            random.randbytes(random.choice([0, 1, 8, 300, 5000])) for _ in range(random.randint(1, 4))
+        ]
         size = sum(HEADER_BYTES + len(message) for message in messages)
         flipper.back = index % 10 == 9
         before, damaged = flipper.flipped, zero.messages_damaged
@@ -142,7 +142,8 @@ def test_a_link_that_always_changes_bytes_is_given_up_and_named(
     exchanged(pair, [b"as it was"])
     flipper.always = True
     one.send(0, memoryview(bytes(500)), soon())
-    expected = f"link 1 -> 0 of communicator {COMMUNICATOR}: message 1 of 500 bytes is not what was sent, {TRIES + 1} times"
+    link = f"link 1 -> 0 of communicator {COMMUNICATOR}"
+    expected = f"{link}: message 1 of 500 bytes is not what was sent, {TRIES + 1} times"
     with pytest.raises(LinkCorrupted, match=expected):
         receive(zero, 1, 500)
     assert zero.messages_damaged == TRIES + 1

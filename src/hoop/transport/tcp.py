@@ -201,9 +201,7 @@ class TcpTransport(Transport):
         visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         endpoint.attach(hello.source, visitor.sock)
 
-    def _refuse(
-        self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL, messages: int = 0
-    ) -> None:
+    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL, messages: int = 0) -> None:
         with contextlib.suppress(OSError):
             visitor.sock.send(last_words(kind, reason, messages))
         visitor.sock.close()

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
-from hoop.topology import Address
 from hoop.transport.base import Pending, TakePiece
-from hoop.transport.kept import Kept
+from hoop.transport.kept import PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
-from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing, connect, last_words
 from hoop.transport.tcp_repeating import Damaged, TcpRepeating
+from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing, connect, last_words
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 _PATIENCE_S = 0.05
@@ -49,7 +47,6 @@ class TcpEndpoint(TcpRepeating):
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
         parcel = self._checked(link, payload) if self._checksum else self._plain(link, payload)
-        link.sequence += 1
         link.queue.append(parcel)
         self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
@@ -59,6 +56,7 @@ class TcpEndpoint(TcpRepeating):
     def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
         place = (self.communicator, self.generation, self.rank, link.sequence)
         header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        link.sequence += 1
         return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
     def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
@@ -117,54 +115,71 @@ class TcpEndpoint(TcpRepeating):
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         payload = into.cast("B") if into.nbytes else into
+
+        def land(start: int, header: Header) -> None:
+            self._land(peer, header, payload[start : start + header.length], deadline)
+
         with self._busy:
-            while True:
-                try:
-                    link, header = self._begin(peer, payload.nbytes, deadline)
-                    self._fill(peer, link, payload, deadline)
-                    self._verify(peer, link, header, payload)
-                    return
-                except Damaged as damage:
-                    self._ask_again(peer, damage)
+            self._receive(peer, into.nbytes, land, deadline)
 
     def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
-        if size <= PIECE_BYTES or self._checksum is not None:  # which holds for the whole or not at all
+        if size <= PIECE_BYTES:
             super().recv_pieces(peer, size, take, deadline)
             return
-        with self._busy:
-            link, _ = self._begin(peer, size, deadline)
-            if self._landing is None:
-                self._landing = memoryview(bytearray(PIECE_BYTES))
-            for start in range(0, size, PIECE_BYTES):
-                piece = self._landing[: min(PIECE_BYTES, size - start)]
-                self._fill(peer, link, piece, deadline)
-                take(start, piece)
+        landing = self._landing = self._landing or memoryview(bytearray(PIECE_BYTES))
 
-    def _begin(self, peer: int, size: int, deadline: float) -> tuple[Incoming, Header | None]:
-        """Waits for the header of the next message, and checks it; None: it is exactly the one that was due."""
+        def land(start: int, header: Header) -> None:
+            for low in range(0, header.length, PIECE_BYTES):
+                piece = landing[: min(PIECE_BYTES, header.length - low)]
+                self._land(peer, header, piece, deadline)
+                take(start + low, piece)
+
+        with self._busy:
+            self._receive(peer, size, land, deadline)
+
+    def _receive(self, peer: int, size: int, land: Callable[[int, Header], None], deadline: float) -> None:
+        """The frames of the next message, each told where it starts; a damaged one comes once more."""
+        start, kind = 0, Kind.PART
+        while kind == Kind.PART:
+            try:
+                header = self._begin(peer, start, size, deadline)
+                land(start, header)
+            except Damaged as damage:
+                self._ask_again(peer, damage)
+                continue
+            start, kind = start + header.length, Kind(header.kind)
+
+    def _land(self, peer: int, header: Header, payload: memoryview, deadline: float) -> None:
+        link = self._incoming[peer]
+        if payload.nbytes:
+            self._fill(peer, link, payload, deadline)
+        if header.kind != Kind.DATA:
+            self._verify(peer, link, header, payload)
+
+    def _begin(self, peer: int, start: int, size: int, deadline: float) -> Header:
+        """Waits for the header of the next frame, and checks it."""
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
         self._resume(peer, link)
         # Made before the wait, in which there is time for it.
-        place = (self.communicator, self.generation, peer, link.sequence)
-        due = Header(Kind.DATA, *place, size).pack() if self._checksum is None else b""
+        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size)
+        packed = due.pack() if self._checksum is None else b""
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
-        header = None
-        if came != due:
+        if came != packed:
             try:
-                header = Header.unpack(came)
+                due = Header.unpack(came)
             except LinkCorrupted as error:
                 raise Damaged(f"{self._link_from(peer)}: {error}") from None
-            if header.kind == Kind.GOODBYE:
-                why = bytes(link.take(header.length)).decode(errors="replace")
+            if due.kind == Kind.GOODBYE:
+                why = bytes(link.take(due.length)).decode(errors="replace")
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
                 )
-            self._check(peer, link, header, size)
+            self._check(peer, link, due, size, start)
         link.sequence += 1
-        return link, header
+        return due
 
     def _await_link(self, peer: int, deadline: float) -> None:
         """Waits for ``peer`` to dial; where nothing links the two, dials it to see whether it is there."""
@@ -205,14 +220,14 @@ class TcpEndpoint(TcpRepeating):
             if not moved:
                 self._await_bytes(peer, link, deadline)
 
-    def _check(self, peer: int, link: Incoming, header: Header, expected: int) -> None:
+    def _check(self, peer: int, link: Incoming, header: Header, expected: int, start: int) -> None:
         link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
                 f"came at generation {self.generation}; refused as stale"
             )
-        if header.kind not in (Kind.DATA, Kind.CHECKED) or header.source != peer:
+        if header.kind not in (Kind.DATA, Kind.CHECKED, Kind.PART) or header.source != peer:
             raise LinkCorrupted(
                 f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place"
             )
@@ -221,9 +236,10 @@ class TcpEndpoint(TcpRepeating):
             raise LinkCorrupted(
                 f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})"
             )
-        if header.length != expected:
+        length, part = start + header.length, header.kind == Kind.PART
+        if length >= expected if part else length != expected:
             raise LinkCorrupted(
-                f"{link_name}: message {header.sequence} has {header.length} bytes, expected {expected}; "
+                f"{link_name}: message {header.sequence} has {length}{' or more' * part} bytes, expected {expected}; "
                 "do all ranks run the same operation?"
             )
 
@@ -234,7 +250,9 @@ class TcpEndpoint(TcpRepeating):
         self._ring()
 
     def close(self) -> None:
-        if self._error is None and self._busy.acquire(blocking=False):  # else somebody waits here, and is told
+        if self._error is None and self._busy.acquire(
+            blocking=False
+        ):  # else somebody waits here, and is told
             with contextlib.suppress(HoopError):
                 self._linger()
             self._busy.release()

@@ -18,13 +18,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 from hoop.errors import HoopError, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import remaining
-from hoop.transport.kept import Copy
-from hoop.transport.parcel import Parcel
+from hoop.transport.kept import Message, Piece
 from hoop.transport.tcp_sockets import Incoming, Outgoing
 from hoop.transport.tcp_waiting import TcpWaiting
 from hoop.wire.frames import Header, Kind
@@ -35,7 +35,7 @@ LOOK_S = 0.05
 """How often whoever sleeps looks whether something is to be sent again."""
 LINGER_S = 0.5
 """How long an endpoint that closes waits for its peers to confirm what it sent."""
-KEPT_MESSAGES, KEPT_BYTES = 16, 4 << 20
+KEPT_PIECES = 8
 """From here on the sender looks before it keeps more."""
 _REDIAL_S = 5.0
 
@@ -58,6 +58,8 @@ class TcpRepeating(TcpWaiting):
         super().__init__(communicator, generation, rank, peers)
         self._checksum = checksum
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        """Held by the transport's thread while it looks."""
         self._asked: dict[int, tuple[int, int]] = {}
         """Of each peer: which message it was asked for again last, and how often."""
         self._given_up: dict[int, socket.socket] = {}
@@ -68,16 +70,22 @@ class TcpRepeating(TcpWaiting):
 
     # ---- the sender
 
-    def _checked(self, link: Outgoing, payload: memoryview) -> Parcel:
-        """A message with its checksum, kept until it is confirmed."""
-        assert self._checksum is not None and link.kept is not None, "only with checksums"
+    def _checked(self, link: Outgoing, payload: memoryview) -> Message:
+        """A message whose pieces have checksums, and are kept until they are confirmed."""
+        return Message(payload, partial(self._cut, link))
+
+    def _cut(self, link: Outgoing, payload: memoryview, more: bool) -> Piece:
+        assert self._checksum is not None, "only with checksums"
+        assert link.kept is not None, "only with checksums"
         kept = link.kept
-        if len(kept) >= KEPT_MESSAGES or kept.bytes >= KEPT_BYTES:
+        if len(kept) >= KEPT_PIECES:
             link.hear()
         copy = kept.copy(payload)
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = Header(Kind.CHECKED, *place, len(copy), self._checksum(memoryview(copy))).pack()
-        return kept.keep(Copy(link.sequence, header, copy))
+        kind = Kind.PART if more else Kind.CHECKED
+        header = Header(kind, *place, len(copy), self._checksum(memoryview(copy))).pack()
+        link.sequence += 1
+        return kept.keep(Piece(link.sequence - 1, header, copy))
 
     def _listen(self) -> float:
         sleeps = inf
@@ -104,6 +112,7 @@ class TcpRepeating(TcpWaiting):
         fresh = self._dial(peer, time.monotonic() + _REDIAL_S)
         fresh.sequence, fresh.kept = link.sequence, link.kept
         fresh.queue += link.kept.rewound()
+        fresh.queue += [one for one in link.queue if isinstance(one, Message) and one.leave_to()]
         self._pending[peer] = fresh
         self.messages_repeated += 1
 
@@ -118,20 +127,23 @@ class TcpRepeating(TcpWaiting):
 
     def look(self) -> None:
         """From the transport's thread, now and then: this rank may be busy with something else for long."""
-        if any(link.kept for link in list(self._outgoing.values())) and self._busy.acquire(blocking=False):
-            try:
-                self._listen()
-                while self._pending and self._hand_over():
-                    pass
-            except HoopError as error:
-                self.abort(error)
-            finally:
-                self._busy.release()
+        if not any(link.kept for link in list(self._outgoing.values())):
+            return
+        with self._looking:
+            if self._busy.acquire(blocking=False):  # else the rank looks itself
+                try:
+                    self._listen()
+                    while self._pending and self._hand_over():
+                        pass
+                except HoopError as error:
+                    self.abort(error)
+                finally:
+                    self._busy.release()
 
     def _linger(self) -> None:
         """Stays until everything is confirmed, for a while: a last message may have to be sent again."""
         deadline = time.monotonic() + LINGER_S
-        while open_links := [link for link in self._outgoing.values() if link.kept and not link.ended]:
+        while open_links := [link for link in self._outgoing.values() if link.kept and not link.over]:
             poll = select.poll()
             for link in open_links:
                 poll.register(link.sock, select.POLLIN | (select.POLLOUT if link.queue else 0))
@@ -145,10 +157,8 @@ class TcpRepeating(TcpWaiting):
     def _link_from(self, peer: int) -> str:
         return f"link {peer} -> {self.rank} of communicator {self.communicator}"
 
-    def _verify(self, peer: int, link: Incoming, header: Header | None, payload: memoryview) -> None:
+    def _verify(self, peer: int, link: Incoming, header: Header, payload: memoryview) -> None:
         """Confirms what is as it was sent."""
-        if header is None or header.kind != Kind.CHECKED:
-            return
         if self._checksum is not None and self._checksum(payload) != header.checksum:
             raise Damaged(
                 f"{self._link_from(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"

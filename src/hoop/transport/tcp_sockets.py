@@ -16,9 +16,6 @@ from hoop.transport.kept import Kept
 from hoop.transport.parcel import Parcel
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
-PIECE_BYTES = 256 * 1024
-"""How much is moved one way before the other way has its turn: what one core wrote is then read by the other while
-it is in the cache, and both directions of a link flow at the same time. Measured in benchmarks/tcp."""
 _AHEAD_BYTES = 4096
 """Read at once in the hope of a header and all of a small message; of a large one so much is copied twice."""
 _SENTENCE_BYTES = 2048
@@ -48,6 +45,7 @@ class Outgoing:
         moved = 0
         while self.queue and (most is None or moved < most):
             parcel = self.queue[0]
+            parcel.prepare()
             if parcel.parts:
                 try:
                     sent = self.sock.sendmsg([part[:most] for part in parcel.parts])
@@ -64,9 +62,14 @@ class Outgoing:
         self.hear()
         return self._heard
 
+    @property
+    def over(self) -> bool:
+        """Whether the other end has gone, or said its last words."""
+        return self.ended or self._heard is not None
+
     def hear(self) -> None:
         """Takes in what the other end has said so far. What was damaged on the way is passed over."""
-        while not self.ended and self._heard is None:
+        while not self.over:
             try:
                 data = self.sock.recv(HEADER_BYTES + _SENTENCE_BYTES)
             except (BlockingIOError, InterruptedError):

@@ -20,7 +20,8 @@ from hoop.errors import HoopError, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, remaining
 from hoop.transport.bell import spins_for
-from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing
+from hoop.transport.kept import PIECE_BYTES
+from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing
 from hoop.wire.frames import Kind
 
 _LOOKS = 100
@@ -197,5 +198,5 @@ def _only_talks(link: Outgoing | Incoming | None) -> bool:
     """Whether the other end of an outgoing link has said what it received, or not; and has not gone."""
     if not isinstance(link, Outgoing):
         return False
-    words = link.last_words()
-    return link.again or not (words or link.ended)
+    link.hear()
+    return link.again or not link.over
