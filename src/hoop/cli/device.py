@@ -40,8 +40,10 @@ def device(
     ] = None,
     checksums: Annotated[
         bool,
-        typer.Option("--checksums", help="Check every message over TCP (needs crc32c); all devices alike."),
-    ] = False,
+        typer.Option(
+            help="Check every message over TCP, and send again what was damaged; all devices alike."
+        ),
+    ] = True,
     patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
     insecure: options.Insecure = False,
     json: options.Json = False,

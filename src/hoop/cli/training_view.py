@@ -90,6 +90,8 @@ class View(PlainView):
                 self._evaluated(event)
             case "lost":
                 self._console.print(f"device {event['device']} was lost: {event['text']}")
+            case "damaged":
+                self._console.print(f"damaged on the way, and sent again: {event['text']}")
             case "recovered":
                 self._started["devices"] = event["ranks"]
                 self._console.print(
@@ -168,6 +170,8 @@ class View(PlainView):
         moved = result.get("shards_moved")
         rebalanced = f"; shards followed the devices' speed {moved} times" if moved else ""
         typer.echo(f"  moved {format_size(result['bytes_sent'])} between devices{rebalanced}")
+        if result.get("damaged"):
+            typer.echo(f"  messages damaged on the way and sent again: {result['damaged']}")
         typer.echo(f"  weights sha256 {result['weights_sha256']}")
         if out is not None:
             again = f"; go on: hoop train --resume --out {out}" if result["stopped"] else ""

@@ -53,6 +53,7 @@ class Conducting:
         self._evaluated: Told = {}
         self._steps = 0
         self._moves = 0
+        self._damaged = 0
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -124,6 +125,8 @@ class Conducting:
                 self._look_at(told["first"], told["loss"])
             case "balanced":
                 self._moves += 1
+            case "damaged":
+                self._damaged += 1
             case "snapshot":
                 self._snapshot(event)
             case "account":
@@ -207,6 +210,7 @@ class Conducting:
             "memory": [one["memory"] for one in accounts],
             "parameters": self._last.get("parameters"),
             "shards_moved": self._moves,
+            "damaged": self._damaged,
             "stopped": any(one["stopped"] for one in accounts),
             "start_seconds": self._last.get("seconds"),
         }

@@ -146,6 +146,12 @@ class Tasks:
     def stop(self, job_id: int) -> None:
         self.task(job_id).stop.set()
 
+    def damaged(self, text: str) -> None:
+        """A message came otherwise than it was sent; whoever watches a task of this device is told."""
+        for job_id, task in list(self._tasks.items()):
+            if not self._ended(job_id):
+                task.log.publish("damaged", json.dumps({"kind": "damaged", "text": text}))
+
     def close(self) -> None:
         """Asks every task to stop; their links are closed by whoever owns them."""
         for task in self._tasks.values():

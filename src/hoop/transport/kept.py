@@ -10,6 +10,8 @@ from hoop.transport.parcel import Parcel
 PIECE_BYTES = 256 * 1024
 """How much is moved one way before the other way has its turn: what one core wrote is then read by the other while
 it is in the cache, and both directions of a link flow at the same time. Measured in benchmarks/tcp."""
+CHECKED_BYTES = 1 << 20
+"""The largest piece with a checksum. Smaller ones cost more headers, larger ones leave the cache."""
 SPARE_BYTES = 32 << 20
 """Copies' memory that is used again: fresh memory costs more than the copy."""
 
@@ -45,7 +47,7 @@ class Message(Parcel):
 
     def prepare(self) -> None:
         if not self.parts and self._rest is not None:
-            piece, rest = self._rest[:PIECE_BYTES], self._rest[PIECE_BYTES:]
+            piece, rest = self._rest[:CHECKED_BYTES], self._rest[CHECKED_BYTES:]
             self._rest = rest if rest.nbytes else None
             self.parts = self._cut(piece, self._rest is not None).parts
 
@@ -76,7 +78,7 @@ class Kept:
             return bytearray(payload)
         self._spare_bytes -= payload.nbytes
         found = spare.pop()
-        found[:] = payload
+        memoryview(found)[:] = payload  # a slice of a bytearray would be given a copy of a copy
         return found
 
     def keep(self, piece: Piece) -> Piece:

@@ -50,8 +50,10 @@ class TcpTransport(Transport):
     scheme = "tcp"
 
     def __init__(self, address: Address, checksums: bool = False) -> None:
-        """With ``checksums`` every message carries one, and a link that changes a byte is named."""
+        """With ``checksums`` every message carries one; what a link has changed is sent again (``tcp_repeating``)."""
         self.checksum = _crc32c() if checksums else None
+        self.on_damage: Callable[[str], None] = lambda _: None
+        """Told of every message that did not come as it was sent."""
         try:
             self._listener = socket.create_server(
                 (address.host, address.port),
@@ -243,6 +245,9 @@ class _Tracked(TcpEndpoint):
         super().__init__(communicator, generation, rank, peers, transport.checksum)
         self._transport = transport
 
+    def _tell(self, text: str) -> None:
+        self._transport.on_damage(text)
+
     def close(self) -> None:
         self._transport.forget(self)
         super().close()
@@ -252,7 +257,7 @@ def _crc32c() -> Callable[[memoryview], int]:
     try:
         from crc32c import crc32c
     except ImportError:
-        raise InvalidArgument("checksums: crc32c is not installed; pip install 'hoop[checksums]'") from None
+        raise InvalidArgument("checksums: crc32c is not installed; pip install crc32c") from None
     function: Callable[[memoryview], int] = crc32c
     return function
 

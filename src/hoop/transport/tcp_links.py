@@ -17,7 +17,7 @@ from functools import partial
 
 from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.transport.base import Pending, TakePiece
-from hoop.transport.kept import PIECE_BYTES, Kept
+from hoop.transport.kept import CHECKED_BYTES, PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
 from hoop.transport.tcp_repeating import Damaged, TcpRepeating
 from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing, connect, last_words
@@ -126,11 +126,12 @@ class TcpEndpoint(TcpRepeating):
         if size <= PIECE_BYTES:
             super().recv_pieces(peer, size, take, deadline)
             return
-        landing = self._landing = self._landing or memoryview(bytearray(PIECE_BYTES))
+        landing = self._landing = self._landing or memoryview(bytearray(CHECKED_BYTES))
 
         def land(start: int, header: Header) -> None:
-            for low in range(0, header.length, PIECE_BYTES):
-                piece = landing[: min(PIECE_BYTES, header.length - low)]
+            most = PIECE_BYTES if header.kind == Kind.DATA else CHECKED_BYTES
+            for low in range(0, header.length, most):
+                piece = landing[: min(most, header.length - low)]
                 self._land(peer, header, piece, deadline)
                 take(start + low, piece)
 
@@ -236,6 +237,8 @@ class TcpEndpoint(TcpRepeating):
             raise LinkCorrupted(
                 f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})"
             )
+        if header.kind != Kind.DATA and header.length > CHECKED_BYTES:
+            raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
         length, part = start + header.length, header.kind == Kind.PART
         if length >= expected if part else length != expected:
             raise LinkCorrupted(

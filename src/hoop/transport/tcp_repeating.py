@@ -68,6 +68,9 @@ class TcpRepeating(TcpWaiting):
     def _dial(self, peer: int, deadline: float) -> Outgoing:
         raise NotImplementedError
 
+    def _tell(self, text: str) -> None:
+        """Something was damaged; the transport knows who wants to hear of it."""
+
     # ---- the sender
 
     def _checked(self, link: Outgoing, payload: memoryview) -> Message:
@@ -178,6 +181,7 @@ class TcpRepeating(TcpWaiting):
         tries = tries + 1 if asked == due else 1
         self._asked[peer] = due, tries
         self.messages_damaged += 1
+        self._tell(f"{damage} ({self.describe(peer)} sends it)")
         plain = link.sequence > due + 1  # its sender checks nothing, and keeps nothing
         if self._checksum is None or plain or tries > TRIES:
             raise LinkCorrupted(f"{damage}, {tries} times" if tries > 1 else str(damage))
