@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,12 +13,12 @@ from exchange import receive, say
 from ranks import COMMUNICATOR, LONG_S, Ranks, endpoints_of, soon
 
 import hoop.transport.tcp
-import hoop.transport.tcp_links
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
 from hoop.errors import LinkCorrupted
 from hoop.topology import Address
 from hoop.transport import Endpoint
+from hoop.transport.faulty import FaultyLinks
 from hoop.transport.tcp import TcpTransport
 from hoop.transport.tcp_repeating import TRIES
 from hoop.wire.frames import HEADER_BYTES
@@ -28,60 +26,42 @@ from hoop.wire.frames import HEADER_BYTES
 MIB = 1 << 20
 
 
-class Flipper:
-    """Which bits of what is sent over links are flipped: by their place among all bits since it was told."""
+class Flipper(FaultyLinks):
+    """Flips the bits at chosen places, counted in bytes from when it is told."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.at: list[int] = []
         """Bytes from now on, in order, of which a bit is flipped."""
         self.back = False
         """Whether in what comes back instead."""
-        self.flipped = 0
         self.always = False
 
-    def through(self, data: bytes) -> bytes:
+    def outward(self, data: bytes) -> bytes:
+        return data if self.back else self._through(data)
+
+    def inward(self, data: bytes) -> bytes:
+        return self._through(data) if self.back else data
+
+    def _through(self, data: bytes) -> bytes:
         changed = bytearray(data)
         while self.at and self.at[0] < len(data):
             changed[self.at.pop(0)] ^= 1 << random.randrange(8)
-            self.flipped += 1
+            self.happened += 1
         self.at = [place - len(data) for place in self.at]
         if self.always and len(data) > 2 * HEADER_BYTES:
             changed[-1] ^= 1
-            self.flipped += 1
+            self.happened += 1
         return bytes(changed)
 
 
-class FaultySocket:
-    """A dialled connection whose bytes go through a flipper, after every checksum was made."""
-
-    def __init__(self, sock: socket.socket, flipper: Flipper) -> None:
-        self._sock, self._flipper = sock, flipper
-
-    def sendmsg(self, parts: list[memoryview]) -> int:
-        data = b"".join(parts)[: 64 * 1024]
-        if self._flipper.back:
-            return self._sock.send(data)
-        changed = self._flipper.through(data)
-        self._sock.setblocking(True)  # a bit is flipped once: what was flipped must leave
-        self._sock.sendall(changed)
-        self._sock.setblocking(False)
-        return len(changed)
-
-    def recv(self, size: int) -> bytes:
-        data = self._sock.recv(size)
-        return self._flipper.through(data) if self._flipper.back else data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
-
-
 @pytest.fixture
-def flipper(monkeypatch: pytest.MonkeyPatch) -> Flipper:
-    found = Flipper()
+def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flipper]:
     monkeypatch.setattr(hoop.transport.tcp, "LOOK_S", 0.001)
-    honest = hoop.transport.tcp_links.connect
-    monkeypatch.setattr(hoop.transport.tcp_links, "connect", lambda *call: FaultySocket(honest(*call), found))
-    return found
+    found = Flipper()
+    remove = found.install()
+    yield found
+    remove()
 
 
 @pytest.fixture
@@ -112,14 +92,14 @@ def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: i
         ]
         size = sum(HEADER_BYTES + len(message) for message in messages)
         flipper.back = index % 10 == 9
-        before, damaged = flipper.flipped, zero.messages_damaged
+        before, damaged = flipper.happened, zero.messages_damaged
         flipper.at = [random.randrange(HEADER_BYTES if flipper.back else size)]
         if index % 7 == 0:  # and in the HELLO that follows, or what comes after it
             flipper.at.append(size + random.randrange(2 * HEADER_BYTES))
         exchanged(pair, messages)
         one.flush(soon())
         if not flipper.back:
-            assert flipper.flipped > before, "the fault did not fire"
+            assert flipper.happened > before, "the fault did not fire"
             assert zero.messages_damaged > damaged, f"try {index}: a flipped bit went unnoticed"
         flipper.at = []
     assert one.messages_repeated >= count // 2
@@ -147,7 +127,7 @@ def test_a_link_that_always_changes_bytes_is_given_up_and_named(
     with pytest.raises(LinkCorrupted, match=expected):
         receive(zero, 1, 500)
     assert zero.messages_damaged == TRIES + 1
-    assert flipper.flipped == TRIES + 1
+    assert flipper.happened == TRIES + 1
 
 
 def test_a_large_message_is_sent_again_while_its_sender_does_something_else(
@@ -197,5 +177,5 @@ def test_sums_stay_right_over_links_that_flip_bits(
 
             assert ranks.run(job) == [(6 + 4 * index, 6 + 4 * index)] * 4
         damaged = sum(one.endpoint.messages_damaged for one in ranks.communicators)
-    assert flipper.flipped >= rounds
+    assert flipper.happened >= rounds
     assert damaged >= rounds

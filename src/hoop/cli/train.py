@@ -69,6 +69,13 @@ def train(
         typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
     ] = None,
     address_file: options.AddressFile = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What is to go wrong where, e.g. kill@rank=2,step=7,instruction=reduce (docs/chaos.md).",
+            rich_help_panel="Testing",
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -96,6 +103,7 @@ def train(
         "seed": seed,
         "shards": shards,
         "threads_per_device": threads_per_device,
+        "faults": ";".join(fault) if fault else None,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
     size = parse_size(memory, "--memory")

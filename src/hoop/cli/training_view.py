@@ -90,6 +90,8 @@ class View(PlainView):
                 self._evaluated(event)
             case "lost":
                 self._console.print(f"device {event['device']} was lost: {event['text']}")
+            case "fault":
+                self._console.print(f"step {event['step']}: {event['fault']}, as asked")
             case "damaged":
                 self._console.print(f"damaged on the way, and sent again: {event['text']}")
             case "recovered":

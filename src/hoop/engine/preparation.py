@@ -81,6 +81,8 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     bounds = _bounds(world, settings, strategy, costs, plan, blocks)
     worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
     role = role_of(worker, strategy, blocks, data.train, vectors)
+    if world.befall is not None:
+        world.befall(worker)
     return Ready(model, costs, bounds, strategy, plan, worker, role)
 
 

@@ -84,7 +84,7 @@ class Worker:
         self._waited = 0.0
         self._position = Position(0, 0, 0)
         slow = settings.slowdown
-        self._drag = slow[world.rank] - 1 if world.rank < len(slow) else 0
+        self._drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
         self.rate = 0.0
         self.norm_scale: float | None = None
         self._mapped = 0

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,9 @@ class World:
 
     reseated: Callable[[float], World] | None = None
     """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
+
+    befall: Callable[[Any], None] | None = None
+    """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""
 
     @property
     def rank(self) -> int:

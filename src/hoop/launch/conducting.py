@@ -54,6 +54,7 @@ class Conducting:
         self._steps = 0
         self._moves = 0
         self._damaged = 0
+        self._faults: list[str] = []
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -127,6 +128,8 @@ class Conducting:
                 self._moves += 1
             case "damaged":
                 self._damaged += 1
+            case "fault":
+                self._faults.append(told["fault"])
             case "snapshot":
                 self._snapshot(event)
             case "account":
@@ -211,6 +214,7 @@ class Conducting:
             "parameters": self._last.get("parameters"),
             "shards_moved": self._moves,
             "damaged": self._damaged,
+            "faults": self._faults,
             "stopped": any(one["stopped"] for one in accounts),
             "start_seconds": self._last.get("seconds"),
         }

@@ -52,7 +52,8 @@ def trainer(
     from hoop.engine.settings import Settings
 
     wanted = Settings.from_json(settings).check()
-    world = _world(place)
+    befall = _befall(wanted, place, emit) if wanted.faults else None
+    world = _world(place, befall)
     with blaming(f"in {wanted.job}"):
         run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
         try:
@@ -61,13 +62,21 @@ def trainer(
             run.close()
 
 
-def _world(place: TaskPlace) -> World:
+def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
     from hoop.engine.world import World
 
     def reseated(patience: float) -> World:
-        return _world(place.reseated(patience))
+        return _world(place.reseated(patience), befall)
 
-    return World(place.arena, place.communicator, place.group, place.neighbours, reseated)
+    return World(place.arena, place.communicator, place.group, place.neighbours, reseated, befall=befall)
+
+
+def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:
+    """What is to go wrong with this rank; nothing with one that comes later, whose rank was another's."""
+    from hoop.engine.misfortune import Misfortune
+
+    mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
+    return Misfortune(mine, emit).befall
 
 
 def preload() -> None:

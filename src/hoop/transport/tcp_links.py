@@ -154,7 +154,9 @@ class TcpEndpoint(TcpRepeating):
         link = self._incoming[peer]
         if payload.nbytes:
             self._fill(peer, link, payload, deadline)
-        if header.kind != Kind.DATA:
+        if header.kind == Kind.DATA:
+            link.plain = True
+        else:
             self._verify(peer, link, header, payload)
 
     def _begin(self, peer: int, start: int, size: int, deadline: float) -> Header:

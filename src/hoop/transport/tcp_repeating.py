@@ -182,8 +182,7 @@ class TcpRepeating(TcpWaiting):
         self._asked[peer] = due, tries
         self.messages_damaged += 1
         self._tell(f"{damage} ({self.describe(peer)} sends it)")
-        plain = link.sequence > due + 1  # its sender checks nothing, and keeps nothing
-        if self._checksum is None or plain or tries > TRIES:
+        if self._checksum is None or link.plain or tries > TRIES:
             raise LinkCorrupted(f"{damage}, {tries} times" if tries > 1 else str(damage))
         with self._lock:
             del self._incoming[peer]

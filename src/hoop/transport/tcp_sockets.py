@@ -8,6 +8,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from hoop.errors import LinkCorrupted
 from hoop.topology import Address
@@ -19,6 +20,8 @@ from hoop.wire.frames import HEADER_BYTES, Header, Kind
 _AHEAD_BYTES = 4096
 """Read at once in the hope of a header and all of a small message; of a large one so much is copied twice."""
 _SENTENCE_BYTES = 2048
+WRAPS: list[Callable[[Any], Any]] = []
+"""What every connection that is dialled is wrapped in: nothing, unless something is to go wrong (``faulty``)."""
 DAMAGED = 1
 """The ``sequence`` of a REFUSAL of what was no HELLO: it may have been one when it was sent."""
 GAVE_UP = "it gave up: "
@@ -101,6 +104,8 @@ class Incoming:
     def __init__(self, sock: socket.socket, bell: socket.socket) -> None:
         self.sock = sock
         self.sequence = 0
+        self.plain = False
+        """Whether its sender checks nothing, and so keeps nothing either."""
         self.confirmed = 0
         """Messages that came as they were sent."""
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -169,4 +174,6 @@ def connect(
     except BaseException:
         sock.close()
         raise
+    for wrap in WRAPS:
+        sock = wrap(sock)
     return sock
