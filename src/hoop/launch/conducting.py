@@ -26,6 +26,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.snapshot import MOMENT, unpacked
 from hoop.errors import FailedPrecondition, HoopError, InternalError, PeerError
 from hoop.files import write_bytes
+from hoop.launch.full_disk import FullDisk
 from hoop.launch.recording import Recording
 from hoop.topology import DeviceInfo
 from hoop.wire.convert import device_info
@@ -55,6 +56,7 @@ class Conducting:
         self._moves = 0
         self._damaged = 0
         self._faults: list[str] = []
+        self._full_disk = FullDisk(settings.placed, lambda: self._heard, self._faults.append)
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -106,6 +108,7 @@ class Conducting:
                     self.job.stop()
             raise
         finally:
+            self._full_disk.close()
             if self._recording is not None:
                 self._recording.close()
 
