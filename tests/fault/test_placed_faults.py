@@ -56,8 +56,10 @@ def test_faults_before_any_instruction_change_nothing() -> None:
     assert undisturbed["faults"] == []
 
 
-def test_a_wrong_fault_is_refused_before_anything_starts() -> None:
-    (refused,) = trained([{**JOB, "devices": 2, "faults": "kill@instruction=think"}])
+def test_a_slow_device_is_named_and_a_wrong_fault_is_refused() -> None:
+    slow = {**JOB, "epochs": 6, "shards": 8, "devices": 2, "faults": "slow@rank=1,step=3,factor=50"}
+    named, refused = trained([slow, {**JOB, "devices": 2, "faults": "kill@instruction=think"}])
+    assert 1 in [one["rank"] for one in named["stragglers"]]
     assert refused["error"] == "InvalidArgument"
 
 

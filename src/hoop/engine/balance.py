@@ -10,6 +10,7 @@ from collections import deque
 from statistics import median
 
 from hoop.collectives.reduction import Array
+from hoop.engine.stragglers import Stragglers, Verdict
 from hoop.engine.weights import MOST_SPEEDS, SPEED
 from hoop.plan.plan import Plan
 from hoop.strategies.strategy import Strategy
@@ -25,11 +26,14 @@ GAIN = 0.85
 class Balance:
     """Decides when shards move."""
 
-    def __init__(self, strategy: Strategy, plan: Plan, size: int) -> None:
+    def __init__(self, strategy: Strategy, plan: Plan, size: int, crowding: float = 1.0) -> None:
         self._strategy = strategy
         self._plan = plan
         self._size = size
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._stragglers = Stragglers(size, crowding)
+        self.verdicts: list[Verdict] = []
+        """Who has become a straggler with the last step, or is one no more."""
         self._steps = 0
         self._next = self._pause = WINDOW
 
@@ -37,8 +41,9 @@ class Balance:
         """The plan for the next steps, if another one is clearly better."""
         if self._size > MOST_SPEEDS:
             return None
-        for rank, seen in enumerate(self._seen):
-            seconds = float(tail[SPEED + rank])
+        told = [float(tail[SPEED + rank]) for rank in range(self._size)]
+        self.verdicts = self._stragglers.after(told)
+        for seen, seconds in zip(self._seen, told, strict=True):
             if seconds > 0:
                 seen.append(seconds)
         self._steps += 1

@@ -64,7 +64,7 @@ class Run:
         self._limit = min(self._steps, settings.max_steps or self._steps)
         self._done = 0
         self._snapshots = 0
-        self._balance = Balance(self._ready.strategy, self._ready.plan, world.size)
+        self._balance = Balance(self._ready.strategy, self._ready.plan, world.size, world.crowding)
         self._figures = Figures(emit)
         if resume is not None:
             tensors, metadata = unpacked(resume)
@@ -191,7 +191,7 @@ class Run:
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._count_late()
             worker.follow(usual)
-        self._balance = Balance(self._ready.strategy, usual, world.size)
+        self._balance = Balance(self._ready.strategy, usual, world.size, world.crowding)
 
     def _next(self) -> list[Work]:
         """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
@@ -224,6 +224,8 @@ class Run:
             stop = bool(flag[0])
         elif self._settings.balance and last is not None and self._world.size > 1:
             plan = self._balance.after(last.tail)
+            for verdict in self._balance.verdicts if self.reporter else ():
+                self._emit(verdict.told(self._done))
             if plan is not None:
                 worker.follow(plan)
                 if self.reporter:

@@ -33,6 +33,11 @@ class World:
     """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""
 
     @property
+    def crowding(self) -> float:
+        """Devices of this job a core of this host."""
+        return self.neighbours[1] / (os.cpu_count() or 1)
+
+    @property
     def rank(self) -> int:
         return self.communicator.rank
 

@@ -55,6 +55,7 @@ class Conducting:
         self._steps = 0
         self._moves = 0
         self._damaged = 0
+        self._stragglers: list[Told] = []
         self._faults: list[str] = []
         self._full_disk = FullDisk(settings.placed, lambda: self._heard, self._faults.append)
         self._weights = ""
@@ -131,6 +132,10 @@ class Conducting:
                 self._moves += 1
             case "damaged":
                 self._damaged += 1
+            case "straggler" if told["slow"]:
+                self._stragglers.append(
+                    {"rank": told["straggler"], "step": told["step"], "times": told["times"]}
+                )
             case "fault":
                 self._faults.append(told["fault"])
             case "snapshot":
@@ -216,6 +221,7 @@ class Conducting:
             "memory": [one["memory"] for one in accounts],
             "parameters": self._last.get("parameters"),
             "shards_moved": self._moves,
+            "stragglers": self._stragglers,
             "damaged": self._damaged,
             "faults": self._faults,
             "stopped": any(one["stopped"] for one in accounts),

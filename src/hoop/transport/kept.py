@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -32,8 +33,12 @@ class Piece(Parcel):
 class Message(Parcel):
     """A message that leaves in pieces, each of which is copied and checked when its turn comes."""
 
-    def __init__(self, payload: memoryview, cut: Callable[[memoryview, bool], Piece]) -> None:
+    def __init__(
+        self, payload: memoryview, cut: Callable[[memoryview, bool], Piece], busy: threading.RLock
+    ) -> None:
+        """``busy`` is held by whoever hands it over, which need not be the rank's own thread."""
         super().__init__([])
+        self._busy = busy
         self._rest: memoryview | None = payload
         self._cut = cut
 
@@ -42,8 +47,9 @@ class Message(Parcel):
         return not self.parts and self._rest is None
 
     def detach(self) -> None:
-        if self._rest is not None:
-            self._rest = memoryview(bytes(self._rest))
+        with self._busy:
+            if self._rest is not None:
+                self._rest = memoryview(bytes(self._rest))
 
     def prepare(self) -> None:
         if not self.parts and self._rest is not None:

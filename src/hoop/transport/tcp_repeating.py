@@ -75,7 +75,7 @@ class TcpRepeating(TcpWaiting):
 
     def _checked(self, link: Outgoing, payload: memoryview) -> Message:
         """A message whose pieces have checksums, and are kept until they are confirmed."""
-        return Message(payload, partial(self._cut, link))
+        return Message(payload, partial(self._cut, link), self._busy)
 
     def _cut(self, link: Outgoing, payload: memoryview, more: bool) -> Piece:
         assert self._checksum is not None, "only with checksums"
