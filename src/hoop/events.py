@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 CAPACITY = 10_000
@@ -31,8 +31,10 @@ class Event:
 class EventLog:
     """A bounded, thread-safe list of events with waiting and subscription."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, pinned: Collection[str] = ()) -> None:
+        """``pinned`` kinds never fall out."""
         self._events: deque[Event] = deque(maxlen=capacity)
+        self._pinned, self._kept = frozenset(pinned), list[Event]()
         self._last = 0
         self._changed = threading.Condition()
         self._listeners: dict[object, Callable[[Event], None]] = {}
@@ -43,6 +45,8 @@ class EventLog:
             event = Event(
                 self._last, time.time(), kind, text, {key: str(value) for key, value in fields.items()}
             )
+            if len(self._events) == self._events.maxlen and self._events[0].kind in self._pinned:
+                self._kept.append(self._events[0])
             self._events.append(event)
             self._changed.notify_all()
             listeners = list(self._listeners.values())
@@ -53,7 +57,7 @@ class EventLog:
     def after(self, sequence: int = 0) -> list[Event]:
         """The events with a higher sequence that are still held."""
         with self._changed:
-            return [event for event in self._events if event.sequence > sequence]
+            return [event for event in (*self._kept, *self._events) if event.sequence > sequence]
 
     def subscribe(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Calls ``listener`` with every new event, on the publishing thread; returns the way out."""

@@ -52,7 +52,10 @@ def device(
         bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
     ] = False,
 ) -> None:
-    """Start one device and join it to a coordinator, at any time; Ctrl-C or SIGTERM makes it leave."""
+    """Start one device and join it to a coordinator, at any time, also while a job runs: it takes part in it.
+
+    Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0.
+    """
     from hoop.cli.running import Stopping
     from hoop.launch.training import trainer
     from hoop.servers.device import DeviceConfig, DeviceServer
@@ -88,7 +91,7 @@ def device(
                 typer.echo(f"device {info.device_id} {info.address}")
             await stopping.wait()
         finally:
-            await server.stop()
+            await server.stop(hand_over=not stopping.abandoned)
             if address_file is not None:
                 address_file.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import bench, coordinator, device, evaluate, events, export, status, train, up
+from hoop.cli import attach, bench, coordinator, device, evaluate, events, export, status, train, up
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(train.train)
+app.command()(attach.attach)
 app.command()(evaluate.evaluate)
 app.command()(export.export)
 app.command()(up.up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ class Stopping:
 
     def __init__(self, with_stdin: bool = False) -> None:
         self._event = asyncio.Event()
+        self._with_stdin = with_stdin
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._event.set)
@@ -24,6 +26,11 @@ class Stopping:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._event.set()
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether standard input has ended: whoever started this is gone or going, and all of it with them."""
+        return self._with_stdin and bool(select.select([sys.stdin], [], [], 0)[0])
 
     async def wait(self) -> None:
         await self._event.wait()

@@ -23,7 +23,7 @@ def status(
     patience: Annotated[str, typer.Option(help="How long to knock before giving up.")] = "5s",
     json: options.Json = False,
 ) -> None:
-    """Show the devices and communicators of a running coordinator."""
+    """Show the devices, communicators and jobs of a running coordinator."""
     import hoop
 
     with hoop.connect(coordinator, patience=parse_duration(patience, "--patience")) as cluster:
@@ -68,6 +68,16 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
             }
             for one in found.communicators
         ],
+        "jobs": [
+            {
+                "id": one.id,
+                "job": _name(one),
+                "devices": list(one.device_ids),
+                "status": one.status,
+                "reason": one.reason,
+            }
+            for one in found.jobs
+        ],
     }
 
 
@@ -100,6 +110,26 @@ def _print(found: pb.GetStatusResponse) -> None:
         for one in found.communicators
     ]
     console.print(_table(rows) if rows else "no communicators")
+    rows = [
+        {
+            "job": str(one.id),
+            "of": _name(one),
+            "devices": " ".join(map(str, one.device_ids)),
+            "status": one.status,
+            "why": one.reason,
+        }
+        for one in found.jobs
+    ]
+    if rows:
+        console.print(_table(rows))
+
+
+def _name(job: pb.Job) -> str:
+    """A job's name, out of its settings."""
+    try:
+        return str(json_module.loads(job.settings)["job"])
+    except (ValueError, KeyError, TypeError):
+        return "?"
 
 
 def _table(rows: list[dict[str, str]]) -> Table:

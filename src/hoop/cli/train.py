@@ -68,6 +68,12 @@ def train(
         str | None,
         typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
     ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach", help="With --coordinator: start it, print its number and go; see hoop attach."
+        ),
+    ] = False,
     address_file: options.AddressFile = None,
     fault: Annotated[
         list[str] | None,
@@ -82,7 +88,8 @@ def train(
     """Train a model on several devices.
 
     [bold]hoop train mnist[/bold] needs nothing but what is installed. The trained weights do not depend on
-    how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once.
+    how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once. On a cluster
+    (--coordinator) a job goes on if this command is killed or its terminal closed: see [bold]hoop attach[/bold].
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
@@ -110,11 +117,15 @@ def train(
     if strategy is not None:
         parse(strategy)
     there = Address.parse(coordinator, "--coordinator") if coordinator else None
+    _check_detach(detach, there, out, resume)
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
         launch = _launch(job, changes, devices, size, out, resume, there, address_file)
+        if detach:
+            _detach(launch, json)
+            return
         result, number = _follow(launch, view, started)
     if json:
         typer.echo(json_module.dumps(result))
@@ -122,6 +133,31 @@ def train(
         view.summary(result, out)
     if number:
         raise typer.Exit(128 + number)
+
+
+def _check_detach(detach: bool, there: Address | None, out: Path | None, resume: bool) -> None:
+    if detach and there is None:
+        raise InvalidArgument("--detach: it needs --coordinator, a cluster that outlives this command")
+    if detach and out is not None and not resume:
+        raise InvalidArgument(
+            "--out: files are written by whoever follows the job; leave it to hoop attach JOB --out FOLDER"
+        )
+
+
+def _detach(launch: Launch, json: bool) -> None:
+    """Starts the job and leaves it to itself."""
+    from hoop.client.cluster import connect
+    from hoop.launch.conducting import Conducting, chosen
+
+    assert launch.coordinator is not None, "checked before"
+    with connect(launch.coordinator) as cluster:
+        devices = chosen(cluster, launch.devices)
+        number = Conducting(cluster, launch.settings, devices, resume=launch.resume).job.id
+    # Straight to the descriptor: standard output is given to whatever the job's code prints.
+    text = json_module.dumps({"job_id": number}) if json else f"job {number}"
+    typer.echo(text, file=sys.__stdout__)
+    if not json:
+        typer.echo(f"come back with: hoop attach {number} -c {launch.coordinator}", err=True)
 
 
 def _settings(given: list[str]) -> dict[str, Any]:

@@ -100,6 +100,11 @@ class View(PlainView):
                 self._console.print(f"step {event['step']}: {event['fault']}, as asked")
             case "damaged":
                 self._console.print(f"damaged on the way, and sent again: {event['text']}")
+            case "away" | "back":
+                self._console.print(event["text"])
+            case "moved":
+                self._started["devices"] = event["ranks"]
+                self._console.print(f"step {event['step']}: goes on with {_devices(event['ranks'])}")
             case "recovered":
                 self._started["devices"] = event["ranks"]
                 self._console.print(

@@ -38,6 +38,20 @@ class Cluster:
         self._stub = Stub(self._channel, SERVICE)
         self._devices: dict[str, Device] = {}
 
+    def knock(self, patience: float) -> None:
+        """Returns when the coordinator answers; raises if it does not within ``patience`` seconds."""
+        knocking = Knocking("the coordinator", self.address, patience)
+        for pause in knocking.pauses():
+            try:
+                self._stub.GetStatus(pb.GetStatusRequest(), timeout=min(self._timeout, 5.0))
+                return
+            except grpc.RpcError as error:
+                if not unreachable(error):
+                    raise translate(error, f"the coordinator at {self.address}") from None
+                knocking.heard(error.details() or error.code().name)
+                time.sleep(pause)
+        raise knocking.failure()
+
     def status(self) -> pb.GetStatusResponse:
         """Every device and communicator, as the coordinator sees them now."""
         answer: pb.GetStatusResponse = self._call("GetStatus", pb.GetStatusRequest())
@@ -96,11 +110,13 @@ class Cluster:
     def start_job(self, settings: str, device_ids: Sequence[int], resume: str = "") -> JobHandle:
         """Trains by these settings (JSON) on these devices; ``resume`` names a buffer that all of them have."""
         whom = f"the coordinator at {self.address}"
-        return JobHandle.start(self._stub, settings, list(device_ids), resume, self._timeout, whom)
+        return JobHandle.start(
+            self._stub, settings, list(device_ids), resume, self._timeout, whom, self.knock
+        )
 
     def job(self, job_id: int) -> JobHandle:
         """A job that somebody started."""
-        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}")
+        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.knock)
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
         """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""
@@ -144,18 +160,9 @@ def connect(address: str | Address, patience: float = 10.0, timeout: float = 60.
     """
     address = Address.parse(address) if isinstance(address, str) else address
     cluster = Cluster(address, timeout)
-    knocking = Knocking("the coordinator", address, patience)
     try:
-        for pause in knocking.pauses():
-            try:
-                cluster._stub.GetStatus(pb.GetStatusRequest(), timeout=min(timeout, 5.0))
-                return cluster
-            except grpc.RpcError as error:
-                if not unreachable(error):
-                    raise translate(error, f"the coordinator at {address}") from None
-                knocking.heard(error.details() or error.code().name)
-                time.sleep(pause)
-        raise knocking.failure()
+        cluster.knock(patience)
+        return cluster
     except BaseException:
         cluster.close()
         raise

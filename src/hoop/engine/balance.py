@@ -32,8 +32,7 @@ class Balance:
         self._size = size
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
         self._stragglers = Stragglers(size, crowding)
-        self.verdicts: list[Verdict] = []
-        """Who has become a straggler with the last step, or is one no more."""
+        self._verdicts: list[Verdict] = []
         self._steps = 0
         self._next = self._pause = WINDOW
 
@@ -42,7 +41,7 @@ class Balance:
         if self._size > MOST_SPEEDS:
             return None
         told = [float(tail[SPEED + rank]) for rank in range(self._size)]
-        self.verdicts = self._stragglers.after(told)
+        self._verdicts = self._stragglers.after(told)
         for seen, seconds in zip(self._seen, told, strict=True):
             if seconds > 0:
                 seen.append(seconds)
@@ -60,7 +59,17 @@ class Balance:
         for rank, seen in enumerate(self._seen):
             if plan.computed_by(rank, 0):
                 seen.clear()
+            else:
+                self._verdicts += self._stragglers.left_out(rank)
         return plan
+
+    def news(self, plan: Plan | None, step: int) -> list[dict[str, object]]:
+        """What the last step has changed, as events: who has become a straggler, who gets how many shards."""
+        told = [verdict.told(step) for verdict in self._verdicts]
+        if plan is not None:
+            shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
+            told.append({"kind": "balanced", "step": step, "shards": shares})
+        return told
 
     @staticmethod
     def _takes(plan: Plan, seconds: list[float]) -> float:

@@ -16,7 +16,19 @@ from hoop.engine.chain import ChainStage, layers_of
 from hoop.engine.optimizer import Update, updating
 from hoop.engine.settings import Settings
 from hoop.engine.stage import AutogradStage, Segments, Stage
-from hoop.engine.weights import HITS, LOSS, SAMPLES, SPEED, STOP, Layout, Vectors, adopt, shared_parameters
+from hoop.engine.weights import (
+    HITS,
+    LOSS,
+    MOST_SPEEDS,
+    MOVE,
+    SAMPLES,
+    SPEED,
+    STOP,
+    Layout,
+    Vectors,
+    adopt,
+    shared_parameters,
+)
 from hoop.errors import InternalError
 
 
@@ -153,15 +165,17 @@ class Held:
             target = self.slots[into, low:high]
             np.add(target, self.slots[other, low:high], out=target)
 
-    def tell(self, micro: int, rank: int, seconds: float, stop: bool) -> None:
-        """This rank's seconds a shard, and whether it asks to stop; the sum tells everybody.
+    def tell(self, micro: int, rank: int, seconds: float, stop: bool, move: bool) -> None:
+        """This rank's seconds a shard, and whether it asks to stop, or to move; the sum tells everybody.
 
         Written where its last shard landed.
         """
         landing = self._landings[micro]
         slot = landing.merges[-1][0] if landing.merges else landing.slot
-        self._parts[slot].tail[SPEED + rank] = seconds
-        self._parts[slot].tail[STOP] = float(stop)
+        tail = self._parts[slot].tail
+        tail[STOP], tail[MOVE] = float(stop), float(move)
+        if rank < MOST_SPEEDS:
+            tail[SPEED + rank] = seconds
 
     def another_room(self) -> None:
         """Totals go elsewhere from now on: one who was thought dead may still write to where they went before."""

@@ -27,7 +27,7 @@ from hoop.engine.recovery import NEW, catch_up, compare, hand_over, rest_of_step
 from hoop.engine.role import Work
 from hoop.engine.settings import Settings
 from hoop.engine.snapshot import packed, put, unpacked
-from hoop.engine.weights import LOSS, SAMPLES, STOP, Vectors
+from hoop.engine.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
 from hoop.engine.world import World, settle
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError
 from hoop.memory.dtypes import dtype
@@ -110,6 +110,8 @@ class Run:
                 stopped = self._after(losses, time.perf_counter() - begun)
                 if stopped:
                     break
+                if self._moving:
+                    self._move()
             except PeerError as error:
                 self._recover(error)
         self._tell(force=True)
@@ -144,17 +146,20 @@ class Run:
                 break
             except PeerError as another:
                 error = another
+        self._told_of("recovered", began, str(error))
+
+    def _move(self) -> None:
+        """Goes on in another seat, with those who stay and those who join: nothing is lost, nobody waits for long."""
+        began = time.perf_counter()
+        self._tell(force=True)  # it may be another's business from now on
+        assert self._world.moved is not None, "somebody asked to move"
+        self._go_on(self._world.moved(), planned=True)
+        self._told_of("moved", began, "")
+
+    def _told_of(self, kind: str, began: float, text: str) -> None:
         if self.reporter:
-            pause = time.perf_counter() - began
-            self._emit(
-                {
-                    "kind": "recovered",
-                    "step": self._done,
-                    "pause_s": pause,
-                    "ranks": world.size,
-                    "text": str(error),
-                }
-            )
+            pause, size = time.perf_counter() - began, self._world.size
+            self._emit({"kind": kind, "step": self._done, "pause_s": pause, "ranks": size, "text": text})
 
     def _count_late(self) -> None:
         """A step that was finished by the way."""
@@ -162,7 +167,7 @@ class Run:
         self._figures.add([float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
         self._done += 1
 
-    def _go_on(self, world: World) -> None:
+    def _go_on(self, world: World, planned: bool = False) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
         worker, settings, communicator = self.worker, self._settings, world.communicator
         held, timeout_s = worker.held[0], settings.timeout_s
@@ -171,14 +176,18 @@ class Run:
         if worker.updated > self._done > NEW:  # the news came between an update and its being counted
             self._count_late()
         standing = compare(communicator, self._done, self._ended, worker.computed, settings.micros, timeout_s)
+        world.settled()
+        if world.rank in standing.new:  # it was away, and what it remembers is of long ago
+            self._figures = Figures(self._emit)
         rate = settings.optimizer.rate(standing.lead - 1, self._steps)
         catch_up(worker, communicator, standing, rate, timeout_s)
         hand_over(worker, communicator, standing, timeout_s)
-        if NEW < self._done < standing.lead:
+        if world.rank in standing.behind:
             self._count_late()
         self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
         self._ended = standing.ended
-        held.another_room()
+        if not planned:
+            held.another_room()
         usual = self._ready.strategy.plan(world.size, settings.micros)
         worker.follow(usual)
         if self._owes():
@@ -210,27 +219,24 @@ class Run:
         """Figures of some steps; whether all ranks are to stop."""
         worker = self.worker
         last = worker.held.get(worker.last)
-        stop = False
+        stop = self._moving = False
         if losses:
             self._figures.add(losses, seconds)
             self._tell()
         if self._role.hears and last is not None:
-            stop = bool(last.tail[STOP] > 0)
+            stop, self._moving = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
         if not self._role.hears:
             flag = np.array([self._stopping()], np.float32)
             self._world.communicator.run(
                 Operation("all_reduce", 1, dtype("float32")), flag, flag, self._settings.timeout_s
             )
             stop = bool(flag[0])
-        elif self._settings.balance and last is not None and self._world.size > 1:
+        elif self._settings.balance and last is not None and self._world.size > 1 and not self._moving:
             plan = self._balance.after(last.tail)
-            for verdict in self._balance.verdicts if self.reporter else ():
-                self._emit(verdict.told(self._done))
             if plan is not None:
                 worker.follow(plan)
-                if self.reporter:
-                    shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
-                    self._emit({"kind": "balanced", "step": self._done, "shards": shares})
+            for told in self._balance.news(plan, self._done) if self.reporter else ():
+                self._emit(told)
         return stop
 
     def _tell(self, force: bool = False) -> None:
@@ -244,15 +250,8 @@ class Run:
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
             loss, accuracy = evaluate(self.worker, self._data.test)
             if self.reporter:
-                self._emit(
-                    {
-                        "kind": "evaluated",
-                        "epoch": epoch,
-                        "steps": self._done,
-                        "loss": loss,
-                        "accuracy": accuracy,
-                    }
-                )
+                measured = {"loss": loss, "accuracy": accuracy}
+                self._emit({"kind": "evaluated", "epoch": epoch, "steps": self._done, **measured})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._ended = self._done

@@ -54,16 +54,28 @@ class Stragglers:
                 seen.append(one)
         if len(self._seen) < 2 or not all(len(seen) == WINDOW for seen in self._seen):
             return []
-        fastest = [min(seen) for seen in self._seen]
         verdicts = []
         for rank, seen in enumerate(self._seen):
             if not seconds[rank]:
                 continue  # nothing new is known of it
-            others = self._crowding * median(fastest[:rank] + fastest[rank + 1 :])
-            if rank not in self.slow and fastest[rank] > SLOW * others + FLOOR_S:
-                self.slow.add(rank)
-                verdicts.append(Verdict(rank, True, median(seen) * self._crowding / others))
+            others = self._others(rank)
+            if rank not in self.slow and min(seen) > SLOW * others + FLOOR_S:
+                verdicts.append(self._verdict(rank, True))
             elif rank in self.slow and median(seen) < WELL * others + FLOOR_S:
-                self.slow.remove(rank)
-                verdicts.append(Verdict(rank, False, median(seen) * self._crowding / others))
+                verdicts.append(self._verdict(rank, False))
         return verdicts
+
+    def left_out(self, rank: int) -> list[Verdict]:
+        """A rank gets no more shards, by its usual speed: nothing more will be known of it."""
+        if rank in self.slow or median(self._seen[rank]) <= SLOW * self._others(rank) + FLOOR_S:
+            return []
+        return [self._verdict(rank, True)]
+
+    def _others(self, rank: int) -> float:
+        """What is fast elsewhere; as much slower as devices that share cores make each other."""
+        fastest = [min(seen) for one, seen in enumerate(self._seen) if one != rank]
+        return self._crowding * median(fastest)
+
+    def _verdict(self, rank: int, slow: bool) -> Verdict:
+        self.slow ^= {rank}
+        return Verdict(rank, slow, median(self._seen[rank]) * self._crowding / self._others(rank))

@@ -25,9 +25,9 @@ from hoop.memory.dtypes import dtype
 ALIGN = 16
 PAD = 64
 TAIL = 64
-LOSS, HITS, SAMPLES, STOP = 0, 1, 2, 3
+LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
 """Places in the tail; from ``SPEED`` on, each rank's seconds a shard."""
-SPEED = 4
+SPEED = 5
 MOST_SPEEDS = TAIL - SPEED
 FLOAT32 = dtype("float32")
 

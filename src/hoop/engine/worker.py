@@ -29,7 +29,7 @@ from hoop.engine.messages import Post
 from hoop.engine.settings import Settings
 from hoop.engine.slots import most_slots
 from hoop.engine.totals import Totals
-from hoop.engine.weights import MOST_SPEEDS, Vectors
+from hoop.engine.weights import Vectors
 from hoop.engine.world import World
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
 from hoop.plan.plan import Plan
@@ -283,9 +283,9 @@ class Worker:
 
     def _tell_speed(self, instruction: Instruction) -> None:
         """With the last gradient: how long a shard takes here. Everybody learns it by the sum."""
-        if instruction is self._final_gradient and self.world.size <= MOST_SPEEDS:
-            held = self.held[instruction.stage]
-            held.tell(instruction.micro, self.rank, self._busy / max(1, self._share), self._stop)
+        if instruction is self._final_gradient:
+            seconds, asked = self._busy / max(1, self._share), (self._stop, self.world.moving())
+            self.held[instruction.stage].tell(instruction.micro, self.rank, seconds, *asked)
 
     # ---- totals and updates
 

@@ -28,6 +28,11 @@ class World:
 
     reseated: Callable[[float], World] | None = None
     """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
+    moving: Callable[[], bool] = lambda: False
+    """Whether there is another world to move to, for everybody, after a step that all agree on."""
+    moved: Callable[[], World] | None = None
+    """That world; the links of this one stay open until everybody is there, and that one ``settled``."""
+    settled: Callable[[], None] = lambda: None
 
     befall: Callable[[Any], None] | None = None
     """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""

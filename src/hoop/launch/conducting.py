@@ -35,7 +35,7 @@ Told = dict[str, Any]
 
 
 class Conducting:
-    """One job, from its start to its result."""
+    """One job, from its start, or from when somebody comes back to it, to its result."""
 
     def __init__(
         self,
@@ -44,9 +44,16 @@ class Conducting:
         devices: Sequence[int],
         out: Path | None = None,
         resume: Path | None = None,
+        attached: int = 0,
+        patience: float = 0.0,
     ) -> None:
+        """``attached``: a job that runs already, or has ended; it is followed from its beginning, and never stopped.
+
+        ``patience``: for how many seconds a coordinator that is away is waited for.
+        """
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
+        self._out, self._attached, self._patience = out, bool(attached), patience
         self._parts: dict[int, list[bytes]] = {}
         self._accounts: dict[int, Told] = {}
         self._heard = 0
@@ -62,6 +69,10 @@ class Conducting:
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
         """The trained model's tensors, by name, once it is done."""
+        self._recording: Recording | None = None
+        if attached:
+            self.job: JobHandle = cluster.job(attached)
+            return
         start = 0
         name = ""
         if resume is not None:
@@ -72,22 +83,29 @@ class Conducting:
                 device = cluster.device(device_id)
                 device.allocate(name, len(data))
                 device.write(name, data)
-        self._recording = Recording(out, settings, self._devices, start) if out is not None else None
-        if self._recording is not None and start:
-            self._evaluated = self._recording.last_evaluation() or {}
+        self._record(start)
         try:
-            self.job: JobHandle = cluster.start_job(settings.to_json(), self._devices, name)  # (1)
+            self.job = cluster.start_job(settings.to_json(), self._devices, name)  # (1)
         except BaseException:
             if self._recording is not None:
                 self._recording.close()
             raise
 
+    def _record(self, start: int) -> None:
+        """Files from now on, of a run that began after so many steps."""
+        if self._out is not None:
+            self._recording = Recording(self._out, self._settings, self._devices, start)
+            if start:
+                self._evaluated = self._recording.last_evaluation() or {}
+
     def events(self) -> Iterator[Told]:
         """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
         try:
-            for event in self.job.events():  # (2)
+            for event in self.job.events(patience=self._patience):  # (2)
                 if event.kind == "steps" and not self._fresh(event.told):
                     continue
+                if event.kind == "started" and self._recording is None:
+                    self._record(int(event.told["done"]))
                 told = event.told | {"kind": event.kind, "rank": event.rank, "time": event.time}
                 self._note(event)
                 if self._recording is not None:
@@ -104,7 +122,7 @@ class Conducting:
             yield {"kind": "result", **result}
         except BaseException as error:
             # Whoever followed it is gone, and nobody would take its checkpoints: it must not go on alone.
-            if not isinstance(error, PeerError):
+            if not isinstance(error, PeerError) and not self._attached:
                 with contextlib.suppress(HoopError):
                     self.job.stop()
             raise
@@ -161,6 +179,8 @@ class Conducting:
     def _snapshot(self, event: JobEvent) -> None:
         """Reads one rank's part; when all parts of a step are there, they are a checkpoint."""
         told = event.told
+        if not told["final"] and self._recording is None:
+            return
         data = self._read(event)  # (3)
         if data is None:
             return
@@ -183,9 +203,10 @@ class Conducting:
 
     def _read(self, event: JobEvent) -> bytes | None:
         told = event.told
-        device = self._cluster.device(event.device)
         try:
-            data = device.read(told["buffer"], told["bytes"])
+            if self._patience:
+                self._cluster.knock(self._patience)  # it knows where the device is
+            data = self._cluster.device(event.device).read(told["buffer"], told["bytes"])
         except HoopError:
             if told["final"]:
                 raise

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
+AWAY_S = 60.0
+"""How long whoever follows a job waits for a coordinator that is away; the job goes on meanwhile."""
 Told = dict[str, Any]
 Stoppable = Callable[[Callable[[], None]], None]
 
@@ -56,6 +59,7 @@ def trainer(
     world = _world(place, befall)
     with blaming(f"in {wanted.job}"):
         run = Run(world, wanted, find_job(wanted.job, RECIPES), emit, stopping, resume, f"job{place.job_id}.")
+        emit({"kind": "loaded"})
         try:
             run.join() if place.joining else run.go()
         finally:
@@ -68,7 +72,11 @@ def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
     def reseated(patience: float) -> World:
         return _world(place.reseated(patience), befall)
 
-    return World(place.arena, place.communicator, place.group, place.neighbours, reseated, befall=befall)
+    def moved() -> World:
+        return _world(place.moved(), befall)
+
+    where = place.arena, place.communicator, place.group, place.neighbours
+    return World(*where, reseated, place.moving, moved, place.settled, befall)
 
 
 def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:
@@ -181,10 +189,16 @@ class Training:
             if launch.address_file is not None:
                 write_address_file(launch.address_file, address)
             try:
+                patience = 0.0 if launch.coordinator is None else AWAY_S
                 job = Conducting(
-                    cluster, launch.settings, chosen(cluster, devices), launch.out, launch.resume
+                    cluster,
+                    launch.settings,
+                    chosen(cluster, devices),
+                    launch.out,
+                    launch.resume,
+                    patience=patience,
                 )
-                stoppable(job.job.stop)
+                stoppable(partial(job.job.stop, patience))
                 for event in job.events():
                     if event["kind"] == "result" and self._save is not None:
                         job.save(self._save)

@@ -40,6 +40,8 @@ class Pulse:
     last_beat: float
     calls: tuple[bool, ...] = field(default=())
     """The outcomes of the last calls, oldest first."""
+    excused_until: float = 0.0
+    """Until then silence is no evidence: it loads what a job needs, and may not get round to heartbeats."""
 
     def beat(self, now: float) -> Pulse:
         return replace(self, last_beat=max(now, self.last_beat))
@@ -53,7 +55,7 @@ class Pulse:
 
     def silence(self, now: float, config: DetectorConfig) -> str:
         """Why this device is dead by its silence, or an empty string."""
-        silent = now - self.last_beat
+        silent = now - max(self.last_beat, self.excused_until)
         return (
             f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)" if silent > config.lease_s else ""
         )

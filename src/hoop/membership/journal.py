@@ -19,8 +19,8 @@ from typing import Any
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.membership.detector import DetectorConfig, Pulse
-from hoop.membership.state import CommunicatorState, Health, Member, Outcome, State
-from hoop.membership.step import communicator_entry
+from hoop.membership.entries import communicator_entry, job_entry
+from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
 from hoop.topology import Address, DeviceInfo
 
 Entry = Mapping[str, Any]
@@ -53,7 +53,7 @@ def decode(data: bytes, path: Path) -> list[Entry]:
 def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> State:
     """The state that these entries add up to. Devices get one lease to show that they are alive."""
     state = State(config, last_tick=now)
-    members, communicators = dict(state.members), dict(state.communicators)
+    members, communicators, jobs = dict(state.members), dict(state.communicators), dict(state.jobs)
     last = 0
     for entry in entries:
         match entry["kind"]:
@@ -82,7 +82,12 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
             case "communicator_destroyed":
                 communicators.pop(entry["id"], None)
                 last = max(last, entry["id"])
-    return replace(state, members=members, communicators=communicators, next_communicator=last + 1)
+            case "job":
+                plain = {key: value for key, value in entry.items() if key != "kind"}
+                jobs = with_job(jobs, JobState(**{**plain, "devices": tuple(entry["devices"])}))
+                if entry["ended"]:
+                    communicators.pop(entry["id"], None)
+    return replace(state, members=members, communicators=communicators, jobs=jobs, next_communicator=last + 1)
 
 
 def snapshot(state: State) -> list[Entry]:
@@ -97,6 +102,7 @@ def snapshot(state: State) -> list[Entry]:
     if state.next_communicator > 1:
         entries.append({"kind": "communicator_destroyed", "id": state.next_communicator - 1})
     entries += [communicator_entry(one) for one in state.communicators.values()]
+    entries += [job_entry(one) for one in state.jobs.values()]
     return entries
 
 

@@ -62,6 +62,14 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Excused:
+    """These devices may be silent until then; 0: no longer."""
+
+    device_ids: tuple[int, ...]
+    until: float
+
+
+@dataclass(frozen=True)
 class Tick:
     """Time passed."""
 
@@ -77,10 +85,15 @@ class Created:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The same communicator, of those of its members that are alive, and of whoever joins it."""
+    """The same communicator, of those of its members that are alive and stay, and of whoever joins it.
+
+    ``planned``: what the generation before does goes on, until its members move by themselves.
+    """
 
     communicator_id: int
     joining: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    planned: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,23 @@ class Destroyed:
     communicator_id: int
 
 
+@dataclass(frozen=True)
+class JobStarted:
+    """A job runs on the communicator with its id."""
+
+    job_id: int
+    settings: str
+
+
+@dataclass(frozen=True)
+class JobEnded:
+    """A job is over, and its communicator with it; ``error`` and ``text`` say how it failed, if it did."""
+
+    job_id: int
+    error: str = ""
+    text: str = ""
+
+
 Message = (
     Joined
     | Beat
@@ -120,6 +150,7 @@ Message = (
     | LinkClosed
     | Probed
     | Left
+    | Excused
     | Tick
     | Created
     | Rebuilt
@@ -127,6 +158,8 @@ Message = (
     | Finished
     | Finalized
     | Destroyed
+    | JobStarted
+    | JobEnded
 )
 
 # ---- out: what is to be done

@@ -64,12 +64,38 @@ class CommunicatorState:
 
 
 @dataclass(frozen=True)
+class JobState:
+    """One job. While it runs, the communicator with its id says who takes part, at which generation."""
+
+    id: int
+    settings: str
+    devices: tuple[int, ...]
+    """Who took part when this was written: they remember what it told."""
+    ended: bool = False
+    error: str = ""
+    """How it failed: an error's class, and its words; empty: it did not."""
+    text: str = ""
+
+
+MAX_ENDED = 16
+"""Jobs that have ended and are still known, for whoever comes back to ask."""
+
+
+def with_job(jobs: Mapping[int, JobState], job: JobState) -> dict[int, JobState]:
+    """These jobs and this one, without those that ended long ago."""
+    found = {key: one for key, one in jobs.items() if key != job.id} | {job.id: job}
+    ended = [key for key, one in found.items() if one.ended]
+    return {key: one for key, one in found.items() if key not in ended[:-MAX_ENDED]}
+
+
+@dataclass(frozen=True)
 class State:
     """All of it; replaced as a whole by every step."""
 
     config: DetectorConfig = field(default_factory=DetectorConfig)
     members: Mapping[int, Member] = field(default_factory=dict)
     communicators: Mapping[int, CommunicatorState] = field(default_factory=dict)
+    jobs: Mapping[int, JobState] = field(default_factory=dict)
     next_communicator: int = 1
     last_tick: float = 0.0
 

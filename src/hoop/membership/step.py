@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, ResourceExhausted
 from hoop.membership import messages as m
 from hoop.membership.detector import Pulse
-from hoop.membership.state import CommunicatorState, Health, Member, Outcome, State
+from hoop.membership.entries import communicator_record, job_record, joined_record, lost_record
+from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
 
 MAX_COMMUNICATORS = 1024
 MAX_DEVICES = 4096
@@ -30,21 +31,28 @@ def step(state: State, message: m.Message) -> Result:
             return _probed(state, message)
         case m.Left():
             return _left(state, message)
+        case m.Excused():
+            return _excused(state, message), ()
         case m.Tick():
             return _tick(state, message.now)
         case m.Created():
             return _created(state, message.device_ids)
         case m.Rebuilt():
-            return _rebuilt(state, message.communicator_id, message.joining)
+            return _rebuilt(state, message)
         case m.Started():
             return _started(state, message.communicator_id)
         case m.Finished():
             return _finished(state, message)
         case m.Finalized():
             one = replace(state.communicator(message.communicator_id), finalized=True)
-            return _with_communicator(state, one), (_communicator_record(one),)
+            return _with_communicator(state, one), (communicator_record(one),)
         case m.Destroyed():
             return _destroyed(state, message.communicator_id)
+        case m.JobStarted():
+            job = JobState(message.job_id, message.settings, state.communicator(message.job_id).members)
+            return replace(state, jobs=with_job(state.jobs, job)), (job_record(job),)
+        case m.JobEnded():
+            return _job_ended(state, message)
 
 
 # ---- devices
@@ -74,11 +82,7 @@ def _joined(state: State, message: m.Joined) -> Result:
     if restarted:
         # Whatever its former self was doing is gone with it.
         state, broken = _break(state, info.device_id, "it was restarted")
-    return state, _in_order(m.Record({"kind": "device_joined", **_plain(info)}), announce, broken)
-
-
-def _plain(info: object) -> dict[str, object]:
-    return {"info": asdict(info)}  # type: ignore[call-overload]
+    return state, _in_order(joined_record(info), announce, broken)
 
 
 def _beat(state: State, message: m.Beat) -> Result:
@@ -129,7 +133,14 @@ def _left(state: State, message: m.Left) -> Result:
         return state, ()
     member = replace(member, health=Health.LEFT, reason="it left")
     state, broken = _break(_with_member(state, member), message.device_id, "it left")
-    return state, _in_order(_lost_record(member), _announce("device_left", member, "left"), broken)
+    return state, _in_order(lost_record(member), _announce("device_left", member, "left"), broken)
+
+
+def _excused(state: State, message: m.Excused) -> State:
+    for member in (state.members[key] for key in message.device_ids if key in state.members):
+        pulse = replace(member.pulse, excused_until=message.until)
+        state = _with_member(state, replace(member, pulse=pulse))
+    return state
 
 
 def _tick(state: State, now: float) -> Result:
@@ -154,7 +165,7 @@ def _died(state: State, member: Member, reason: str) -> Result:
     member = replace(member, health=Health.DEAD, reason=reason)
     state, broken = _break(_with_member(state, member), member.info.device_id, reason)
     announce = _announce("device_dead", member, f"is dead: {reason}")
-    return state, _in_order(_lost_record(member), announce, broken)
+    return state, _in_order(lost_record(member), announce, broken)
 
 
 def _break(state: State, device_id: int, reason: str) -> Result:
@@ -173,7 +184,7 @@ def _break(state: State, device_id: int, reason: str) -> Result:
         state = _with_communicator(state, one)
         fields = {"communicator": one.id, "generation": one.generation, "device": device_id}
         instructions += (
-            _communicator_record(one),
+            communicator_record(one),
             m.Announce("communicator_failed", f"communicator {one.id}: {why}", fields),
             m.Stop(one.id, one.generation, why, one.members, device_id),
         )
@@ -197,22 +208,23 @@ def _created(state: State, device_ids: tuple[int, ...]) -> Result:
     one = CommunicatorState(state.next_communicator, device_ids)
     state = replace(_with_communicator(state, one), next_communicator=one.id + 1)
     return state, (
-        _communicator_record(one),
+        communicator_record(one),
         _tell("communicator_created", one, f"of devices {list(device_ids)}"),
     )
 
 
-def _rebuilt(state: State, communicator_id: int, joining: tuple[int, ...] = ()) -> Result:
-    old = state.communicator(communicator_id)
-    wanted = (*old.members, *(device_id for device_id in joining if device_id not in old.members))
-    members = tuple(device_id for device_id in wanted if state.member(device_id).usable)
+def _rebuilt(state: State, message: m.Rebuilt) -> Result:
+    old = state.communicator(message.communicator_id)
+    wanted = dict.fromkeys((*old.members, *message.joining))
+    stay = (device_id for device_id in wanted if device_id not in message.leaving)
+    members = tuple(device_id for device_id in stay if state.member(device_id).usable)
     if not members:
-        raise FailedPrecondition(f"communicator {communicator_id}: none of its devices is alive")
+        raise FailedPrecondition(f"communicator {old.id}: none of its devices is alive")
     one = CommunicatorState(old.id, members, old.generation + 1, finalized=old.finalized)
-    state = _with_communicator(state, one)
-    stop = m.Stop(old.id, old.generation, f"communicator {old.id} was rebuilt", old.members)
     text = f"at generation {one.generation} of devices {list(members)}"
-    return state, (_communicator_record(one), _tell("communicator_rebuilt", one, text), stop)
+    done = (communicator_record(one), _tell("communicator_rebuilt", one, text))
+    stop = m.Stop(old.id, old.generation, f"communicator {old.id} was rebuilt", old.members)
+    return _with_communicator(state, one), done if message.planned else (*done, stop)
 
 
 def _started(state: State, communicator_id: int) -> Result:
@@ -232,7 +244,7 @@ def _finished(state: State, message: m.Finished) -> Result:
     one = replace(one, outcome=Outcome.FAILED, reason=message.failure, generation=one.generation + 1)
     stop = m.Stop(one.id, message.generation, message.failure, one.members)
     tell = _tell("operation_failed", one, message.failure)
-    return _with_communicator(state, one), (_communicator_record(one), tell, stop)
+    return _with_communicator(state, one), (communicator_record(one), tell, stop)
 
 
 def _destroyed(state: State, communicator_id: int) -> Result:
@@ -243,9 +255,18 @@ def _destroyed(state: State, communicator_id: int) -> Result:
     return replace(state, communicators=left), (record, _tell("communicator_destroyed", one, ""), stop)
 
 
+def _job_ended(state: State, message: m.JobEnded) -> Result:
+    """Its end is written before its communicator's: a journal that ends between them must not start it again."""
+    members, settings = state.communicator(message.job_id).members, state.jobs[message.job_id].settings
+    job = JobState(message.job_id, settings, members, True, message.error, message.text)
+    state, rest = _destroyed(replace(state, jobs=with_job(state.jobs, job)), job.id)
+    return state, (job_record(job), *rest)
+
+
 def _without_the_forgotten(state: State) -> State:
     """Room for newcomers: devices that are gone, and in no communicator, are forgotten."""
     needed = {device_id for one in state.communicators.values() for device_id in one.members}
+    needed |= {device_id for one in state.jobs.values() for device_id in one.devices}
     kept = {key: one for key, one in state.members.items() if one.usable or key in needed}
     return replace(state, members=kept)
 
@@ -276,24 +297,3 @@ def _in_order(
     """What broke is written before why: a journal that ends between them must not call it whole."""
     records = tuple(one for one in broken if isinstance(one, m.Record))
     return (*records, record, announce, *(one for one in broken if not isinstance(one, m.Record)))
-
-
-def _lost_record(member: Member) -> m.Record:
-    return m.Record({"kind": "device_gone", "device": member.info.device_id, "health": str(member.health)})
-
-
-def _communicator_record(one: CommunicatorState) -> m.Record:
-    return m.Record(communicator_entry(one))
-
-
-def communicator_entry(one: CommunicatorState) -> dict[str, object]:
-    """A communicator as the journal keeps it: all but the outcome of its latest work."""
-    return {
-        "kind": "communicator",
-        "id": one.id,
-        "members": list(one.members),
-        "generation": one.generation,
-        "finalized": one.finalized,
-        "broken_by": one.broken_by,
-        "reason": one.reason if one.broken_by else "",
-    }

@@ -16,17 +16,17 @@ class CoordinatorServer:
     def __init__(self, config: CoordinatorConfig) -> None:
         self.coordinator = Coordinator(config)
         conductor, groups = Conductor(self.coordinator), Groups()
+        service = coordinator_service.CoordinatorService(self.coordinator, conductor, groups)
+        self._jobs = service.jobs
         self._services = (
             handlers(
                 lab_coordinator.SERVICE, lab_coordinator.LabCoordinator(self.coordinator, conductor, groups)
             ),
-            handlers(
-                coordinator_service.SERVICE,
-                coordinator_service.CoordinatorService(self.coordinator, conductor, groups),
-            ),
+            handlers(coordinator_service.SERVICE, service),
         )
 
     async def start(self) -> Address:
+        self._jobs.resume()
         return await self.coordinator.start(self._services)
 
     async def stop(self) -> None:

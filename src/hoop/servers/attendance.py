@@ -23,6 +23,7 @@ from hoop.wire.rpc import Stub, translate, unreachable
 log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 CALL_S = 5.0
+HAND_OVER_S = 15.0
 RETURN_S = 0.2
 """How long at most a member waits before it knocks again: a restarted coordinator gives it one lease."""
 
@@ -82,6 +83,17 @@ class Attendance:
         while True:
             yield pb.Heartbeat(device_id=info.device_id, incarnation=info.incarnation, memory=self._memory())
             await asyncio.sleep(self._heartbeat_s)
+
+    async def hand_over(self) -> None:
+        """Asks for others to take over what this device does; returns when they have, or could not."""
+        if self.info is not None:
+            request = pb.LeaveRequest(
+                device_id=self.info.device_id, incarnation=self.info.incarnation, planned=True
+            )
+            try:
+                await self._stub.Leave(request, timeout=HAND_OVER_S)
+            except grpc.RpcError as error:
+                log.debug("nobody to hand over to: %s", error.details())
 
     async def leave(self) -> None:
         """Says goodbye, if there is anybody to say it to."""

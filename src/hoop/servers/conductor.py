@@ -48,9 +48,11 @@ class Conductor:
             self._coordinator.apply(m.Destroyed(one.id))
             raise
 
-    async def rebuild(self, communicator_id: int, joining: Sequence[int] = ()) -> CommunicatorState:
-        """The next generation: of the members that are alive, and of whoever joins."""
-        state = self._coordinator.apply(m.Rebuilt(communicator_id, tuple(joining)))
+    async def rebuild(
+        self, communicator_id: int, joining: Sequence[int] = (), leaving: Sequence[int] = ()
+    ) -> CommunicatorState:
+        """The next generation: of the members that are alive and stay, and of whoever joins."""
+        state = self._coordinator.apply(m.Rebuilt(communicator_id, tuple(joining), tuple(leaving)))
         return await self._seat(state.communicator(communicator_id))
 
     async def _seat(self, one: CommunicatorState) -> CommunicatorState:

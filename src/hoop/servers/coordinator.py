@@ -160,9 +160,11 @@ class Coordinator:
     # ---- life
 
     async def start(self, services: tuple[Any, ...]) -> Address:
-        for one in [one for one in self.state.communicators.values() if not one.broken_by]:
+        for one in list(self.state.communicators.values()):
             # What a former coordinator launched may still run: it must not meet, on the same links, what this one will.
-            self.apply(m.Rebuilt(one.id))
+            # A job is not launched from here: it goes on.
+            if not one.broken_by and one.id not in self.state.jobs:
+                self.apply(m.Rebuilt(one.id))
         self._server, self.address = await serve(self.address, services, self.config.max_message)
         self.in_background(self._watch())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")

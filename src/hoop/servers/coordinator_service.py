@@ -14,7 +14,7 @@ from hoop.servers.coordinator import Coordinator
 from hoop.servers.copying import copy
 from hoop.servers.following import following
 from hoop.servers.groups import Groups
-from hoop.servers.jobs import Jobs, is_over
+from hoop.servers.jobs import Jobs
 from hoop.servers.work import Work
 from hoop.wire.convert import describe, device_info, event_message
 from hoop.wire.generated import hoop_pb2 as pb
@@ -29,7 +29,7 @@ class CoordinatorService:
         self._coordinator = coordinator
         self._conductor = conductor
         self._groups = groups
-        self._jobs = Jobs(coordinator, conductor)
+        self.jobs = Jobs(coordinator, conductor)
 
     # ---- devices
 
@@ -64,7 +64,10 @@ class CoordinatorService:
                 self._coordinator.apply(m.LinkClosed(last.device_id, last.incarnation))
 
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
-        self._coordinator.apply(m.Left(request.device_id, request.incarnation))
+        if request.planned:
+            await self.jobs.drain(request.device_id)
+        else:
+            self._coordinator.apply(m.Left(request.device_id, request.incarnation))
         return pb.LeaveResponse()
 
     # ---- what is going on
@@ -76,6 +79,7 @@ class CoordinatorService:
             pid=os.getpid(),
             devices=[self._member(state.members[device_id]) for device_id in sorted(state.members)],
             communicators=[self._communicator(one) for one in state.communicators.values()],
+            jobs=self.jobs.messages(),
         )
 
     def _member(self, member: Member) -> pb.Member:
@@ -106,11 +110,11 @@ class CoordinatorService:
     # ---- jobs
 
     async def start_job(self, request: pb.StartJobRequest) -> pb.StartJobResponse:
-        job_id = await self._jobs.start(request.settings, tuple(request.device_ids), request.resume)
+        job_id = await self.jobs.start(request.settings, tuple(request.device_ids), request.resume)
         return pb.StartJobResponse(job_id=job_id)
 
     async def watch_job(self, request: pb.WatchJobRequest) -> AsyncIterator[pb.JobEvent]:
-        async for event in following(self._jobs.log(request.job_id), request.after, is_over):
+        async for event in self.jobs.events(request.job_id, request.after):
             yield pb.JobEvent(
                 sequence=event.sequence,
                 time=event.time,
@@ -118,10 +122,11 @@ class CoordinatorService:
                 device_id=int(event.fields["device"]),
                 kind=event.kind,
                 json=event.text,
+                origin=event.fields["origin"],
             )
 
     async def stop_job(self, request: pb.StopJobRequest) -> pb.StopJobResponse:
-        await self._jobs.stop(request.job_id)
+        await self.jobs.stop(request.job_id)
         return pb.StopJobResponse()
 
     # ---- communicators

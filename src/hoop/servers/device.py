@@ -119,8 +119,13 @@ class DeviceServer:
         self._attendance.attend()
         return self._info
 
-    async def stop(self) -> None:
-        """Leaves, ends what is under way, and gives everything back."""
+    async def stop(self, hand_over: bool = False) -> None:
+        """Leaves, ends what is under way, and gives everything back.
+
+        With ``hand_over``, the jobs it takes part in go on without it before it leaves.
+        """
+        if hand_over and self._tasks.under_way():
+            await self._attendance.hand_over()
         await self._attendance.leave()
         self._tasks.close()
         self._transport.close()

@@ -35,7 +35,10 @@ class DeviceService:
     async def describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:
         assert self.info is not None, "the service starts after the device knows itself"
         return pb.DescribeResponse(
-            device=describe(self.info), memory=self.memory(), open_streams=self._streams.open
+            device=describe(self.info),
+            memory=self.memory(),
+            open_streams=self._streams.open,
+            tasks=self._tasks.under_way(),
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
@@ -106,9 +109,20 @@ class DeviceService:
         self._tasks.reseat(request)
         return pb.ReseatTaskResponse()
 
+    async def move_task(self, request: pb.MoveTaskRequest) -> pb.MoveTaskResponse:
+        self._tasks.move(request.job_id)
+        return pb.MoveTaskResponse()
+
     async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:
-        async for event in following(self._tasks.task(request.job_id).log, request.after, is_last):
-            yield pb.JobEvent(sequence=event.sequence, time=event.time, kind=event.kind, json=event.text)
+        task = self._tasks.task(request.job_id)
+        async for event in following(task.log, request.after, is_last):
+            yield pb.JobEvent(
+                sequence=event.sequence,
+                time=event.time,
+                kind=event.kind,
+                json=event.text,
+                origin=f"{task.token}:{event.sequence}",
+            )
 
     async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
         self._tasks.stop(request.job_id)

@@ -163,6 +163,11 @@ class Runner:
         some = Seat(seat.generation, ranks.index(seat.rank), members)
         return Communicator(self._endpoint(communicator_id, some))
 
+    def leave_open(self, communicator_id: int, seat: Seat) -> None:
+        """Makes room for the next generation's seat; whoever uses this one closes its links."""
+        if self._seats.get(communicator_id) is seat:
+            del self._seats[communicator_id]
+
     def release(self, communicator_id: int, seat: Seat) -> None:
         """Closes a seat's links, if it is still this one."""
         self._leave(communicator_id, seat)
@@ -198,7 +203,7 @@ class Runner:
 
     def abort(self, communicator_id: int, generation: int, error: HoopError) -> None:
         seat = self._seats.get(communicator_id)
-        if seat is None or seat.generation != generation:
+        if seat is None or seat.generation > generation:  # an older one has not moved yet, and never will
             return
         if seat.communicator is not None:
             seat.communicator.endpoint.abort(error)

@@ -3,13 +3,16 @@
 coordinator ── StartTask ──▶ (1) its seat, its links, a thread that trains
 coordinator ◀── WatchTask ── (2) what the task tells, kept until the device ends or forgets it
 coordinator ── ReseatTask ─▶ (3) the members have changed: it goes on in another seat
-coordinator ── StopTask ───▶ (4) it stops after a step that all ranks agree on
+coordinator ── MoveTask ───▶ (4) … or are about to: all have their seats, and move after a step that they agree on
+coordinator ── StopTask ───▶ (5) it stops after a step that all ranks agree on
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import secrets
 import threading
 import traceback
 from collections import OrderedDict
@@ -18,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, NotFound
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, MembershipChanged, NotFound
 from hoop.events import Event, EventLog
 from hoop.memory import Arena
 from hoop.servers.runner import Runner, Seat
@@ -26,8 +29,12 @@ from hoop.wire.generated import hoop_pb2 as pb
 
 KEPT = 8
 """Tasks that have ended and can still be watched."""
-ENDED, FAILED = "ended", "failed"
+ENDED, FAILED, LEFT = "ended", "failed", "left"
 """The kinds of a task's last event."""
+HANDOVER_S = 5.0
+"""How long one who leaves a job stays at most, for those who have not moved on yet."""
+TOLD_FIRST = ("started",)
+"""What a log never forgets: whoever comes late must know what it is about."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,12 @@ class TaskPlace:
     """Which of the job's devices on this host this is, and how many there are."""
     reseated: Callable[[float], TaskPlace]
     """Waits so many seconds for the next seat, for whom this one has become useless."""
+    moving: Callable[[], bool]
+    """Whether everybody has a seat of the next generation, to be taken after a step that all agree on."""
+    moved: Callable[[], TaskPlace]
+    """That seat; the links of this one stay open until ``settled``."""
+    settled: Callable[[], None] = lambda: None
+    """Everybody is here: the links of the seat before may go."""
     joining: bool = False
     """The job runs already, among others; this is a place to get ready in, alone."""
 
@@ -55,12 +68,39 @@ Trainer = Callable[[TaskPlace, str, Emit, Callable[[], bool], bytes | None], Non
 class Task:
     """One job on this device."""
 
-    log: EventLog = field(default_factory=EventLog)
+    log: EventLog = field(default_factory=lambda: EventLog(pinned=TOLD_FIRST))
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Of this log: with an event's number it names the event for good."""
     stop: threading.Event = field(default_factory=threading.Event)
-    seats: queue.Queue[TaskPlace] = field(default_factory=queue.Queue)
+    move: threading.Event = field(default_factory=threading.Event)
+    seats: queue.Queue[pb.Seat | None] = field(default_factory=queue.Queue)
+    """Seats to be taken; None: there is none any more."""
+    generation: int = 0
+    """Of the newest seat it was given; 0: it gets ready alone."""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
     thread: threading.Thread | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self.thread is not None and self.thread.is_alive()
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        self.log.publish(str(told["kind"]), json.dumps(told))
+
+    def next_seat(self, patience: float) -> pb.Seat:
+        """The newest seat there is, waiting for one; raises ``MembershipChanged`` if there is none any more."""
+        found = self.seats.get(timeout=patience)
+        while not self.seats.empty():
+            found = self.seats.get_nowait()
+        self.move.clear()
+        if found is None:
+            with contextlib.suppress(
+                queue.Empty
+            ):  # until the others have moved: they may still read what is here
+                self.seats.get(timeout=HANDOVER_S)
+            raise MembershipChanged("this device has handed over, and leaves the job")
+        return found
 
 
 class Tasks:
@@ -76,7 +116,11 @@ class Tasks:
         trainer = self._trainer
         if trainer is None:
             raise FailedPrecondition("this device does not train; start it with: hoop device")
-        if request.job_id in self._tasks:
+        known = self._tasks.get(request.job_id)
+        if known is not None and known.alive and request.joining:
+            self._back(known)
+            return
+        if known is not None and not request.joining:
             raise FailedPrecondition(f"job {request.job_id} is on this device already")
         resume = None
         if request.resume:
@@ -89,54 +133,87 @@ class Tasks:
         def work() -> None:
             last: dict[str, Any] = {"kind": ENDED}
             try:
-                trainer(place, request.settings, emit, task.stop.is_set, resume)
+                trainer(place, request.settings, task.tell, task.stop.is_set, resume)
+            except MembershipChanged as error:
+                last = {"kind": LEFT, "text": str(error)}
             except HoopError as error:
                 last = {"kind": FAILED, "error": type(error).__name__, "text": str(error)}
             except BaseException as error:  # a bug, or the user's own code: told whole, to whoever watches
                 last = {"kind": FAILED, "error": type(error).__name__, "text": traceback.format_exc()}
             finally:
                 task.leave()  # whoever waits for this rank must not wait any longer
-                emit(last)
-
-        def emit(told: Mapping[str, Any]) -> None:
-            task.log.publish(str(told["kind"]), json.dumps(told))
+                task.tell(last)
 
         task.thread = threading.Thread(target=work, name=f"hoop-job-{request.job_id}", daemon=True)
         self._tasks[request.job_id] = task
-        while len(self._tasks) > KEPT and self._ended(next(iter(self._tasks))):
+        while len(self._tasks) > KEPT and not next(iter(self._tasks.values())).alive:
             self._tasks.popitem(last=False)
         task.thread.start()
 
-    def _place(self, job_id: int, task: Task, message: pb.Seat, joining: bool = False) -> TaskPlace:
+    def _back(self, task: Task) -> None:
+        """It was thought dead, and the others went on without it: as good as one who has just come."""
+        task.generation = 0
+        task.leave()
+        task.tell({"kind": "ready", "seconds": 0.0})
+
+    def _place(
+        self,
+        job_id: int,
+        task: Task,
+        message: pb.Seat,
+        joining: bool = False,
+        before: Callable[[], None] = lambda: None,
+    ) -> TaskPlace:
         seat, communicator = self._runner.take(message)
+        if not joining:
+            task.generation = max(task.generation, seat.generation)
         groups = _Groups(self._runner, message.communicator_id, seat, communicator)
-        before = task.leave
 
         def leave() -> None:
             groups.close()
+            communicator.close()
             self._runner.release(message.communicator_id, seat)
 
         def reseated(patience: float) -> TaskPlace:
             before()
             leave()
+            task.tell({"kind": "waiting", "generation": 0 if joining else seat.generation})
             try:
-                return task.seats.get(timeout=patience)
+                return self._place(job_id, task, task.next_seat(patience))
             except queue.Empty:
                 raise DeadlineExceeded(f"job {job_id}: no other seat within {patience:g} s") from None
 
+        def moved() -> TaskPlace:
+            message = task.next_seat(0.0)
+            self._runner.leave_open(message.communicator_id, seat)
+            return self._place(job_id, task, message, before=leave)
+
         task.leave = leave
-        return TaskPlace(job_id, self._arena, communicator, groups, _neighbours(seat), reseated, joining)
+        place = communicator, groups, _neighbours(seat), reseated, task.move.is_set, moved, before
+        return TaskPlace(job_id, self._arena, *place, joining)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
-        """Another seat for a task that is under way; it takes it when it notices that the old one is over."""
+        """Another seat for a task that is under way; it takes it when the one it has is over, or when all move."""
         task = self.task(request.job_id)
-        if self._ended(request.job_id):
+        if not task.alive:
             raise FailedPrecondition(f"job {request.job_id} has ended on this device")
-        task.seats.put(self._place(request.job_id, task, request.seat))
+        if not request.HasField("seat"):
+            task.seats.put(None)
+            return
+        if request.seat.generation <= task.generation:
+            raise MembershipChanged(f"job {request.job_id} is at generation {task.generation} on this device")
+        task.generation = request.seat.generation
+        task.seats.put(request.seat)
 
-    def _ended(self, job_id: int) -> bool:
-        thread = self._tasks[job_id].thread
-        return thread is None or not thread.is_alive()
+    def move(self, job_id: int) -> None:
+        self.task(job_id).move.set()
+
+    def under_way(self) -> list[pb.TaskDescription]:
+        return [
+            pb.TaskDescription(job_id=job_id, generation=task.generation)
+            for job_id, task in self._tasks.items()
+            if task.alive
+        ]
 
     def task(self, job_id: int) -> Task:
         if job_id not in self._tasks:
@@ -148,9 +225,9 @@ class Tasks:
 
     def damaged(self, text: str) -> None:
         """A message came otherwise than it was sent; whoever watches a task of this device is told."""
-        for job_id, task in list(self._tasks.items()):
-            if not self._ended(job_id):
-                task.log.publish("damaged", json.dumps({"kind": "damaged", "text": text}))
+        for task in list(self._tasks.values()):
+            if task.alive:
+                task.tell({"kind": "damaged", "text": text})
 
     def close(self) -> None:
         """Asks every task to stop; their links are closed by whoever owns them."""
@@ -160,7 +237,7 @@ class Tasks:
 
 def is_last(event: Event) -> bool:
     """Whether a task tells nothing after this."""
-    return event.kind in (ENDED, FAILED)
+    return event.kind in (ENDED, FAILED, LEFT)
 
 
 class _Groups:

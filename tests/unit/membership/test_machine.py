@@ -15,9 +15,10 @@ from roster import CONFIG, NOW, device, stops
 
 from hoop.errors import MembershipChanged, UserError
 from hoop.membership import messages as m
+from hoop.membership.entries import communicator_entry
 from hoop.membership.journal import decode, encode, replay, snapshot
 from hoop.membership.state import Health, Outcome, State
-from hoop.membership.step import communicator_entry, step
+from hoop.membership.step import step
 
 device_ids = st.integers(1, 5)
 picks = st.integers(0, 5)

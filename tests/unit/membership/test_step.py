@@ -9,8 +9,9 @@ from roster import CONFIG, NOW, after, announced, cluster, dead, device, recorde
 
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, NotFound, ResourceExhausted
 from hoop.membership import messages as m
+from hoop.membership.entries import communicator_entry
 from hoop.membership.state import Health, Outcome, State
-from hoop.membership.step import communicator_entry, step
+from hoop.membership.step import step
 
 # ---- joining
 

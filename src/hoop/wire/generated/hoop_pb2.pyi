@@ -62,14 +62,24 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("device", "memory", "open_streams")
+    __slots__ = ("device", "memory", "open_streams", "tasks")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
     device: DeviceDescription
     memory: DeviceMemory
     open_streams: int
-    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ...) -> None: ...
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskDescription]
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[TaskDescription, _Mapping]]] = ...) -> None: ...
+
+class TaskDescription(_message.Message):
+    __slots__ = ("job_id", "generation")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    generation: int
+    def __init__(self, job_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("name", "bytes", "alignment", "reuse")
@@ -262,14 +272,26 @@ class StartTaskResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReseatTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat")
+    __slots__ = ("job_id", "seat", "planned")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     seat: Seat
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ...) -> None: ...
+    planned: bool
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., planned: bool = ...) -> None: ...
 
 class ReseatTaskResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class MoveTaskRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class MoveTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -292,20 +314,22 @@ class StopTaskResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("sequence", "time", "rank", "kind", "json", "device_id")
+    __slots__ = ("sequence", "time", "rank", "kind", "json", "device_id", "origin")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TIME_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     JSON_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     time: float
     rank: int
     kind: str
     json: str
     device_id: int
-    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., json: _Optional[str] = ..., device_id: _Optional[int] = ...) -> None: ...
+    origin: str
+    def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., rank: _Optional[int] = ..., kind: _Optional[str] = ..., json: _Optional[str] = ..., device_id: _Optional[int] = ..., origin: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("device",)
@@ -340,12 +364,14 @@ class HeartbeatAnswer(_message.Message):
     def __init__(self, known: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
-    __slots__ = ("device_id", "incarnation")
+    __slots__ = ("device_id", "incarnation", "planned")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     incarnation: str
-    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    planned: bool
+    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., planned: bool = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
     __slots__ = ()
@@ -356,16 +382,32 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("address", "pid", "devices", "communicators")
+    __slots__ = ("address", "pid", "devices", "communicators", "jobs")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATORS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
     address: str
     pid: int
     devices: _containers.RepeatedCompositeFieldContainer[Member]
     communicators: _containers.RepeatedCompositeFieldContainer[Communicator]
-    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ...) -> None: ...
+    jobs: _containers.RepeatedCompositeFieldContainer[Job]
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+
+class Job(_message.Message):
+    __slots__ = ("id", "settings", "device_ids", "status", "reason")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    settings: str
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    status: str
+    reason: str
+    def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("device", "state", "reason", "memory", "silent_s")

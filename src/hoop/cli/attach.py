@@ -1,0 +1,62 @@
+"""``hoop attach``: come back to a job."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hoop.cli import options
+from hoop.topology import Address
+
+
+def attach(
+    coordinator: options.CoordinatorAddress,
+    job: Annotated[
+        int | None,
+        typer.Argument(min=1, help="Which job (hoop status lists them). [default: the one that runs]"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write what hoop train --out would: metrics, checkpoints, plots, result."),
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="Ask the job to stop after a step.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Follow a job that was started elsewhere, from its beginning to its result.
+
+    Whoever started it may be gone: closed, killed, or [bold]hoop train --detach[/bold]. Ctrl-C leaves the job alone and
+    only ends this command; come back as often as you like, also after the job has ended, while its devices are there.
+    """
+    from hoop.cli.training_view import PlainView, View
+    from hoop.launch import attaching
+
+    address = Address.parse(coordinator, "--coordinator")
+    view = PlainView() if json else View()
+    result: dict[str, Any] = {}
+    number = 0
+    events = attaching.attach(address, job, out, stop)
+    try:
+        with view:
+            view.say(f"asking {address} …")
+            for event in events:
+                if event["kind"] == "attached":
+                    number = event["job"]
+                    view.say(f"job {number}, {event['name']}: {event['status']}")
+                if event["kind"] == "started":
+                    event["start_seconds"] = event["seconds"]
+                if event["kind"] == "result":
+                    result = {key: value for key, value in event.items() if key != "kind"}
+                view.note(event)
+    except KeyboardInterrupt:
+        if number:
+            typer.echo(f"job {number} goes on; come back with: hoop attach {number} -c {address}", err=True)
+        raise
+    finally:
+        events.close()  # type: ignore[attr-defined]
+    if json:
+        typer.echo(json_module.dumps({"job_id": number, **result}))
+    else:
+        view.summary(result, out)

@@ -1,0 +1,105 @@
+"""One job, as the coordinator knows it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from hoop.errors import HoopError, PeerLost, UserError
+from hoop.events import Event, EventLog
+from hoop.membership.state import CommunicatorState, State
+from hoop.servers.tasks import TOLD_FIRST
+
+JOB_ENDED = "job_ended"
+
+
+@dataclass
+class JobRecord:
+    """What a job told, who takes part, and what is to be changed about that."""
+
+    communicator: CommunicatorState
+    settings: str
+    log: EventLog = field(default_factory=lambda: EventLog(100_000, TOLD_FIRST))
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    heard: set[str] = field(default_factory=set)
+    """Origins of what devices told: a device that is watched anew tells all of it again."""
+    failures: list[HoopError] = field(default_factory=list)
+    losses: list[HoopError] = field(default_factory=list)
+    """Devices that were lost on the way."""
+    ended: bool = False
+    """Whether some device came to the end."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Whose task is watched, by incarnation: those who take part, and those who get ready."""
+    ready: set[int] = field(default_factory=set)
+    """Newcomers that wait for a seat."""
+    leaving: set[int] = field(default_factory=set)
+    """Members that asked for somebody to take over."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when somebody is ready, or leaving."""
+    uneven: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a member is known not to be in its seat: all get new ones."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the members are in the seats that they were given last."""
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all members want to leave: nobody can take over."""
+    _own: int = 0
+
+    @property
+    def id(self) -> int:
+        return self.communicator.id
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it can take more devices while it runs: where every device has the whole model."""
+        try:
+            return str(json.loads(self.settings).get("strategy", "data")) == "data"
+        except (ValueError, AttributeError):
+            return False
+
+    def rank(self, device_id: int) -> int:
+        """A device's rank now; 0 where it is no member (any more, or yet), and its id is what counts."""
+        members = self.communicator.members
+        return members.index(device_id) if device_id in members else 0
+
+    def watched(self, state: State, device_id: int) -> bool:
+        return state.members[device_id].info.incarnation in self.watches
+
+    def tell(self, kind: str, text: str, rank: int = 0, device: int = 0, origin: str = "") -> None:
+        """Adds to what it told; without an origin it is the coordinator's own word."""
+        self._own += 1
+        self.log.publish(kind, text, rank=rank, device=device, origin=origin or f"{self.token}:{self._own}")
+
+    def outcome(self) -> HoopError | None:
+        """The failure that explains the others, or none."""
+        if not self.ended:
+            self.failures += self.losses
+        return min([*self.failures, *self.losses], key=_weight) if self.failures else None
+
+
+def is_over(event: Event) -> bool:
+    """Whether a job tells nothing after this."""
+    return event.kind == JOB_ENDED
+
+
+def _weight(error: HoopError) -> int:
+    """The failure that explains the others first: a mistake, a bug, a death, then its neighbours' complaints."""
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, PeerLost):
+        return 2 if " was lost: " in str(error) else 3
+    return 1
+
+
+async def first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Returns when one of these does."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    try:
+        await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,194 @@
+"""Who takes part in a job, while it runs.
+
+A member is lost: those who are left keep what they have, and get the next generation's seats at once.
+
+    coordinator ── Abort ──────▶ each survivor     what the generation before was doing
+    coordinator ── ReseatTask ─▶ each survivor
+
+Somebody joins, or says that it will leave: all is got ready first, and nobody waits longer than it takes to move.
+
+    coordinator ── StartTask ──▶ the newcomer      (1) code, data, memory: alone, until it says that it is ready
+    coordinator ── ReseatTask ─▶ everybody         (2) planned: the seats for later; whoever leaves gets none
+    coordinator ── MoveTask ───▶ every member      (3) all have theirs: they agree on a step and move after it
+    coordinator ◀── moved ────── one of them       (4) whoever leaves may go
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from hoop.errors import HoopError
+from hoop.events import Event
+from hoop.membership import messages as m
+from hoop.servers.conductor import Conductor
+from hoop.servers.coordinator import Coordinator
+from hoop.servers.job_record import JobRecord, first
+from hoop.servers.launching import seat
+from hoop.wire.convert import describe
+from hoop.wire.generated import hoop_pb2 as pb
+
+START_S = 30.0
+LOADING_S = 30.0
+RESEAT_S = 10.0
+AGAIN_S = 0.2
+"""Before seats that could not be given are given anew."""
+DRAIN_S = 10.0
+"""How long a device that leaves is asked to wait for the others to take over: a step, mostly."""
+
+
+class Seating:
+    """Gives the devices of jobs their seats."""
+
+    def __init__(
+        self, coordinator: Coordinator, conductor: Conductor, watch: Callable[[JobRecord, int], None]
+    ) -> None:
+        """``watch`` listens to a device that takes part, or gets ready."""
+        self._coordinator, self._conductor, self._watch = coordinator, conductor, watch
+
+    async def supervise(self, job: JobRecord) -> None:
+        """Gives out new seats whenever that is needed, until the job is over."""
+        while not job.over.is_set():
+            one = job.communicator
+            broken = self._stop(job)
+            if not self._broken(job):
+                await first(broken.wait(), job.over.wait(), job.changed.wait(), job.uneven.wait())
+            if job.over.is_set():
+                break
+            job.changed.clear()
+            try:
+                if self._broken(job) or not job.elastic:
+                    await self._rebuild(job)
+                else:
+                    await self._plan(job)
+            except HoopError as error:
+                if not any(self._coordinator.state.members[key].usable for key in one.members):
+                    return
+                self._coordinator.events.publish("job_failing", f"job {job.id}: {error}", job=job.id)
+                job.uneven.set()
+                await first(self._stop(job).wait(), asyncio.sleep(AGAIN_S))
+            finally:
+                if job.communicator is not one:
+                    self._coordinator.stops.pop((one.id, one.generation), None)
+
+    def _stop(self, job: JobRecord) -> asyncio.Event:
+        one = job.communicator
+        return self._coordinator.stops.setdefault((one.id, one.generation), asyncio.Event())
+
+    def _broken(self, job: JobRecord) -> bool:
+        return job.uneven.is_set() or bool(self._coordinator.state.communicator(job.id).broken_by)
+
+    async def _rebuild(self, job: JobRecord) -> None:
+        """At once, without whoever is lost, leaving, or has nothing to go on with."""
+        job.uneven.clear()
+        state, old = self._coordinator.state, job.communicator
+        newcomers, job.ready = sorted(job.ready), set()
+        gone = [key for key in old.members if key in job.leaving or not job.watched(state, key)]
+        job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        await self._seats(job, job.communicator.members, planned=False)
+        await self._release(job, [key for key in gone if key in job.leaving])
+
+    async def _plan(self, job: JobRecord) -> None:
+        """When all are ready for it, and without disturbing anybody before."""
+        old = job.communicator
+        joining = tuple(sorted(job.ready - set(old.members)))
+        leaving = tuple(sorted(job.leaving & set(old.members)))
+        if not joining and (not leaving or len(leaving) == len(old.members)):
+            return
+        job.ready.clear()
+        state = self._coordinator.apply(m.Rebuilt(job.id, joining, leaving, planned=True))
+        job.communicator = state.communicator(job.id)
+        job.moved.clear()
+        broken = self._stop(job)
+        await self._seats(job, job.communicator.members, planned=True)  # (2)
+        await self._release(job, leaving)
+        move = pb.MoveTaskRequest(job_id=job.id)
+        await self._all("MoveTask", dict.fromkeys(old.members, move))  # (3)
+        await first(job.moved.wait(), broken.wait(), job.over.wait(), job.uneven.wait())
+        await self._release(job, leaving)  # (4)
+
+    async def _seats(self, job: JobRecord, members: Sequence[int], planned: bool) -> None:
+        one = job.communicator
+        told = {"kind": "reseated", "generation": one.generation, "devices": list(members)}
+        job.tell("reseated", json.dumps(told))
+        requests = {
+            device_id: pb.ReseatTaskRequest(
+                job_id=job.id, seat=seat(self._coordinator, one, rank), planned=planned
+            )
+            for rank, device_id in enumerate(members)
+        }
+        await self._all("ReseatTask", requests)
+
+    async def _release(self, job: JobRecord, leaving: Sequence[int]) -> None:
+        """No seat for those; the second time they hear it they go, for nobody needs them any more."""
+        none = pb.ReseatTaskRequest(job_id=job.id)
+        calls = (self._coordinator.call(key, "ReseatTask", none, RESEAT_S) for key in leaving)
+        await asyncio.gather(*calls, return_exceptions=True)  # one that is gone has left all the same
+
+    async def _all(self, method: str, requests: Mapping[int, object]) -> None:
+        """Calls each device; raises if one cannot be reached, or will not."""
+        calls = (self._coordinator.call(key, method, one, RESEAT_S) for key, one in requests.items())
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def unseated(self, job: JobRecord, generation: int) -> None:
+        """A member waits for another seat: if nobody was lost by then, its links failed, and all get new ones."""
+        await first(job.over.wait(), asyncio.sleep(self._coordinator.config.detector.lease_s))
+        if generation == job.communicator.generation:
+            job.uneven.set()
+
+    # ---- coming and going
+
+    def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
+        """They load PyTorch and a job's data, in which Python may hold its breath; until they say that they have."""
+        until = time.monotonic() + seconds if seconds else 0.0
+        self._coordinator.apply(m.Excused(tuple(device_ids), until))
+
+    def welcome(self, job: JobRecord, event: Event) -> None:
+        """A device that joins the cluster is asked to get ready for a job that can use it."""
+        if event.kind == "device_joined" and job.elastic and not job.over.is_set():
+            self._coordinator.in_background(self._invite(job, int(event.fields["device"])))
+
+    async def _invite(self, job: JobRecord, device_id: int) -> None:
+        state = self._coordinator.state
+        if device_id in job.communicator.members and job.watched(state, device_id):
+            return  # it was only doubted, and has its seat
+        info = state.member(device_id).info
+        self.excuse([device_id])
+        alone = pb.Seat(communicator_id=job.id | 1 << 62, generation=1, rank=0, members=[describe(info)])
+        request = pb.StartTaskRequest(job_id=job.id, seat=alone, settings=job.settings, joining=True)
+        try:
+            await self._coordinator.call(device_id, "StartTask", request, START_S)  # (1)
+        except HoopError as error:
+            self._coordinator.events.publish("job_not_joined", f"{info}: {error}", job=job.id)
+            return
+        if not job.over.is_set():
+            self._watch(job, device_id)
+
+    async def drain(self, jobs: Sequence[JobRecord], device_id: int) -> None:
+        """Returns when none of these needs the device any more; or when nobody can take over, or it takes too long."""
+        waits = []
+        for job in jobs:
+            if not job.elastic or device_id not in job.communicator.members:
+                continue
+            job.leaving.add(device_id)
+            if job.leaving >= set(job.communicator.members):
+                job.abandoned.set()
+            watch = job.watches.get(self._coordinator.state.member(device_id).info.incarnation)
+            if watch is not None:
+                job.changed.set()
+                waits.append(first(_done(watch), job.over.wait(), job.abandoned.wait()))
+        if waits:
+            await first(_all(waits), asyncio.sleep(DRAIN_S))
+
+
+async def _done(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])
+
+
+async def _all(waits: Sequence[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*waits)

@@ -1,0 +1,124 @@
+"""A cluster of processes that faults happen to, and what its trainings must come to."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import hoop
+from hoop.client.cluster import Cluster
+from hoop.client.jobs import JobEvent
+
+PATIENCE_S = 100.0
+JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512"]
+SLOWLY = ["--set", "slowdown=[4, 4, 4, 4]"]
+"""So that a run is not over before something happens to it."""
+STEPS = 118
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@functools.cache
+def undisturbed(*more: str) -> dict[str, Any]:
+    """The same training on one device that nothing happens to."""
+    run = subprocess.run(
+        [sys.executable, "-m", "hoop", "train", *JOB, *more, "--devices", "1", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENV,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(run.stdout)
+    return found
+
+
+class Processes:
+    """A coordinator with a journal, its devices, and whoever trains on them: each a process of its own."""
+
+    def __init__(self, folder: Path, ended: ExitStack, devices: int) -> None:
+        self.folder, self._ended = folder, ended
+        self.coordinator = self.coordinate("--port", "0")
+        self.devices = [self.device("--id", str(number)) for number in range(1, devices + 1)]
+        self.cluster = ended.enter_context(hoop.connect(self.address))
+        self.cluster.wait_for_devices(devices)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        with open(self.folder / f"{arguments[0]}.err", "ab") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hoop", *arguments],
+                text=True,
+                env=ENV,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        self._ended.callback(self.end, process)
+        return process
+
+    def coordinate(self, *options: str) -> subprocess.Popen[str]:
+        process = self.start("coordinator", "--journal", str(self.folder / "journal"), *options)
+        assert process.stdout is not None
+        self.address = process.stdout.readline().split()[-1]
+        return process
+
+    def again(self) -> None:
+        """The coordinator, where it was."""
+        self.coordinator = self.coordinate("--port", self.address.rpartition(":")[2])
+
+    def device(self, *options: str) -> subprocess.Popen[str]:
+        return self.start("device", "--join", self.address, "--memory", "64MiB", *options)
+
+    @staticmethod
+    def kill(process: subprocess.Popen[str]) -> None:
+        """No goodbye."""
+        process.kill()
+        process.wait(PATIENCE_S)
+
+    @staticmethod
+    def end(process: subprocess.Popen[str]) -> None:
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+
+
+@contextmanager
+def cluster_of(devices: int, folder: Path) -> Iterator[Processes]:
+    with ExitStack() as ended:
+        yield Processes(folder, ended, devices)
+
+
+def job_of(cluster: Cluster, kind: str = "job_started") -> int:
+    return next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == kind)
+
+
+def until_step(cluster: Cluster, job: int, step: int) -> None:
+    for event in cluster.job(job).events(patience=PATIENCE_S):
+        if event.kind == "steps" and event.told["first"] + len(event.told["loss"]) >= step:
+            return
+    raise AssertionError(f"job {job} was over before step {step}")
+
+
+def all_told(cluster: Cluster, job: int) -> list[JobEvent]:
+    """From its beginning to its end."""
+    return list(cluster.job(job).events(patience=PATIENCE_S))
+
+
+def steps_told(told: list[JobEvent]) -> list[int]:
+    """Every step that somebody told of, once each."""
+    steps = (one for one in told if one.kind == "steps")
+    return sorted({one.told["first"] + index for one in steps for index in range(len(one.told["loss"]))})
+
+
+def result_of(run: subprocess.Popen[str]) -> dict[str, Any]:
+    out, _ = run.communicate(timeout=PATIENCE_S)
+    assert run.returncode == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
