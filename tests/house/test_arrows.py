@@ -39,6 +39,7 @@ TABLE = """
     simulate        root plan collectives
     report          root plan
     launch          root memory wire membership client servers data plan engine report
+    chaos           root client report
     torch_backend   root memory transport collectives
     bench           root memory transport collectives
     hoop            root client strategies data engine launch
