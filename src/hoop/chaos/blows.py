@@ -33,7 +33,7 @@ class Outcome:
     detected_s: float | None = None
     """Until it was known: lost, a straggler, or (of a coordinator) missed."""
     pause_s: float | None = None
-    """How long no step went on."""
+    """Until steps went on, from the fault; of a device that joins or leaves, how long it held up the others."""
     settled_s: float | None = None
     """Until the job had all its devices again."""
     repeated: int = 0
@@ -82,7 +82,7 @@ class Blows:
         """Waits until a device is missed, and the others go on."""
         lost = self._watch.event("lost", self._seen, device=outcome.device)
         outcome.detected_s = lost.time - self._struck
-        outcome.pause_s = self._watch.event("recovered", self._seen).told["pause_s"]
+        outcome.pause_s = self._watch.event("recovered", self._seen).time - self._struck
 
     def _kill(self, outcome: Outcome, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -153,7 +154,5 @@ def _undisturbed(found: Chaos) -> str:
 
 
 def _command(config: ChaosConfig, steps: int, devices: int) -> list[str]:
-    import sys
-
     most = ["--set", f"max_steps={steps}", "--devices", str(devices), "--json"]
     return [sys.executable, "-m", "hoop", "train", *_settings(config), *most]

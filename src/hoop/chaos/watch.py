@@ -47,12 +47,11 @@ class Watch:
         self.events.append(event)
         told = event.told
         if event.kind == "steps":
-            last = told["first"] + len(told["loss"])
-            self.repeated += max(0, min(self.step, last) - told["first"])
-            self.step = max(self.step, last)
+            self.step = max(self.step, told["first"] + len(told["loss"]))
             self._seconds += told["seconds"]
         if event.kind in ("recovered", "moved"):
             self.ranks = told["ranks"]
+            self.repeated += max(0, self.step - told["step"])
 
     def until(self, happened: Callable[[], bool], what: str, patience: float = PATIENCE_S) -> None:
         """Waits for something that an event may bring about."""
