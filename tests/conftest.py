@@ -154,7 +154,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 LONG = re.compile(
     r"contract/test_(collectives|failures|compression|ordered|measure)\.py.*hybrid"  # see test_hierarchical
-    r"|contract/test_corruption\.py.*ten_thousand"
+    r"|contract/test_(corruption\.py.*ten_thousand|schedules\.py.*hundred_thousand)"
     r"|engine/.*\btcp\b"
     r"|fault/.*(two of three|one leaves)"
     r"|process/test_train\.py.*(stopped_twice|\[15-143\]|the head)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import signal
@@ -81,7 +82,7 @@ def until(happened: Any, what: str) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while not (found := happened()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"never: {what}")
+            raise TimeoutError(f"not within {PATIENCE_S:g} s: {what}")
         time.sleep(0.005)
     return found
 
@@ -185,7 +186,11 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for turn in range(given.turns):
         for name in names:
-            found[name].append(CONTENDERS[name](given.ranks, given.every))
+            try:
+                found[name].append(CONTENDERS[name](given.ranks, given.every))
+            except TimeoutError as error:  # which is a result as well
+                print(f"turn {turn + 1}, {name}: {error}", file=sys.stderr)
+                found[name].append({"seconds": math.inf, "repeated": 0})
             print(f"turn {turn + 1}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     if given.json:
         print(json.dumps({"machine": platform.platform(), "ranks": given.ranks, **found}))

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hoop.errors import LinkCorrupted
 from hoop.topology import Address
 from hoop.transport import Endpoint
 from hoop.transport.faulty import FaultyLinks
+from hoop.transport.registry import SCHEMES
 from hoop.transport.tcp import TcpTransport
 from hoop.transport.tcp_repeating import TRIES
 from hoop.wire.frames import HEADER_BYTES
@@ -162,7 +164,7 @@ def test_the_last_message_of_an_endpoint_is_sent_again_before_it_closes(
 def test_sums_stay_right_over_links_that_flip_bits(
     flipper: Flipper, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp.TcpTransport.__init__, "__defaults__", (True,))
+    monkeypatch.setitem(SCHEMES, "tcp", partial(TcpTransport, checksums=True))
     count, rounds = 30_000, 5
     random.seed(4)
     with Ranks("tcp", 4) as ranks:

@@ -17,6 +17,7 @@ from hoop.chaos.table import table, verdict
 from hoop.errors import InvalidArgument
 
 PATIENCE_S = 280.0
+OPTIONS = ["--faults=2", "--seed=3", "--devices=2", "--pace=3", "--kinds=kill,coordinator", "--json"]
 
 
 def test_a_seed_gives_the_same_faults_again() -> None:
@@ -30,7 +31,9 @@ def test_a_seed_gives_the_same_faults_again() -> None:
 
 
 def test_the_table_has_a_line_a_kind() -> None:
-    found = Chaos(ChaosConfig(), [Outcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), Outcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)])
+    found = Chaos(
+        ChaosConfig(), [Outcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), Outcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)]
+    )
     (row,) = table(found).rows
     assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0]
     assert "NOT those of" in verdict(found)
@@ -40,8 +43,7 @@ def test_the_table_has_a_line_a_kind() -> None:
 def test_a_short_run_under_faults_comes_to_the_same_weights(tmp_path: Path) -> None:
     out = tmp_path / "chaos.json"
     run = subprocess.run(
-        [sys.executable, "-m", "hoop", "chaos", "--faults", "2", "--seed", "3", "--devices", "2"]
-        + ["--kinds", "kill,coordinator", "--pace", "3", "--json", "--out", str(out)],
+        [sys.executable, "-m", "hoop", "chaos", *OPTIONS, f"--out={out}"],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
