@@ -21,6 +21,8 @@ PATIENCE_S = 100.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512"]
 SLOWLY = ["--set", "slowdown=[4, 4, 4, 4]"]
 """So that a run is not over before something happens to it."""
+SLOWEST = ["--set", "slowdown=[20, 20, 20, 20]"]
+"""So that somebody who has to load everything comes back in time, and few steps need comparing."""
 STEPS = 118
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -104,6 +106,14 @@ def until_step(cluster: Cluster, job: int, step: int) -> None:
         if event.kind == "steps" and event.told["first"] + len(event.told["loss"]) >= step:
             return
     raise AssertionError(f"job {job} was over before step {step}")
+
+
+def until(cluster: Cluster, job: int, kind: str, **told: object) -> None:
+    """Until the job tells of this."""
+    for event in cluster.job(job).events(patience=PATIENCE_S):
+        if event.kind == kind and told.items() <= event.told.items():
+            return
+    raise AssertionError(f"job {job} was over before {kind} {told}")
 
 
 def all_told(cluster: Cluster, job: int) -> list[JobEvent]:

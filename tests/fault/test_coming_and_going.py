@@ -8,6 +8,7 @@ from pathlib import Path
 from fault_cluster import (
     JOB,
     PATIENCE_S,
+    SLOWEST,
     SLOWLY,
     STEPS,
     all_told,
@@ -15,6 +16,7 @@ from fault_cluster import (
     job_of,
     result_of,
     undisturbed,
+    until,
     until_step,
 )
 
@@ -40,3 +42,46 @@ def test_a_device_that_is_told_to_leave_hands_over(tmp_path: Path) -> None:
     )
     assert result["weights_sha256"] == undisturbed()["weights_sha256"]
     assert result["steps"] == STEPS
+
+
+def test_one_that_stalls_is_evicted_and_comes_back_by_itself(tmp_path: Path) -> None:
+    """SIGSTOP, eviction, SIGCONT: what it still writes changes nothing, and it takes part again."""
+    long = ("--set", "epochs=40")
+    with cluster_of(3, tmp_path) as up:
+        run = up.start("train", *JOB, *long, *SLOWEST, "--json", "--coordinator", up.address)
+        job = job_of(up.cluster)
+        until_step(up.cluster, job, 5)
+        up.devices[1].send_signal(signal.SIGSTOP)
+        evicted = next(one for one in up.cluster.events(follow=True) if one.kind == "device_dead")
+        assert evicted.fields["device"] == "2"
+        until(up.cluster, job, "recovered", ranks=2)
+        up.devices[1].send_signal(signal.SIGCONT)
+        after = up.cluster.events(after=evicted.sequence, follow=True)
+        assert "is here again" in next(one.text for one in after if one.kind == "device_joined")
+        until(up.cluster, job, "moved", ranks=3)
+        up.cluster.job(job).stop()
+        result = result_of(run)
+    alone = undisturbed(*long, "--set", f"max_steps={result['steps']}")
+    assert result["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_one_that_is_killed_comes_back_on_its_memory(tmp_path: Path) -> None:
+    """Restarted on its arena under its old number while the others go on, it is one of them again."""
+    long, arena = ("--set", "epochs=40"), ("--id", "9", "--arena", str(tmp_path / "arena"))
+    with cluster_of(1, tmp_path) as up:
+        first = up.device(*arena)
+        up.cluster.wait_for_devices(2)
+        run = up.start("train", *JOB, *long, *SLOWEST, "--json", "--coordinator", up.address)
+        job = job_of(up.cluster)
+        until_step(up.cluster, job, 5)
+        up.kill(first)
+        until(up.cluster, job, "recovered", ranks=1)
+        up.device(*arena)
+        until(up.cluster, job, "moved", ranks=2)
+        up.cluster.job(job).stop()
+        result = result_of(run)
+        (restarted,) = [one for one in up.cluster.status().devices if one.device.device_id == 9]
+        assert restarted.state == "alive"
+        assert [name for name in up.cluster.device(9).buffers() if "snapshot" not in name] == []
+    alone = undisturbed(*long, "--set", f"max_steps={result['steps']}")
+    assert result["weights_sha256"] == alone["weights_sha256"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -76,6 +77,7 @@ def test_a_job_outlives_whoever_started_it_and_whoever_watched(
     watcher = start("attach", job, *there)
     while "parameters on 2 devices" not in watcher.errors:
         assert watcher.process.poll() is None, watcher.errors
+        threading.Event().wait(0.02)
     watcher.signal(signal.SIGINT)
     assert watcher.wait() == 130
     assert f"job {job} goes on; come back with: hoop attach {job}" in watcher.errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -13,10 +14,11 @@ from hoop.client.calls import call
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
 from hoop.client.jobs import JobHandle
+from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
 from hoop.topology import Address, DeviceInfo
-from hoop.wire.channels import Knocking, channel_options
+from hoop.wire.channels import STAGING, Knocking, channel_options
 from hoop.wire.convert import device_info
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.rpc import Stub, translate, unreachable
@@ -36,6 +38,7 @@ class Cluster:
         self._timeout = timeout
         self._channel = grpc.insecure_channel(str(address), options=channel_options())
         self._stub = Stub(self._channel, SERVICE)
+        self._session = Session(self._stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 
     def knock(self, patience: float) -> None:
@@ -62,12 +65,15 @@ class Cluster:
         ids = [devices] if isinstance(devices, int) else list(devices)
         if any(not 0 <= one < 2**32 for one in ids):
             raise InvalidArgument(f"devices: {devices} is neither a number of devices nor their ids")
-        if isinstance(devices, int):
-            request = pb.CreateCommunicatorRequest(devices=devices)
-        else:
-            request = pb.CreateCommunicatorRequest(device_ids=devices)
+        count, exactly = (devices, []) if isinstance(devices, int) else (0, ids)
+        session = self._session.hold()
+        request = pb.CreateCommunicatorRequest(devices=count, device_ids=exactly, session=session)
         answer = self._call("CreateCommunicator", request)
-        return Communicator(self._stub, answer.communicator, self._known, self._timeout)
+        return Communicator(self._stub, answer.communicator, self._known, self._timeout, session)
+
+    def staged(self) -> str:
+        """A name for memory on devices that is freed with this client, however it ends."""
+        return f"{STAGING}{self._session.hold()}.{secrets.token_hex(8)}"
 
     def device(self, device_id: int) -> Device:
         """One device, for its memory."""
@@ -138,6 +144,7 @@ class Cluster:
         return call(getattr(self._stub, method), request, self._timeout, f"the coordinator at {self.address}")
 
     def close(self) -> None:
+        self._session.close()
         for device in self._devices.values():
             device.close()
         self._channel.close()

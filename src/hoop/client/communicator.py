@@ -31,8 +31,15 @@ class Communicator:
     """
 
     def __init__(
-        self, stub: Stub, message: pb.Communicator, device: Callable[[DeviceInfo], Device], timeout: float
+        self,
+        stub: Stub,
+        message: pb.Communicator,
+        device: Callable[[DeviceInfo], Device],
+        timeout: float,
+        session: str,
     ) -> None:
+        """``session``: whose it is, and whose staged memory."""
+        self.session = session
         self._stub = stub
         self._device = device
         self._timeout = timeout

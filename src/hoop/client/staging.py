@@ -13,6 +13,7 @@ from hoop.client.arrays import element_type, flatten, restore
 from hoop.client.buffer import Buffer
 from hoop.errors import HoopError, InvalidArgument
 from hoop.memory.dtypes import DType
+from hoop.wire.channels import STAGING
 
 
 class Allocates(Protocol):
@@ -20,6 +21,9 @@ class Allocates(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def session(self) -> str: ...
 
     def buffer(self, name: str, count: int, kind: DType) -> Buffer: ...
 
@@ -39,7 +43,7 @@ class Staging:
             raise InvalidArgument(f"values: their sizes differ: {[vector.size for vector in vectors]}")
         if count % blocks_in:
             raise InvalidArgument(f"values: {count} elements do not make {blocks_in} equal blocks")
-        name = f"hoop.staging.{secrets.token_hex(8)}"
+        name = f"{STAGING}{owner.session}.{secrets.token_hex(8)}"
         self._made: list[Buffer] = []
         try:
             for end, length in (("in", count), ("out", count // blocks_in * blocks_out)):

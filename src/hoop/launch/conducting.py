@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ class Conducting:
         if resume is not None:
             data = resume.read_bytes()
             start = int(unpacked(data)[1]["steps"])
-            name = f"resume-{secrets.token_hex(4)}"
+            name = cluster.staged()
             for device_id in self._devices:
                 device = cluster.device(device_id)
                 device.allocate(name, len(data))

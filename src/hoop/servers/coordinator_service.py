@@ -15,6 +15,7 @@ from hoop.servers.copying import copy
 from hoop.servers.following import following
 from hoop.servers.groups import Groups
 from hoop.servers.jobs import Jobs
+from hoop.servers.sessions import Sessions
 from hoop.servers.work import Work
 from hoop.wire.convert import describe, device_info, event_message
 from hoop.wire.generated import hoop_pb2 as pb
@@ -30,6 +31,7 @@ class CoordinatorService:
         self._conductor = conductor
         self._groups = groups
         self.jobs = Jobs(coordinator, conductor)
+        self._sessions = Sessions(coordinator)
 
     # ---- devices
 
@@ -131,8 +133,14 @@ class CoordinatorService:
 
     # ---- communicators
 
+    async def hold(self, request: pb.HoldRequest) -> AsyncIterator[pb.HoldAnswer]:
+        async for answer in self._sessions.hold(request.session):
+            yield answer
+
     async def create_communicator(self, request: pb.CreateCommunicatorRequest) -> pb.CommunicatorResponse:
         one = await self._conductor.create(tuple(request.device_ids), request.devices)
+        if request.session:
+            self._sessions.made(request.session, one.id)
         return pb.CommunicatorResponse(communicator=self._communicator(one))
 
     async def get_communicator(self, request: pb.GetCommunicatorRequest) -> pb.CommunicatorResponse:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import secrets
 import threading
 import traceback
@@ -128,6 +129,7 @@ class Tasks:
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
         task = Task()
+        self._clear(request.job_id)
         place = self._place(request.job_id, task, request.seat, request.joining)
 
         def work() -> None:
@@ -149,6 +151,13 @@ class Tasks:
         while len(self._tasks) > KEPT and not next(iter(self._tasks.values())).alive:
             self._tasks.popitem(last=False)
         task.thread.start()
+
+    def _clear(self, job_id: int) -> None:
+        """Frees what jobs have left that nobody here knows: this device was killed, and restarted on its memory."""
+        for buffer in self._arena.buffers():
+            named = re.match(r"job(\d+)\.", buffer.name)
+            if named and (int(named[1]) == job_id or int(named[1]) not in self._tasks):
+                self._arena.free(buffer.name)
 
     def _back(self, task: Task) -> None:
         """It was thought dead, and the others went on without it: as good as one who has just come."""

@@ -13,6 +13,9 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STREAM_CHUNK_BYTES = 1024 * 1024
 """What one message of a streamed copy carries; below every gRPC library's default limit of 4 MiB."""
 
+STAGING = "hoop.staging."
+"""Buffers whose names begin so, and go on with a client's session, are freed with the client."""
+
 Options = list[tuple[str, int]]
 
 

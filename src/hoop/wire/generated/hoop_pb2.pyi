@@ -466,13 +466,25 @@ class Event(_message.Message):
     fields: _containers.ScalarMap[str, str]
     def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class HoldRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    def __init__(self, session: _Optional[str] = ...) -> None: ...
+
+class HoldAnswer(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CreateCommunicatorRequest(_message.Message):
-    __slots__ = ("devices", "device_ids")
+    __slots__ = ("devices", "device_ids", "session")
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     devices: int
     device_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, devices: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    session: str
+    def __init__(self, devices: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ...) -> None: ...
 
 class GetCommunicatorRequest(_message.Message):
     __slots__ = ("id",)
