@@ -16,6 +16,8 @@ from hoop.client.cluster import Cluster
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 
 SLOW_S, RUNS_S, RESTS_S = 2.0, 0.02, 0.04
+MORE = 2
+"""Devices more than there should be; then one leaves instead."""
 AWAY_S = 0.3
 """How long nobody is there before a coordinator is started again."""
 BACK_S = 20.0
@@ -55,14 +57,16 @@ class Blows:
         begun = watch.step
         watch.until(lambda: watch.step >= begun + chance.gap, f"{chance.gap} more steps")
         alive = self._alive()
-        kind = "join" if len(alive) < 2 and chance.kind != "coordinator" else chance.kind
+        kind = chance.kind
+        if kind == "join" and len(alive) >= self._wanted + MORE:
+            kind = "leave"
         outcome = Outcome(chance.number, kind, step=watch.step)
         if kind not in ("join", "coordinator"):
             outcome.device = chance.of(list(alive))
-        self._struck, self._seen, repeated = time.time(), len(watch.events), watch.repeated
+        self._struck, self._seen, repeated = time.monotonic(), len(watch.events), watch.repeated
         getattr(self, f"_{kind}")(outcome, alive.get(outcome.device, 0))
         self._settle()
-        outcome.settled_s = time.time() - self._struck
+        outcome.settled_s = time.monotonic() - self._struck
         outcome.repeated = watch.repeated - repeated
         return outcome
 
@@ -81,8 +85,8 @@ class Blows:
     def _lost(self, outcome: Outcome) -> None:
         """Waits until a device is missed, and the others go on."""
         lost = self._watch.event("lost", self._seen, device=outcome.device)
-        outcome.detected_s = lost.time - self._struck
-        outcome.pause_s = self._watch.event("recovered", self._seen).time - self._struck
+        outcome.detected_s = lost.at - self._struck
+        outcome.pause_s = self._watch.event("recovered", self._seen).at - self._struck
 
     def _kill(self, outcome: Outcome, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
@@ -110,7 +114,7 @@ class Blows:
         named = [
             one for one in self._watch.events[self._seen :] if one.kind == "straggler" and one.told["slow"]
         ]
-        outcome.detected_s = named[0].time - self._struck if named else None
+        outcome.detected_s = named[0].at - self._struck if named else None
         outcome.pause_s = 0.0
 
     def _join(self, outcome: Outcome, _: int) -> None:
@@ -133,12 +137,11 @@ class Blows:
         self._fleet.coordinator.wait()
         threading.Event().wait(AWAY_S)
         self._fleet.coordinate()
-        back = self._watch.event("back", self._seen)
-        outcome.detected_s = self._watch.event("away", self._seen).time - self._struck
+        self._watch.event("back", self._seen)
+        outcome.detected_s = self._watch.event("away", self._seen).at - self._struck
         step = self._watch.step
         self._watch.until(lambda: self._watch.step > step, "steps after the coordinator is back")
         outcome.pause_s = 0.0  # steps need no coordinator
-        outcome.settled_s = back.time - self._struck
         while True:
             try:
                 self._cluster.status()

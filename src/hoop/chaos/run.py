@@ -106,12 +106,12 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell) -
         watch = Watch(cluster, int(next(started).fields["job"]), config.devices)
         watch.event("started", 0)
         blows = Blows(fleet, cluster, watch, config.devices)
-        began, first = time.time(), watch.step
+        began, first = time.monotonic(), watch.step
         for chance in chances:
             outcome = blows.strike(chance)
             found.outcomes.append(outcome)
             tell(_sentence(outcome, len(chances)))
-        found.seconds = time.time() - began
+        found.seconds = time.monotonic() - began
         found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds) if chances else 1.0
         run.send_signal(signal.SIGINT)  # it stops after a step that all agree on
         result = _result(run)

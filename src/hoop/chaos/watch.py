@@ -6,12 +6,28 @@ import threading
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any, NamedTuple
 
 from hoop.client.cluster import Cluster
 from hoop.client.jobs import JobEvent
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 
 PATIENCE_S = 60.0
+
+
+class Heard(NamedTuple):
+    """An event, and when it was heard here, by a clock that does not jump."""
+
+    event: JobEvent
+    at: float
+
+    @property
+    def kind(self) -> str:
+        return self.event.kind
+
+    @property
+    def told(self) -> dict[str, Any]:
+        return self.event.told
 
 
 class Watch:
@@ -23,7 +39,7 @@ class Watch:
         self.step = 0
         self.repeated = 0
         """Steps that were told of and done again."""
-        self.events: list[JobEvent] = []
+        self.events: list[Heard] = []
         self._seconds: list[float] = []
         self._changed = threading.Condition()
         self._over: str | None = None
@@ -44,7 +60,7 @@ class Watch:
             self._changed.notify_all()
 
     def _note(self, event: JobEvent) -> None:
-        self.events.append(event)
+        self.events.append(Heard(event, time.monotonic()))
         told = event.told
         if event.kind == "steps":
             self.step = max(self.step, told["first"] + len(told["loss"]))
@@ -65,13 +81,13 @@ class Watch:
                         f"waited {patience:g} s for: {what} (step {self.step}, {self.ranks} ranks)"
                     )
 
-    def event(self, kind: str, after: int, patience: float = PATIENCE_S, device: int = 0) -> JobEvent:
+    def event(self, kind: str, after: int, patience: float = PATIENCE_S, device: int = 0) -> Heard:
         """The first event of a kind after so many; of one device, where it is given."""
 
-        def first() -> JobEvent | None:
-            for event in self.events[after:]:
-                if event.kind == kind and device in (0, event.told.get("device", event.device)):
-                    return event
+        def first() -> Heard | None:
+            for one in self.events[after:]:
+                if one.kind == kind and device in (0, one.told.get("device", one.event.device)):
+                    return one
             return None
 
         self.until(lambda: first() is not None, f"{kind} of device {device}" if device else kind, patience)
