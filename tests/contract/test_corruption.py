@@ -16,7 +16,7 @@ from ranks import COMMUNICATOR, LONG_S, Ranks, endpoints_of, soon
 import hoop.transport.tcp
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
-from hoop.errors import LinkCorrupted
+from hoop.errors import DeadlineExceeded, LinkCorrupted, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint
 from hoop.transport.faulty import FaultyLinks
@@ -181,3 +181,28 @@ def test_sums_stay_right_over_links_that_flip_bits(
         damaged = sum(one.endpoint.messages_damaged for one in ranks.communicators)
     assert flipper.happened >= rounds
     assert damaged >= rounds
+
+
+# ---- other things that can be made to go wrong with a link
+
+
+def test_a_connection_that_is_reset_in_the_middle_is_told_at_both_ends(
+    pair: tuple[Endpoint, Endpoint], flipper: Flipper
+) -> None:
+    zero, one = pair
+    exchanged(pair, [b"the first"])
+    flipper.drops = 1
+    with pytest.raises(PeerLost, match="rank 1: rank 0 at"):
+        say(one, 0, bytes(5000))
+    with pytest.raises(PeerLost, match="rank 0: rank 1 at"):
+        receive(zero, 1, 5000)
+    assert flipper.happened == 1
+
+
+def test_a_partition_is_told_by_name(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
+    zero, one = pair
+    exchanged(pair, [b"the first"])
+    flipper.partitioned = True
+    say(one, 0, b"never arrives")
+    with pytest.raises(DeadlineExceeded, match="rank 0: waiting for rank 1 at"):
+        receive(zero, 1, 13, soon(0.2))

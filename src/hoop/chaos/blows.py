@@ -40,6 +40,8 @@ class Outcome:
     """Until the job had all its devices again."""
     repeated: int = 0
     """Steps done again."""
+    replaced: bool = False
+    """A device that was stopped did not come back into the job, and another took its place."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,8 +90,14 @@ class Blows:
         outcome.detected_s = lost.at - self._struck
         outcome.pause_s = self._watch.event("recovered", self._seen).at - self._struck
 
+    def _end(self, pid: int, how: signal.Signals) -> int:
+        """Ends a device's process; the code it ended with."""
+        process = next(one for one in self._fleet.devices if one.pid == pid)
+        process.send_signal(how)
+        return process.wait(PATIENCE_S)
+
     def _kill(self, outcome: Outcome, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
+        self._end(pid, signal.SIGKILL)
         self._lost(outcome)
 
     def _stop(self, outcome: Outcome, pid: int) -> None:
@@ -102,7 +110,8 @@ class Blows:
         try:
             self._watch.until(lambda: self._watch.ranks > ranks, "the one that was stopped", BACK_S)
         except DeadlineExceeded:
-            os.kill(pid, signal.SIGKILL)
+            outcome.replaced = True
+            self._end(pid, signal.SIGKILL)
 
     def _slow(self, outcome: Outcome, pid: int) -> None:
         rests = threading.Event()
@@ -125,10 +134,9 @@ class Blows:
         outcome.pause_s = moves[-1].told["pause_s"]
 
     def _leave(self, outcome: Outcome, pid: int) -> None:
-        os.kill(pid, signal.SIGTERM)
-        process = next(one for one in self._fleet.devices if one.pid == pid)
-        if process.wait(PATIENCE_S):
-            raise PeerLost(f"device {outcome.device} was told to leave and ended with {process.returncode}")
+        code = self._end(pid, signal.SIGTERM)
+        if code:
+            raise PeerLost(f"device {outcome.device} was told to leave and ended with code {code}")
         moves = [one for one in self._watch.events[self._seen :] if one.kind in ("moved", "recovered")]
         outcome.pause_s = moves[-1].told["pause_s"] if moves else None
 

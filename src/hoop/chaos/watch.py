@@ -53,7 +53,7 @@ class Watch:
                 with self._changed:
                     self._note(event)
                     self._changed.notify_all()
-        except HoopError as error:
+        except (HoopError, ValueError) as error:  # the latter from a cluster that was closed meanwhile
             over = str(error)
         with self._changed:
             self._over = over
