@@ -35,7 +35,7 @@ def test_the_table_has_a_line_a_kind() -> None:
         ChaosConfig(), [Outcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), Outcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)]
     )
     (row,) = table(found).rows
-    assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0]
+    assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0, 0]
     assert "NOT those of" in verdict(found)
 
 

@@ -18,13 +18,13 @@ def table(found: Chaos) -> Table:
         of = [one for one in found.outcomes if one.kind == kind]
         if of:
             known, paused = _times(of, "detected_s"), _times(of, "pause_s")
-            rows.append(
-                [kind, len(of), *known, *paused, *_times(of, "settled_s"), sum(one.repeated for one in of)]
-            )
+            again, replaced = sum(one.repeated for one in of), sum(one.replaced for one in of)
+            rows.append([kind, len(of), *known, *paused, *_times(of, "settled_s"), again, replaced])
     columns = [Column("fault"), Column("count", digits=0)]
     for name in ("known after", "pause", "all there again after"):
         columns += [Column(name, "s", 2), Column("at most", "s", 2)]
-    return Table([*columns, Column("steps repeated", digits=0)], rows, "Faults and what came of them")
+    columns += [Column("steps repeated", digits=0), Column("did not come back", digits=0)]
+    return Table(columns, rows, "Faults and what came of them")
 
 
 def _times(of: Sequence[Outcome], name: str) -> tuple[float | None, float | None]:
