@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,8 @@ from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PART = ".part"
+BEFORE_WRITING: list[Callable[[Path], None]] = []
+"""Called before a file is written, and may raise: what goes wrong with a disk in tests."""
 
 
 @contextmanager
@@ -38,6 +40,8 @@ def replacing(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise _refused(path, error) from error
     try:
         with open(descriptor, "wb") as file:
+            for look in BEFORE_WRITING:
+                look(path)
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Every benchmark of training and prediction starts: it is run by hand, and must not have rotted by then."""
+"""Every benchmark of training, prediction and recovery starts: it is run by hand, and must not have rotted by then."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     path
-    for folder in ("training", "prediction")
-    for path in (ROOT / "benchmarks" / folder).glob("*.py")
+    for theme in ("training", "prediction", "recovery")
+    for path in (ROOT / "benchmarks" / theme).glob("*.py")
     if "__main__" in path.read_text()
 )
 
 
 def test_there_are_scripts() -> None:
-    assert {"mnist.py", "softmax.py", "strategies.py", "kernels.py", "predict.py"} <= {
+    assert {"mnist.py", "softmax.py", "strategies.py", "kernels.py", "predict.py", "recovery.py"} <= {
         path.name for path in SCRIPTS
     }
 

@@ -42,8 +42,10 @@ def device(
     ] = None,
     checksums: Annotated[
         bool,
-        typer.Option("--checksums", help="Check every message over TCP (needs crc32c); all devices alike."),
-    ] = False,
+        typer.Option(
+            help="Check every message over TCP, and send again what was damaged; all devices alike."
+        ),
+    ] = True,
     max_streams: Annotated[int, typer.Option(min=1, help="Transfers that may be open at once.")] = 4096,
     max_message: options.MaxMessage = "64MiB",
     patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",

@@ -18,6 +18,7 @@ from hoop.cli import (
     bench,
     calibrate,
     certs,
+    chaos,
     coordinator,
     device,
     evaluate,
@@ -56,6 +57,7 @@ app.command()(bench.bench)
 app.command()(calibrate.calibrate)
 app.command()(simulate.simulate)
 app.command()(plan.plan)
+app.command()(chaos.chaos)
 
 
 def _version(wanted: bool) -> None:

@@ -93,6 +93,13 @@ def train(
         ),
     ] = False,
     address_file: options.AddressFile = None,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What is to go wrong where, e.g. kill@rank=2,step=7,instruction=reduce (docs/chaos.md).",
+            rich_help_panel="Testing",
+        ),
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -126,6 +133,7 @@ def train(
         "accelerator": accelerator,
         "mirror": mirror,
         "threads_per_device": threads_per_device,
+        "faults": ";".join(fault) if fault else None,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
     size = parse_size(memory, "--memory")
@@ -170,7 +178,8 @@ def _check_detach(detach: bool, there: Address | None, out: Path | None, resume:
 def _detach(launch: Launch, json: bool) -> None:
     """Starts the job and leaves it to itself."""
     from hoop.client.cluster import connect
-    from hoop.launch.conducting import Conducting, chosen
+    from hoop.launch.choosing import chosen
+from hoop.launch.conducting import Conducting
 
     assert launch.coordinator is not None, "checked before"
     with connect(launch.coordinator) as cluster:

@@ -93,6 +93,16 @@ class View(PlainView):
                 self._console.print(f"warning: {event['text']}")
             case "lost":
                 self._console.print(f"device {event['device']} was lost: {event['text']}")
+            case "straggler":
+                slow = (
+                    f"is a straggler, {event['times']:.1f} times slower than the others: it gets fewer shards"
+                )
+                what = slow if event["slow"] else "is no straggler any more"
+                self._console.print(f"step {event['step']}: rank {event['straggler']} {what}")
+            case "fault":
+                self._console.print(f"step {event['step']}: {event['fault']}, as asked")
+            case "damaged":
+                self._console.print(f"damaged on the way, and sent again: {event['text']}")
             case "away" | "back":
                 self._console.print(event["text"])
             case "moved":
@@ -176,6 +186,14 @@ class View(PlainView):
         moved = result.get("shards_moved")
         rebalanced = f"; shards followed the devices' speed {moved} times" if moved else ""
         typer.echo(f"  moved {format_size(result['bytes_sent'])} between devices{rebalanced}")
+        if result.get("stragglers"):
+            slow = ", ".join(
+                f"rank {one['rank']} from step {one['step']} on, {one['times']:.1f} times slower"
+                for one in result["stragglers"]
+            )
+            typer.echo(f"  stragglers: {slow}")
+        if result.get("damaged"):
+            typer.echo(f"  messages damaged on the way and sent again: {result['damaged']}")
         if result.get("prediction_error") is not None:
             error = result["prediction_error"]
             typer.echo(

@@ -10,6 +10,7 @@ from collections import deque
 from statistics import median
 
 from hoop.collectives.reduction import Array
+from hoop.engine.stragglers import Stragglers, Verdict
 from hoop.engine.weights import MOST_SPEEDS, SPEED
 from hoop.plan.plan import Plan
 from hoop.strategies.strategy import Strategy
@@ -22,20 +23,22 @@ GAIN = 0.85
 """A new share must be predicted to take at most this part of the step."""
 
 
-def balance_for(strategy: Strategy, plan: Plan, wanted: bool) -> Balance | None:
+def balance_for(strategy: Strategy, plan: Plan, wanted: bool, crowding: float) -> Balance | None:
     """None where nothing can move: one rank, or one that holds nothing."""
     whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
-    return Balance(strategy, plan, plan.size) if wanted and whole else None
+    return Balance(strategy, plan, plan.size, crowding) if wanted and whole else None
 
 
 class Balance:
     """Decides when shards move."""
 
-    def __init__(self, strategy: Strategy, plan: Plan, size: int) -> None:
+    def __init__(self, strategy: Strategy, plan: Plan, size: int, crowding: float = 1.0) -> None:
         self._strategy = strategy
         self._plan = plan
         self._size = size
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._stragglers = Stragglers(size, crowding)
+        self._verdicts: list[Verdict] = []
         self._steps = 0
         self._next = self._pause = WINDOW
 
@@ -43,8 +46,9 @@ class Balance:
         """The plan for the next steps, if another one is clearly better."""
         if self._size > MOST_SPEEDS:
             return None
-        for rank, seen in enumerate(self._seen):
-            seconds = float(tail[SPEED + rank])
+        told = [float(tail[SPEED + rank]) for rank in range(self._size)]
+        self._verdicts = self._stragglers.after(told)
+        for seen, seconds in zip(self._seen, told, strict=True):
             if seconds > 0:
                 seen.append(seconds)
         self._steps += 1
@@ -61,7 +65,17 @@ class Balance:
         for rank, seen in enumerate(self._seen):
             if plan.computed_by(rank, 0):
                 seen.clear()
+            else:
+                self._verdicts += self._stragglers.left_out(rank)
         return plan
+
+    def news(self, plan: Plan | None, step: int) -> list[dict[str, object]]:
+        """What the last step has changed, as events: who has become a straggler, who gets how many shards."""
+        told = [verdict.told(step) for verdict in self._verdicts]
+        if plan is not None:
+            shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
+            told.append({"kind": "balanced", "step": step, "shards": shares})
+        return told
 
     @staticmethod
     def _takes(plan: Plan, seconds: list[float]) -> float:

@@ -110,6 +110,8 @@ def prepare(
     if strategy.name == "data" and layers_of(blocks) is not None:
         worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)
+    if world.befall is not None:
+        world.befall(worker)
     told = _priced(world, settings, job, data, costs, blocks, worker) if role.reports else None
     return Ready(model, costs, bounds, strategy, plan, worker, role, told)
 

@@ -89,7 +89,8 @@ class Run:
     def _take(self, ready: Ready) -> None:
         self._ready, self.worker, self._role = ready, ready.worker, ready.role
         self._role.testify(self._evidence)
-        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance)
+        crowding = self._world.crowding
+        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, crowding)
 
     @property
     def reporter(self) -> bool:
@@ -237,7 +238,7 @@ class Run:
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._count_late()
             worker.follow(usual)
-        self._balance = balance_for(self._ready.strategy, usual, settings.balance)
+        self._balance = balance_for(self._ready.strategy, usual, settings.balance, world.crowding)
 
     def _after(self, losses: list[float], steps: int, seconds: float) -> None:
         """Figures of some steps, and whether all ranks are to stop."""
@@ -258,9 +259,8 @@ class Run:
             plan = self._balance.after(last.tail)
             if plan is not None:
                 worker.follow(plan)
-                if self.reporter:
-                    shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
-                    self._emit({"kind": "balanced", "step": self._done, "shards": shares})
+            for told in self._balance.news(plan, self._done) if self.reporter else ():
+                self._emit(told)
 
     def _tell(self, force: bool = False) -> None:
         self._figures.tell(self._done, self.worker.rate, self.reporter, force)

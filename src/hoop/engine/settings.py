@@ -10,6 +10,7 @@ from typing import Any
 
 from hoop.engine.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
+from hoop.plan.faults import Fault, parse_faults
 
 PRECISIONS = ("float32", "bfloat16")
 ACCELERATORS = ("cpu", "cuda", "auto", "mirror")
@@ -53,6 +54,8 @@ class Settings:
     """Where devices hold parts of a model, each part is copied to another device as steps end, in case one is lost."""
     slowdown: tuple[int, ...] = ()
     """For experiments: how many times slower than it is each rank computes."""
+    faults: str = ""
+    """For tests: what is to go wrong where, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
     bucket_bytes: int = 4 << 20
     """Gradients of about so many bytes are added up together, while the backward goes on; 0: all at its end."""
     evaluate_every: int = 1
@@ -71,6 +74,11 @@ class Settings:
     @property
     def micros(self) -> int:
         return self.shards * self.accumulate
+
+    @property
+    def placed(self) -> tuple[Fault, ...]:
+        """The faults, one by one."""
+        return parse_faults(self.faults)
 
     def check(self) -> Settings:
         self.optimizer.check()
@@ -91,6 +99,7 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise InvalidArgument(f"{name}: {value!r} is not a whole number of at least {least}")
+        parse_faults(self.faults)
         if self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
         if self.accelerator not in ACCELERATORS:

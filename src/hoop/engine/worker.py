@@ -85,7 +85,7 @@ class Worker:
         self._figures: dict[int, Figures] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
-        self._drag = slow[world.rank] - 1 if world.rank < len(slow) else 0
+        self._drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
         self.rate, self._mapped, self.sent = 0.0, 0, 0
         self.norm_scale: float | None = None
         self.computed: list[int] = []

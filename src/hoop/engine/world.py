@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,6 +36,13 @@ class World:
 
     device: int = 0
     """The number by which a device is known to others; 0: only its rank is."""
+    befall: Callable[[Any], None] | None = None
+    """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""
+
+    @property
+    def crowding(self) -> float:
+        """Devices of this job a core of this host."""
+        return self.neighbours[1] / (os.cpu_count() or 1)
 
     @property
     def rank(self) -> int:

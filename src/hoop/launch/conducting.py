@@ -26,10 +26,9 @@ from hoop.engine.settings import Settings
 from hoop.engine.snapshot import MOMENT, SEAL, packed, unpacked
 from hoop.errors import FailedPrecondition, HoopError, PeerError
 from hoop.files import write_bytes
+from hoop.launch.full_disk import FullDisk
 from hoop.launch.predicting import Prediction
 from hoop.launch.recording import Recording
-from hoop.topology import DeviceInfo
-from hoop.wire.convert import device_info
 
 Told = dict[str, Any]
 
@@ -62,6 +61,10 @@ class Conducting:
         self._steps = 0
         self._moves = 0
         self._prediction = Prediction(settings)
+        self._damaged = 0
+        self._stragglers: list[Told] = []
+        self._faults: list[str] = []
+        self._full_disk = FullDisk(settings.placed, lambda: self._heard, self._faults.append)
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -128,6 +131,7 @@ class Conducting:
                     self.job.stop()
             raise
         finally:
+            self._full_disk.close()
             if self._recording is not None:
                 self._recording.close()
 
@@ -149,6 +153,14 @@ class Conducting:
                 self._look_at(told["first"], told["loss"])
             case "balanced":
                 self._moves += 1
+            case "damaged":
+                self._damaged += 1
+            case "straggler" if told["slow"]:
+                self._stragglers.append(
+                    {"rank": told["straggler"], "step": told["step"], "times": told["times"]}
+                )
+            case "fault":
+                self._faults.append(told["fault"])
             case "snapshot":
                 self._snapshot(event)
             case "account":
@@ -238,27 +250,13 @@ class Conducting:
             "memory": [one["memory"] for one in accounts],
             "parameters": self._last.get("parameters"),
             "shards_moved": self._moves,
+            "stragglers": self._stragglers,
+            "damaged": self._damaged,
+            "faults": self._faults,
             "stopped": any(one["stopped"] for one in accounts),
             "start_seconds": self._last.get("seconds"),
             **self._prediction.result(),
         }
-
-
-def members(cluster: Cluster) -> dict[int, DeviceInfo]:
-    """The devices that are alive, by id."""
-    alive = [one for one in cluster.status().devices if one.state == "alive"]
-    return {one.device.device_id: device_info(one.device) for one in alive}
-
-
-def chosen(cluster: Cluster, count: int | None) -> list[int]:
-    """So many devices of a cluster, or all of them."""
-    alive = sorted(members(cluster))
-    if not alive or (count or 0) > len(alive):
-        raise FailedPrecondition(
-            f"devices: {count or 'at least 1'} asked for, {len(alive)} are alive at {cluster.address}; "
-            f"start more with: hoop device --join {cluster.address}"
-        )
-    return alive[: count or len(alive)]
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:

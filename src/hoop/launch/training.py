@@ -64,7 +64,8 @@ def trainer(
     from hoop.engine.settings import Settings
 
     wanted = Settings.from_json(settings).check()
-    world = _world(place)
+    befall = _befall(wanted, place, emit) if wanted.faults else None
+    world = _world(place, befall)
     with blaming(f"in {wanted.job}"):
         job, prefix = job_for_a_device(wanted.job, RECIPES, jobs), f"job{place.job_id}."
         run = Run(world, wanted, job, emit, stopping, resume, prefix, place.joining)
@@ -75,17 +76,25 @@ def trainer(
             run.close()
 
 
-def _world(place: TaskPlace) -> World:
+def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
     from hoop.engine.world import World
 
     def reseated(patience: float) -> World:
-        return _world(place.reseated(patience))
+        return _world(place.reseated(patience), befall)
 
     def moved() -> World:
-        return _world(place.moved())
+        return _world(place.moved(), befall)
 
     where = place.arena, place.communicator, place.group, place.neighbours
-    return World(*where, reseated, place.moving, moved, place.settled, place.device)
+    return World(*where, reseated, place.moving, moved, place.settled, place.device, befall)
+
+
+def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:
+    """What is to go wrong with this rank; nothing with one that comes later, whose rank was another's."""
+    from hoop.engine.misfortune import Misfortune
+
+    mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
+    return Misfortune(mine, emit).befall
 
 
 def preload() -> None:
@@ -186,7 +195,8 @@ class Training:
 
     def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
         from hoop.client.cluster import connect
-        from hoop.launch.conducting import Conducting, chosen
+        from hoop.launch.choosing import chosen
+from hoop.launch.conducting import Conducting
         from hoop.launch.forked import own_token
         from hoop.servers.serving import write_address_file
         from hoop.wire.credentials import Credentials

@@ -50,8 +50,8 @@ class DeviceConfig:
     advertise: Address | None = None
     """Where others reach its services, when that is not where it listens (a proxy, a NAT)."""
     advertise_data: Address | None = None
-    checksums: bool = False
-    """Messages over TCP carry a checksum each."""
+    checksums: bool = True
+    """Messages over TCP carry a checksum, and are sent again if they do not come as they were sent."""
     patience_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
     max_streams: int = MAX_OPEN
@@ -83,6 +83,7 @@ class DeviceServer:
         self._streams = StreamTable(self._arena, config.max_streams)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer)
+        self._transport.on_damage = self._tasks.damaged
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
         self._attendance = Attendance(config.coordinator, self._service.memory, config.credentials)
         self._server: grpc.aio.Server | None = None

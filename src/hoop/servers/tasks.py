@@ -235,6 +235,12 @@ class Tasks:
     def stop(self, job_id: int) -> None:
         self.task(job_id).stop.set()
 
+    def damaged(self, text: str) -> None:
+        """A message came otherwise than it was sent; whoever watches a task of this device is told."""
+        for task in list(self._tasks.values()):
+            if task.alive:
+                task.tell({"kind": "damaged", "text": text})
+
     def close(self) -> None:
         """Asks every task to stop; their links are closed by whoever owns them."""
         for task in self._tasks.values():

@@ -53,6 +53,9 @@ class Endpoint(ABC):
         """What errors call the ranks: their numbers in the whole communicator, where this endpoint is of a part."""
         self.messages_sent = 0
         self.bytes_sent = 0
+        self.messages_damaged = 0
+        """Messages that did not come as they were sent; each was asked for again, or is told by an error."""
+        self.messages_repeated = 0
 
     @property
     def size(self) -> int:

@@ -18,6 +18,9 @@ class Parcel(Pending):
     def detach(self) -> None:
         self.parts = [memoryview(bytes(part)) for part in self.parts]
 
+    def prepare(self) -> None:
+        """Its turn has come to be handed over."""
+
     def advance(self, taken: int) -> None:
         """The link has taken so many bytes more."""
         while self.parts and taken >= self.parts[0].nbytes:

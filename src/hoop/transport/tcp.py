@@ -22,7 +22,8 @@ from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.proving import Greeting
 from hoop.transport.tcp_links import TcpEndpoint
-from hoop.transport.tcp_sockets import last_words
+from hoop.transport.tcp_repeating import LOOK_S
+from hoop.transport.tcp_sockets import DAMAGED, last_words
 from hoop.wire.frames import Header, Kind
 
 HELLO_SECONDS = 5.0
@@ -53,10 +54,12 @@ class TcpTransport(Transport):
     scheme = "tcp"
 
     def __init__(self, address: Address, checksums: bool = False, key: bytes = b"") -> None:
-        """With ``checksums`` every message carries one, and a link that changes a byte is named; with a ``key`` both
-        ends of a link prove that they have it."""
+        """With ``checksums`` every message carries one, and what a link has changed is sent again (``tcp_repeating``);
+        with a ``key`` both ends of a link prove that they have it."""
         self.key = key
         self.checksum = _crc32c() if checksums else None
+        self.on_damage: Callable[[str], None] = lambda _: None
+        """Told of every message that did not come as it was sent."""
         try:
             self._listener = socket.create_server(
                 (address.host, address.port),
@@ -95,6 +98,8 @@ class TcpTransport(Transport):
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
             stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
             self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
+        if self.checksum:  # from now on it looks
+            self._ringer.send(b"!")
         for visitor in waiting:
             self._hand_over(visitor)
         for visitor in stale:
@@ -115,15 +120,24 @@ class TcpTransport(Transport):
     def _receive_visitors(self) -> None:
         strangers: list[_Visitor] = []
         while not self._closing:
-            ready = self._selector.select(1.0 if strangers or self._lobby else None)
+            ready = self._selector.select(self._patience(bool(strangers)))
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept(strangers)
+                elif key.fileobj is self._bell:
+                    self._bell.recv(64)
                 elif isinstance(key.data, _Visitor) and self._listen_to(key.data):
                     strangers.remove(key.data)
             self._send_away_the_late(strangers)
+            for endpoint in list(self._endpoints.values()) if self.checksum else ():
+                endpoint.look()
         for visitor in strangers:
             visitor.sock.close()
+
+    def _patience(self, strangers: bool) -> float | None:
+        if self.checksum and self._endpoints:
+            return LOOK_S
+        return 1.0 if strangers or self._lobby else None
 
     def _accept(self, strangers: list[_Visitor]) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
@@ -157,7 +171,7 @@ class TcpTransport(Transport):
             return False
         self._selector.unregister(visitor.sock)
         if refusal:
-            self._refuse(visitor, refusal)
+            self._refuse(visitor, refusal, messages=DAMAGED)
             return True
         if not data:
             visitor.sock.close()
@@ -198,9 +212,9 @@ class TcpTransport(Transport):
         visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         endpoint.attach(hello.source, visitor.sock)
 
-    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL) -> None:
+    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL, messages: int = 0) -> None:
         with contextlib.suppress(OSError):
-            visitor.sock.send(last_words(kind, reason))
+            visitor.sock.send(last_words(kind, reason, messages))
         visitor.sock.close()
 
     def _send_away_the_late(self, strangers: list[_Visitor]) -> None:
@@ -240,6 +254,9 @@ class _Tracked(TcpEndpoint):
         super().__init__(communicator, generation, rank, peers, transport.checksum, transport.key)
         self._transport = transport
 
+    def _tell(self, text: str) -> None:
+        self._transport.on_damage(text)
+
     def close(self) -> None:
         self._transport.forget(self)
         super().close()
@@ -249,7 +266,7 @@ def _crc32c() -> Callable[[memoryview], int]:
     try:
         from crc32c import crc32c
     except ImportError:
-        raise InvalidArgument("checksums: crc32c is not installed; pip install 'hoop[checksums]'") from None
+        raise InvalidArgument("checksums: crc32c is not installed; pip install crc32c") from None
     function: Callable[[memoryview], int] = crc32c
     return function
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
-from hoop.topology import Address
 from hoop.transport.base import Pending, TakePiece
+from hoop.transport.kept import CHECKED_BYTES, PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
 from hoop.transport.proving import prove
-from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing, connect, last_words
-from hoop.transport.tcp_waiting import TcpWaiting
+from hoop.transport.tcp_repeating import Damaged, TcpRepeating
+from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing, connect, last_words
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 _PATIENCE_S = 0.05
@@ -32,23 +31,10 @@ _AT_ONCE_BYTES = 4 << 20
 only the beginning, because what is under way should fit into the caches."""
 
 
-class TcpEndpoint(TcpWaiting):
+class TcpEndpoint(TcpRepeating):
     """One rank's TCP links."""
 
-    def __init__(
-        self,
-        communicator: int,
-        generation: int,
-        rank: int,
-        peers: Sequence[Address],
-        checksum: Callable[[memoryview], int] | None = None,
-        key: bytes = b"",
-    ) -> None:
-        super().__init__(communicator, generation, rank, peers)
-        self._key = key
-        self._checksum = checksum
-        self._lock = threading.Lock()
-        self._landing: memoryview | None = None
+    _landing: memoryview | None = None
 
     # ---- sending
 
@@ -61,16 +47,18 @@ class TcpEndpoint(TcpWaiting):
             raise self._error
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
-        place = (self.communicator, self.generation, self.rank, link.sequence)
-        kind, check = (Kind.CHECKED, self._checksum(payload)) if self._checksum else (Kind.DATA, 0)
-        header = Header(kind, *place, payload.nbytes, check).pack()
-        link.sequence += 1
-        parcel = Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
+        parcel = self._checked(link, payload) if self._checksum else self._plain(link, payload)
         link.queue.append(parcel)
         self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
         self.bytes_sent += payload.nbytes
         return None if parcel.done else parcel
+
+    def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
+        place = (self.communicator, self.generation, self.rank, link.sequence)
+        header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        link.sequence += 1
+        return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
     def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
         if peer == self.rank:
@@ -91,7 +79,7 @@ class TcpEndpoint(TcpWaiting):
             raise self._error or PeerLost(
                 f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
             ) from None
-        link = Outgoing(sock)
+        link = Outgoing(sock, Kept() if self._checksum else None)
         if not self._key:
             link.queue.append(Parcel([memoryview(hello.pack())]))
         with self._lock:
@@ -105,7 +93,9 @@ class TcpEndpoint(TcpWaiting):
         try:
             link.push(most)
         except OSError as error:
-            raise self._lost(peer, error) from None
+            if not self._mended(peer):
+                raise self._lost(peer, error) from None
+            return
         if link.queue:
             self._pending[peer] = link
 
@@ -113,8 +103,8 @@ class TcpEndpoint(TcpWaiting):
         if self._error is not None:
             raise self._error
         with self._busy:
-            for peer, link in list(self._outgoing.items()):
-                while link.queue:
+            for peer in list(self._outgoing):
+                while self._outgoing[peer].queue:
                     self._wait(peer, None, deadline, "handing over to")
 
     # ---- receiving
@@ -130,57 +120,75 @@ class TcpEndpoint(TcpWaiting):
         self._ring()
 
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
+        payload = into.cast("B") if into.nbytes else into
+
+        def land(start: int, header: Header) -> None:
+            self._land(peer, header, payload[start : start + header.length], deadline)
+
         with self._busy:
-            link, header = self._begin(peer, into.nbytes, deadline)
-            payload = into.cast("B") if into.nbytes else into
-            if into.nbytes:
-                self._fill(peer, link, payload, deadline)
-            self._verify(peer, header, payload)
+            self._receive(peer, into.nbytes, land, deadline)
 
     def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
-        if size <= PIECE_BYTES or self._checksum is not None:  # which holds for the whole or not at all
+        if size <= PIECE_BYTES:
             super().recv_pieces(peer, size, take, deadline)
             return
-        with self._busy:
-            link, _ = self._begin(peer, size, deadline)
-            if self._landing is None:
-                self._landing = memoryview(bytearray(PIECE_BYTES))
-            for start in range(0, size, PIECE_BYTES):
-                piece = self._landing[: min(PIECE_BYTES, size - start)]
-                self._fill(peer, link, piece, deadline)
-                take(start, piece)
+        landing = self._landing = self._landing or memoryview(bytearray(CHECKED_BYTES))
 
-    def _begin(self, peer: int, size: int, deadline: float) -> tuple[Incoming, Header | None]:
-        """Waits for the header of the next message, and checks it; None: it is exactly the one that was due."""
+        def land(start: int, header: Header) -> None:
+            most = PIECE_BYTES if header.kind == Kind.DATA else CHECKED_BYTES
+            for low in range(0, header.length, most):
+                piece = landing[: min(most, header.length - low)]
+                self._land(peer, header, piece, deadline)
+                take(start + low, piece)
+
+        with self._busy:
+            self._receive(peer, size, land, deadline)
+
+    def _receive(self, peer: int, size: int, land: Callable[[int, Header], None], deadline: float) -> None:
+        """The frames of the next message, each told where it starts; a damaged one comes once more."""
+        start, kind = 0, Kind.PART
+        while kind == Kind.PART:
+            try:
+                header = self._begin(peer, start, size, deadline)
+                land(start, header)
+            except Damaged as damage:
+                self._ask_again(peer, damage)
+                continue
+            start, kind = start + header.length, Kind(header.kind)
+
+    def _land(self, peer: int, header: Header, payload: memoryview, deadline: float) -> None:
+        link = self._incoming[peer]
+        if payload.nbytes:
+            self._fill(peer, link, payload, deadline)
+        if header.kind == Kind.DATA:
+            link.plain = True
+        else:
+            self._verify(peer, link, header, payload)
+
+    def _begin(self, peer: int, start: int, size: int, deadline: float) -> Header:
+        """Waits for the header of the next frame, and checks it."""
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
+        self._resume(peer, link)
         # Made before the wait, in which there is time for it.
-        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size).pack()
+        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size)
+        packed = due.pack() if self._checksum is None else b""
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
-        header = None
-        if came != due:
+        if came != packed:
             try:
-                header = Header.unpack(came)
+                due = Header.unpack(came)
             except LinkCorrupted as error:
-                raise LinkCorrupted(f"{self._link_from(peer)}: {error}") from None
-            if header.kind == Kind.GOODBYE:
-                why = bytes(link.take(header.length)).decode(errors="replace")
+                raise Damaged(f"{self._link_from(peer)}: {error}") from None
+            if due.kind == Kind.GOODBYE:
+                why = bytes(link.take(due.length)).decode(errors="replace")
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
                 )
-            self._check(peer, link, header, size)
+            self._check(peer, link, due, size, start)
         link.sequence += 1
-        return link, header
-
-    def _verify(self, peer: int, header: Header | None, payload: memoryview) -> None:
-        if header is None or header.kind != Kind.CHECKED or self._checksum is None:
-            return
-        if self._checksum(payload) != header.checksum:
-            raise LinkCorrupted(
-                f"{self._link_from(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"
-            )
+        return due
 
     def _await_link(self, peer: int, deadline: float) -> None:
         """Waits for ``peer`` to dial; where nothing links the two, dials it to see whether it is there."""
@@ -192,9 +200,6 @@ class TcpEndpoint(TcpWaiting):
             if time.monotonic() >= deadline:
                 raise self.overdue(peer, "waiting for")
             self._push(peer, self._dial(peer, deadline))
-
-    def _link_from(self, peer: int) -> str:
-        return f"link {peer} -> {self.rank} of communicator {self.communicator}"
 
     def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
         taken = link.take(view.nbytes)
@@ -224,14 +229,14 @@ class TcpEndpoint(TcpWaiting):
             if not moved:
                 self._await_bytes(peer, link, deadline)
 
-    def _check(self, peer: int, link: Incoming, header: Header, expected: int) -> None:
+    def _check(self, peer: int, link: Incoming, header: Header, expected: int, start: int) -> None:
         link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
                 f"came at generation {self.generation}; refused as stale"
             )
-        if header.kind not in (Kind.DATA, Kind.CHECKED) or header.source != peer:
+        if header.kind not in (Kind.DATA, Kind.CHECKED, Kind.PART) or header.source != peer:
             raise LinkCorrupted(
                 f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place"
             )
@@ -240,9 +245,12 @@ class TcpEndpoint(TcpWaiting):
             raise LinkCorrupted(
                 f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})"
             )
-        if header.length != expected:
+        if header.kind != Kind.DATA and header.length > CHECKED_BYTES:
+            raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
+        length, part = start + header.length, header.kind == Kind.PART
+        if length >= expected if part else length != expected:
             raise LinkCorrupted(
-                f"{link_name}: message {header.sequence} has {header.length} bytes, expected {expected}; "
+                f"{link_name}: message {header.sequence} has {length}{' or more' * part} bytes, expected {expected}; "
                 "do all ranks run the same operation?"
             )
 
@@ -253,6 +261,12 @@ class TcpEndpoint(TcpWaiting):
         self._ring()
 
     def close(self) -> None:
+        if self._error is None and self._busy.acquire(
+            blocking=False
+        ):  # else somebody waits here, and is told
+            with contextlib.suppress(HoopError):
+                self._linger()
+            self._busy.release()
         words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:
@@ -265,8 +279,10 @@ class TcpEndpoint(TcpWaiting):
                     with contextlib.suppress(OSError):
                         link.sock.send(last_words(Kind.GOODBYE, words))
             socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
+            socks += self._given_up.values()
             self._incoming.clear()
             self._outgoing.clear()
+            self._given_up.clear()
         for sock in socks:
             sock.close()
         self._ringer.close()

@@ -8,30 +8,39 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from hoop.errors import LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import remaining
+from hoop.transport.kept import Kept
 from hoop.transport.parcel import Parcel
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
-PIECE_BYTES = 256 * 1024
-"""How much is moved one way before the other way has its turn: what one core wrote is then read by the other while
-it is in the cache, and both directions of a link flow at the same time. Measured in benchmarks/tcp."""
 _AHEAD_BYTES = 4096
 """Read at once in the hope of a header and all of a small message; of a large one so much is copied twice."""
 _SENTENCE_BYTES = 2048
+WRAPS: list[Callable[[Any], Any]] = []
+"""What every connection that is dialled is wrapped in: nothing, unless something is to go wrong (``faulty``)."""
+DAMAGED = 1
+"""The ``sequence`` of a REFUSAL of what was no HELLO: it may have been one when it was sent."""
 GAVE_UP = "it gave up: "
 """How a sentence begins that tells why an endpoint was aborted before it closed."""
 
 
 class Outgoing:
-    """The end that dialled: it sends frames, and hears at most one, the last words of the other end."""
+    """The end that dialled: it sends frames, and hears what came of them, and the other end's last words."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, kept: Kept | None = None) -> None:
         self.sock = sock
         self.sequence = 0
         self.queue: deque[Parcel] = deque()
+        self.kept = kept
+        """What may have to be sent again; None: nothing is."""
+        self.again = False
+        """Whether it has to be."""
+        self.ended = False
+        self._said = bytearray()
         self._heard: tuple[Header, str] | None = None
 
     def push(self, most: int | None = None) -> bool:
@@ -39,6 +48,7 @@ class Outgoing:
         moved = 0
         while self.queue and (most is None or moved < most):
             parcel = self.queue[0]
+            parcel.prepare()
             if parcel.parts:
                 try:
                     sent = self.sock.sendmsg([part[:most] for part in parcel.parts])
@@ -52,13 +62,40 @@ class Outgoing:
 
     def last_words(self) -> tuple[Header, str] | None:
         """A REFUSAL or GOODBYE with its sentence, if the other end said one."""
-        if self._heard is None:
+        self.hear()
+        return self._heard
+
+    @property
+    def over(self) -> bool:
+        """Whether the other end has gone, or said its last words."""
+        return self.ended or self._heard is not None
+
+    def hear(self) -> None:
+        """Takes in what the other end has said so far. What was damaged on the way is passed over."""
+        while not self.over:
             try:
                 data = self.sock.recv(HEADER_BYTES + _SENTENCE_BYTES)
-                self._heard = Header.unpack(data[:HEADER_BYTES]), data[HEADER_BYTES:].decode(errors="replace")
-            except (OSError, LinkCorrupted):
-                return None
-        return self._heard
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                data = b""
+            self.ended = not data
+            self._said += data
+            while len(self._said) >= HEADER_BYTES and self._heard is None:
+                self._understand(bytes(self._said[:HEADER_BYTES]))
+                del self._said[:HEADER_BYTES]
+
+    def _understand(self, said: bytes) -> None:
+        try:
+            header = Header.unpack(said)
+        except LinkCorrupted:
+            return
+        if header.kind in (Kind.REFUSAL, Kind.GOODBYE):
+            self._heard = header, self._said[HEADER_BYTES:].decode(errors="replace")
+        elif self.kept is not None and header.kind in (Kind.RECEIVED, Kind.AGAIN):
+            self.kept.confirm(header.sequence)
+        damaged_hello = header.kind == Kind.REFUSAL and header.sequence == DAMAGED
+        self.again = self.again or header.kind == Kind.AGAIN or damaged_hello
 
 
 class Incoming:
@@ -67,6 +104,10 @@ class Incoming:
     def __init__(self, sock: socket.socket, bell: socket.socket) -> None:
         self.sock = sock
         self.sequence = 0
+        self.plain = False
+        """Whether its sender checks nothing, and so keeps nothing either."""
+        self.confirmed = 0
+        """Messages that came as they were sent."""
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
         self._start = 0
         self._stop = 0
@@ -133,4 +174,6 @@ def connect(
     except BaseException:
         sock.close()
         raise
+    for wrap in WRAPS:
+        sock = wrap(sock)
     return sock

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from hoop.errors import HoopError, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, remaining
 from hoop.transport.bell import spins_for
-from hoop.transport.tcp_sockets import GAVE_UP, PIECE_BYTES, Incoming, Outgoing
+from hoop.transport.kept import PIECE_BYTES
+from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing
 from hoop.wire.frames import Kind
 
 _LOOKS = 100
@@ -77,11 +79,14 @@ class TcpWaiting(Endpoint):
         slept = self._sleep({sock.fileno(): peer} if sock else {}, deadline)
         if readable is None and slept.ready and link is not None:
             words = link.last_words()
+            if _only_talks(link):
+                return
             if words is None or words[0].kind != Kind.GOODBYE or not words[0].sequence or link.queue:
                 raise self._lost(peer, None)
             self._promised.add(peer)  # it has sent something: its own link is on the way
         for other, error in slept.broken.items():
-            raise self._lost(other, error) from None
+            if not self._mended(other):
+                raise self._lost(other, error) from None
         if not slept.happened and time.monotonic() >= deadline:
             raise self.overdue(peer, doing)
 
@@ -93,9 +98,11 @@ class TcpWaiting(Endpoint):
                 watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
                 at_once = bool(found) or self._woken  # but others have their turn as well
                 slept = self._sleep(watched, time.monotonic() if at_once else deadline)
-                for peer in slept.broken:
+                broken = [peer for peer in slept.broken if not self._mended(peer)]
+                for peer in broken:
                     self._pending.pop(peer).queue.clear()
-                found += [peer for peer in (*slept.ready, *slept.broken) if peer not in found]
+                ready = [peer for peer in slept.ready if not _only_talks(links[peer])]
+                found += [peer for peer in (*ready, *broken) if peer not in found]
                 if found or slept.handed or self._woken or time.monotonic() >= deadline:
                     self._woken = False
                     return found
@@ -137,13 +144,17 @@ class TcpWaiting(Endpoint):
         while looks and not happened:
             happened = poll.poll(0)
             looks -= 1
-        happened = happened or poll.poll(remaining(deadline) * 1000)
+        happened = happened or poll.poll(min(remaining(deadline), self._listen()) * 1000)
         if any(descriptor == self._bell.fileno() for descriptor, _ in happened):
             with contextlib.suppress(BlockingIOError):
                 self._bell.recv(64)
         if self._error is not None:
             raise self._error
         return happened
+
+    def _listen(self) -> float:
+        """Before a rank sleeps: hears what peers say of what they were sent. How long it may sleep at most."""
+        return inf
 
     # ---- handing over
 
@@ -154,7 +165,8 @@ class TcpWaiting(Endpoint):
             try:
                 moved = self._hand_to(peer) or moved
             except OSError as error:
-                raise self._lost(peer, error) from None
+                if not self._mended(peer):
+                    raise self._lost(peer, error) from None
         return moved
 
     def _hand_to(self, peer: int) -> bool:
@@ -163,6 +175,10 @@ class TcpWaiting(Endpoint):
         if not link.queue:
             del self._pending[peer]
         return moved
+
+    def _mended(self, peer: int) -> bool:
+        """Whether a link that takes no more was replaced."""
+        return False
 
     def _lost(self, peer: int, error: OSError | None) -> HoopError:
         """Why the links to ``peer`` are gone: its own words where it refused, else the socket's."""
@@ -176,3 +192,11 @@ class TcpWaiting(Endpoint):
         why = f", {words[1]}" if words and gave_up else f" ({error.strerror})" if error else ""
         where = f"communicator {self.communicator}, generation {self.generation}"
         return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{why} ({where})")
+
+
+def _only_talks(link: Outgoing | Incoming | None) -> bool:
+    """Whether the other end of an outgoing link has said what it received, or not; and has not gone."""
+    if not isinstance(link, Outgoing):
+        return False
+    link.hear()
+    return link.again or not link.over

@@ -36,7 +36,13 @@ class Kind(IntEnum):
     REFUSAL = 3
     """Sent back once before the link is closed; the payload is a sentence."""
     CHECKED = 5
-    """DATA with a checksum (CRC-32C) of its payload."""
+    """DATA with a checksum (CRC-32C) of its payload: a message, or the last piece of one."""
+    PART = 8
+    """A piece of a message that is not its last one; otherwise like CHECKED."""
+    RECEIVED = 6
+    """Back from the dialled end: every CHECKED and PART before ``sequence`` has come as it was sent."""
+    AGAIN = 7
+    """Back from the dialled end: ``sequence`` has not; dial anew, and go on from it."""
     GOODBYE = 4
     """The same from an endpoint that ends; ``sequence`` is how many messages it has sent the other way."""
     CHALLENGE = 16

@@ -1,0 +1,93 @@
+"""The processes that faults happen to: a coordinator with a journal, and devices. None outlives its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from hoop.errors import DeadlineExceeded, InternalError
+from hoop.topology import Address
+
+START_S = 60.0
+END_S = 10.0
+
+
+class Fleet:
+    """A coordinator and so many devices."""
+
+    def __init__(self, folder: Path, devices: int, memory: int) -> None:
+        self._folder, self._memory = folder, memory
+        self._port = 0
+        self.devices: list[subprocess.Popen[str]] = []
+        self._all: list[subprocess.Popen[str]] = []
+        self.coordinate()
+        for _ in range(devices):
+            self.device()
+
+    def coordinate(self) -> None:
+        """The coordinator; a later one is where the first one was, with what it knew."""
+        journal = str(self._folder / "journal")
+        self.coordinator = self.start("coordinator", "--journal", journal, "--port", str(self._port))
+        self.address = Address.parse(_first_line(self.coordinator).split()[-1])
+        self._port = self.address.port
+
+    def device(self) -> subprocess.Popen[str]:
+        found = self.start("device", "--join", str(self.address), "--memory", str(self._memory), "--quiet")
+        self.devices.append(found)
+        return found
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """A command of Hoop's; what it complains of is kept in the folder."""
+        with open(self._folder / f"{arguments[0]}.err", "ab") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "hoop", *arguments],
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for whoever leads
+            )
+        self._all.append(process)
+        return process
+
+    def complaints(self) -> str:
+        """The last lines that its processes printed."""
+        found = [
+            f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in self._folder.glob("*.err")
+        ]
+        return "\n".join(found)
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        living = [one for one in self._all if one.poll() is None]
+        for one in living:
+            with contextlib.suppress(ProcessLookupError):
+                one.send_signal(signal.SIGCONT)
+                one.terminate()
+        for one in self._all:
+            try:
+                one.communicate(timeout=END_S)
+            except subprocess.TimeoutExpired:
+                one.kill()
+                one.communicate()
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None, "its output is a pipe"
+    if not select.select([process.stdout], [], [], START_S)[0]:
+        raise DeadlineExceeded(f"the coordinator was not up within {START_S:g} s")
+    line = process.stdout.readline()
+    if not line:
+        raise InternalError("the coordinator ended as it started")
+    return line

@@ -1,0 +1,158 @@
+"""A run under faults, then the same run without any: the weights must be the same, to the bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hoop.chaos.blows import Blows, Outcome
+from hoop.chaos.fleet import END_S, START_S, Fleet
+from hoop.chaos.schedule import KINDS, drawn
+from hoop.chaos.watch import PATIENCE_S, Watch
+from hoop.client.cluster import connect
+from hoop.errors import DeadlineExceeded, HoopError, InternalError
+
+MEMORY = 64 << 20
+EPOCHS = 1_000_000
+"""It ends when the faults have."""
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True)
+class ChaosConfig:
+    """What is trained, on how many devices, and what happens to it."""
+
+    faults: int = 20
+    seed: int = 0
+    job: str = "mnist"
+    strategy: str = "data"
+    devices: int = 4
+    pace: int = 8
+    """How many times slower than it could each device computes: so that the run to compare with is a short one."""
+    kinds: Sequence[str] = KINDS
+
+
+@dataclass
+class Chaos:
+    """What came of it."""
+
+    config: ChaosConfig
+    outcomes: list[Outcome] = field(default_factory=list)
+    steps: int = 0
+    seconds: float = 0.0
+    """From the first fault to the end of the last one's consequences."""
+    goodput: float = 0.0
+    """The share of that time in which steps went on as usual."""
+    weights: str = ""
+    undisturbed: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return bool(self.weights) and self.weights == self.undisturbed
+
+    def as_dict(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            **{name: getattr(config, name) for name in ("seed", "job", "strategy", "devices")},
+            "faults": [one.as_dict() for one in self.outcomes],
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "goodput": self.goodput,
+            "weights_sha256": self.weights,
+            "undisturbed_sha256": self.undisturbed,
+            "equal": self.equal,
+        }
+
+
+Tell = Callable[[str], None]
+
+
+def chaos(config: ChaosConfig, tell: Tell) -> Chaos:
+    """Runs it; ``tell`` is told of progress."""
+    chances = drawn(config.faults, config.seed, config.kinds)
+    found = Chaos(config)
+    with tempfile.TemporaryDirectory(prefix="hoop-chaos-") as scratch:
+        with Fleet(Path(scratch), config.devices, MEMORY) as fleet:
+            try:
+                _disturbed(fleet, found, chances, tell)
+            except HoopError as error:
+                raise type(error)(f"{error}\n{fleet.complaints()}") from error
+        tell(f"the same {found.steps} steps, undisturbed …")
+        found.undisturbed = _undisturbed(found)
+    return found
+
+
+def _settings(config: ChaosConfig) -> list[str]:
+    settings = ["evaluate_every=0", "checkpoint_every=0", "trace_steps=0", f"epochs={EPOCHS}"]
+    return [config.job, "--strategy", config.strategy, *(word for one in settings for word in ("--set", one))]
+
+
+def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell) -> None:
+    config = found.config
+    slowly = ["--set", f"slowdown={[config.pace] * MOST_RANKS}"]
+    with connect(fleet.address) as cluster:
+        cluster.wait_for_devices(config.devices, START_S)
+        where = ["--coordinator", str(fleet.address), "--devices", str(config.devices), "--json"]
+        run = fleet.start("train", *_settings(config), *slowly, *where)
+        started = (one for one in cluster.events(follow=True) if one.kind == "job_started")
+        watch = Watch(cluster, int(next(started).fields["job"]), config.devices)
+        watch.event("started", 0)
+        blows = Blows(fleet, cluster, watch, config.devices)
+        began, first = time.monotonic(), watch.step
+        for chance in chances:
+            outcome = blows.strike(chance)
+            found.outcomes.append(outcome)
+            tell(_sentence(outcome, len(chances)))
+        found.seconds = time.monotonic() - began
+        found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds) if chances else 1.0
+        run.send_signal(signal.SIGINT)  # it stops after a step that all agree on
+        result = _result(run)
+        watch.join()
+    found.steps, found.weights = result["steps"], result["weights_sha256"]
+
+
+def _sentence(outcome: Outcome, of: int) -> str:
+    who = f" of device {outcome.device}" if outcome.device else ""
+    known = f", known after {outcome.detected_s:.2f} s" if outcome.detected_s is not None else ""
+    pause = f", pause {outcome.pause_s:.2f} s" if outcome.pause_s is not None else ""
+    return f"{outcome.number}/{of} at step {outcome.step}: {outcome.kind}{who}{known}{pause}"
+
+
+def _result(run: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        out, _ = run.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the job did not stop within {PATIENCE_S:g} s") from None
+    if not out:
+        raise InternalError(f"hoop train ended with code {run.returncode} and without a result")
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def _undisturbed(found: Chaos) -> str:
+    """Data parallel gives the same bits on one device; what is cut into stages needs as many as before."""
+    config = found.config
+    devices = 1 if config.strategy == "data" else config.devices
+    run = subprocess.Popen(
+        _command(config, found.steps, devices), stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+    )
+    try:
+        out, _ = run.communicate(timeout=max(PATIENCE_S, 4 * found.seconds))
+    except BaseException:
+        run.terminate()
+        run.communicate(timeout=END_S)
+        raise
+    return str(json.loads(out)["weights_sha256"])
+
+
+def _command(config: ChaosConfig, steps: int, devices: int) -> list[str]:
+    most = ["--set", f"max_steps={steps}", "--devices", str(devices), "--json"]
+    return [sys.executable, "-m", "hoop", "train", *_settings(config), *most]

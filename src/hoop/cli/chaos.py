@@ -1,0 +1,58 @@
+"""``hoop chaos``: a run under random faults, and whether they changed anything."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.errors import InternalError
+from hoop.files import write_text
+
+
+def chaos(
+    faults: Annotated[int, typer.Option(min=0, help="How many faults.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Which ones, when, and to whom.")] = 0,
+    strategy: Annotated[str, typer.Option("--strategy", "-s", help="As hoop train's.")] = "data",
+    devices: Annotated[int, typer.Option("--devices", "-n", min=2, help="How many devices.")] = 4,
+    job: Annotated[str, typer.Option(help="What is trained.")] = "mnist",
+    kinds: Annotated[
+        str, typer.Option(help="Of kill, stop, slow, join, leave, coordinator.")
+    ] = "kill,stop,slow,join,leave,coordinator",
+    pace: Annotated[
+        int, typer.Option(min=1, help="Times slower than it could that each device computes.")
+    ] = 8,
+    out: Annotated[Path | None, typer.Option(help="Keep everything here, as JSON.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Train while devices are killed, stopped, slowed down, joined and sent away, and the coordinator restarted.
+
+    Lost devices are replaced. At the end the weights are compared with those of the same number of steps without any
+    fault: exit code 0 means that they are equal to the bit. The same seed gives the same faults.
+    """
+    from hoop.chaos.run import ChaosConfig
+    from hoop.chaos.run import chaos as run
+    from hoop.chaos.table import table, verdict
+    from hoop.strategies.catalog import parse
+
+    parse(strategy)
+    wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted)
+    found = run(config, lambda text: typer.echo(text, err=True))
+    if out is not None:
+        write_text(out, json_module.dumps(found.as_dict(), indent=2) + "\n")
+    if json:
+        typer.echo(json_module.dumps(found.as_dict()))
+    elif markdown:
+        typer.echo(f"{table(found).markdown()}\n{verdict(found)}.")
+    else:
+        from rich.console import Console
+
+        Console().print(table(found).rich())
+        typer.echo(verdict(found))
+    if not found.equal:
+        raise InternalError("the weights are not those of the undisturbed run")

@@ -1,0 +1,59 @@
+"""Random faults from a seed: the same seed gives the same ones, and none of them changes the weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hoop.chaos.blows import Outcome
+from hoop.chaos.run import Chaos, ChaosConfig
+from hoop.chaos.schedule import KINDS, drawn
+from hoop.chaos.table import table, verdict
+from hoop.errors import InvalidArgument
+
+PATIENCE_S = 280.0
+OPTIONS = ["--faults=2", "--seed=3", "--devices=2", "--pace=3", "--kinds=kill,coordinator", "--json"]
+
+
+def test_a_seed_gives_the_same_faults_again() -> None:
+    assert drawn(200, 7) == drawn(200, 7)
+    assert drawn(200, 7) != drawn(200, 8)
+    assert {one.kind for one in drawn(200, 7)} == set(KINDS)
+    assert {one.of([3, 1, 2]) for one in drawn(200, 7)} == {1, 2, 3}
+    assert [one.number for one in drawn(3, 0, ["kill"])] == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match="there are kill, stop"):
+        drawn(1, 0, ["flood"])
+
+
+def test_the_table_has_a_line_a_kind() -> None:
+    found = Chaos(
+        ChaosConfig(), [Outcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), Outcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)]
+    )
+    (row,) = table(found).rows
+    assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0, 0]
+    assert "NOT those of" in verdict(found)
+
+
+@pytest.mark.timeout(300)
+def test_a_short_run_under_faults_comes_to_the_same_weights(tmp_path: Path) -> None:
+    out = tmp_path / "chaos.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "hoop", "chaos", *OPTIONS, f"--out={out}"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["equal"]
+    assert found["weights_sha256"] == found["undisturbed_sha256"]
+    assert sorted(one["kind"] for one in found["faults"]) == ["coordinator", "kill"]
+    assert all(one["pause_s"] is not None for one in found["faults"]), "each of them fired, and was noticed"
+    assert json.loads(out.read_text()) == found

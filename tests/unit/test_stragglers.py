@@ -1,0 +1,68 @@
+"""Who is named a straggler, on generated timings: whoever is slow, soon; whoever is not, never."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hoop.engine.stragglers import Stragglers
+
+SHARD_S = 0.01
+
+
+def healthy(draw: random.Random) -> float:
+    """A shard's time on a machine with other things to do: sometimes several times longer than usual."""
+    busy = draw.random() < 0.15
+    return SHARD_S * draw.uniform(0.9, 1.1) * (draw.uniform(1, 8) if busy else 1)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("factor", [2, 4, 20])
+def test_a_slow_device_is_named_within_ten_steps_and_nobody_else(size: int, factor: int) -> None:
+    for seed in range(50):
+        draw = random.Random(seed)
+        watch, victim, begins = Stragglers(size), draw.randrange(size), draw.randint(0, 40)
+        named: dict[int, int] = {}
+        for step in range(begins + 10):
+            times = [healthy(draw) for _ in range(size)]
+            if step >= begins:
+                times[victim] = SHARD_S * factor * draw.uniform(0.95, 1.3)
+            named |= {verdict.rank: step for verdict in watch.after(times) if verdict.slow}
+        assert set(named) == {victim}, f"seed {seed}"
+        assert named[victim] >= begins, f"seed {seed}"
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_healthy_devices_are_never_named(size: int) -> None:
+    draw = random.Random(size)
+    watch = Stragglers(size)
+    for _ in range(20_000):
+        assert watch.after([healthy(draw) for _ in range(size)]) == []
+
+
+def test_a_device_that_recovers_is_one_no_more_and_verdicts_do_not_flap() -> None:
+    watch = Stragglers(3)
+    verdicts = []
+    for times in ([1, 1, 1], [1, 3, 1], [1, 1.4, 1], [1, 1.05, 1]):
+        for _ in range(20):
+            verdicts += watch.after([float(one) for one in times])
+    assert [(one.rank, one.slow) for one in verdicts] == [(1, True), (1, False)]
+    assert verdicts[0].times == 3
+
+
+def test_devices_that_share_cores_may_slow_each_other_down() -> None:
+    crowded = Stragglers(4, crowding=2.0)
+    for _ in range(20):
+        assert crowded.after([1.0, 2.0, 2.0, 1.0]) == []
+    verdicts = [one for _ in range(10) for one in crowded.after([1.0, 2.0, 2.0, 8.0])]
+    assert [(one.rank, one.slow) for one in verdicts] == [(3, True)]
+
+
+def test_a_device_without_shards_keeps_its_verdict() -> None:
+    watch = Stragglers(2)
+    for _ in range(10):
+        watch.after([1.0, 5.0])
+    for _ in range(10):
+        assert watch.after([1.0, 0.0]) == []
+    assert watch.slow == {1}
