@@ -42,6 +42,18 @@ def trained(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def hoop_train(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "hoop", "train", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        env=ENV,
+        check=True,
+    )
+    return dict(json.loads(done.stdout))
+
+
 def test_faults_before_any_instruction_change_nothing() -> None:
     jobs = [{**JOB, "devices": 1}, *({**JOB, "devices": 3, "faults": fault} for fault in FAULTS)]
     undisturbed, *found = trained(jobs)
@@ -54,6 +66,14 @@ def test_faults_before_any_instruction_change_nothing() -> None:
         assert result["weights_sha256"] == undisturbed["weights_sha256"], fault
         assert result["steps"] == undisturbed["steps"]
     assert undisturbed["faults"] == []
+
+
+def test_a_lost_stage_changes_nothing() -> None:
+    job = [f"{DRIVER}:job", "--epochs", "1", "--strategy", "pipeline", "--devices", "3", "--json"]
+    fault = "kill@rank=0,step=5,instruction=send-output"
+    disturbed, undisturbed = (hoop_train(*job, *more) for more in (["--fault", fault], []))
+    assert disturbed["faults"] == [fault]
+    assert disturbed["weights_sha256"] == undisturbed["weights_sha256"]
 
 
 def test_a_slow_device_is_named_and_a_wrong_fault_is_refused() -> None:
@@ -88,21 +108,10 @@ def links() -> Any:
 
 
 def test_a_bit_that_a_link_flips_does_not_change_the_weights(links: str) -> None:
-    job = ["train", f"{DRIVER}:job", "--json", "--epochs", "1", "--coordinator", links]
+    job = [f"{DRIVER}:job", "--json", "--epochs", "1", "--coordinator", links]
     faults = ["--fault", "corrupt@rank=0,step=2", "--fault", "corrupt@rank=1,step=4,instruction=reduce"]
 
-    def run(*more: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "hoop", *job, *more],
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=PATIENCE_S,
-            env=ENV,
-            check=True,
-        )
-        return dict(json.loads(done.stdout))
-
-    disturbed, undisturbed = run(*faults), run()
+    disturbed, undisturbed = hoop_train(*job, *faults), hoop_train(*job)
     assert len(disturbed["faults"]) == 2
     assert disturbed["damaged"] >= 2, "what was flipped was not noticed"
     assert disturbed["weights_sha256"] == undisturbed["weights_sha256"]

@@ -179,7 +179,7 @@ def _detach(launch: Launch, json: bool) -> None:
     """Starts the job and leaves it to itself."""
     from hoop.client.cluster import connect
     from hoop.launch.choosing import chosen
-from hoop.launch.conducting import Conducting
+    from hoop.launch.conducting import Conducting
 
     assert launch.coordinator is not None, "checked before"
     with connect(launch.coordinator) as cluster:

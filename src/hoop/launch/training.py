@@ -196,7 +196,7 @@ class Training:
     def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
         from hoop.client.cluster import connect
         from hoop.launch.choosing import chosen
-from hoop.launch.conducting import Conducting
+        from hoop.launch.conducting import Conducting
         from hoop.launch.forked import own_token
         from hoop.servers.serving import write_address_file
         from hoop.wire.credentials import Credentials
