@@ -40,6 +40,8 @@ class Greeting:
     key: bytes
     hello: Header | None = None
     """Whom it wants, once it has proved itself."""
+    legible: bool = False
+    """Whether what came is a frame as somebody made it; else it was damaged on the way, or never one."""
     _heard: bytearray = field(default_factory=bytearray)
     _wanted: int = HEADER_BYTES
     _nonce: bytes = b""
@@ -56,6 +58,7 @@ class Greeting:
             return b""
         head = bytes(self._heard[:HEADER_BYTES])
         hello = Header.unpack(head)
+        self.legible = True
         if self._wanted == HEADER_BYTES:
             return self._begin(hello)
         nonces = bytes(self._heard[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES])

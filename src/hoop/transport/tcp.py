@@ -171,7 +171,7 @@ class TcpTransport(Transport):
             return False
         self._selector.unregister(visitor.sock)
         if refusal:
-            self._refuse(visitor, refusal, messages=DAMAGED)
+            self._refuse(visitor, refusal, messages=0 if visitor.greeting.legible else DAMAGED)
             return True
         if not data:
             visitor.sock.close()
