@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import bench, coordinator, device, evaluate, events, export, status, train, up
+from hoop.cli import bench, coordinator, device, evaluate, events, export, reproduce, status, train, up
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command()(device.device)
 app.command()(status.status)
 app.command()(events.events)
 app.command()(bench.bench)
+app.command()(reproduce.reproduce)
 
 
 def _version(wanted: bool) -> None:

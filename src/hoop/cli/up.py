@@ -29,6 +29,9 @@ def up(
     timeout: options.Timeout = "60s",
     insecure: options.Insecure = False,
     json: options.Json = False,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+    ] = False,
 ) -> None:
     """Start a coordinator and its devices here, until Ctrl-C.
 
@@ -46,7 +49,7 @@ def up(
     config = LocalConfig(devices, parse_size(memory, "--memory"), state, coordinator)
 
     async def run() -> None:
-        stopping = Stopping()
+        stopping = Stopping(leave_with_stdin)
         cluster = LocalCluster(config)
         unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
         try:
