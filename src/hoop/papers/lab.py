@@ -56,8 +56,10 @@ class Running:
     gRPC does not survive a fork, and the next training forks: so this process never opens it.
     """
 
-    def __init__(self, address_file: Path) -> None:
-        self.file = address_file
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.stop: Callable[[], None] = lambda: None
+        """Ends the training after a step."""
         self._joined: list[subprocess.Popen[bytes]] = []
         self._stopped: set[int] = set()
 
@@ -143,8 +145,10 @@ class Lab:
         with tempfile.TemporaryDirectory(prefix="hoop-") as folder:
             running = Running(Path(folder) / "address")
             launch = Launch(wanted, devices, parse_size(memory, "memory"), address_file=running.file)
+            training = Training(launch)
+            running.stop = training.stop
             try:
-                with contextlib.closing(Training(launch).events()) as events:  # type: ignore[type-var]
+                with contextlib.closing(training.events()) as events:  # type: ignore[type-var]
                     for event in events:
                         self._note(trained, event)
                         if disturb is not None:
