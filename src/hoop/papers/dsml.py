@@ -126,7 +126,7 @@ def _row(name: str, one: Trained) -> dict[str, Any]:
 
 
 def _chunks(lab: Lab, found: Findings) -> None:
-    """The chunked ring by the size of its chunks, beside the plain one; several in a launch, so that calls are cheap."""
+    """The chunked ring by the size of its chunks, beside the plain one; several in a launch: calls cost little."""
     count = (1 if lab.quick else 4) << 20
     chunks = [1 << power for power in ((14, 16, 18, 20) if lab.quick else range(13, 23))]
     turns = 8

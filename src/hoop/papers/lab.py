@@ -125,6 +125,7 @@ class Lab:
         strategy: str = "data",
         memory: str | int = "256MiB",
         disturb: Disturb | None = None,
+        accelerator: str = "",
         **settings: Any,
     ) -> Trained:
         """Trains, showing how far it is; ``disturb`` sees every event and may do harm."""
@@ -137,8 +138,8 @@ class Lab:
         if isinstance(job, Job):
             INHERITED.append(job)
         found = find_job(name, RECIPES)
-        if self.accelerator != "cpu":
-            settings["accelerator"] = self.accelerator
+        if (accelerator or self.accelerator) != "cpu":
+            settings["accelerator"] = accelerator or self.accelerator
         wanted = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
         found.data()  # before the fork: devices share what is loaded now
         trained = Trained({})
