@@ -30,7 +30,7 @@ def reproduce(
         ),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The folder for the report. [default: runs/papers/NAME]")
+        Path | None, typer.Option(help="The folder for the report; otherwise runs/papers/NAME.")
     ] = None,
     accelerator: Annotated[str, typer.Option(help="What devices compute on: cpu, or cuda.")] = "cpu",
     mpirun: Annotated[
