@@ -36,9 +36,9 @@ TABLE = """
     plan            root
     strategies      root plan
     engine          root memory transport collectives membership models data plan strategies
-    simulate        root plan collectives
+    simulate        root plan strategies collectives
     report          root plan
-    launch          root memory wire membership client servers data engine report
+    launch          root memory wire membership client servers data engine simulate report
     torch_backend   root memory transport collectives
     bench           root memory transport collectives
     hoop            root client strategies data engine launch

@@ -5,37 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from hoop.plan.instructions import Instruction, Kind
-
-COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
-_CATEGORY = {
-    Kind.LOAD: "load",
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward",
-    Kind.BACKWARD_WEIGHT: "backward",
-    Kind.UPDATE: "update",
-    Kind.REDUCE: "reduce",
-    Kind.SEND_OUTPUT: "send",
-    Kind.SEND_GRADIENT: "send",
-    Kind.PUSH: "push",
-    Kind.GIVE: "send",
-    Kind.RECV_INPUT: "wait",
-    Kind.RECV_GRADIENT: "wait",
-    Kind.GET: "wait",
-    Kind.TAKE: "wait",
-}
-_SHARE = {
-    "load": COMPUTE,
-    "forward": COMPUTE,
-    "backward": COMPUTE,
-    "update": COMPUTE,
-    "reduce": COMMUNICATE,
-    "send": COMMUNICATE,
-    "push": COMMUNICATE,
-    "recv": COMMUNICATE,
-    "wait": IDLE,
-}
+from hoop.plan.categories import CATEGORY, COMMUNICATE, COMPUTE, IDLE, SHARE
+from hoop.plan.instructions import Instruction
 
 
 @dataclass
@@ -50,8 +21,8 @@ class Clockwork:
 
     def note(self, instruction: Instruction, started: float, ended: float, waited: float = 0.0) -> None:
         """An instruction ran from then to then, and waited so long of it."""
-        category = _CATEGORY[instruction.kind]
-        self.seconds[_SHARE[category]] += ended - started - waited
+        category = CATEGORY[instruction.kind]
+        self.seconds[SHARE[category]] += ended - started - waited
         self.seconds[IDLE] += waited
         self.instructions += 1
         if self.tracing:
@@ -68,7 +39,7 @@ class Clockwork:
         self._take(str(message), "recv", started, ended)
 
     def _take(self, name: str, category: str, started: float, ended: float) -> None:
-        self.seconds[_SHARE[category]] += ended - started
+        self.seconds[SHARE[category]] += ended - started
         if self.tracing:
             self.spans.append((name, category, started, ended - started))
 

@@ -19,7 +19,7 @@ from hoop.engine.messages import Landing, Post
 from hoop.errors import InternalError
 from hoop.plan.instructions import RECEIVES, Instruction, Kind
 from hoop.plan.plan import Plan
-from hoop.plan.rules import Rule
+from hoop.plan.rules import Rule, in_turn
 
 _COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD})
 
@@ -88,9 +88,8 @@ class Ruled:
 
     def _receive(self, peers: list[int]) -> None:  # (1)
         if not self._chooses and peers:
-            # In turn: nobody is kept waiting by others who send all the time.
-            peers = [min(peers, key=lambda peer: (peer <= self._served, peer))]
-            self._served = peers[0]
+            self._served = in_turn(peers, self._served)
+            peers = [self._served]
         for peer in peers:
             started = now()
             message, tensor = self._post.receive(peer, time.monotonic() + self._timeout_s, self._landing)

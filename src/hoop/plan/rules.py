@@ -47,6 +47,11 @@ class Rule(Protocol):
         """
 
 
+def in_turn(peers: Sequence[int], served: int) -> int:
+    """Whose message comes next, after that of ``served``: nobody is kept waiting by others who send all the time."""
+    return min(peers, key=lambda peer: (peer <= served, peer))
+
+
 class ListRule:
     """A list as a rule: in order, each receive once it has arrived."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -77,16 +78,16 @@ def fit(
     gradients = room(strategy, plan)
     held = [_with(block, gradients.holder, not plan.servers) for block in blocks]
     stages = partition(held, places) if cuts is None else cut(held, places, cuts)
-    bytes_held = [
-        sum(
-            needs(
-                held[stages[stage].blocks.start : stages[stage].blocks.stop],
-                replace(places[stage], in_flight=in_flight(plan, rank, stage)),
-            )
-            for stage in plan.held_by(rank)
-        )
-        for rank in range(plan.size)
-    ]
+
+    @functools.cache
+    def held_bytes(stage: int, micros: int) -> int:
+        blocks = stages[stage].blocks
+        return needs(held[blocks.start : blocks.stop], replace(places[stage], in_flight=micros))
+
+    bytes_held = [0] * plan.size
+    for stage, ranks in enumerate(plan.holders):
+        for rank in ranks:
+            bytes_held[rank] += held_bytes(stage, in_flight(plan, rank, stage))
     _serve(plan, [_with(block, gradients.server, True) for block in blocks], memory, bytes_held)
     return Fit(strategy, stages, bytes_held)
 

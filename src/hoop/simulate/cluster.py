@@ -1,0 +1,209 @@
+"""Where a plan is simulated: hosts with devices and cores, and the links between them.
+
+    host 0: devices 0 1 2 3 on 2 cores ──NIC──┐
+    host 1: devices 4 5 6 7 on 2 cores ──NIC──┤ link: bandwidth and latency, each way
+
+Ranks are seated host by host. Devices of one host share its NIC, its cores and, with no link ``inside``, its memory:
+there they add up gradients in each other's arenas, as the engine does. A device has a core of its own while there are
+enough; after that devices share cores in turn, as the engine pins them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hoop.config import parse_duration, parse_size
+from hoop.errors import InvalidArgument, NotFound
+
+_BITS = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9, "tbps": 10**12}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way of a link; the other way has as much."""
+
+    bandwidth: float
+    """Bytes a second."""
+    latency: float = 0.0
+    """Seconds from the first byte's leaving to its arrival."""
+    shared: bool = True
+    """Whether devices of one host share it (one NIC a host), or have one each."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0:
+            raise InvalidArgument(f"bandwidth: {self.bandwidth} is not above 0 bytes a second")
+        if not self.latency >= 0:
+            raise InvalidArgument(f"latency: {self.latency} is not 0 s or more")
+
+    @classmethod
+    def parse(cls, text: str, field: str = "link", shared: bool = True) -> Link:
+        """``1Gbps,0.5ms``: bits or bytes (``125MB``) a second, and a latency, which may be left out."""
+        speed, _, latency = text.partition(",")
+        return cls(parse_bandwidth(speed, field), parse_duration(latency or 0.0, field), shared)
+
+    def __str__(self) -> str:
+        return f"{8 * self.bandwidth / 1e9:g} Gbit/s, {1e3 * self.latency:g} ms"
+
+
+def parse_bandwidth(text: str, field: str = "bandwidth") -> float:
+    """Bytes a second from ``10Gbps`` (bits), ``125MB`` or ``125MB/s`` (bytes)."""
+    word = text.strip()
+    for unit in sorted(_BITS, key=len, reverse=True):
+        if word.lower().endswith(unit):
+            number = word[: -len(unit)].strip()
+            try:
+                found = float(number) * _BITS[unit] / 8
+            except ValueError:
+                found = 0.0
+            if not 0 < found < 1e18:
+                raise InvalidArgument(f"{field}: {text[:40]!r} is no bandwidth; write e.g. 1Gbps, 125MB/s")
+            return found
+    return float(parse_size(word.removesuffix("/s"), field))
+
+
+@dataclass(frozen=True)
+class Host:
+    """Devices that share a machine."""
+
+    devices: int = 1
+    cores: int | None = None
+    """None: a core for each device."""
+    speed: float = 1.0
+    """Of a core, against the one on which costs were measured."""
+    memory: int | None = None
+    """A device's bytes; None: no limit."""
+    speeds: tuple[float, ...] = ()
+    """Each device's own factor on top; empty: all 1."""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or (self.cores is not None and self.cores < 1):
+            raise InvalidArgument(f"host: {self.devices} devices on {self.cores} cores; both are at least 1")
+        if self.speeds and len(self.speeds) != self.devices:
+            raise InvalidArgument(f"speeds: {len(self.speeds)} of them for {self.devices} devices")
+        if not self.speed > 0 or not all(one > 0 for one in self.speeds):
+            raise InvalidArgument(f"speed: {self.speed} {list(self.speeds)} are not all above 0")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts, and what connects them."""
+
+    hosts: tuple[Host, ...]
+    link: Link = Link(1.25e8, 5e-4)
+    """Between hosts: 1 Gbit/s and 0.5 ms unless you say otherwise."""
+    inside: Link | None = None
+    """Between devices of one host; None: they share memory."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        if not self.hosts:
+            raise InvalidArgument("hosts: none; a cluster has at least 1")
+
+    @classmethod
+    def even(cls, devices: int, per_host: int = 1, link: Link | None = None, **host: Any) -> Cluster:
+        """So many devices, ``per_host`` on each host; the last host has what is left."""
+        if devices < 1 or per_host < 1:
+            raise InvalidArgument(f"devices: {devices}, {per_host} a host; both are at least 1")
+        counts = [min(per_host, devices - low) for low in range(0, devices, per_host)]
+        hosts = tuple(Host(count, **host) for count in counts)
+        return cls(hosts) if link is None else cls(hosts, link)
+
+    @property
+    def size(self) -> int:
+        return sum(host.devices for host in self.hosts)
+
+    @property
+    def host_of(self) -> list[int]:
+        """Each rank's host."""
+        return [number for number, host in enumerate(self.hosts) for _ in range(host.devices)]
+
+    @property
+    def speeds(self) -> list[float]:
+        """Each rank's speed."""
+        return [
+            host.speed * (host.speeds[index] if host.speeds else 1.0)
+            for host in self.hosts
+            for index in range(host.devices)
+        ]
+
+    @property
+    def memory(self) -> list[int | None]:
+        """Each rank's memory."""
+        return [host.memory for host in self.hosts for _ in range(host.devices)]
+
+    def first(self, devices: int) -> Cluster:
+        """The same cluster with only its first devices."""
+        if not 1 <= devices <= self.size:
+            raise InvalidArgument(f"devices: {devices} of a cluster of {self.size}")
+        hosts, left = [], devices
+        for host in self.hosts:
+            if left:
+                count = min(left, host.devices)
+                hosts.append(_fewer(host, count))
+                left -= count
+        return Cluster(tuple(hosts), self.link, self.inside)
+
+    def describe(self) -> str:
+        many = f"{len(self.hosts)} hosts" if len(self.hosts) > 1 else "1 host"
+        cores = sum(min(host.devices, host.cores or host.devices) for host in self.hosts)
+        between = f", {self.link}" if len(self.hosts) > 1 else ""
+        return f"{self.size} device{'s' if self.size > 1 else ''} on {cores} cores of {many}{between}"
+
+
+def _fewer(host: Host, count: int) -> Host:
+    return Host(count, host.cores, host.speed, host.memory, host.speeds[:count])
+
+
+def read_cluster(path: Path) -> Cluster:
+    """A cluster from a TOML file; docs/simulator.md has one. What is unknown or malformed is named."""
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise NotFound(f"--cluster: there is no file {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path}: not TOML: {error}") from None
+    _known(data, ("link", "inside", "host"), str(path))
+    hosts = data.get("host", [])
+    if not isinstance(hosts, list) or not hosts:
+        raise InvalidArgument(f"{path}: no [[host]]; give at least one, e.g. [[host]] devices = 4")
+    found: list[Host] = []
+    for number, one in enumerate(hosts):
+        found += _hosts(one, f"{path}: host {number}")
+    links = {name: _link(data[name], f"{path}: {name}") for name in ("link", "inside") if name in data}
+    return Cluster(tuple(found), **links)
+
+
+def _hosts(data: Mapping[str, Any], where: str) -> list[Host]:
+    own = [field.name for field in fields(Host)]
+    _known(data, [*own, "count"], where)
+    values = dict(data)
+    count = values.pop("count", 1)
+    if "memory" in values:
+        values["memory"] = parse_size(values["memory"], f"{where}: memory")
+    if "speeds" in values:
+        values["speeds"] = tuple(values["speeds"])
+    try:
+        return [Host(**values)] * int(count)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{where}: {error}") from None
+
+
+def _link(data: Any, where: str) -> Link:
+    if isinstance(data, str):
+        return Link.parse(data, where)
+    if not isinstance(data, Mapping):
+        raise InvalidArgument(f'{where}: {data!r} is no link; write "1Gbps,0.5ms" or a table')
+    _known(data, ("bandwidth", "latency", "shared"), where)
+    latency = parse_duration(data.get("latency", 0.0), f"{where}: latency")
+    return Link(
+        parse_bandwidth(str(data.get("bandwidth", "")), where), latency, bool(data.get("shared", True))
+    )
+
+
+def _known(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    if unknown := sorted(set(data) - set(names)):
+        raise InvalidArgument(f"{where}: unknown {', '.join(unknown)}; there is {', '.join(names)}")

@@ -1,0 +1,138 @@
+"""What each instruction of a plan costs: seconds of a core, and bytes of a link."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hoop.collectives.shards import Node, holding
+from hoop.plan.instructions import SENDS, Instruction, Kind
+from hoop.plan.plan import Plan
+from hoop.simulate.costs import Costs, Line
+
+_INPUT_SHARE = 0.5
+"""Of a backward that is cut in two, the half of the input."""
+
+
+class Prices:
+    """A plan's instructions, priced for a model that is cut at ``cuts``."""
+
+    def __init__(
+        self, plan: Plan, costs: Costs, cuts: Sequence[int], listed: bool, synchronous: bool
+    ) -> None:
+        """``listed``: ranks run lists, and whole models may be computed several shards at once."""
+        machine, rows = costs.machine, costs.rows
+        self._machine, self._plan = machine, plan
+        self._servers = set(plan.servers)
+        stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
+        self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
+        weights = [sum(one.weight_bytes for one in stage) for stage in stages]
+        outputs = [stage[-1].output.at(rows) for stage in stages]
+        self._held = {
+            (rank, stage): self._nodes(rank, stage)
+            for stage, ranks in enumerate(plan.holders)
+            for rank in ranks
+        }
+        base = machine.instruction_s
+        self._seconds: dict[tuple[Kind, int], float] = {(Kind.LOAD, 0): base + costs.load.at(rows)}
+        self._sizes: dict[tuple[Kind, int], float] = {}
+        for stage, blocks in enumerate(stages):
+            last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
+            backward = sum(one.backward.at(rows) for one in blocks)
+            first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
+            self._seconds |= {
+                (Kind.FORWARD, stage): base + sum(one.forward.at(rows) for one in blocks) + last,
+                (Kind.BACKWARD, stage): base + backward,
+                (Kind.BACKWARD_INPUT, stage): base + first_half,
+                (Kind.BACKWARD_WEIGHT, stage): base + second_half,
+                (Kind.REDUCE, stage): base,
+                (Kind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * weights[stage],
+            }
+            self._sizes |= {
+                (Kind.SEND_OUTPUT, stage): outputs[stage],
+                (Kind.RECV_INPUT, stage): outputs[stage - 1] if stage else 0.0,
+                (Kind.SEND_GRADIENT, stage): outputs[stage - 1] if stage else 0.0,
+                (Kind.RECV_GRADIENT, stage): outputs[stage],
+            }
+        self._pushed: dict[int, float] = {}
+        if plan.servers:
+            self._serve(costs, sum(weights), self.gradient_bytes[0], synchronous)
+        self._later: set[tuple[int, int]] = set()
+        if plan.stages == 1 and costs.joint > 1 and listed:
+            for rank in plan.holders[0]:
+                share = plan.computed_by(rank, 0)
+                self._later |= {(rank, micro) for at, micro in enumerate(share) if at % costs.joint}
+        row = [sum(line.row for line in lines) for lines in _lines(costs)]
+        self._row = dict(
+            zip((Kind.LOAD, Kind.FORWARD, Kind.BACKWARD), (rows * one for one in row), strict=True)
+        )
+
+    def _serve(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
+        plan, base = self._plan, self._machine.instruction_s
+        count = len(plan.servers)
+        nodes = {rank: len(self._held[rank, 0][0]) for rank in plan.holders[0]}
+        self._pushed = {
+            rank: gradients / count * (found if synchronous else 1) for rank, found in nodes.items()
+        }
+        added = (sum(nodes.values()) - 1) * gradients / count if synchronous else 0.0
+        for number in range(count):
+            self._sizes |= {(Kind.GIVE, number): weights / count, (Kind.GET, number): weights / count}
+            self._seconds[Kind.REDUCE, number] = base + added * self._machine.add_s
+            update = costs.update_fixed_s + costs.update_s * weights / count
+            self._seconds[Kind.UPDATE, number] = base + update
+
+    def _nodes(self, rank: int, stage: int) -> tuple[tuple[Node, ...], float]:
+        """The nodes of the sum that a rank holds in the end, and additions of gradients a shard until then."""
+        share = self._plan.computed_by(rank, stage)
+        if not share:
+            return (), 0.0
+        found = nodes_of(share, self._plan.micros)
+        return found, (len(share) - len(found)) / len(share)
+
+    def nodes(self, rank: int, stage: int) -> int:
+        """How many nodes of the sum a rank holds when it has computed its shards."""
+        return len(self._held[rank, stage][0])
+
+    def size(self, rank: int, one: Instruction) -> float:
+        """Bytes of a message, seen from either end."""
+        if one.kind is Kind.PUSH:
+            return self._pushed[rank]
+        if one.kind is Kind.TAKE:
+            return self._pushed[one.peer]
+        return self._sizes[one.kind, one.stage]
+
+    def seconds(self, rank: int, one: Instruction) -> float:
+        """What it keeps a core of speed 1 busy."""
+        kind = one.kind
+        if kind in SENDS or one.peer >= 0:
+            machine = self._machine
+            return machine.instruction_s + machine.message_s + machine.copy_s * self.size(rank, one)
+        if self._later and one.micro >= 0 and (rank, one.micro) in self._later:
+            found = self._row[kind]
+        else:
+            found = self._seconds[kind, one.stage]
+        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHT:
+            merges = self._held[rank, one.stage][1]
+            found += merges * self.gradient_bytes[one.stage] * self._machine.add_s
+        return found
+
+
+def _lines(costs: Costs) -> list[list[Line]]:
+    blocks = costs.blocks
+    return [[costs.load], [costs.loss, *(one.forward for one in blocks)], [one.backward for one in blocks]]
+
+
+def nodes_of(share: Sequence[int], shards: int) -> tuple[Node, ...]:
+    """The nodes of the tree over shards that a rank holds which computes these: the largest that are all its own."""
+    low, high = min(share), max(share) + 1
+    if high - low != len(share):
+        return tuple(node for node, _ in holding(share, shards).nodes)
+    found: list[Node] = []
+    todo = [Node(0, shards)]
+    while todo:
+        node = todo.pop()
+        if low <= node.low and node.high <= high:
+            found.append(node)
+        elif node.low < high and low < node.high:
+            todo += reversed(node.halves)
+    return tuple(found)

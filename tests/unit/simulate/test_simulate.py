@@ -1,0 +1,228 @@
+"""Plans in virtual time: hand-computed cases, formulas, and what must hold for any plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.plan.amounts import traffic
+from hoop.plan.rehearse import rehearse
+from hoop.simulate.cluster import Cluster, Host, Link
+from hoop.simulate.costs import FREE, BlockCost, Costs, Line, Machine
+from hoop.simulate.device import Outage, Stragglers
+from hoop.simulate.run import simulate
+from hoop.strategies.catalog import every, parse
+
+FAST = Link(1e30)
+UNITS = Costs.uniform(8, 1.0, 2.0, weight_bytes=4000, output_bytes=1000)
+
+
+def on(devices: int, link: Link = FAST, per_host: int = 1, **host: object) -> Cluster:
+    return Cluster.even(devices, per_host, link, **host)
+
+
+def test_one_device_computes_one_thing_after_the_other() -> None:
+    outcome = simulate(parse("data"), UNITS, on(1), micros=4)
+    assert outcome.step_seconds == outcome.alone_seconds == 4 * 8 * 3
+    assert (outcome.speedup, outcome.efficiency, outcome.idle_fraction) == (1.0, 1.0, 0.0)
+
+
+def test_a_message_costs_its_sender_the_link_and_its_receiver() -> None:
+    machine = Machine(0, 0.25, 0.001, 0, 0, 0)
+    costs = Costs.uniform(2, 1.0, 2.0, output_bytes=1000, machine=machine)
+    outcome = simulate(parse("pipeline:gpipe"), costs, on(2, Link(500.0, 10.0)), micros=1)
+    # forward 1, send 0.25 + 1, wire 2, latency 10, receive 1.25, forward 1, backward 2, the same back, backward 2;
+    # then all ask each other whether to stop: there and back
+    assert outcome.step_seconds == pytest.approx(1 + 14.5 + 3 + 14.5 + 2 + 2 * (2 * 0.25 + 10))
+
+
+@pytest.mark.parametrize(
+    ("spec", "bubble"),
+    [
+        ("pipeline:gpipe", 3 / 8),
+        ("pipeline:1f1b", 3 / 8),
+        ("ring", 3 / 8),
+        ("pipeline:interleaved", 3 / 16),
+        ("pipeline:zero-bubble", 3 / 24),
+        ("data", 0),
+    ],
+)
+def test_bubbles_are_those_of_the_formulas(spec: str, bubble: float) -> None:
+    outcome = simulate(parse(spec), UNITS, on(4), micros=8)
+    busy = outcome.alone_seconds / 4
+    assert outcome.step_seconds == pytest.approx(busy * (1 + bubble))
+    assert outcome.idle_fraction == pytest.approx(bubble / (1 + bubble))
+
+
+@pytest.mark.parametrize("strategy", every(4), ids=lambda one: one.spec)
+def test_bytes_are_those_of_the_plan(strategy) -> None:
+    outcome = simulate(strategy, UNITS, on(4), micros=4, steps=1, all_reduce="ring")
+    plan = outcome.plan
+    ends = [*outcome.cuts[1:], 8]
+    outputs = [1000] * plan.stages
+    parts = [4000 * (end - cut) for cut, end in zip(outcome.cuts, ends, strict=True)]
+    expected = traffic(plan, outputs, parts if not plan.servers else [32000])
+    assert [round(one.bytes) for one in outcome.accounts] == [one.bytes for one in expected]
+    assert [one.messages for one in outcome.accounts] == [one.messages for one in expected]
+
+
+@pytest.mark.parametrize("strategy", every(4), ids=lambda one: one.spec)
+def test_time_falls_with_bandwidth_and_rises_with_latency(strategy) -> None:
+    machine = Machine()
+    costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=40_000, output_bytes=10_000, machine=machine)
+
+    def seconds(bandwidth: float, latency: float) -> float:
+        link = Link(bandwidth, latency)
+        return simulate(strategy, costs, on(4, link), micros=8, steps=2).step_seconds
+
+    by_bandwidth = [seconds(one, 1e-4) for one in (1e6, 1e7, 1e8, 1e9)]
+    by_latency = [seconds(1e8, one) for one in (0.0, 1e-4, 1e-3, 1e-2)]
+    assert by_bandwidth == sorted(by_bandwidth, reverse=True)
+    assert by_latency == sorted(by_latency)
+
+
+@pytest.mark.parametrize("spec", ["data", "ring:async", "ps:asp", "hybrid:replicas=2"])
+def test_the_same_question_has_the_same_answer(spec: str) -> None:
+    costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=40_000, output_bytes=10_000, machine=Machine())
+
+    def run(seed: int) -> list[float]:
+        chance = Stragglers(0.3, 4.0, seed)
+        outcome = simulate(parse(spec), costs, on(4), micros=8, steps=3, stragglers=chance)
+        return [span.start for one in outcome.accounts for span in one.spans]
+
+    assert run(7) == run(7) != run(8)
+
+
+@pytest.mark.parametrize(
+    "spec", ["ring", "ring:async", "ring:slices=2", "ps:asp", "ps:ssp,staleness=1,servers=2"]
+)
+def test_rules_do_what_they_do_on_paper(spec: str) -> None:
+    """The same rules as the engine's, asked in the same way as ``rehearse`` asks them."""
+    strategy, units = parse(spec), Costs.uniform(8, 1.0, 2.0)
+    outcome = simulate(strategy, units, on(4), micros=6, steps=3)
+    if strategy.synchronous:  # a step at a time
+        told = [
+            [str(span.what) for span in one.spans if "wait" not in str(span.what)] for one in outcome.accounts
+        ]
+        expected = rehearse([strategy.rule(outcome.plan, rank, 1) for rank in range(4)], cost(outcome, 8))
+        assert told == [[str(one) for one in line] * 3 for line in expected]
+        return
+    expected = rehearse([strategy.rule(outcome.plan, rank, 3) for rank in range(4)], cost(outcome, 8))
+    told = [[str(span.what) for span in one.spans if span.category != "wait"] for one in outcome.accounts]
+    assert told == [list(map(str, line)) for line in expected]
+
+
+def cost(outcome, blocks):
+    ends = [*outcome.cuts[1:], blocks]
+    width = [end - low for low, end in zip(outcome.cuts, ends, strict=True)]
+    return lambda rank, one: width[one.stage] * {"F": 1.0, "B": 2.0}[one.kind] if one.kind in "FB" else 0.0
+
+
+def test_devices_that_share_a_core_take_turns() -> None:
+    apart = simulate(parse("data"), UNITS, on(4, per_host=4), micros=4)
+    shared = simulate(parse("data"), UNITS, on(4, per_host=4, cores=2), micros=4)
+    assert shared.step_seconds == pytest.approx(2 * apart.step_seconds)
+    three = simulate(parse("data"), UNITS, on(3, per_host=3, cores=2), micros=3)
+    assert [one.seconds["idle"] for one in three.accounts] == pytest.approx([0, 24, 0])
+
+
+def test_a_pipeline_gains_less_from_cores_that_it_leaves_idle() -> None:
+    """While one device waits, the other on its core has it for itself."""
+    shared = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4, cores=2), micros=8)
+    apart = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4), micros=8)
+    assert apart.step_seconds < shared.step_seconds < 2 * apart.step_seconds
+
+
+def test_crowded_cores_are_slower() -> None:
+    crowded = Costs.uniform(1, 1.0, 2.0, machine=Machine(0, 0, 0, 0, 0, 0, crowding=1.5))
+    assert simulate(parse("data"), crowded, on(1, per_host=2, cores=2), micros=2).step_seconds == 6
+    assert simulate(parse("data"), crowded, on(2, per_host=2, cores=2), micros=2).step_seconds == 4.5
+
+
+def test_faster_devices_get_more_shards() -> None:
+    cluster = Cluster((Host(1, speed=3.0), Host(1)), FAST)
+    outcome = simulate(parse("data"), UNITS, cluster, micros=8)
+    assert [len(outcome.plan.computed_by(rank, 0)) for rank in range(2)] == [6, 2]
+    assert outcome.step_seconds == pytest.approx(2 * 8 * 3)
+
+
+def test_devices_of_a_host_share_its_nic() -> None:
+    costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4000)
+    slow = Link(1000.0)
+    alone = simulate(parse("data"), costs, on(4, slow), micros=4)
+    shared = simulate(parse("data"), costs, on(4, slow, per_host=2), micros=4)
+    own = simulate(parse("data"), costs, on(4, Link(1000.0, shared=False), per_host=2), micros=4)
+    assert alone.step_seconds == pytest.approx(2 * 3 * 1.0)  # two rounds, three messages of 1000 bytes each
+    assert shared.step_seconds == pytest.approx(
+        2 * 4 * 1.0
+    )  # of two devices, two messages each leave the host
+    assert 2 * 2 * 1.0 <= own.step_seconds < shared.step_seconds
+
+
+@pytest.mark.parametrize("algorithm", ["ordered", "ring"])
+@pytest.mark.parametrize("link", [Link(1e8, 1e-4), Link(1e10, 1e-6), Link(1e7, 1e-2)], ids=str)
+@pytest.mark.parametrize("size", [2, 5, 16, 40])
+def test_counting_a_sum_is_executing_it(algorithm: str, link: Link, size: int) -> None:
+    costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4 * 40 * 16 * 5 * 100, machine=Machine(step_s=0))
+    found = [
+        simulate(parse("data"), costs, on(size, link), micros=size, all_reduce=algorithm, most_messages=most)
+        for most in (10**9, 0)
+    ]
+    assert found[0].step_seconds == pytest.approx(found[1].step_seconds, rel=0.02)
+    assert found[0].bytes == pytest.approx(found[1].bytes)
+    assert found[0].messages == found[1].messages
+
+
+def test_several_shards_as_one_pay_the_fixed_part_once() -> None:
+    line = Line(2.0, 0.5)
+    costs = Costs((BlockCost("b", line, line),), 4, FREE, joint=3)
+    outcome = simulate(parse("data"), costs, on(1), micros=4)
+    assert outcome.step_seconds == 2 * (2 * 2.0 + 4 * 4 * 0.5)  # groups of 3 and 1; forward and backward
+    assert simulate(parse("ps:asp"), costs, on(2), micros=4, steps=1).step_seconds == 2 * 4 * (2.0 + 2.0)
+
+
+def test_an_outage_stops_one_device_and_who_waits_for_it() -> None:
+    quiet = simulate(parse("pipeline:1f1b"), UNITS, on(4), micros=8)
+    away = simulate(parse("pipeline:1f1b"), UNITS, on(4), micros=8, outages=[Outage(2, 10.0, 100.0)])
+    assert quiet.step_seconds + 80 < away.step_seconds < quiet.step_seconds + 101
+
+
+def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
+    cluster = Cluster((Host(1, speed=0.25), Host(1), Host(1), Host(1)), FAST)
+    progress = {}
+    for mode in ("bsp", "asp", "ssp"):
+        # Even shares: who is slow stays behind.
+        outcome = simulate(
+            parse(f"ps:{mode}"), UNITS, on(4), micros=6, steps=8, outages=[Outage(0, 0.0, 400.0)]
+        )
+        progress[mode] = [len([at for at in one.steps if at <= 400]) for one in outcome.accounts[:3]]
+    assert progress["bsp"] == [0, 1, 1]
+    assert progress["asp"] == [0, 8, 8]
+    assert progress["ssp"] == [0, 4, 4]  # at most 3 ahead of the slowest when they begin
+    assert simulate(parse("ps:asp"), UNITS, cluster, micros=6, steps=2).updates == sorted(
+        simulate(parse("ps:asp"), UNITS, cluster, micros=6, steps=2).updates
+    )
+
+
+def test_memory_is_counted_and_a_model_that_does_not_fit_is_refused() -> None:
+    costs = Costs.uniform(8, weight_bytes=1000, activation_bytes=10)
+    outcome = simulate(parse("pipeline:1f1b"), costs, on(4), micros=8)
+    assert list(outcome.memory) == [2 * 2000 + held * 20 for held in (4, 3, 2, 1)]
+    with pytest.raises(FailedPrecondition, match="needs 15"):
+        simulate(parse("data"), costs, on(4, memory=5000), micros=8)
+
+
+def test_what_cannot_be_simulated_is_named() -> None:
+    with pytest.raises(InvalidArgument, match="all_reduce: 'star' is none"):
+        simulate(parse("data"), UNITS, on(2), micros=2, all_reduce="star")
+    with pytest.raises(InvalidArgument, match="outage"):
+        simulate(parse("data"), UNITS, on(2), micros=2, outages=[Outage(5, 0.0, 1.0)])
+
+
+@pytest.mark.parametrize("spec", ["data", "hybrid:replicas=128", "pipeline:1f1b"])
+def test_a_thousand_devices(spec: str) -> None:
+    costs = Costs.uniform(1024, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
+    micros = 1024 if spec != "pipeline:1f1b" else 8
+    outcome = simulate(parse(spec), costs, on(1024, Link(1e9, 1e-5), per_host=8), micros=micros)
+    assert outcome.devices == len(outcome.memory) == 1024
+    assert 0 < outcome.efficiency < 1
