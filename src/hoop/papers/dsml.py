@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from typing import Any
 
-from hoop.client.cluster import Cluster, connect
-from hoop.config import format_size, parse_size
+from hoop.config import parse_size
+from hoop.papers.chunks import chunked_ring
+from hoop.papers.detection import detection
 from hoop.papers.findings import Findings, rows
-from hoop.papers.lab import Lab, Running, Told, Trained, timed
-from hoop.papers.watching import died, since
+from hoop.papers.lab import Lab, Running, Told, Trained
 from hoop.report.chart import Chart, Line, Lines
 from hoop.report.page import Picture
 
@@ -18,11 +17,6 @@ DEVICES = 3
 VICTIM = 2
 """A device's id; the first is 1."""
 TRAINING: dict[str, Any] = {"batch_size": 512, "shards": 8, "epochs": 40, "evaluate_every": 0}
-RINGED = 4
-"""Devices of the ring that is measured."""
-MOST_S = 4.0
-"""How long a detector that may never notice is watched."""
-NO_LEASE = "600s"
 
 
 def run(lab: Lab) -> Findings:
@@ -32,8 +26,8 @@ def run(lab: Lab) -> Findings:
         f"and so are these; {lab.cores} cores are shared by all of them."
     )
     _restart(lab, found)
-    _chunks(lab, found)  # from here on gRPC is open in this process: no more devices are forked
-    _detection(lab, found)
+    chunked_ring(lab, found)  # from here on gRPC is open in this process: no more devices are forked
+    detection(lab, found)
     return found
 
 
@@ -123,131 +117,3 @@ def _row(name: str, one: Trained) -> dict[str, Any]:
         "weights": one.summary["weights_sha256"][:16],
         "how": "measured",
     }
-
-
-def _chunks(lab: Lab, found: Findings) -> None:
-    """The chunked ring by the size of its chunks, beside the plain one; several in a launch: calls cost little."""
-    count = (1 if lab.quick else 4) << 20
-    chunks = [1 << power for power in ((14, 16, 18, 20) if lab.quick else range(13, 23))]
-    turns = 8
-    lab.say(f"chunked ring: {format_size(4 * count)} on {RINGED} devices, {len(chunks)} sizes of chunks")
-    table: list[dict[str, Any]] = []
-    with lab.cluster(RINGED, memory="128MiB") as address, connect(address) as client:
-        comm = client.communicator(RINGED)
-        buffer = comm.buffer("x", count)
-
-        def ring(**options: Any) -> float:
-            def call() -> None:
-                with comm.group():
-                    for _ in range(turns):
-                        comm.all_reduce(buffer, op="max", **options)
-
-            return 1000 * timed(call, 0.3 if lab.quick else 2.0, least=3) / turns
-
-        plain = ring(algorithm="ring")
-        segment = 4 * count // RINGED
-        for chunk in chunks:
-            ms = ring(algorithm="chunked_ring", chunk_bytes=chunk)
-            messages = 2 * (RINGED - 1) * -(-segment // min(chunk, segment))
-            table.append(
-                {
-                    "chunk": format_size(chunk),
-                    "bytes": chunk,
-                    "messages a device": messages,
-                    "chunked": ms,
-                    "plain": plain,
-                    "how": "measured",
-                }
-            )
-    real = [row for row in table if row["bytes"] < segment]
-    best = min(real, key=lambda row: float(row["chunked"]))
-    worst = max(real, key=lambda row: float(row["chunked"]))
-    chart = Chart(
-        f"All-reduce of {format_size(4 * count)} by size of chunk",
-        [
-            Lines(
-                "time (ms)",
-                [Line("chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table])],
-                rules={"plain ring": plain},
-            )
-        ],
-        x_label="bytes a chunk",
-        x_kind="log",
-        subtitle=f"measured, {RINGED} devices of one host",
-    )
-    found.section(
-        "Chunked against plain ring",
-        f"The same bytes move; chunks decide in how many messages. A segment of this ring is {format_size(segment)}: a "
-        "chunk of that size or more **is** the plain ring, and how far its row is from plain is the noise. Smaller "
-        "chunks let adding overlap with moving, and cost a message each.",
-        rows(table, "Chunked ring by size of chunk", chunked="ms", plain="ms"),
-        Picture("chunks", chart.svg(), "Measured."),
-    )
-    gain = plain / best["chunked"]
-    found.claim(
-        "a chunked ring is better than the plain one",
-        paper="chosen by argument, not measured",
-        ours=f"best at {best['chunk']}: {gain:.2f}x the plain ring's speed; worst at {worst['chunk']}: "
-        f"{plain / worst['chunked']:.2f}x",
-        how="measured",
-        verdict="in part" if gain > 1.05 else "does not hold",
-        why="it depends on the chunk: too small and messages dominate, too large and it is the plain ring",
-    )
-
-
-def _detection(lab: Lab, found: Findings) -> None:
-    """Ways to fail, against the two witnesses: X of Y calls, and a lease that heartbeats renew."""
-    table: list[dict[str, Any]] = []
-
-    def watch(
-        client: Cluster, device: int, number: signal.Signals, detector: str, calls: bool = False
-    ) -> None:
-        harm = "killed" if number == signal.SIGKILL else "stopped"
-        lab.say(f"detection: a device is {harm}; {detector}")
-        seconds, why = _noticed(client, device, number, calls)
-        row = {"a device is": harm, "detector": detector, "noticed after": seconds}
-        table.append(row | {"by": why or f"not within {MOST_S:g} s", "how": "measured"})
-
-    with lab.cluster(4, "16MiB", NO_LEASE) as address, connect(address) as client:
-        watch(client, 4, signal.SIGKILL, "X of Y, nobody calls")
-        watch(client, 3, signal.SIGSTOP, "X of Y, nobody calls")
-        watch(client, 2, signal.SIGSTOP, "X of Y, calls go on", calls=True)
-    with lab.cluster(2, "16MiB", "1.5s") as address, connect(address) as client:
-        watch(client, 2, signal.SIGSTOP, "lease of 1.5 s, nobody calls")
-    _, blind, called, leased = (row["noticed after"] for row in table)
-    found.section(
-        "When is a device dead?",
-        "The paper counts failed calls, X of the last Y (here 3 of 5), and chose that over heartbeats because it is "
-        "easier. A killed process is noticed at once in every case, because its connection breaks. One that is stopped "
-        "keeps its connections: counting calls sees it only if somebody calls, a lease sees it in any case.",
-        rows(table, "Time until a failed device is known", noticed_after="s"),
-    )
-    found.claim(
-        "X failures out of Y calls detect a failed device",
-        paper="stated; heartbeats left out for ease",
-        ours=f"stopped device: {_time(called)} with calls, {_time(blind)} without; lease {_time(leased)}",
-        how="measured",
-        verdict="in part" if blind is None else "holds",
-        why="it is blind where nobody calls: a device that hangs between calls is found by the next job, not before",
-    )
-
-
-def _time(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.2f} s"
-
-
-def _noticed(client: Cluster, device: int, number: signal.Signals, calls: bool) -> tuple[float | None, str]:
-    """Seconds until the coordinator knows, and what told it; None: it did not, while it was watched."""
-    comm = client.communicator([1, device])
-    buffer = comm.buffer(f"x{device}", 1000)
-    comm.all_reduce(buffer)
-    pid, after = comm.devices[1].info.pid, since(client)
-
-    def call() -> None:
-        comm.all_reduce(buffer, timeout=1.0)
-
-    try:
-        return died(client, device, after, lambda: os.kill(pid, number), call if calls else None, MOST_S)
-    finally:
-        if number == signal.SIGSTOP:
-            os.kill(pid, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What the simulator says of a study's job: costs measured here on one core, the plans of the engine, other machines."""
+"""What the simulator says of a study's job: costs measured on one core here, the engine's plans, other machines."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def curve(
         found[name] = []
         for count in nodes:
             try:
-                outcome = simulate(parse(spec), costs, Cluster.even(count, link=link), micros=micros, trace=False)
+                outcome = simulate(
+                    parse(spec), costs, Cluster.even(count, link=link), micros=micros, trace=False
+                )
             except UserError:
                 found[name].append(None)
             else:
@@ -87,7 +89,7 @@ def curve(
 
 
 def all_reduce_seconds(count: int, devices: int, algorithm: str, link: Link) -> float:
-    """One all-reduce of so many float32, a host a device: a step of data parallel in which nothing else costs anything."""
+    """One all-reduce of so many float32, a host a device: a step of data parallel in which nothing else costs time."""
     costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4 * count, machine=Machine(instruction_s=0.0, step_s=0.0))
     cluster = Cluster.even(devices, link=link)
     outcome = simulate(

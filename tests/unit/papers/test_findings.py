@@ -13,8 +13,8 @@ from hoop.data.mnist import mnist
 from hoop.errors import NotFound
 from hoop.papers.catalog import STUDIES, study_named
 from hoop.papers.findings import Findings, How, Verdict, rows, stored_claims
-from hoop.papers.mnist_pipeline import listing_3
 from hoop.papers.parts import part_of
+from hoop.papers.ring_or_naive import listing_3
 from hoop.papers.summary import summary
 
 ROOT = Path(__file__).resolve().parents[3]
