@@ -80,12 +80,19 @@ def _run(
     from hoop.papers.lab import Lab
 
     began = time.monotonic()
-    found = study.run(Lab(quick, accelerator, mpirun, view.say, view.note))
+    lab = Lab(quick, accelerator, mpirun, view.say, view.note)
+    found = study.run(lab)
+    if lab.busy:
+        found.limits.insert(
+            0,
+            f"**The machine was busy** with other work (load average {lab.load:.1f} on {lab.cores} cores when this "
+            "began): times are shown, and decide nothing that depends on a few per cent.",
+        )
     said = (["--quick"] if quick else []) + ([f"--accelerator {accelerator}"] if accelerator != "cpu" else [])
     facts = {
         "command": " ".join(["hoop reproduce", study.name, *said]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": _machine(accelerator),
+        "machine": f"{_machine(accelerator)}, load average {lab.load:.1f} before",
         "took": f"{time.monotonic() - began:.0f} s",
     }
     page = found.page(f"{study.name}: the paper's figures beside ours", _lead(study, quick), facts)
@@ -106,9 +113,8 @@ def _machine(accelerator: str) -> str:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     graphics = f", {torch.cuda.get_device_name()}" if accelerator == "cuda" else ""
-    load = f", load average {os.getloadavg()[0]:.1f} at the end"
     system = f"{platform.system()} {platform.machine()}, {cores} cores{graphics}"
-    return f"{system}, Python {platform.python_version()}, torch {torch.__version__}{load}"
+    return f"{system}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def _each(names: list[str]) -> None:

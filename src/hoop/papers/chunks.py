@@ -81,7 +81,7 @@ def chunked_ring(lab: Lab, found: Findings) -> None:
         ours=f"best at {best['chunk']}: {gain:.2f}x the plain ring's speed; worst at {worst['chunk']}: "
         f"{plain / worst['chunked']:.2f}x",
         how="measured",
-        verdict="in part" if gain > 1.05 else "does not hold",
+        verdict=lab.timed("in part" if gain > 1.05 else "does not hold"),
         why="it depends on the chunk: too small and messages dominate, too large and it is the plain ring",
     )
 

@@ -60,6 +60,11 @@ class Findings:
         return Table([Column(name) for name in _COLUMNS], rows, CLAIMS)
 
 
+def graded(value: float, good: float, fair: float) -> Verdict:
+    """Of a figure that should be large."""
+    return "holds" if value >= good else "in part" if value >= fair else "does not hold"
+
+
 def rows(found: Sequence[Mapping[str, Any]], title: str, **units: str) -> Table:
     """A table of rows by name, its columns those of the first row; ``units`` by column, ``_`` for a space."""
     names = list(found[0]) if found else []

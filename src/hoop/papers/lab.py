@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hoop.config import parse_size
 from hoop.errors import InternalError
+from hoop.papers.findings import Verdict
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
@@ -111,10 +112,21 @@ class Lab:
     """A line that stays: what is being done now."""
     note: Callable[[str], None] = lambda text: None
     """A line that is written over: how far it is."""
+    load: float = field(default_factory=lambda: os.getloadavg()[0])
+    """How many processes ran here in the minute before: others', which every time that is measured has in it."""
 
     @property
     def cores(self) -> int:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether others compute here: then times are reported, and decide nothing."""
+        return self.load > 0.5 * self.cores
+
+    def timed(self, verdict: Verdict) -> Verdict:
+        """A verdict that rests on times: none, where others compute here too."""
+        return "not shown" if self.busy else verdict
 
     def train(
         self,

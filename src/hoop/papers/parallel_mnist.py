@@ -10,7 +10,7 @@ from hoop.data.catalog import load
 from hoop.data.dataset import Splits
 from hoop.engine.recipes import softmax
 from hoop.papers.by_hand import ByHand, alone, laid_out, under_mpi
-from hoop.papers.findings import Findings, rows
+from hoop.papers.findings import Findings, graded, rows
 from hoop.papers.lab import Lab, Trained
 from hoop.papers.parts import part_of
 from hoop.papers.predicted import ETHERNET, INFINIBAND, costs_of, curve
@@ -172,7 +172,7 @@ def _speed(lab: Lab, found: Findings, table: list[Row], nodes: list[int]) -> Non
             paper="near-linear to 4 nodes",
             ours=f"{name}: {up:.2f}x on {at} nodes, {largest} pixels",
             how="measured",
-            verdict="holds" if up > 0.8 * at else "in part" if up > 0.6 * at else "does not hold",
+            verdict=lab.timed(graded(up / at, 0.8, 0.6)),
             why=f"cores of one machine share its memory; more than {lab.cores} nodes cannot be shown here",
         )
     if lab.accelerator != "cpu":

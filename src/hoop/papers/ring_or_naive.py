@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hoop.client.cluster import connect
 from hoop.collectives.catalog import Operation
 from hoop.collectives.plan import Send
-from hoop.papers.findings import Findings, rows
+from hoop.papers.findings import Findings, graded, rows
 from hoop.papers.lab import Lab, timed
 from hoop.papers.predicted import ETHERNET, all_reduce_seconds
 from hoop.papers.ways import WAYS, Ways
@@ -137,7 +137,7 @@ def _measured(lab: Lab, found: Findings) -> None:
         paper="83 ms to 8 ms",
         ours=f"{at['listed']:.1f} ms to {at['ring']:.1f} ms, {less:.0%} less ({DEVICES} devices)",
         how="measured",
-        verdict="holds" if less >= 0.85 else "in part" if less >= 0.5 else "does not hold",
+        verdict=graded(less, 0.8, 0.5),
         why=f"not the ring's doing alone: the same naive work done at once takes {at['relay']:.1f} ms, and a ring "
         f"whose every round goes through the coordinator {at['stepped']:.1f} ms",
     )

@@ -37,7 +37,7 @@ def run(lab: Lab) -> Findings:
         for count in nodes
     }
     _made(found, runs, nodes)
-    _idle(found, runs, nodes)
+    _idle(lab, found, runs, nodes)
     _progress(found, runs, nodes[-1])
     _scaling(lab, found, runs, nodes)
     _simulated(lab, found)
@@ -115,7 +115,7 @@ def _made(found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     )
 
 
-def _idle(found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
+def _idle(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     groups = [f"{count} nodes" for count in nodes]
     values = {name: [100 * _idle_of(name, runs[name, count]) for count in nodes] for name in STRATEGIES}
     chart = Chart(
@@ -131,7 +131,7 @@ def _idle(found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
         paper="aim",
         ours=f"ring {ring:.0f} %, asynchronous {quick:.0f} %, BSP {server:.0f} % ({most} nodes)",
         how="measured",
-        verdict="holds" if ring < server else "in part" if quick < server else "does not hold",
+        verdict=lab.timed("holds" if ring < server else "in part" if quick < server else "does not hold"),
         why="a flush a step leaves a bubble of (p-1)/m in the ring; a worker of BSP waits for the server instead",
     )
 
