@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -53,7 +56,40 @@ def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
     with (tmp_path / "report-1.csv").open() as file:
         assert [row["claim"] for row in csv.DictReader(file)] == [row["claim"] for row in tables["Claims"]]
     html = (tmp_path / "report.html").read_text()
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 3
     assert not re.search(r"(src|href)=\"http", html), "it must need nothing else"
     assert "measured" in (tmp_path / "report.md").read_text()
     assert "784 pixels" in answer.stderr, "no progress was shown"
+
+
+GROWING = """
+import dataclasses, json
+from hoop.papers.chain import SGD, chain
+from hoop.papers.lab import Lab
+from hoop.papers.largest import largest
+
+best = largest(
+    Lab(), lambda size: chain(size, 3, 64), 32, 16, halvings=2,
+    devices=2, strategy="data", memory="2MiB", **SGD | {"batch_size": 32},
+)
+print(json.dumps(dataclasses.asdict(best)))
+"""
+
+
+def test_the_largest_model_is_found_by_training_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWING],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)
+    width = best["size"]
+    assert width > 32, "nothing has grown"
+    assert width % 16 == 0
+    assert best["parameters"] == 784 * width + width + width * width + width + 10 * width + 10
+    assert 0 < best["memory"] <= 2 << 20
+    assert "2 MiB" in best["refusal"] or "arena" in best["refusal"]

@@ -22,6 +22,9 @@ hoop reproduce hybrid --accelerator cuda
 hoop reproduce all
 ```
 
+A report is a folder, `runs/papers/NAME` unless `--out` says otherwise: `report.html`, one page that needs nothing else,
+the same as `report.md`, every table as `report-N.csv` and all of them in `report.json`, every plot as SVG.
+
 - **measured**: real devices, real processes, real kills, on the machine that is named. **simulated**: the same plans in
   virtual time, with costs that were measured.
 - **holds**, **in part**, **does not hold**: of the claim, here. **not shown**: this run could not decide it, and says

@@ -14,8 +14,10 @@ from hoop.errors import NotFound
 from hoop.papers.catalog import STUDIES, study_named
 from hoop.papers.findings import Findings, How, Verdict, rows, stored_claims
 from hoop.papers.parts import part_of
+from hoop.papers.predicted import all_reduce_seconds
 from hoop.papers.ring_or_naive import listing_3
 from hoop.papers.summary import summary
+from hoop.simulate.cluster import Link
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = ROOT / "docs" / "papers"
@@ -56,6 +58,14 @@ def test_a_part_holds_the_first_samples() -> None:
         part.train.batch(some, epoch=0, seed=0), whole.train.batch(some, epoch=0, seed=0), strict=True
     ):
         assert (one == other).all()
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_ring_s_hops_follow_one_another(devices: int) -> None:
+    """Of next to nothing, an all-reduce takes its rounds' latencies: 2(n-1) of the ring, 2 of the naive way."""
+    link = Link(bandwidth=1e12, latency=1.0)
+    assert all_reduce_seconds(devices, devices, "ring", link) == pytest.approx(2 * (devices - 1), rel=0.01)
+    assert all_reduce_seconds(devices, devices, "naive", link) == pytest.approx(2, rel=0.01)
 
 
 def test_a_study_that_is_none_is_named() -> None:
