@@ -86,7 +86,7 @@ def _run(
         found.limits.insert(
             0,
             f"**The machine was busy** with other work (load average {lab.load:.1f} on {lab.cores} cores when this "
-            "began): times are shown and decide nothing; simulated figures rest on costs that were measured then, too high.",
+            "began): times are shown and decide nothing; simulated figures rest on costs that were measured then.",
         )
     said = (["--quick"] if quick else []) + ([f"--accelerator {accelerator}"] if accelerator != "cpu" else [])
     facts = {
