@@ -38,7 +38,7 @@ TABLE = """
     engine          root memory transport collectives membership models data plan strategies
     simulate        root plan strategies collectives
     report          root plan
-    launch          root memory wire membership client servers data engine simulate report
+    launch          root memory wire membership client servers data strategies engine simulate report
     torch_backend   root memory transport collectives
     bench           root memory transport collectives
     hoop            root client strategies data engine launch

@@ -12,7 +12,21 @@ from typing import Annotated
 import typer
 
 from hoop import __version__
-from hoop.cli import bench, coordinator, device, evaluate, events, export, reproduce, status, train, up
+from hoop.cli import (
+    bench,
+    calibrate,
+    coordinator,
+    device,
+    evaluate,
+    events,
+    export,
+    plan,
+    reproduce,
+    simulate,
+    status,
+    train,
+    up,
+)
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -32,6 +46,9 @@ app.command()(device.device)
 app.command()(status.status)
 app.command()(events.events)
 app.command()(bench.bench)
+app.command()(calibrate.calibrate)
+app.command()(simulate.simulate)
+app.command()(plan.plan)
 app.command()(reproduce.reproduce)
 
 

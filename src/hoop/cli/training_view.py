@@ -168,6 +168,12 @@ class View(PlainView):
         moved = result.get("shards_moved")
         rebalanced = f"; shards followed the devices' speed {moved} times" if moved else ""
         typer.echo(f"  moved {format_size(result['bytes_sent'])} between devices{rebalanced}")
+        if result.get("prediction_error") is not None:
+            error = result["prediction_error"]
+            typer.echo(
+                f"  a step took {1e3 * result['step_seconds']:.2f} ms (median); the simulator predicted "
+                f"{1e3 * result['predicted_step_seconds']:.2f} ms: {abs(error):.0%} {'more' if error > 0 else 'less'}"
+            )
         typer.echo(f"  weights sha256 {result['weights_sha256']}")
         if out is not None:
             again = f"; go on: hoop train --resume --out {out}" if result["stopped"] else ""

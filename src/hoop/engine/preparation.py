@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
 from hoop.engine.job import Job, blocks_of
+from hoop.engine.pricing import priced
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
 from hoop.engine.roles import check_role, role_of
@@ -28,6 +30,7 @@ from hoop.plan.plan import Plan
 from hoop.strategies.catalog import every, parse
 from hoop.strategies.fitting import advice, fit, fitting
 from hoop.strategies.strategy import Strategy
+from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Ready:
     plan: Plan
     worker: Worker
     role: Role
+    priced: dict[str, Any] | None = None
+    """What a step costs, for whoever predicts it; at the rank that reports."""
 
     @property
     def parameters(self) -> int:
@@ -81,7 +86,26 @@ def prepare(world: World, settings: Settings, job: Job, data: Splits, vectors: V
     bounds = _bounds(world, settings, strategy, costs, plan, blocks)
     worker = Worker(world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors)
     role = role_of(worker, strategy, blocks, data.train, vectors)
-    return Ready(model, costs, bounds, strategy, plan, worker, role)
+    told = _priced(world, settings, job, data, costs, blocks, worker) if role.reports else None
+    return Ready(model, costs, bounds, strategy, plan, worker, role, told)
+
+
+def _priced(
+    world: World,
+    settings: Settings,
+    job: Job,
+    data: Splits,
+    costs: list[Block],
+    blocks: list[nn.Module],
+    worker: Worker,
+) -> dict[str, Any]:
+    endpoint = world.communicator.endpoint
+    apart = not isinstance(endpoint, SharedEndpoint)
+    hosts = endpoint.hosts if isinstance(endpoint, SpanningEndpoint) else range(world.size)
+    rows = -(-settings.batch_size // settings.micros)
+    joint = min(worker.joint_most, -(-settings.micros // max(1, len(worker.plan.holders[0]))))
+    found = priced(costs, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
+    return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 
 def _agree(world: World, settings: Settings, model: nn.Module, data: Splits) -> None:
@@ -104,7 +128,9 @@ def _agree(world: World, settings: Settings, model: nn.Module, data: Splits) -> 
 
 def _shared(world: World, settings: Settings, costs: list[Block]) -> list[Block]:
     """Rank 0's measurements at every rank, so that all cut alike."""
-    numbers = np.array([[one.seconds, one.activation_bytes, one.output_bytes] for one in costs]).reshape(-1)
+    numbers = np.array(
+        [[one.seconds, one.activation_bytes, one.output_bytes, one.forward_seconds or 0.0] for one in costs]
+    ).reshape(-1)
     operation = Operation("broadcast", numbers.size, dtype("float64"), root=0)
     world.communicator.run(operation, numbers, numbers, settings.timeout_s)
     return [
@@ -116,8 +142,9 @@ def _shared(world: World, settings: Settings, costs: list[Block]) -> list[Block]
             int(activation),
             int(output),
             one.gradient_bytes,
+            float(forward),
         )
-        for one, (seconds, activation, output) in zip(costs, numbers.reshape(-1, 3), strict=True)
+        for one, (seconds, activation, output, forward) in zip(costs, numbers.reshape(-1, 4), strict=True)
     ]
 
 

@@ -1,14 +1,19 @@
-"""What each block costs on this machine: time, activations, and what it hands on; for cut and memory check."""
+"""What each block costs on this machine: time, activations, and what it hands on; for cut, memory check and prediction.
+
+Time is that of the calling thread where a device computes on one: devices that profile at once on the same core do not
+count each other's.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Batch
+from hoop.engine.chain import ChainStage, layers_of
 from hoop.engine.optimizer import OptimizerSettings
 from hoop.engine.weights import Layout
 from hoop.plan.partition import Block
@@ -20,9 +25,15 @@ def profile(
     """Every block's forward and backward on one micro-batch, the quickest of a few; nothing of the model changes."""
     found = []
     inputs = batch[0]
+    chain = layers_of(blocks) is not None
     for index, block in enumerate(blocks):
         before = [buffer.clone() for buffer in block.buffers()]
-        seconds, kept, outputs = _measure(block, inputs, repeats if index else repeats + 1)
+        forward, backward, kept, outputs = _measure(
+            block, inputs, repeats if index else repeats + 1, index > 0
+        )
+        layers = layers_of([block]) if chain else None
+        if layers is not None:  # computed by hand, as the worker will
+            forward, backward = _by_hand(ChainStage(layers), block, inputs, repeats, index > 0)
         with torch.no_grad():
             for buffer, was in zip(block.buffers(), before, strict=True):
                 buffer.copy_(was)
@@ -30,21 +41,29 @@ def profile(
         found.append(
             Block(
                 name=f"{index} ({type(block).__name__})",
-                seconds=seconds,
+                seconds=forward + backward,
                 weight_bytes=4 * layout.state,
                 optimizer_bytes=4 * optimizer.slots * layout.trained,
                 activation_bytes=kept,
                 output_bytes=outputs.numel() * outputs.element_size(),
                 gradient_bytes=4 * layout.total,
+                forward_seconds=forward,
             )
         )
         inputs = outputs
     return found
 
 
-def _measure(block: nn.Module, inputs: Tensor, repeats: int) -> tuple[float, int, Tensor]:
+def timer() -> Callable[[], float]:
+    """A clock of what this thread computes; of what passes, where PyTorch has several threads."""
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _measure(
+    block: nn.Module, inputs: Tensor, repeats: int, wants_input: bool
+) -> tuple[float, float, int, Tensor]:
     own = {one.data_ptr() for one in block.parameters()}
-    best, kept = float("inf"), 0
+    now, forward, backward, kept = timer(), float("inf"), float("inf"), 0
     outputs = inputs
     for _ in range(repeats):
         saved: dict[int, int] = {}
@@ -55,18 +74,35 @@ def _measure(block: nn.Module, inputs: Tensor, repeats: int) -> tuple[float, int
             return tensor
 
         given = inputs.detach()
-        if given.is_floating_point():
+        if wants_input and given.is_floating_point():
             given.requires_grad_()
-        started = time.perf_counter()
+        started = now()
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
             outputs = block(given)
+        half = now()
         wanted = [one for one in (*block.parameters(), given) if one.requires_grad]
         if outputs.requires_grad and wanted:
             torch.autograd.grad(outputs.sum(), wanted, allow_unused=True)
-        best = min(best, time.perf_counter() - started)
+        forward, backward = min(forward, half - started), min(backward, now() - half)
         kept = sum(saved.values()) + outputs.numel() * outputs.element_size()
-    return best, kept, outputs.detach()
+    return forward, backward, kept, outputs.detach()
+
+
+def _by_hand(
+    stage: ChainStage, block: nn.Module, inputs: Tensor, repeats: int, wants_input: bool
+) -> tuple[float, float]:
+    now, forward, backward = timer(), float("inf"), float("inf")
+    into = [torch.empty_like(one) for one in block.parameters()]
+    for _ in range(repeats):
+        started = now()
+        outputs = stage.forward(0, inputs, 0)
+        half = now()
+        gradient = torch.ones_like(outputs)
+        begun = now()
+        stage.backward(0, gradient, into, wants_input)
+        forward, backward = min(forward, half - started), min(backward, now() - begun)
+    return forward, backward

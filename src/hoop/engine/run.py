@@ -90,6 +90,7 @@ class Run:
                     "samples": self._order.length,
                     "parameters": self._ready.parameters,
                     "stages": self._ready.describe(),
+                    "costs": self._ready.priced,
                     "seconds": time.perf_counter() - self._started,
                 }
             )

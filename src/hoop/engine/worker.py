@@ -93,11 +93,11 @@ class Worker:
         self.updated, self.last_scale = -1, 1.0
         """Steps up to the last update, and what its gradient was multiplied by."""
         self._joint: Joint | None = None
-        self._joint_most = 1
+        self.joint_most = 1
         if plan.stages == 1 and self._objective.by_hand is not None:
             whole = self.held.get(0)
-            self._joint_most = joinable(world, whole, rows, settings.timeout_s)
-            if self._joint_most > 1 and whole is not None:
+            self.joint_most = joinable(world, whole, rows, settings.timeout_s)
+            if self.joint_most > 1 and whole is not None:
                 self._joint = Joint(self.feed, whole, self.clock, rows)
         self.plan = plan
         self.follow(plan)
@@ -155,7 +155,7 @@ class Worker:
                 group = self.world.communicator if whole else self.world.group(ranks)
                 self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
             holdings = None
-        most = self._joint_most if self._joint is not None else 1
+        most = self.joint_most if self._joint is not None else 1
         self._program = list(grouped(plan.ranks[self.rank], most))
         grads = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
         self._final_gradient = grads[-1] if grads else None

@@ -26,6 +26,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.snapshot import MOMENT, unpacked
 from hoop.errors import FailedPrecondition, HoopError, InternalError, PeerError
 from hoop.files import write_bytes
+from hoop.launch.predicting import Prediction
 from hoop.launch.recording import Recording
 from hoop.topology import DeviceInfo
 from hoop.wire.convert import device_info
@@ -53,6 +54,7 @@ class Conducting:
         self._evaluated: Told = {}
         self._steps = 0
         self._moves = 0
+        self._prediction = Prediction(settings)
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -113,6 +115,7 @@ class Conducting:
 
     def _note(self, event: JobEvent) -> None:
         told = event.told
+        self._prediction.note(event.kind, told)
         match event.kind:
             case "started":
                 self._last = told
@@ -209,6 +212,7 @@ class Conducting:
             "shards_moved": self._moves,
             "stopped": any(one["stopped"] for one in accounts),
             "start_seconds": self._last.get("seconds"),
+            **self._prediction.result(),
         }
 
 

@@ -53,6 +53,7 @@ def _table(runs: Runs) -> list[Row]:
             "": name,
             "nodes": count,
             "step": 1000 * one.step,
+            "predicted": _ms(one.summary.get("predicted_step_seconds")),
             "idle": 100 * _idle_of(name, one),
             "idle of each": " ".join(f"{100 * share['idle']:.0f}" for share in one.summary["shares"]),
             "sent a step": one.summary["bytes_sent"] / one.summary["steps"] / 1e6,
@@ -61,6 +62,10 @@ def _table(runs: Runs) -> list[Row]:
         }
         for (name, count), one in runs.items()
     ]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _idle_of(name: str, one: Trained) -> float:
@@ -80,6 +85,7 @@ def _made(found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
             table,
             "Strategies by number of nodes",
             step="ms",
+            predicted="ms",
             idle="%",
             idle_of_each="%",
             sent_a_step="MB",
@@ -231,6 +237,7 @@ def _simulated(lab: Lab, found: Findings) -> None:
             figures(curves, nodes),
             "Simulated strategies by number of nodes",
             step="ms",
+            predicted="ms",
             idle="%",
             sent_a_step="MB",
         ),

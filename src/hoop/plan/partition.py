@@ -32,6 +32,8 @@ class Block:
     """What it hands on of one micro-batch."""
     gradient_bytes: int | None = None
     """None: as many as the weights have."""
+    forward_seconds: float | None = None
+    """Of the seconds, the forward's; None: nobody measured it apart."""
 
     @property
     def state_bytes(self) -> int:

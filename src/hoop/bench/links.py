@@ -1,0 +1,107 @@
+"""What a message and a meeting cost between two processes of this machine, and what cores cost each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from hoop.collectives.measure import measure
+from hoop.errors import PeerLost
+from hoop.topology import Address
+from hoop.transport import open_transport
+from hoop.transport.base import SharedEndpoint
+
+TIMEOUT_S = 30.0
+MEETINGS = 200
+
+
+def link_seconds(kind: str = "shm") -> dict[str, float]:
+    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between two processes."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind)) for rank in range(2)]  # type: ignore[misc]
+    try:
+        files = []
+        for ours, theirs in pairs:
+            theirs.close()
+            ours.settimeout(TIMEOUT_S)
+            files.append(ours.makefile("rw"))
+        addresses = [file.readline().strip() for file in files]
+        for file in files:
+            file.write(json.dumps(addresses) + "\n")
+            file.flush()
+        answer = files[0].readline()
+        if not answer:
+            raise PeerLost(f"{kind}: a process that measured its links ended without an answer")
+        found: dict[str, float] = json.loads(answer)
+        return found
+    finally:
+        for ours, _ in pairs:
+            ours.shutdown(socket.SHUT_RDWR)  # heard although the other child has this end too
+            ours.close()
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _rank(line: socket.socket, rank: int, kind: str) -> None:
+    line.settimeout(TIMEOUT_S)
+    file = line.makefile("rw")
+    with open_transport(f"{kind}://127.0.0.1:0") as transport:
+        file.write(f"{transport.address}\n")
+        file.flush()
+        peers = [Address.parse(one) for one in json.loads(file.readline())]
+        endpoint = transport.endpoint(1, 1, rank, peers)
+        deadline = time.monotonic() + TIMEOUT_S
+        cost = measure(endpoint, deadline)
+        found = {"message_s": cost.message_s / 2, "byte_s": cost.byte_s}  # half for each end
+        if isinstance(endpoint, SharedEndpoint):
+            endpoint.meet(deadline)
+            started = time.perf_counter()
+            for _ in range(MEETINGS):
+                endpoint.meet(deadline)
+            found["meeting_s"] = (time.perf_counter() - started) / MEETINGS
+        file.write(json.dumps(found) + "\n")
+        file.flush()
+        file.readline()  # until the other one is done as well: the runner hangs up
+        endpoint.close()
+
+
+def crowding(work: Callable[[], float], cores: int) -> float:
+    """How many times longer work takes when all cores do it at once; ``work`` returns its own seconds."""
+    alone = min(_together(work, 1))
+    return max(1.0, sorted(_together(work, cores))[cores // 2] / alone) if cores > 1 and alone else 1.0
+
+
+def _together(work: Callable[[], float], count: int) -> list[float]:
+    pipes = [os.pipe() for _ in range(count)]
+    children = []
+    for core, (_, writer) in enumerate(pipes):
+
+        def run(core: int = core, writer: int = writer) -> None:
+            if hasattr(os, "sched_setaffinity"):
+                usable = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {usable[core % len(usable)]})
+            os.write(writer, repr(work()).encode())
+
+        children.append(_forked(run))
+    found = []
+    for (reader, writer), child in zip(pipes, children, strict=True):
+        os.close(writer)
+        found.append(float(os.read(reader, 64) or b"nan"))
+        os.close(reader)
+        os.waitpid(child, 0)
+    return found
+
+
+def _forked(run: Callable[[], None]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            code = 0
+        finally:
+            os._exit(code)
+    return child

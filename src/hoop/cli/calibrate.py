@@ -1,0 +1,60 @@
+"""``hoop calibrate``: what a job's blocks and this machine's links cost, in a file for the simulator."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.config import format_size
+from hoop.files import write_text
+
+
+def calibrate(
+    job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
+    out: Annotated[Path, typer.Option(help="Where the file is written.")] = Path("calibration.json"),
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
+    shards: Annotated[int | None, typer.Option(min=1, help="Parts of a batch.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Measure what a job costs here, for [bold]hoop simulate[/bold] and [bold]hoop plan[/bold].
+
+    Every block's forward and backward on one core, at two sizes; loading, update, copying, adding; a message and a
+    meeting between two processes; what cores at work cost each other. Takes seconds; leave the machine alone meanwhile.
+    """
+    # Before PyTorch is loaded: one thread computes.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from hoop.bench.links import crowding, link_seconds
+    from hoop.launch.calibrating import calibrated
+    from hoop.launch.named import job_named, resolved
+    from hoop.simulate.costs import Machine
+
+    typer.echo("measuring links …", err=True)
+    links = link_seconds("shm")
+    usual = Machine()
+    machine = Machine(message_s=links["message_s"], meeting_s=links.get("meeting_s", usual.meeting_s))
+    typer.echo(f"loading {job} and measuring its blocks …", err=True)
+    found = job_named(resolved(job), load=False)
+    changes = {"batch_size": batch_size, "shards": shards}
+    settings = (
+        found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
+    )
+    costs = calibrated(found, settings, machine, crowding)
+    write_text(out, costs.to_json())
+    if json:
+        typer.echo(costs.to_json())
+        return
+    rows = costs.rows
+    for index, one in enumerate(costs.blocks):
+        typer.echo(
+            f"block {index:>3} {one.name:<16} forward {1e3 * one.forward.at(rows):8.3f} ms  "
+            f"backward {1e3 * one.backward.at(rows):8.3f} ms  weights {format_size(one.weight_bytes)}"
+        )
+    typer.echo(
+        f"{rows} samples a micro-batch; a message {1e6 * costs.machine.message_s:.0f} us for each end, "
+        f"copying {1e-9 / costs.machine.copy_s:.1f} GB/s, all cores at once {costs.machine.crowding:.2f}x as long"
+    )
+    typer.echo(f"written to {out}; try: hoop simulate {job} --costs {out} --devices 16")

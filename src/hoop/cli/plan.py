@@ -1,0 +1,100 @@
+"""``hoop plan``: which strategy suits a job on a cluster."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hoop.cli import options
+from hoop.report.tables import Column, Table
+
+if TYPE_CHECKING:
+    from hoop.simulate.search import Candidate
+
+MIB = 1024 * 1024
+
+
+def plan(
+    job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
+    cluster: Annotated[Path | None, typer.Option(help="The cluster, in TOML (docs/simulator.md).")] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", "-n", min=1, help="Without --cluster: devices of one host.")
+    ] = 4,
+    cores: Annotated[int | None, typer.Option(min=1, help="Without --cluster: that host's cores.")] = None,
+    costs: Annotated[Path | None, typer.Option(help="What hoop calibrate wrote.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
+    failures: Annotated[
+        float,
+        typer.Option(min=0, help="Losses an hour and device; they cost pauses, or steps since a checkpoint."),
+    ] = 0.0,
+    top: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 12,
+    json: options.Json = False,
+) -> None:
+    """Search strategies, meshes, micro-batches and schedules for a cluster, and rank them by predicted step time.
+
+    Each is simulated with the engine's own plans; for each that loses, why. Asynchronous ones are marked: their
+    weights are stale, and a step of theirs may be worth less.
+    """
+    from hoop.engine.slots import room_for
+    from hoop.launch.simulated import costs_of, sizes
+    from hoop.simulate.cluster import Cluster, read_cluster
+    from hoop.simulate.failures import Failures
+    from hoop.simulate.search import search
+
+    where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
+    priced = costs_of(job, costs)
+    batch, _ = sizes(priced, batch_size, None, where.size)
+    room = room_for(False)
+    tried = 0
+
+    def progress(text: str) -> None:
+        nonlocal tried
+        tried += 1
+        if tried % 10 == 1:
+            typer.echo(f"trying {text} …", err=True)
+
+    found = search(priced, where, batch, Failures(an_hour=failures) if failures else None, room, progress)
+    if json:
+        rows = [one.to_dict() for one in found]
+        typer.echo(
+            json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows})
+        )
+        return
+    running = [one for one in found if one.outcome is not None]
+    typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
+    typer.echo(_table(running[:top]).markdown())
+    others = [one for one in found if one.outcome is None]
+    for spec, why in {one.strategy.spec: one.why for one in others}.items():
+        typer.echo(f"cannot run: {spec}: {why}")
+    typer.echo(f"costs: {priced.source}")
+    best = next((one for one in running if one.strategy.synchronous), None)
+    if best is not None and best.outcome is not None:
+        cuts = ",".join(map(str, best.outcome.cuts[1:]))
+        cut = f" --set cut=[{cuts}]" if cuts else ""
+        typer.echo(
+            f"the fastest that is exactly SGD: hoop train {job} --devices {where.size} --strategy {best.strategy.spec} "
+            f"--shards {best.micros}{cut}"
+        )
+
+
+def _table(found: list[Candidate]) -> Table:
+    columns = [
+        Column("strategy"),
+        Column("shards"),
+        Column("step", "ms"),
+        Column("memory", "MiB a device"),
+        Column("goodput", "%", digits=1),
+        Column("why"),
+    ]
+    rows = []
+    for one in found:
+        assert one.outcome is not None
+        useful = one.among_failures.useful if one.among_failures else 1.0
+        memory = one.outcome.peak_memory / MIB
+        rows.append(
+            [one.strategy.spec, one.micros, 1e3 * one.outcome.step_seconds, memory, 100 * useful, one.why]
+        )
+    return Table(columns, rows)

@@ -1,0 +1,86 @@
+"""A job's costs on this machine, for the simulator: every block at two sizes of micro-batch, and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hoop.engine.job import Job, blocks_of
+from hoop.engine.pricing import cores, priced
+from hoop.engine.profile import profile
+from hoop.engine.settings import Settings
+from hoop.launch.predicting import Told, costs_told
+from hoop.launch.user_code import blaming
+from hoop.simulate.costs import Costs, Line, Machine
+
+JOINT = 4
+REPEATS = 5
+
+
+def calibrated(
+    job: Job,
+    settings: Settings,
+    machine: Machine,
+    crowding: Callable[[Callable[[], float], int], float] | None = None,
+) -> Costs:
+    """Measured in this process, on one thread; ``crowding`` measures what cores at work cost each other."""
+    torch.set_num_threads(1)
+    rows = -(-settings.batch_size // settings.micros)
+    with blaming(f"measuring {settings.job}"):
+        low, high = (_told(job, settings, size) for size in (max(1, rows // 4), rows))
+    costs = costs_told(high, machine)
+    if crowding is not None:
+        machine = dataclasses.replace(
+            costs.machine,
+            crowding=crowding(
+                lambda: sum(one["forward_s"] for one in _told(job, settings, rows)["blocks"]), cores()
+            ),
+        )
+        costs = dataclasses.replace(costs, machine=machine)
+    if low["rows"] < high["rows"]:
+        costs = dataclasses.replace(
+            costs,
+            blocks=tuple(
+                dataclasses.replace(
+                    cost,
+                    forward=_through(low, high, index, "forward_s"),
+                    backward=_through(low, high, index, "backward_s"),
+                )
+                for index, cost in enumerate(costs.blocks)
+            ),
+        )
+    return dataclasses.replace(costs, source="measured", about=_about(settings))
+
+
+def _told(job: Job, settings: Settings, rows: int) -> Told:
+    data = job.data().train
+    blocks = blocks_of(job.model(settings.seed))
+    rows = min(rows, len(data))
+    batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
+    found = profile(blocks, batch, settings.optimizer, REPEATS)
+    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT)
+
+
+def _through(low: Told, high: Told, index: int, name: str) -> Line:
+    points = [(one["rows"], one["blocks"][index][name]) for one in (low, high)]
+    return Line.through(points)
+
+
+def _about(settings: Settings) -> dict[str, object]:
+    return {
+        "job": settings.job,
+        "batch_size": settings.batch_size,
+        "shards": settings.micros,
+        "optimizer": settings.optimizer.name,
+        "cores": cores(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }

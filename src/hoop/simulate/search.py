@@ -1,0 +1,168 @@
+"""Which strategy, mesh, number of micro-batches and schedule suits a cluster: each is simulated and ranked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hoop.config import format_size
+from hoop.errors import UserError
+from hoop.plan.categories import COMMUNICATE, COMPUTE, IDLE
+from hoop.simulate.cluster import Cluster
+from hoop.simulate.costs import Costs
+from hoop.simulate.failures import Failures, Goodput, goodput
+from hoop.simulate.outcome import Outcome
+from hoop.simulate.run import simulate
+from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.fitting import Room, one_each
+from hoop.strategies.hybrid import Hybrid
+from hoop.strategies.parameter_server import MODES, ParameterServer
+from hoop.strategies.pipeline import Pipeline
+from hoop.strategies.ring_model import RingModel
+from hoop.strategies.schedules import SCHEDULES
+from hoop.strategies.strategy import Strategy
+
+STEPS = 4
+"""Of asynchronous strategies so many steps are simulated."""
+DAY = 24 * 3600.0
+"""Of virtual time, for what failures cost."""
+MOST_INSTRUCTIONS = 400_000
+"""A candidate with more is left out, and says so."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train on a cluster."""
+
+    strategy: Strategy
+    micros: int
+    outcome: Outcome | None
+    """None: it cannot run here."""
+    among_failures: Goodput | None
+    why: str
+    """What it lost by; of the first, what it won by."""
+
+    @property
+    def seconds(self) -> float:
+        """A step, failures included."""
+        assert self.outcome is not None, "only what runs has a time"
+        useful = self.among_failures.useful if self.among_failures else 1.0
+        return self.outcome.step_seconds / useful if useful else float("inf")
+
+    def to_dict(self) -> dict[str, Any]:
+        found = {"strategy": self.strategy.spec, "micros": self.micros, "why": self.why}
+        if self.outcome is None:
+            return found | {"runs": False}
+        useful = self.among_failures.useful if self.among_failures else 1.0
+        return found | {"runs": True, "goodput": useful} | self.outcome.to_dict()
+
+
+def candidates(devices: int, batch_size: int) -> Iterator[tuple[Strategy, int]]:
+    """Strategies with numbers of micro-batches that make sense for them."""
+    strategies: list[Strategy] = [DataParallel()]
+    if devices > 1:
+        servers = sorted({1, max(1, devices // 8), max(1, devices // 4)})
+        strategies += [ParameterServer(count, mode) for mode in MODES for count in servers if count < devices]
+        strategies += [RingModel(), RingModel(slices=2), RingModel(asynchronous=True)]
+        strategies += [Pipeline(schedule) for schedule in SCHEDULES]
+        divisors = [count for count in range(2, devices) if devices % count == 0]
+        strategies += [Hybrid(count, schedule) for count in divisors for schedule in ("1f1b", "zero-bubble")]
+    for strategy in strategies:
+        lanes = devices if strategy.stages(devices) == 1 else getattr(strategy, "replicas", 1)
+        deep = strategy.stages(devices) > 1
+        wanted = {lanes * each for each in ((1, 2, 4) if not deep else (4, 8, 16, 32))}
+        yield from ((strategy, micros) for micros in sorted(wanted) if micros <= batch_size)
+
+
+def search(
+    costs: Costs,
+    cluster: Cluster,
+    batch_size: int,
+    failures: Failures | None = None,
+    room: Room = one_each,
+    progress: Callable[[str], None] = lambda text: None,
+    wanted: Sequence[tuple[Strategy, int]] | None = None,
+) -> list[Candidate]:
+    """All candidates, the best first; those that cannot run last, each with its reason."""
+    tried: list[Candidate] = []
+    for strategy, micros in wanted or list(candidates(cluster.size, batch_size)):
+        progress(f"{strategy.spec}, {micros} micro-batches")
+        tried.append(_tried(strategy, micros, costs.of(-(-batch_size // micros)), cluster, failures, room))
+    running = sorted((one for one in tried if one.outcome is not None), key=lambda one: one.seconds)
+    if running:
+        best = running[0]
+        running = [_judged(one, best) for one in running]
+    return running + [one for one in tried if one.outcome is None]
+
+
+def _tried(
+    strategy: Strategy,
+    micros: int,
+    costs: Costs,
+    cluster: Cluster,
+    failures: Failures | None,
+    room: Room,
+) -> Candidate:
+    size = 6 * micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else STEPS)
+    if size > MOST_INSTRUCTIONS:
+        return Candidate(strategy, micros, None, None, f"not simulated: about {size:,} instructions")
+    try:
+        steps = None if strategy.synchronous else STEPS
+        outcome = simulate(strategy, costs, cluster, micros=micros, steps=steps, room=room, trace=False)
+    except UserError as error:
+        return Candidate(strategy, micros, None, None, str(error))
+    found = None if failures is None else among_failures(outcome, failures)
+    return Candidate(strategy, micros, outcome, found, "")
+
+
+def among_failures(outcome: Outcome, failures: Failures, seconds_in_all: float = DAY) -> Goodput:
+    """A simulated step repeated among failures; those who are left share the work of who is not there."""
+    steps = max(1, round(seconds_in_all / outcome.step_seconds))
+    elastic = outcome.plan.stages == 1 and not outcome.plan.servers
+
+    def seconds(alive: int) -> float | None:
+        if alive < 1 or (not elastic and alive < outcome.devices and failures.back_after is not None):
+            return None
+        return outcome.step_seconds * outcome.devices / alive
+
+    return goodput(seconds, outcome.devices, elastic, failures, steps)
+
+
+def _judged(one: Candidate, best: Candidate) -> Candidate:
+    """With the reason: where its time goes that the best one's does not."""
+    assert one.outcome is not None
+    assert best.outcome is not None
+    said: list[str] = []
+    if one is best:
+        share = _shares(one.outcome)
+        said.append(f"fastest: computes {share[COMPUTE]:.0%} of the time, waits {share[IDLE]:.0%}")
+    else:
+        said.append(f"{one.seconds / best.seconds:.2f}x as long")
+        each = {COMPUTE: "computes", COMMUNICATE: "communicates", IDLE: "waits"}
+        mine, theirs = _seconds(one.outcome), _seconds(best.outcome)
+        more = max(each, key=lambda name: mine[name] - theirs[name])
+        if mine[more] > theirs[more]:
+            said.append(f"{each[more]} {1e3 * (mine[more] - theirs[more]):.3g} ms more a step")
+        lost = [1 - two.among_failures.useful if two.among_failures else 0.0 for two in (one, best)]
+        if lost[0] > lost[1] + 0.01:
+            said.append(f"loses {lost[0]:.0%} to failures")
+        if one.outcome.peak_memory < best.outcome.peak_memory / 1.5:
+            said.append(f"but needs only {format_size(one.outcome.peak_memory)} a device")
+    if not one.strategy.synchronous:
+        said.append("its weights are stale")
+    return dataclasses.replace(one, why="; ".join(said))
+
+
+def _seconds(outcome: Outcome) -> dict[str, float]:
+    """Where a device's time goes in a step, over all devices."""
+    parts = outcome.steps * outcome.devices
+    return {
+        name: sum(one.seconds[name] for one in outcome.accounts) / parts
+        for name in (COMPUTE, COMMUNICATE, IDLE)
+    }
+
+
+def _shares(outcome: Outcome) -> dict[str, float]:
+    return {name: seconds / outcome.step_seconds for name, seconds in _seconds(outcome).items()}
