@@ -13,7 +13,7 @@ from hoop.data.dataset import Splits
 from hoop.engine.job import Job
 from hoop.engine.recipes import RECIPES
 from hoop.errors import NotFound
-from hoop.papers.findings import Findings, rows
+from hoop.papers.findings import Findings, graded, rows
 from hoop.papers.lab import Lab, Trained
 from hoop.papers.parts import part_of
 from hoop.papers.predicted import ETHERNET, costs_of, curve, figures
@@ -158,6 +158,7 @@ def _training(lab: Lab, found: Findings, runs: Runs) -> None:
     one, mesh = runs["one node"].summary, runs["hybrid 2x2"].summary
     same = one["weights_sha256"] == mesh["weights_sha256"]
     fast = one["seconds"] / mesh["seconds"]
+    apart = lab.cores if lab.accelerator == "cpu" else 1
     found.claim(
         "accuracy after 10 epochs is 0.82 on one node and 0.83 to 0.85 on four",
         paper="0.81 or 0.82; 0.83 or 0.85",
@@ -179,7 +180,7 @@ def _training(lab: Lab, found: Findings, runs: Runs) -> None:
         paper="7 250 s to 1 451 s, 5.0x",
         ours=f"{one['seconds']:.1f} s to {mesh['seconds']:.1f} s, {fast:.2f}x on {_where(lab)}",
         how="measured",
-        verdict="does not hold",
+        verdict="not shown" if apart < NODES else graded(fast, 4.5, 3.0),
         why="four equal nodes cannot be more than four times as fast; 5.0x needs a single node that was slowed, by "
         "swapping in 1 GB of memory or by spent CPU credits",
     )
@@ -216,7 +217,7 @@ def _simulated(lab: Lab, found: Findings, job: Job) -> None:
         paper="5.0x",
         ours=f"{best:.2f}x at best on {NODES} nodes with a core each",
         how="simulated",
-        verdict="does not hold" if best < 4.5 else "holds",
+        verdict=graded(best, 4.5, 4.05),
         why="no strategy passes the number of nodes; links and bubbles keep all of them below it",
     )
 
