@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from hoop.papers.catalog import Study
 
 
+LINE_S = 10.0
+"""Without a terminal, a line at least so often while something is told."""
+
+
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="A study (--list), or all.")] = None,
     quick: Annotated[
@@ -149,7 +153,7 @@ class View:
 
         self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("") if self._console.is_terminal else None
-        self._began = time.monotonic()
+        self._began = self._printed = time.monotonic()
 
     def __enter__(self) -> View:
         if self._status is not None:
@@ -161,9 +165,13 @@ class View:
             self._status.stop()
 
     def say(self, text: str) -> None:
-        self._console.print(f"{time.monotonic() - self._began:6.1f} s  {text}", markup=False)
-        self.note("")
+        self._printed = time.monotonic()
+        self._console.print(f"{self._printed - self._began:6.1f} s  {text}", markup=False)
+        if self._status is not None:
+            self._status.update("")
 
     def note(self, text: str) -> None:
         if self._status is not None:
             self._status.update(text)
+        elif time.monotonic() - self._printed > LINE_S:
+            self.say(text)

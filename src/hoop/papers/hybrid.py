@@ -55,6 +55,13 @@ def run(lab: Lab) -> Findings:
         settings |= {"epochs": 2, "batch_size": 16, "shards": 4, "warmup": 0}
         data = part_of(data, 16, 40)
         found.limits.append("A quick run: 16 of 50 000 images and 2 epochs; accuracy means nothing.")
+    elif lab.accelerator == "cpu":
+        settings |= {"epochs": 3, "batch_size": 64, "warmup": 20}
+        data = part_of(data, 2_000, 1_000)
+        found.limits.append(
+            "On CPUs: 2 000 of 50 000 images and 3 epochs, because all of it takes many hours; accuracy is not the "
+            "paper's. The full length needs `--accelerator cuda`."
+        )
     where = f"{lab.cores} cores" if lab.accelerator == "cpu" else f"one {lab.accelerator} device"
     found.limits.append(
         f"{NODES} nodes share {where} here: what they save by working at once is bounded by that. The paper's are four "
@@ -158,14 +165,15 @@ def _training(lab: Lab, found: Findings, runs: Runs) -> None:
     one, mesh = runs["one node"].summary, runs["hybrid 2x2"].summary
     same = one["weights_sha256"] == mesh["weights_sha256"]
     fast = one["seconds"] / mesh["seconds"]
+    part = lab.quick or lab.accelerator == "cpu"
     apart = lab.cores if lab.accelerator == "cpu" else 1
     found.claim(
         "accuracy after 10 epochs is 0.82 on one node and 0.83 to 0.85 on four",
         paper="0.81 or 0.82; 0.83 or 0.85",
         ours=f"{one['accuracy']:.4f} and {mesh['accuracy']:.4f} after {one['epochs']:g} epochs",
         how="measured",
-        verdict="not shown" if lab.quick else "holds" if mesh["accuracy"] >= 0.82 else "does not hold",
-        why="a quick run learns next to nothing" if lab.quick else "",
+        verdict="not shown" if part else "holds" if mesh["accuracy"] >= 0.82 else "does not hold",
+        why="a part of the data, a part of the epochs" if part else "",
     )
     found.claim(
         "the hybrid reaches a higher accuracy in fewer epochs",
