@@ -177,7 +177,8 @@ def _progress(found: Findings, runs: Runs, most: int) -> None:
         ours="the same weights as BSP, to the bit" if same else "other weights than BSP",
         how="measured",
         verdict="does not hold" if same else "not shown",
-        why="both are SGD; an asynchronous server, or ring, uses stale gradients, which can only cost",
+        why="both are SGD; ASP and SSP make an update for each worker, several a batch, of weights that have moved on; "
+        "the asynchronous ring is one update behind",
     )
 
 
