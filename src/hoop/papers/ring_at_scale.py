@@ -51,16 +51,16 @@ def at_scale(lab: Lab, found: Findings) -> None:
     at = nodes.index(8)
     shown = {name: one for name in STRATEGIES if (one := curves[name][at]) is not None}
     ring, servers = shown[RING], [one for name, one in shown.items() if name.startswith("server")]
-    idle = ", ".join(f"{name} {100 * workers_idle(one):.0f} %" for name, one in shown.items())
+    waits = "; ".join(f"{name} {100 * workers_idle(one):.0f} %" for name, one in shown.items())
     found.claim(
         "3, with a core and a link for each node: less idle time",
         paper="aim",
-        ours=f"{idle} (8 nodes, {ETHERNET})",
+        ours=f"{waits} (8 nodes, {ETHERNET})",
         how="simulated",
         verdict="holds" if workers_idle(ring) < min(map(workers_idle, servers)) else "does not hold",
         why="the server's link is what workers wait for; its memory, shared by two cores, was not",
     )
-    speed = ", ".join(f"{name} {one.speedup:.1f}x" for name, one in shown.items())
+    speed = "; ".join(f"{name} {one.speedup:.1f}x" for name, one in shown.items())
     found.claim(
         "5, with a core and a link for each node: better scaling",
         paper="aim",
