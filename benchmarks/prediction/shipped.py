@@ -57,7 +57,7 @@ def main() -> None:
         costs = calibrated(job, job.defaults(name), machine, crowding)
         print(f"{name}: {1e3 * sum(one.forward.at(costs.rows) for one in costs.blocks):.2f} ms forward")
         found[name] = json.loads(costs.to_json())
-    OUT.write_text(json.dumps(found) + "\n")
+        OUT.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

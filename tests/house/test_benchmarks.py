@@ -1,4 +1,4 @@
-"""Every benchmark of training starts: it is run by hand, and must not have rotted by then."""
+"""Every benchmark of training and prediction starts: it is run by hand, and must not have rotted by then."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
-    path for path in (ROOT / "benchmarks" / "training").glob("*.py") if "__main__" in path.read_text()
+    path
+    for folder in ("training", "prediction")
+    for path in (ROOT / "benchmarks" / folder).glob("*.py")
+    if "__main__" in path.read_text()
 )
 
 
 def test_there_are_scripts() -> None:
-    assert {"mnist.py", "softmax.py", "strategies.py", "kernels.py"} <= {path.name for path in SCRIPTS}
+    assert {"mnist.py", "softmax.py", "strategies.py", "kernels.py", "predict.py"} <= {
+        path.name for path in SCRIPTS
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -22,6 +22,8 @@ from hoop.engine.profile import timer
 from hoop.plan.partition import Block
 
 _BYTES = 1 << 20
+_FEW = 256
+"""Samples that are loaded to see what loading costs."""
 _MOST_ROWS = 2048
 """Samples that are computed to see what several shards at once cost."""
 
@@ -36,16 +38,16 @@ def priced(
     joint: int,
 ) -> dict[str, Any]:
     """The figures of micro-batches of ``rows`` samples, up to ``joint`` of them computed as one."""
-    rows = max(1, min(rows, len(data)))
-    samples = np.arange(rows, dtype=np.int64)
+    few = max(1, min(rows, len(data), _FEW))
+    samples = np.arange(few, dtype=np.int64)
     batch = data.batch(samples, epoch=0, seed=0)
-    out = data.allocate(rows)
+    out = data.allocate(few)
     elements = min(sum(one.weight_bytes for one in costs) // 4, 1 << 20) or 1
     return {
         "rows": rows,
         "blocks": [_plain(one) for one in costs],
-        "load_s": quickest(lambda: data.batch(samples, epoch=0, seed=0, out=out)),
-        "loss_s": _loss_seconds(blocks, batch[0], batch[1], loss),
+        "load_s": quickest(lambda: data.batch(samples, epoch=0, seed=0, out=out)) * rows / few,
+        "loss_s": _loss_seconds(blocks, batch[1], loss) * rows / few,
         "update_s": _update_seconds(optimizer, elements) / (4 * elements),
         "joint": joint,
         "joint_s": _joint_seconds(blocks, batch[0], rows, joint),
@@ -91,9 +93,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _loss_seconds(
-    blocks: Sequence[nn.Module], inputs: torch.Tensor, targets: torch.Tensor, loss: Loss
-) -> float:
+def _loss_seconds(blocks: Sequence[nn.Module], targets: torch.Tensor, loss: Loss) -> float:
     objective = Objective(loss)
     if objective.by_hand is None or targets.dim() != 1:
         return 0.0  # a small part of what a block costs that is not computed by hand
@@ -114,7 +114,7 @@ def _joint_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int,
     if joint < 2 or layers is None or joint * rows > _MOST_ROWS:
         return 0.0
     stage = ChainStage(layers)
-    many = torch.cat([inputs] * joint)
+    many = torch.cat([inputs] * -(-joint * rows // len(inputs)))[: joint * rows]
     into = [torch.empty_like(one) for block in blocks for one in block.parameters()]
     gradient = torch.ones(len(many), into[-1].shape[0])
 

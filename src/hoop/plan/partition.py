@@ -158,10 +158,14 @@ def _best(
     A stage only gets slower and larger with every block, so each search ends where a stage is too slow or too large.
     """
     count, last = len(blocks), len(places)
-    sums = [list(itertools.accumulate((block.seconds for block in blocks), initial=0.0))]
-    sums += [
-        list(itertools.accumulate((needs([block], place) for block in blocks), initial=0)) for place in places
-    ]
+    sums: list[list[float]] = [list(itertools.accumulate((block.seconds for block in blocks), initial=0.0))]
+    kinds: dict[tuple[int, int], list[float]] = {}  # places that hold as much alike need alike
+    for place in places:
+        kind = place.in_flight, place.versions
+        if kind not in kinds:
+            each = (needs([block], place) for block in blocks)
+            kinds[kind] = list(itertools.accumulate(each, initial=0))
+        sums.append(kinds[kind])
 
     def stages(at: int, low: int, bound: float) -> Iterator[tuple[int, float]]:
         """Where a stage that begins at ``low`` may end, and how long it then takes."""

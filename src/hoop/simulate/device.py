@@ -206,6 +206,8 @@ class Device:
         if summing.mapped or summing.counted:
             self.account.bytes += summing.bytes(index)
             self.account.messages += summing.messages(index)
+        if not summing.mapped:  # over links the engine cannot tell waiting from moving either
+            self._busy[IDLE], begun = waited, started
         idle = self._busy[IDLE] - waited
         self._busy[COMMUNICATE] += self._clock.now - started - idle
         if self._all.trace:

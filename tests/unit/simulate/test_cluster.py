@@ -1,0 +1,93 @@
+"""Clusters, links and costs: as they are written, and what is wrong in them by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hoop.errors import InvalidArgument, NotFound
+from hoop.simulate import shipped
+from hoop.simulate.cluster import Cluster, Host, Link, parse_bandwidth, read_cluster
+from hoop.simulate.costs import BlockCost, Costs, Line, Machine, read_costs
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_links_are_written_in_bits_or_bytes() -> None:
+    assert Link.parse("1Gbps,0.5ms") == Link(1.25e8, 5e-4)
+    assert parse_bandwidth("100 Mbps") == 1.25e7
+    assert parse_bandwidth("125MB/s") == parse_bandwidth("125MB") == 1.25e8
+    assert Link.parse("10Gbps").latency == 0
+
+
+@pytest.mark.parametrize("text", ["fast", "0Gbps", "-1Gbps", "1Gbps,soon", "", "infGbps"])
+def test_a_link_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="link"):
+        Link.parse(text, "link")
+
+
+def test_ranks_are_seated_host_by_host() -> None:
+    cluster = Cluster((Host(2, speed=2.0, memory=10), Host(3, cores=2, speeds=(1.0, 0.5, 1.0))))
+    assert cluster.host_of == [0, 0, 1, 1, 1]
+    assert cluster.speeds == [2.0, 2.0, 1.0, 0.5, 1.0]
+    assert cluster.memory == [10, 10, None, None, None]
+    assert cluster.first(3).hosts == (Host(2, speed=2.0, memory=10), Host(1, cores=2, speeds=(1.0,)))
+    assert [host.devices for host in Cluster.even(7, 3).hosts] == [3, 3, 1]
+
+
+def test_the_example_is_a_cluster() -> None:
+    cluster = read_cluster(ROOT / "examples" / "cluster.toml")
+    assert (cluster.size, len(cluster.hosts), cluster.link) == (18, 5, Link(1.25e9, 5e-5))
+    assert cluster.hosts[0].memory == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[host]]\ndevices = 0", "host 0: host: 0 devices"),
+        ("[[host]]\ndevcies = 2", "host 0: unknown devcies"),
+        ("link = 3\n[[host]]\ndevices = 1", "link: 3 is no link"),
+        ("link = '1Gbps'", "no \\[\\[host\\]\\]"),
+        ("= 3", "not TOML"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=complaint):
+        read_cluster(path)
+    with pytest.raises(NotFound, match=r"nowhere\.toml"):
+        read_cluster(tmp_path / "nowhere.toml")
+
+
+def test_costs_survive_their_file(tmp_path: Path) -> None:
+    block = BlockCost("b", Line(1.0, 0.5), Line(2.0, 1.5), 10, 20, 12, Line(0, 4.0), Line(0, 8.0))
+    costs = Costs(
+        (block, block), 16, Machine(1, 2, 3, 4, 5, 6, 1.5), Line(0, 1), Line(2), 7.0, joint=4, source="s"
+    )
+    path = tmp_path / "costs.json"
+    path.write_text(costs.to_json())
+    assert read_costs(path) == costs
+    path.write_text(costs.to_json().replace('"joint"', '"joined"'))
+    with pytest.raises(InvalidArgument, match="joined"):
+        read_costs(path)
+    path.write_text('{"format": 0}')
+    with pytest.raises(InvalidArgument, match="hoop calibrate"):
+        read_costs(path)
+
+
+def test_a_line_goes_through_its_points() -> None:
+    assert Line.through([(10, 3.0), (20, 4.0)]) == Line(2.0, 0.1)
+    assert Line.through([(10, 3.0), (20, 2.0)]) == Line(3.0, 0.0)  # noise: never negative
+    assert Line.through([(10, 1.0), (20, 4.0)]).fixed == 0.0
+
+
+def test_costs_come_with_hoop() -> None:
+    assert {"mnist", "lenet"} <= set(shipped.names())
+    for name in shipped.names():
+        costs = shipped.shipped(name)
+        assert costs.blocks, name
+        assert "shipped" in costs.source
+    with pytest.raises(NotFound, match="hoop calibrate nothing"):
+        shipped.shipped("nothing")

@@ -1,0 +1,81 @@
+"""Failures and the search: hand-computed goodput, and a ranking with its reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.simulate.cluster import Cluster, Link
+from hoop.simulate.costs import Costs, Machine
+from hoop.simulate.failures import Failures, goodput
+from hoop.simulate.run import simulate
+from hoop.simulate.search import among_failures, search
+from hoop.strategies.catalog import parse
+
+
+def shared(seconds: float, devices: int):
+    return lambda alive: seconds * devices / alive if alive else None
+
+
+def test_without_failures_everything_is_useful() -> None:
+    found = goodput(shared(2.0, 4), 4, True, Failures(), steps=100)
+    assert (found.seconds, found.steps, found.losses, found.useful) == (200.0, 100, 0, 1.0)
+
+
+def test_an_elastic_job_pauses_and_goes_on_with_fewer() -> None:
+    failures = Failures(at=[10.5], back_after=None, pause=3.0)
+    found = goodput(shared(1.0, 4), 4, True, failures, steps=20)
+    # 10 steps; lost at 10.5, a pause of 3, a quarter of the step again, then 10 steps on three devices
+    assert found.seconds == pytest.approx(10.5 + 3 + 0.25 * 1 + 10 * 4 / 3)
+    assert (found.steps, found.losses, found.repeated) == (20, 1, 0)
+
+
+def test_a_device_that_comes_back_is_used_again() -> None:
+    failures = Failures(at=[10.5], back_after=5.0, pause=1.0)
+    found = goodput(shared(1.0, 2), 2, True, failures, steps=20)
+    # lost at 10.5, on at 12 (pause, half a step again); back at 16.5: two steps of 2 s are whole; a pause; 8 steps left
+    assert found.seconds == pytest.approx(16.5 + 1 + 8)
+
+
+def test_a_job_that_is_not_elastic_goes_back_to_its_checkpoint() -> None:
+    failures = Failures(at=[10.5], back_after=7.0, pause=1.0, restart=20.0, checkpoint_every=8)
+    found = goodput(shared(1.0, 4), 4, False, failures, steps=20)
+    # 10 steps, 2 of them lost; a pause and a restart, by which time the device is back; 12 steps
+    assert found.seconds == pytest.approx(10.5 + 1 + 20 + 12)
+    assert found.repeated == 2
+
+
+def test_failures_by_chance_are_the_same_for_the_same_seed() -> None:
+    outcome = simulate(parse("data"), Costs.uniform(2, 1.0, 2.0), Cluster.even(4), micros=4)
+    first, again, other = (among_failures(outcome, Failures(an_hour=0.5, seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert 0 < first.useful < 1
+    assert first.losses > 10
+
+
+def test_more_failures_leave_less() -> None:
+    for spec in ("data", "pipeline:1f1b"):
+        outcome = simulate(parse(spec), Costs.uniform(4, 1.0, 2.0), Cluster.even(4), micros=8)
+        shares = [among_failures(outcome, Failures(an_hour=rate)).useful for rate in (0.0, 0.1, 1.0, 5.0)]
+        assert shares == sorted(shares, reverse=True)
+        assert shares[0] == 1.0
+
+
+def test_the_search_ranks_and_says_why() -> None:
+    costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=4_000_000, output_bytes=1_000, machine=Machine())
+    slow = Cluster.even(4, link=Link.parse("100Mbps,0.1ms"))
+    found = search(costs, slow, 64)
+    assert found[0].why.startswith("fastest")
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    (data,) = [one for one in found if one.strategy.spec == "data" and one.micros == 4]
+    assert "communicates" in data.why, "weights are large and the link is slow: a pipeline wins"
+    assert found[0].strategy.name in ("pipeline", "ring")
+
+
+def test_what_does_not_fit_is_last_with_its_reason() -> None:
+    costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=1_000_000)
+    found = search(costs, Cluster.even(4, link=Link(1e9), memory=6_000_000), 64)
+    refused = [one for one in found if one.outcome is None]
+    assert any(one.strategy.spec == "data" and "memory" in one.why for one in refused)
+    assert found[: -len(refused)] == [one for one in found if one.outcome is not None]
+    assert found[0].outcome is not None
+    assert found[0].outcome.peak_memory <= 6_000_000
