@@ -89,14 +89,14 @@ def _run(
     if lab.busy:
         found.limits.insert(
             0,
-            f"**The machine was busy** with other work (load average {lab.load:.1f} on {lab.cores} cores when this "
-            "began): times are shown and decide nothing; simulated figures rest on costs that were measured then.",
+            f"**The machine was busy** with other work ({lab.others:.1f} of {lab.cores} cores when this began"
+            "): times are shown and decide nothing; simulated figures rest on costs that were measured then.",
         )
     said = (["--quick"] if quick else []) + ([f"--accelerator {accelerator}"] if accelerator != "cpu" else [])
     facts = {
         "command": " ".join(["hoop reproduce", study.name, *said]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{_machine(accelerator)}, load average {lab.load:.1f} before",
+        "machine": f"{_machine(accelerator)}, {lab.others:.1f} of them busy with other work before",
         "took": f"{time.monotonic() - began:.0f} s",
     }
     page = found.page(f"{study.name}: the paper's figures beside ours", _lead(study, quick), facts)

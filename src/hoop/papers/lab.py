@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hoop.config import parse_size
 from hoop.errors import InternalError
 from hoop.papers.findings import Verdict
+from hoop.papers.quiet import busy_cores
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
@@ -112,8 +113,8 @@ class Lab:
     """A line that stays: what is being done now."""
     note: Callable[[str], None] = lambda text: None
     """A line that is written over: how far it is."""
-    load: float = field(default_factory=lambda: os.getloadavg()[0])
-    """How many processes ran here in the minute before: others', which every time that is measured has in it."""
+    others: float = field(default_factory=busy_cores)
+    """How many cores were busy with other work as this began."""
 
     @property
     def cores(self) -> int:
@@ -122,7 +123,7 @@ class Lab:
     @property
     def busy(self) -> bool:
         """Whether others compute here: then times are reported, and decide nothing."""
-        return self.load > 0.5 * self.cores
+        return self.others > 0.25 * self.cores
 
     def timed(self, verdict: Verdict) -> Verdict:
         """A verdict that rests on times: none, where others compute here too."""

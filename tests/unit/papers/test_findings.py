@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -15,6 +17,7 @@ from hoop.papers.catalog import STUDIES, study_named
 from hoop.papers.findings import Findings, How, Verdict, rows, stored_claims
 from hoop.papers.parts import part_of
 from hoop.papers.predicted import all_reduce_seconds
+from hoop.papers.quiet import busy_cores
 from hoop.papers.ring_or_naive import listing_3
 from hoop.papers.summary import summary
 from hoop.simulate.cluster import Link
@@ -93,3 +96,12 @@ def test_every_study_has_a_result_with_verdicts(name: str) -> None:
             assert claim["verdict"] in get_args(Verdict)
             assert claim["how"] in get_args(How)
             assert claim["ours"]
+
+
+def test_a_busy_core_is_seen() -> None:
+    """A process that computes keeps about a core busy, or its share of one where others compute too."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        try:
+            assert busy_cores() > 0.1
+        finally:
+            spinning.kill()
