@@ -28,16 +28,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-import grpc
-import numpy as np
-
 import hoop
-from hoop.wire.channels import channel_options
-from hoop.wire.generated import gpu_sim_pb2 as lab
-from hoop.wire.rpc import Stub
+from hoop.papers.ways import WAYS, Ways
 
 HERE = pathlib.Path(__file__).parent
-WAYS = ("listed", "relay", "stepped", "ring", "tree")
 
 
 def free_ports(count: int) -> list[int]:
@@ -91,56 +85,6 @@ def cluster(devices: int, latency: float) -> Iterator[str]:
                 if joined == devices:
                     break
         yield address
-
-
-class Trial:
-    """One communicator with one vector, and every way to all-reduce it."""
-
-    def __init__(self, address: str, client: hoop.Cluster, devices: int, count: int) -> None:
-        self.comm = client.communicator(devices)
-        self.addresses = [device.info.min_address for device in self.comm.devices]
-        self.buffer = self.comm.at(self.addresses, count, "float64")
-        self.count = count
-        self._channel = grpc.insecure_channel(address, options=channel_options())
-        self._lab = Stub(self._channel, lab.DESCRIPTOR.services_by_name["GPUCoordinator"])
-
-    def listed(self) -> None:
-        vectors = []
-        for device, address in zip(self.comm.devices, self.addresses, strict=True):
-            get = lab.MemcpyDeviceToHostRequest(
-                srcDeviceId={"value": device.id}, srcMemAddr={"value": address}, numBytes=8 * self.count
-            )
-            answer = self._lab.Memcpy(lab.MemcpyRequest(deviceToHost=get))
-            vectors.append(np.frombuffer(answer.deviceToHost.dstData))
-        total = sum(vectors[1:], start=vectors[0]).tobytes()
-        for device, address in zip(self.comm.devices, self.addresses, strict=True):
-            put = lab.MemcpyHostToDeviceRequest(
-                hostSrcData=total, dstDeviceId={"value": device.id}, dstMemAddr={"value": address}
-            )
-            self._lab.Memcpy(lab.MemcpyRequest(hostToDevice=put))
-
-    def ways(self) -> dict[str, Callable[[], object]]:
-        return {
-            "listed": self.listed,
-            "relay": lambda: self.comm.all_reduce(self.buffer, driver="relay"),
-            "stepped": lambda: self.comm.all_reduce(self.buffer, driver="stepped", algorithm="ring"),
-            "ring": lambda: self.comm.all_reduce(self.buffer, algorithm="ring"),
-            "tree": lambda: self.comm.all_reduce(self.buffer, algorithm="tree"),
-        }
-
-    def check(self, run: Callable[[], object]) -> None:
-        """Every way must give the right sum on every device before its time counts."""
-        size = len(self.comm.devices)
-        values = [np.arange(self.count, dtype=np.float64) + rank for rank in range(size)]
-        self.buffer.fill(values)
-        run()
-        expected = np.sum(values, axis=0)
-        for rank in range(size):
-            assert np.array_equal(self.buffer.read(rank), expected), f"rank {rank} is wrong"
-
-    def close(self) -> None:
-        self.comm.destroy()
-        self._channel.close()
 
 
 def measure(run: Callable[[], object], seconds: float) -> float:
@@ -202,9 +146,9 @@ def main() -> None:
         for devices in map(int, arguments.devices.split(",")):
             with cluster(devices, latency / 1000) as address, hoop.connect(address) as client:
                 for size in map(int, arguments.bytes.split(",")):
-                    trial = Trial(address, client, devices, size // 8)
+                    trial = Ways(client, devices, size // 8)
                     row: dict[str, object] = {"devices": devices, "bytes": size, "latency_ms": latency}
-                    for way, run in trial.ways().items():
+                    for way, run in trial.every().items():
                         trial.check(run)
                         row[way] = round(1000 * measure(run, arguments.seconds), 3)
                     trial.close()

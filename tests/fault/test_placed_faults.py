@@ -99,7 +99,15 @@ def links() -> Any:
         for _ in range(2):
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = str(probe.getsockname()[1])
-            start("device", "--join", address, "--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
+            there = (
+                "--data-port",
+                port,
+                "--advertise-data",
+                f"127.0.0.1:{port}",
+                "--jobs",
+                str(DRIVER.parent),
+            )
+            start("device", "--join", address, *there)
         yield address
     finally:
         for one in reversed(started):

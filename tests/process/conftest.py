@@ -189,14 +189,14 @@ def run_hoop() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs ``hoop …`` to its end."""
 
     def run(
-        *arguments: object, environment: Mapping[str, str] | None = None
+        *arguments: object, environment: Mapping[str, str] | None = None, within: float = START_S
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*HOOP, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=START_S,
+            timeout=within,
             env={**os.environ, **(environment or {})},
             check=False,
         )

@@ -25,6 +25,7 @@ from hoop.cli import (
     events,
     export,
     plan,
+    reproduce,
     simulate,
     status,
     token,
@@ -58,6 +59,7 @@ app.command()(calibrate.calibrate)
 app.command()(simulate.simulate)
 app.command()(plan.plan)
 app.command()(chaos.chaos)
+app.command()(reproduce.reproduce)
 
 
 def _version(wanted: bool) -> None:

@@ -32,6 +32,9 @@ def up(
     tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+    ] = False,
 ) -> None:
     """Start a coordinator and its devices here, until Ctrl-C.
 
@@ -58,7 +61,7 @@ def up(
     )
 
     async def run() -> None:
-        stopping = Stopping()
+        stopping = Stopping(leave_with_stdin)
         cluster = LocalCluster(config)
         unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
         try:

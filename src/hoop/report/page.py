@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hoop.errors import InvalidArgument
 from hoop.files import write_text
@@ -89,12 +90,17 @@ class Page:
                         parts.append(block.strip())
         return "\n\n".join(parts) + "\n"
 
+    def plain(self) -> dict[str, Any]:
+        """Title, facts and every table, for machines."""
+        blocks = [block for section in self.sections for block in section.blocks]
+        tables = [block.plain() for block in blocks if isinstance(block, Table)]
+        return {"title": self.title, "facts": self.facts, "tables": tables}
+
     def write(self, folder: Path | str, name: str = "report") -> list[Path]:
         """``name.html``, ``.md``, ``.json`` with every table, a ``.csv`` a table and an ``.svg`` a picture."""
         blocks = [block for section in self.sections for block in section.blocks]
         tables = [block for block in blocks if isinstance(block, Table)]
-        plain = {"title": self.title, "facts": self.facts, "tables": [table.plain() for table in tables]}
-        files = {f"{name}.json": strict_json.dumps(plain, indent=2) + "\n"}
+        files = {f"{name}.json": strict_json.dumps(self.plain(), indent=2) + "\n"}
         files |= {f"{name}-{i}.csv": table.csv() for i, table in enumerate(tables, start=1)}
         files |= {f"{block.name}.svg": block.svg for block in blocks if isinstance(block, Picture)}
         files |= {f"{name}.md": self.markdown(), f"{name}.html": self.html()}

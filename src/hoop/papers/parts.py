@@ -1,0 +1,33 @@
+"""The first samples of a dataset, for runs that must not take long."""
+
+from __future__ import annotations
+
+from hoop.data.dataset import Batch, Dataset, Indices, Splits
+
+
+class Part:
+    """So many samples of a dataset, from its beginning; each looks as it does in the whole."""
+
+    def __init__(self, whole: Dataset, count: int) -> None:
+        self._whole, self._count = whole, min(count, len(whole))
+
+    @property
+    def name(self) -> str:
+        return f"{self._whole.name}[:{self._count}]"
+
+    @property
+    def checksum(self) -> str:
+        return self._whole.checksum
+
+    def __len__(self) -> int:
+        return self._count
+
+    def allocate(self, rows: int) -> Batch:
+        return self._whole.allocate(rows)
+
+    def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
+        return self._whole.batch(indices, epoch=epoch, seed=seed, out=out)
+
+
+def part_of(splits: Splits, train: int, test: int) -> Splits:
+    return Splits(Part(splits.train, train), Part(splits.test, test))

@@ -1,0 +1,95 @@
+"""``hoop reproduce``: what it lists, what it refuses, and one study from beginning to end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+
+Run = Callable[..., "CompletedProcess[str]"]
+
+
+def test_the_studies_are_listed(run_hoop: Run) -> None:
+    found = json.loads(run_hoop("reproduce", "--list", "--json").stdout)
+    assert list(found) == ["mnist-pipeline", "dsml", "ringtmp", "parallel-mnist", "hybrid"]
+    assert all(one["paper"] and one["question"] for one in found.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "study: none given"),
+        (("nope",), "'nope' is none"),
+        (("all", "--out", "x"), "--out: of all studies"),
+    ],
+)
+def test_a_mistake_is_named(run_hoop: Run, arguments: tuple[str, ...], said: str) -> None:
+    answer = run_hoop("reproduce", *arguments)
+    assert answer.returncode == 2
+    assert said in answer.stderr
+
+
+def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
+    answer = run_hoop("reproduce", "parallel-mnist", "--quick", "--json", "--out", tmp_path, within=100)
+    assert answer.returncode == 0, answer.stderr
+    report: dict[str, Any] = json.loads(answer.stdout)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    tables = {table["title"]: table["rows"] for table in report["tables"]}
+    assert len(tables["Claims"]) >= 3
+    shares = [row["share"] for row in tables["Where the time of the serial job goes"]]
+    assert sum(shares) == pytest.approx(100)
+    epochs = tables["An epoch"]
+    assert {row["pixels"] for row in epochs} == {784, 3136, 12544}
+    for pixels in (784, 3136, 12544):  # by hand and by Hoop, on every number of nodes: the same training
+        losses = [row["loss"] for row in epochs if row["pixels"] == pixels]
+        assert len(losses) >= 3
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
+    with (tmp_path / "report-1.csv").open() as file:
+        assert [row["claim"] for row in csv.DictReader(file)] == [row["claim"] for row in tables["Claims"]]
+    html = (tmp_path / "report.html").read_text()
+    assert html.count("<svg") == 3
+    assert not re.search(r"(src|href)=\"http", html), "it must need nothing else"
+    assert "measured" in (tmp_path / "report.md").read_text()
+    assert "784 pixels" in answer.stderr, "no progress was shown"
+
+
+GROWING = """
+import dataclasses, json
+from hoop.papers.chain import SGD, chain
+from hoop.papers.lab import Lab
+from hoop.papers.largest import largest
+
+best = largest(
+    Lab(), lambda size: chain(size, 3, 64), 32, 16, halvings=2,
+    devices=2, strategy="data", memory="2MiB", **SGD | {"batch_size": 32},
+)
+print(json.dumps(dataclasses.asdict(best)))
+"""
+
+
+def test_the_largest_model_is_found_by_training_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", GROWING],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)
+    width = best["size"]
+    assert width > 32, "nothing has grown"
+    assert width % 16 == 0
+    assert best["parameters"] == 784 * width + width + width * width + width + 10 * width + 10
+    assert 0 < best["memory"] <= 2 << 20
+    assert "2 MiB" in best["refusal"] or "arena" in best["refusal"]

@@ -1,0 +1,107 @@
+"""Findings become a report, and a stored report its claims again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from hoop.data.mnist import mnist
+from hoop.errors import NotFound
+from hoop.papers.catalog import STUDIES, study_named
+from hoop.papers.findings import Findings, How, Verdict, rows, stored_claims
+from hoop.papers.parts import part_of
+from hoop.papers.predicted import all_reduce_seconds
+from hoop.papers.quiet import busy_cores
+from hoop.papers.ring_or_naive import listing_3
+from hoop.papers.summary import summary
+from hoop.simulate.cluster import Link
+
+ROOT = Path(__file__).resolve().parents[3]
+KEPT = ROOT / "docs" / "papers"
+
+
+def test_claims_come_back_from_what_was_written(tmp_path: Path) -> None:
+    found = Findings(limits=["two cores"])
+    found.claim("faster", paper="83 ms | 8 ms", ours="9 ms", how="measured", verdict="in part", why="<why>")
+    found.section("Speed", "prose", rows([{"nodes": 1, "a step": 0.5}], "Steps", a_step="s"))
+    found.page("title", "lead", {"command": "hoop reproduce x"}).write(tmp_path)
+    report = json.loads((tmp_path / "report.json").read_text())
+    (claim,) = stored_claims(report)
+    assert (claim["the paper"], claim["verdict"], claim["why"]) == ("83 ms | 8 ms", "in part", "<why>")
+    html = (tmp_path / "report.html").read_text()
+    assert html.index("faster") < html.index("two cores") < html.index("Steps")
+    assert "a step (s)" in html
+    assert "<why>" not in html
+    assert (tmp_path / "report-2.csv").read_text() == "nodes,a step (s)\n1,0.5\n"
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_the_paper_s_listing_is_wrong(devices: int) -> None:
+    """Listing 3 leaves the last segment alone, and adds one neighbour's part to the others."""
+    vectors = [np.arange(12.0) + 100 * rank for rank in range(devices)]
+    made = listing_3([vector.copy() for vector in vectors])
+    last = slice(12 - 12 // devices, 12)
+    for rank in range(devices):
+        np.testing.assert_array_equal(made[rank][last], vectors[rank][last])
+        assert (made[rank] != np.sum(vectors, axis=0)).any(), f"rank {rank} is right"
+
+
+def test_a_part_holds_the_first_samples() -> None:
+    whole = mnist()
+    part = part_of(whole, 100, 10)
+    some = np.array([0, 99], np.int64)
+    assert (len(part.train), len(part.test)) == (100, 10)
+    for one, other in zip(
+        part.train.batch(some, epoch=0, seed=0), whole.train.batch(some, epoch=0, seed=0), strict=True
+    ):
+        assert (one == other).all()
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_ring_s_hops_follow_one_another(devices: int) -> None:
+    """Of next to nothing, an all-reduce takes its rounds' latencies: 2(n-1) of the ring, 2 of the naive way."""
+    link = Link(bandwidth=1e12, latency=1.0)
+    assert all_reduce_seconds(devices, devices, "ring", link) == pytest.approx(2 * (devices - 1), rel=0.01)
+    assert all_reduce_seconds(devices, devices, "naive", link) == pytest.approx(2, rel=0.01)
+
+
+def test_a_study_that_is_none_is_named() -> None:
+    with pytest.raises(NotFound, match="'nope' is none; there are mnist-pipeline, dsml, "):
+        study_named("nope")
+
+
+def test_the_page_says_what_the_stored_results_say() -> None:
+    assert (ROOT / "docs" / "papers.md").read_text("utf-8") == summary(KEPT), (
+        "scripts/papers --page repairs this"
+    )
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_a_result_with_verdicts(name: str) -> None:
+    paths = sorted(KEPT.glob(f"{name}@*.json"))
+    assert paths
+    for path in paths:
+        report = json.loads(path.read_text("utf-8"))
+        assert report["facts"]["command"].startswith(f"hoop reproduce {name}")
+        assert {"date", "machine", "took"} <= set(report["facts"])
+        claims = stored_claims(report)
+        assert claims
+        for claim in claims:
+            assert claim["verdict"] in get_args(Verdict)
+            assert claim["how"] in get_args(How)
+            assert claim["ours"]
+
+
+def test_a_busy_core_is_seen() -> None:
+    """A process that computes keeps about a core busy, or its share of one where others compute too."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        try:
+            assert busy_cores() > 0.1
+        finally:
+            spinning.kill()
