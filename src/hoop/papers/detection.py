@@ -103,15 +103,15 @@ def _died(
     within: float,
 ) -> tuple[float | None, str]:
     """Hurts a device, calls meanwhile if asked to, and says how long it took until it was dead, and why it was."""
-    began, until = time.time(), time.monotonic() + within
+    began = time.monotonic()
     hurt()
-    while time.monotonic() < until:
+    while time.monotonic() < began + within:
         if call is not None:
             with contextlib.suppress(HoopError):  # what fails is what is counted
                 call()
         for event in client.events(after):
             if event.kind == "device_dead" and int(event.fields["device"]) == device:
                 reason = event.text.partition(" is dead: ")[2]
-                return event.time - began, re.sub(r"[\d.]+:\d+ |( \(Connect|:).*", "", reason)
+                return time.monotonic() - began, re.sub(r"[\d.]+:\d+ |( \(Connect|:).*", "", reason)
         time.sleep(LOOK_S)
     return None, ""

@@ -19,6 +19,10 @@ class Part:
     def checksum(self) -> str:
         return self._whole.checksum
 
+    @property
+    def fixed(self) -> bool:
+        return self._whole.fixed
+
     def __len__(self) -> int:
         return self._count
 
