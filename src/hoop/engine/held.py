@@ -36,6 +36,8 @@ from hoop.errors import InternalError
 Figures = tuple[float | Tensor, float, float]
 """A shard's loss, hits and samples."""
 NOTHING: Figures = (0.0, 0.0, 0.0)
+ROOMS = 16
+"""Places for totals, taken in turn: one who was thought dead writes to an old one until it hears that it is out."""
 
 
 @dataclass
@@ -208,7 +210,7 @@ class Held:
     def another_room(self) -> None:
         """Totals go elsewhere from now on: one who was thought dead may still write to where they went before."""
         self._rooms += 1
-        self.room = self._vectors.new(f"{self._name}total{self._rooms}", self.layout.total)
+        self.room = self._vectors.new(f"{self._name}total{self._rooms % ROOMS}", self.layout.total)
         self.total = self.room
 
     # ---- the end of a step

@@ -96,7 +96,7 @@ def prepare(
     check_role(strategy, plan, settings)
     if problems := check(plan):
         raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
-    _agree(world, settings, model, data)
+    _agree(world, settings, None if anew else model, data)
     rows = -(-settings.batch_size // settings.micros)
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
@@ -134,12 +134,12 @@ def _priced(
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 
-def _agree(world: World, settings: Settings, model: nn.Module, data: Splits) -> None:
-    """All ranks have the same settings, first weights and data, or an error says who differs."""
+def _agree(world: World, settings: Settings, model: nn.Module | None, data: Splits) -> None:
+    """All ranks have the same settings, first weights (of a ``model``) and data, or an error says who differs."""
     digest = hashlib.sha256(settings.to_json().encode())
     digest.update(data.train.checksum.encode() + data.test.checksum.encode())
     with torch.no_grad():
-        for tensor in model.state_dict().values():
+        for tensor in model.state_dict().values() if model is not None else ():
             digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     mine = np.frombuffer(digest.digest()[:8], np.int64).copy()
     seen = np.zeros(world.size, np.int64)

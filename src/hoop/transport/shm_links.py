@@ -178,8 +178,9 @@ class ShmEndpoint(ShmMessages):
     def close(self) -> None:
         self.abort(PeerLost(f"rank {self.names[self.rank]}: this endpoint is closed"))
         self._forget_names()
-        if self.descriptor >= 0:
+        with self._arrived:  # once, whoever closes: the number may be another file's by then
             descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
             os.close(descriptor)
 
     def _forget_names(self) -> None:
