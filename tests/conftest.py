@@ -154,7 +154,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 LONG = re.compile(
     r"contract/test_(collectives|failures|compression|ordered|measure)\.py.*hybrid"  # see test_hierarchical
-    r"|contract/test_(corruption\.py.*ten_thousand|schedules\.py.*hundred_thousand)"
+    r"|contract/test_(corruption\.py.*ten_thousand|message_schedules\.py.*hundred_thousand)"
     r"|engine/.*\btcp\b"
     r"|fault/.*(two of three|one leaves|newcomer_changes_nothing|lost_stage|long:)"  # see test_coming_and_going
     r"|process/test_authentication\.py.*of_its_own"
