@@ -247,29 +247,6 @@ def test_who_is_lost_with_messages_pending_is_named(transports: list[Transport])
     zero.close()
 
 
-@pytest.mark.parametrize("size", [0, 8, 4096, 256 * 1024, 3 * MIB + 8], ids="{} bytes".format)
-def test_a_message_can_be_taken_in_pieces(pair: Pair, size: int) -> None:
-    """In order, without gaps, in whole elements; and the message after it is not touched."""
-    zero, one = pair
-    heard = bytearray()
-
-    def take(start: int, piece: memoryview) -> None:
-        assert start == len(heard)
-        assert piece.nbytes % 8 == 0, "half an element"
-        heard.extend(piece)
-
-    with ThreadPoolExecutor(1) as thread:
-        sent = [thread.submit(say, one, 0, what) for what in (message(size), b"next")]
-        zero.recv_pieces(1, size, take, soon())
-        assert bytes(heard) == message(size)
-        assert receive(zero, 1, 4) == b"next"
-        for future in sent:
-            future.result(LONG_S)
-    one.send(0, memoryview(message(16)), soon())
-    with pytest.raises(LinkCorrupted, match="16 bytes"):
-        zero.recv_pieces(1, 8, take, soon())
-
-
 def test_a_wake_is_not_lost_on_whoever_is_not_waiting_yet(pair: Pair) -> None:
     zero, one = pair
     zero.wake()

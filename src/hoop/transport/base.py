@@ -16,17 +16,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-
-import numpy as np
 
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.mailbox import Bytes, Mailbox
-
-TakePiece = Callable[[int, memoryview], None]
-"""Gets where a piece of a message starts, and the piece, which is good until it returns."""
 
 
 class Pending(ABC):
@@ -68,16 +63,6 @@ class Endpoint(ABC):
     @abstractmethod
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         """The next message from ``peer``, which must be exactly as long as ``into``."""
-
-    def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
-        """The next message from ``peer``, of ``size`` bytes, handed to ``take`` in order as its pieces come.
-
-        For whoever combines a message with something: a piece is still in the cache, and the next one travels
-        meanwhile. Pieces hold whole elements of any type.
-        """
-        landing = np.empty(size, np.uint8).data
-        self.recv_into(peer, landing, deadline)
-        take(0, landing)
 
     @abstractmethod
     def senders(self, peers: Sequence[int], deadline: float) -> list[int]:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hoop.errors import HoopError, InvalidArgument, PeerLost
 from hoop.topology import Address
-from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint, TakePiece, Transport
+from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint, Transport
 
 
 class _Side:
@@ -127,11 +127,6 @@ class HybridEndpoint(SpanningEndpoint):
         side, there = self._way(peer)
         with self._handing_over(side, deadline):
             side.endpoint.recv_into(there, into, deadline)
-
-    def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
-        side, there = self._way(peer)
-        with self._handing_over(side, deadline):
-            side.endpoint.recv_pieces(there, size, take, deadline)
 
     def flush(self, deadline: float) -> None:
         for side in (self._local, self._links):

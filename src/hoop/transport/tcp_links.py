@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
-from hoop.transport.base import Pending, TakePiece
+from hoop.transport.base import Pending
 from hoop.transport.kept import CHECKED_BYTES, PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
 from hoop.transport.proving import prove
@@ -33,8 +33,6 @@ only the beginning, because what is under way should fit into the caches."""
 
 class TcpEndpoint(TcpRepeating):
     """One rank's TCP links."""
-
-    _landing: memoryview | None = None
 
     # ---- sending
 
@@ -127,22 +125,6 @@ class TcpEndpoint(TcpRepeating):
 
         with self._busy:
             self._receive(peer, into.nbytes, land, deadline)
-
-    def recv_pieces(self, peer: int, size: int, take: TakePiece, deadline: float) -> None:
-        if size <= PIECE_BYTES:
-            super().recv_pieces(peer, size, take, deadline)
-            return
-        landing = self._landing = self._landing or memoryview(bytearray(CHECKED_BYTES))
-
-        def land(start: int, header: Header) -> None:
-            most = PIECE_BYTES if header.kind == Kind.DATA else CHECKED_BYTES
-            for low in range(0, header.length, most):
-                piece = landing[: min(most, header.length - low)]
-                self._land(peer, header, piece, deadline)
-                take(start + low, piece)
-
-        with self._busy:
-            self._receive(peer, size, land, deadline)
 
     def _receive(self, peer: int, size: int, land: Callable[[int, Header], None], deadline: float) -> None:
         """The frames of the next message, each told where it starts; a damaged one comes once more."""
