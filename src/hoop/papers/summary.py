@@ -36,6 +36,14 @@ This page is written by `scripts/papers` from the results in [papers](papers), e
 machine.
 """
 
+_BESIDE = {
+    "mnist-pipeline": "The MLP's speed-up on 16 real cores, 1 to 16 devices: "
+    "[training](../benchmarks/training/README.md).",
+    "hybrid": "At full length on one GPU, which all devices share, 87.19 % after ten epochs, single and hybrid alike, "
+    "to the bit: [hybrid-gpu](../benchmarks/papers/hybrid-gpu/README.md).",
+}
+"""What was measured on machines that a study was not run on."""
+
 
 def summary(folder: Path) -> str:
     """The page, from files ``STUDY@MACHINE.json``."""
@@ -44,6 +52,8 @@ def summary(folder: Path) -> str:
         parts.append(f"## {study.name}\n\n{study.paper}.\n\n{study.question}\n")
         for path in sorted(folder.glob(f"{study.name}@*.json")):
             parts.append(_result(json.loads(path.read_text("utf-8"))))
+        if study.name in _BESIDE:
+            parts.append(f"{_BESIDE[study.name]}\n")
     return "\n".join(parts)
 
 
