@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from forked_ranks import checkpoint, tensors_in, train
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class Watched(TensorData):
     seen: dict[int, list[int]]
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        if out is not None:  # by a step; the profile before it has no place for it
+        # By a step: what measures before the first one has no place for it, or takes samples as they lie.
+        if out is not None and not np.array_equal(indices, np.arange(len(indices))):
             self.__dict__.setdefault("seen", {}).setdefault(epoch, []).extend(indices.tolist())
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
 
