@@ -309,7 +309,7 @@ def test_help(run_hoop: Run) -> None:
         ("up", "Start a coordinator and its devices here, until Ctrl-C."),
         ("coordinator", "Start a coordinator; devices join it with hoop device --join HOST:PORT."),
         ("device", "Start one device and join it to a coordinator"),
-        ("status", "Show the devices and communicators of a running coordinator."),
+        ("status", "Show the devices, communicators and jobs of a running coordinator."),
         ("events", "Show a coordinator's events"),
     ],
 )

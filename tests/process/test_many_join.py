@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import hoop
 from hoop.servers.attendance import Attendance
 from hoop.topology import Address, DeviceInfo
+from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.roles import Role
 
 if TYPE_CHECKING:
     from conftest import Running
@@ -28,7 +30,8 @@ def newcomer(number: int) -> DeviceInfo:
 
 async def all_join(address: Address) -> list[int]:
     """Each over a connection of its own, with heartbeats from then on; they leave with a word."""
-    crowd = [Attendance(address, lambda: pb.DeviceMemory(capacity=4096)) for _ in range(MANY)]
+    open_to_all = Credentials(Role.DEVICE)
+    crowd = [Attendance(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
     joins = (one.join(newcomer(number), PATIENCE_S) for number, one in enumerate(crowd))
     ids = [info.device_id for info in await asyncio.gather(*joins)]
     for one in crowd:
