@@ -26,7 +26,7 @@ from lab_target import METHODS, Target, target_of
 from hoop.collectives.catalog import CATALOG
 from hoop.wire.generated import hoop_pb2 as pb
 
-EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "70"))
+EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "40"))
 DEADLINE_S = 10.0
 CODES = (
     "INVALID_ARGUMENT",

@@ -43,7 +43,10 @@ class Cluster:
         self._credentials = credentials
         self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
         self._stub = Stub(self._channel, SERVICE, credentials.metadata)
-        self._session = Session(self._stub, f"the coordinator at {address}")
+        # A connection of its own: it knocks for as long as a coordinator is away, and calls are not to wait for that.
+        self._holding = credentials.channel(address, Role.COORDINATOR, channel_options())
+        holding = Stub(self._holding, SERVICE, credentials.metadata)
+        self._session = Session(holding, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 
     def knock(self, patience: float) -> None:
@@ -152,6 +155,7 @@ class Cluster:
         self._session.close()
         for device in self._devices.values():
             device.close()
+        self._holding.close()
         self._channel.close()
 
     def __enter__(self) -> Cluster:

@@ -40,7 +40,7 @@ KEPT_PIECES = 8
 _REDIAL_S = 5.0
 
 
-class Damaged(LinkCorrupted):
+class Damaged(Exception):
     """What came is not what was sent, and may be sent again."""
 
 

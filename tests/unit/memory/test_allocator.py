@@ -112,7 +112,7 @@ def test_out_of_memory_says_what_was_asked_what_is_free_and_who_holds_the_rest()
     assert str(caught.value) == (
         "device 3: cannot allocate 'grads', 33 KiB (33792 bytes, alignment 64): 36 KiB free of 64 KiB, "
         "largest free piece 32 KiB; held by 'b2' 16 KiB, 'b0' 8 KiB, 'b3' 2 KiB, 'b5' 1 KiB and 1 more; "
-        "free some of them or give the device more memory"
+        "free some of them or give the device more memory (--memory)"
     )
     with pytest.raises(OutOfMemory, match="largest free piece 8 B; give the device more memory"):
         Allocator(8).allocate("a", 9)
