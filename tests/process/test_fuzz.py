@@ -39,7 +39,13 @@ CODES = (
     "DATA_LOSS",
 )
 # Calls that wait by design: for the other half of a transfer, for the next event.
-PATIENT = {"GPUDevice.StreamSend": 0.1, "Coordinator.WatchEvents": 0.1}
+PATIENT = {
+    "GPUDevice.StreamSend": 0.1,
+    "Coordinator.WatchEvents": 0.1,
+    "Coordinator.WatchJob": 0.1,
+    "Coordinator.Hold": 0.1,
+    "Device.WatchTask": 0.1,
+}
 
 exploring = settings(
     max_examples=EXAMPLES,
