@@ -91,6 +91,7 @@ class Feed:
         found = self._batches.get(micro)
         if found is None:
             found = self._kept.get((micro, self.rows(micro))) or self._read(micro, self._samples[micro])
+            self._batches[micro] = found
             self.prints[micro] = print_of(self._samples[micro])
         return found
 
@@ -101,9 +102,7 @@ class Feed:
         if out is None or len(out[1]) < len(samples):
             out = self._data.allocate(max(self._rows, len(samples)))
         self._out[micro] = out
-        found = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out)
-        self._batches[micro] = found
-        return found
+        return self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out)
 
     def _keep(self, micro: int, samples: Indices) -> Batch | None:
         """Reads a batch to be there at the next step too; None where there is no room."""
@@ -115,5 +114,6 @@ class Feed:
 
     def release(self, micro: int) -> None:
         """Nobody here needs this micro-batch any more."""
-        if self._batches.pop(micro, None) is not None:
+        self._batches.pop(micro, None)
+        if micro in self._out:  # else it is kept
             self._spare.append(self._out.pop(micro))
