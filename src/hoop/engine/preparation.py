@@ -112,7 +112,8 @@ def prepare(
     role = role_of(worker, strategy, blocks, data.train, vectors)
     if world.befall is not None:
         world.befall(worker)
-    told = _priced(world, settings, job, data, costs, blocks, worker) if role.reports else None
+    tells = role.reports and not anew  # a run is predicted once, when it starts
+    told = _priced(world, settings, job, data, costs, blocks, worker) if tells else None
     return Ready(model, costs, bounds, strategy, plan, worker, role, told)
 
 

@@ -39,11 +39,13 @@ class Role:
     stride = 1
     """Steps between two moments at which all ranks are done with everything, and may agree to stop."""
 
+    evidence: Evidence
+    """Given by ``testify``, before the first step."""
+
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         for held in worker.held.values():
             held.device = worker.world.device or worker.rank + 1
-        self.testify(Evidence(worker.plan.micros))
 
     def testify(self, evidence: Evidence) -> None:
         """Notes there what updates are made of, where this rank knows the losses."""
