@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -229,20 +230,9 @@ def _complete(holding: Holding) -> set[int]:
     return found
 
 
-def hold(
-    accelerator: Accelerator | None,
-    plan: Plan,
-    vectors: Vectors,
-    blocks: Sequence[nn.Module],
-    first_block: int,
-    settings: Settings,
-    name: str,
-    updates: bool,
-    chain: bool,
-) -> Held:
-    """A stage, where it is computed."""
+def holder(accelerator: Accelerator | None, plan: Plan, settings: Settings) -> Callable[..., Held]:
+    """What makes a stage, where it is computed: called as ``Held`` is."""
     if accelerator is None:
-        return Held(vectors, blocks, first_block, settings, name, updates, chain)
+        return Held
     halves = any(one.kind is Kind.BACKWARD_INPUT for rank in plan.ranks for one in rank)
-    captures = settings.graphs and not halves
-    return Mirrored(accelerator, captures, vectors, blocks, first_block, settings, name, updates, chain)
+    return partial(Mirrored, accelerator, settings.graphs and not halves)

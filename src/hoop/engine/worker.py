@@ -27,7 +27,7 @@ from hoop.engine.held import NOTHING, Figures, Held
 from hoop.engine.joint import Joint, grouped, joinable
 from hoop.engine.losses import Loss, Objective
 from hoop.engine.messages import Post
-from hoop.engine.mirrored import hold
+from hoop.engine.mirrored import holder
 from hoop.engine.settings import Settings
 from hoop.engine.slots import most_slots
 from hoop.engine.totals import Totals
@@ -58,13 +58,13 @@ class Worker:
         self.last = plan.stages - 1
         rows = -(-settings.batch_size // plan.micros)
         self.flow = Flow(Feed(data, settings.seed, rows), Post(world.communicator.endpoint))
-        bounds = [*cut, len(blocks)]
-        chain = layers_of(blocks) is not None
+        bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.held: dict[int, Held] = {}
+        hold = holder(accelerator, plan, settings)
         for stage in plan.held_by(world.rank):
             low, high = bounds[stage], bounds[stage + 1]
             how = settings, f"stage{stage}.", not plan.servers, chain
-            self.held[stage] = hold(accelerator, plan, vectors, blocks[low:high], low, *how)
+            self.held[stage] = hold(vectors, blocks[low:high], low, *how)
         self._lowest = min(self.held, default=0)
         self._norm = Norm(world, settings, blocks, bounds)
         self._objective = Objective(loss)
@@ -86,7 +86,7 @@ class Worker:
         self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
         self._drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
-        self.rate, self._mapped, self.sent = 0.0, 0, 0
+        self.rate, self.sent = 0.0, 0
         self.norm_scale: float | None = None
         self.computed: list[int] = []
         """Shards of the step under way that are in their slots, in the order they came."""

@@ -23,7 +23,6 @@ class Prices:
         """``listed``: ranks run lists, and whole models may be computed several shards at once."""
         machine, rows = costs.machine, costs.rows
         self._machine, self._plan = machine, plan
-        self._servers = set(plan.servers)
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
         weights = [sum(one.weight_bytes for one in stage) for stage in stages]
