@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded
 
 from race import environment, table
 
-from hoop.engine.optimizer import OptimizerSettings
+from hoop.engine.stages.optimizer import OptimizerSettings
 
 Tried = tuple[OptimizerSettings, int, int]
 """The optimizer, the batch, the seed."""

@@ -27,7 +27,7 @@ from hoop.collectives.communicator import Communicator
 from hoop.engine.job import Job
 from hoop.engine.run import Run
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import MOMENT, packed, unpacked
+from hoop.engine.survival.snapshot import MOMENT, packed, unpacked
 from hoop.engine.world import World
 from hoop.memory import Arena
 from hoop.topology import Address

@@ -9,7 +9,7 @@ from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
 from hoop.collectives.shards import holding
 from hoop.engine.job import blocks_of
 from hoop.engine.slots import room_for
-from hoop.engine.weights import Layout
+from hoop.engine.stages.weights import Layout
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse

@@ -28,15 +28,15 @@ from forked_ranks import Outcome
 from torch import Tensor
 
 import hoop.engine.run as engine_run
-import hoop.engine.safekeeping as engine_safekeeping
+import hoop.engine.survival.safekeeping as engine_safekeeping
 from hoop.collectives.communicator import Communicator
 from hoop.engine.clockwork import Clockwork
 from hoop.engine.job import Job, names_of
-from hoop.engine.keepsakes import Keepsakes
-from hoop.engine.mirrors import Mirrors
 from hoop.engine.run import Run
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import packed, tensors_of, unpacked
+from hoop.engine.survival.keepsakes import Keepsakes
+from hoop.engine.survival.mirrors import Mirrors
+from hoop.engine.survival.snapshot import packed, tensors_of, unpacked
 from hoop.engine.world import World
 from hoop.errors import DeadlineExceeded, PeerLost
 from hoop.memory import Arena

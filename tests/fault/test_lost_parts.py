@@ -11,7 +11,7 @@ from mortal_ranks import Ended, Fault, survive
 from small_jobs import JOBS, STEPS, alone, settings
 from torch import Tensor
 
-from hoop.engine.mirrors import check_room
+from hoop.engine.survival.mirrors import check_room
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse

@@ -10,8 +10,8 @@ from collections import deque
 from statistics import median
 
 from hoop.collectives.reduction import Array
-from hoop.engine.stragglers import Stragglers, Verdict
-from hoop.engine.weights import MOST_SPEEDS, SPEED
+from hoop.engine.stages.weights import MOST_SPEEDS, SPEED
+from hoop.engine.survival.stragglers import Stragglers, Verdict
 from hoop.plan.plan import Plan
 from hoop.strategies.strategy import Strategy
 

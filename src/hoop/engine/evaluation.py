@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Dataset
-from hoop.engine.losses import hits
+from hoop.engine.stages.losses import hits
 from hoop.engine.worker import Worker
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.data.order import shard
-from hoop.engine.evidence import print_of
+from hoop.engine.stages.evidence import print_of
 
 
 @dataclass(frozen=True)

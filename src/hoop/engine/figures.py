@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hoop.engine.evidence import KEPT, Evidence
+from hoop.engine.stages.evidence import KEPT, Evidence
 
 Emit = Callable[[Mapping[str, Any]], None]
 TELL_S = 0.25

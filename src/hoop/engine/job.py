@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from hoop.data.dataset import Splits
-from hoop.engine.losses import Loss, loss_named
 from hoop.engine.settings import Settings
+from hoop.engine.stages.losses import Loss, loss_named
 from hoop.errors import InvalidArgument, NotFound
 
 INHERITED: list[Job] = []

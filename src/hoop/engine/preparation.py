@@ -13,17 +13,17 @@ from torch import nn
 
 from hoop.collectives.catalog import Operation
 from hoop.data.dataset import Splits
-from hoop.engine.accelerator import accelerator_of
-from hoop.engine.chain import layers_of
 from hoop.engine.job import Job, blocks_of
-from hoop.engine.mirrors import check_room
 from hoop.engine.pricing import priced
 from hoop.engine.profile import profile
 from hoop.engine.role import Role
 from hoop.engine.roles import check_role, role_of
 from hoop.engine.settings import Settings
 from hoop.engine.slots import room_for
-from hoop.engine.weights import Vectors, shared_parameters
+from hoop.engine.stages.accelerator import accelerator_of
+from hoop.engine.stages.chain import layers_of
+from hoop.engine.stages.weights import Vectors, shared_parameters
+from hoop.engine.survival.mirrors import check_room
 from hoop.engine.worker import Worker
 from hoop.engine.world import World
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from hoop.data.dataset import Dataset
-from hoop.engine.chain import ChainStage, layers_of
-from hoop.engine.losses import Loss, Objective
-from hoop.engine.optimizer import OptimizerSettings, updating
 from hoop.engine.profile import timer
+from hoop.engine.stages.chain import ChainStage, layers_of
+from hoop.engine.stages.losses import Loss, Objective
+from hoop.engine.stages.optimizer import OptimizerSettings, updating
 from hoop.plan.partition import Block
 
 _BYTES = 1 << 20

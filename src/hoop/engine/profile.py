@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Batch
-from hoop.engine.accelerator import Accelerator
-from hoop.engine.chain import ChainStage, layers_of
-from hoop.engine.optimizer import OptimizerSettings
-from hoop.engine.weights import Layout
+from hoop.engine.stages.accelerator import Accelerator
+from hoop.engine.stages.chain import ChainStage, layers_of
+from hoop.engine.stages.optimizer import OptimizerSettings
+from hoop.engine.stages.weights import Layout
 from hoop.plan.partition import Block
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from hoop.data.dataset import Indices
-from hoop.engine.evidence import Evidence
 from hoop.engine.feed import Position
 from hoop.engine.job import names_of
-from hoop.engine.parts import Live
-from hoop.engine.snapshot import restore, tensors_of
-from hoop.engine.weights import LOSS
+from hoop.engine.stages.evidence import Evidence
+from hoop.engine.stages.weights import LOSS
+from hoop.engine.survival.parts import Live
+from hoop.engine.survival.snapshot import restore, tensors_of
 from hoop.engine.worker import Worker
 
 

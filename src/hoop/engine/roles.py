@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from hoop.data.dataset import Dataset
-from hoop.engine.ring import AsynchronousRing, Ring
 from hoop.engine.role import Role
-from hoop.engine.served import SPAN, Served
-from hoop.engine.server import Server
+from hoop.engine.ruled.ring import AsynchronousRing, Ring
+from hoop.engine.ruled.served import SPAN, Served
+from hoop.engine.ruled.server import Server
 from hoop.engine.settings import Settings
-from hoop.engine.spare import Spare
-from hoop.engine.weights import Vectors
+from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.spare import Spare
 from hoop.engine.worker import Worker
 from hoop.errors import InvalidArgument
 from hoop.plan.plan import Plan

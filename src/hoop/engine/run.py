@@ -17,17 +17,17 @@ from hoop.engine.account import account
 from hoop.engine.balance import balance_for
 from hoop.engine.course import Course
 from hoop.engine.evaluation import evaluate
-from hoop.engine.evidence import Evidence
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
-from hoop.engine.keepsakes import Keepsakes
 from hoop.engine.preparation import Ready, prepare
-from hoop.engine.recovery import NEW, catch_up, compare, hand_over, rest_of_step
-from hoop.engine.recut import StateLost
-from hoop.engine.safekeeping import Safekeeping
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import unpacked
-from hoop.engine.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
+from hoop.engine.stages.evidence import Evidence
+from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
+from hoop.engine.survival.keepsakes import Keepsakes
+from hoop.engine.survival.recovery import NEW, catch_up, compare, hand_over, rest_of_step
+from hoop.engine.survival.recut import StateLost
+from hoop.engine.survival.safekeeping import Safekeeping
+from hoop.engine.survival.snapshot import unpacked
 from hoop.engine.world import World, settle
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
 from hoop.strategies.catalog import parse

@@ -17,21 +17,21 @@ from torch import Tensor, nn
 
 from hoop.collectives.shards import Holding, holding
 from hoop.data.dataset import Dataset, Indices
-from hoop.engine.accelerator import Accelerator
-from hoop.engine.chain import layers_of
-from hoop.engine.clipping import Norm
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed, Position
-from hoop.engine.flow import Flow
-from hoop.engine.held import NOTHING, Figures, Held
-from hoop.engine.joint import Joint, grouped, joinable
-from hoop.engine.losses import Loss, Objective
 from hoop.engine.messages import Post
-from hoop.engine.mirrored import holder
 from hoop.engine.settings import Settings
 from hoop.engine.slots import most_slots
-from hoop.engine.totals import Totals
-from hoop.engine.weights import Vectors
+from hoop.engine.stages.accelerator import Accelerator
+from hoop.engine.stages.chain import layers_of
+from hoop.engine.stages.clipping import Norm
+from hoop.engine.stages.flow import Flow
+from hoop.engine.stages.held import NOTHING, Figures, Held
+from hoop.engine.stages.joint import Joint, grouped, joinable
+from hoop.engine.stages.losses import Loss, Objective
+from hoop.engine.stages.mirrored import holder
+from hoop.engine.stages.totals import Totals
+from hoop.engine.stages.weights import Vectors
 from hoop.engine.world import World
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
 from hoop.plan.plan import Plan

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hoop.data.order import Order, shard
-from hoop.engine.evidence import print_of
+from hoop.engine.stages.evidence import print_of
 from hoop.errors import FailedPrecondition, HoopError, NotFound
 from hoop.launch.checkpoints import listed, read
 from hoop.launch.ledger import NAME, Line, hashes, lines

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hoop.engine.snapshot import unpacked
+from hoop.engine.survival.snapshot import unpacked
 from hoop.errors import FailedPrecondition, HoopError
 
 FOLDER = "checkpoints"

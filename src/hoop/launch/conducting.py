@@ -23,7 +23,7 @@ from hoop.client.cluster import Cluster
 from hoop.client.jobs import JobEvent, JobHandle
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
-from hoop.engine.snapshot import MOMENT, SEAL, packed, unpacked
+from hoop.engine.survival.snapshot import MOMENT, SEAL, packed, unpacked
 from hoop.errors import FailedPrecondition, HoopError, PeerError
 from hoop.files import write_bytes
 from hoop.launch.full_disk import FullDisk

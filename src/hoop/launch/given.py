@@ -13,8 +13,8 @@ from hoop.data.dataset import Splits
 from hoop.data.map_style import MapData
 from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
-from hoop.engine.losses import Loss
-from hoop.engine.snapshot import unpacked
+from hoop.engine.stages.losses import Loss
+from hoop.engine.survival.snapshot import unpacked
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 

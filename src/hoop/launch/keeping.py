@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hoop.engine.snapshot import packed
+from hoop.engine.survival.snapshot import packed
 from hoop.errors import HoopError
 from hoop.files import write_bytes
 from hoop.launch.checkpoints import listed, name_of, step_of

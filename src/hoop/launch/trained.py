@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hoop.data.dataset import Dataset
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
-from hoop.engine.losses import hits
 from hoop.engine.settings import Settings
+from hoop.engine.stages.losses import hits
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.launch.checkpoints import Found, newest_checkpoint, read

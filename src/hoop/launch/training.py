@@ -91,7 +91,7 @@ def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
 
 def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:
     """What is to go wrong with this rank; nothing with one that comes later, whose rank was another's."""
-    from hoop.engine.misfortune import Misfortune
+    from hoop.engine.survival.misfortune import Misfortune
 
     mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
     return Misfortune(mine, emit).befall

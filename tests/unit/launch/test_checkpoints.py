@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.snapshot import packed, unpacked
+from hoop.engine.survival.snapshot import packed, unpacked
 from hoop.errors import FailedPrecondition
 from hoop.files import remove_leftovers, replacing, write_bytes
 from hoop.launch.checkpoints import name_of, newest_checkpoint, read, set_aside, step_of

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.data.order import Order, shard
-from hoop.engine.evidence import Evidence, claim, print_of
-from hoop.engine.snapshot import packed, unpacked
+from hoop.engine.stages.evidence import Evidence, claim, print_of
+from hoop.engine.survival.snapshot import packed, unpacked
 from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
 from hoop.files import write_bytes
 from hoop.launch.audit import audit

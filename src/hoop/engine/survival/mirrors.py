@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from hoop.config import format_size
-from hoop.engine.parts import NOTHING, Bytes, Live, Part, Piece, described, size_of
-from hoop.engine.weights import Vectors
-from hoop.engine.word import gathered
+from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.parts import NOTHING, Bytes, Live, Part, Piece, described, size_of
+from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hoop.engine.weights import PAD, Layout
+from hoop.engine.stages.weights import PAD, Layout
 from hoop.plan.plan import split_evenly
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.engine.job import names_of
-from hoop.engine.snapshot import MOMENT
+from hoop.engine.survival.snapshot import MOMENT
 
 Bytes = npt.NDArray[np.uint8]
 NOTHING = -1

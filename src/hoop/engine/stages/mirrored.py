@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.shards import Holding, Landing
-from hoop.engine.accelerator import Accelerator
-from hoop.engine.captured import CapturedStage, Row, capturable
-from hoop.engine.evidence import claim
-from hoop.engine.held import NOTHING, Figures, Held, computing
 from hoop.engine.settings import Settings
-from hoop.engine.stage import AutogradStage
-from hoop.engine.weights import HITS, LOSS, SAMPLES, TAIL, Layout, Vectors, adopt
+from hoop.engine.stages.accelerator import Accelerator
+from hoop.engine.stages.captured import CapturedStage, Row, capturable
+from hoop.engine.stages.evidence import claim
+from hoop.engine.stages.held import NOTHING, Figures, Held, computing
+from hoop.engine.stages.stage import AutogradStage
+from hoop.engine.stages.weights import HITS, LOSS, SAMPLES, TAIL, Layout, Vectors, adopt
 from hoop.plan.instructions import Kind
 from hoop.plan.plan import Plan
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.shards import Leaf, Sum, expression, holding
-from hoop.engine.clipping import clip_scale, squares
 from hoop.engine.job import names_of
-from hoop.engine.kept import Kept
-from hoop.engine.parts import Live
 from hoop.engine.role import Role, Work
-from hoop.engine.ruled import Ruled, due
-from hoop.engine.served import SPAN
-from hoop.engine.slices import Piece, pieces, slices
-from hoop.engine.snapshot import MOMENT, restore, tensors_of
-from hoop.engine.weights import LOSS, TAIL, Layout, Vectors
+from hoop.engine.ruled.following import Ruled, due
+from hoop.engine.ruled.kept import Kept
+from hoop.engine.ruled.served import SPAN
+from hoop.engine.ruled.slices import Piece, pieces, slices
+from hoop.engine.stages.clipping import clip_scale, squares
+from hoop.engine.stages.weights import LOSS, TAIL, Layout, Vectors
+from hoop.engine.survival.parts import Live
+from hoop.engine.survival.snapshot import MOMENT, restore, tensors_of
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
 from hoop.strategies.strategy import Strategy

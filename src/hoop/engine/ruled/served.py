@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hoop.collectives.shards import holding
 from hoop.engine.job import names_of
-from hoop.engine.parts import Live
 from hoop.engine.role import Role, Work
-from hoop.engine.ruled import Ruled, due
-from hoop.engine.slices import slices
+from hoop.engine.ruled.following import Ruled, due
+from hoop.engine.ruled.slices import slices
+from hoop.engine.survival.parts import Live
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
 from hoop.strategies.strategy import Strategy

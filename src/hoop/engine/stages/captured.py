@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hoop.engine.stage import After, AutogradStage, Stage, Views
+from hoop.engine.stages.stage import After, AutogradStage, Stage, Views
 
 _KNOWN = ("torch.nn.", "hoop.models.")
 _TRIAL = -1

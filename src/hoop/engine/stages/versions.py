@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hoop.engine.held import Held
-from hoop.engine.optimizer import OptimizerSettings, updating
-from hoop.engine.weights import Vectors
+from hoop.engine.stages.held import Held
+from hoop.engine.stages.optimizer import OptimizerSettings, updating
+from hoop.engine.stages.weights import Vectors
 from hoop.errors import InternalError
 
 KEPT = 2

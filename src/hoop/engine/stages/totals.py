@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered import OrderedSum
 from hoop.collectives.shards import Holding
-from hoop.engine.held import Held
+from hoop.engine.stages.held import Held
 
 
 class Totals:

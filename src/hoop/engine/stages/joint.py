@@ -12,11 +12,11 @@ import numpy as np
 from torch import Tensor
 
 from hoop.collectives.catalog import Operation
-from hoop.engine.chain import ChainStage
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed
-from hoop.engine.held import Held
-from hoop.engine.losses import CrossEntropy, figure
+from hoop.engine.stages.chain import ChainStage
+from hoop.engine.stages.held import Held
+from hoop.engine.stages.losses import CrossEntropy, figure
 from hoop.engine.world import World
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.collectives.shards import Holding, Landing
-from hoop.engine.chain import ChainStage, layers_of
-from hoop.engine.evidence import Evidence, claim
-from hoop.engine.optimizer import Update, updating
 from hoop.engine.settings import Settings
-from hoop.engine.stage import CPU, AutogradStage, Segments, Stage
-from hoop.engine.weights import (
+from hoop.engine.stages.chain import ChainStage, layers_of
+from hoop.engine.stages.evidence import Evidence, claim
+from hoop.engine.stages.optimizer import Update, updating
+from hoop.engine.stages.stage import CPU, AutogradStage, Segments, Stage
+from hoop.engine.stages.weights import (
     HITS,
     LOSS,
     MOST_SPEEDS,

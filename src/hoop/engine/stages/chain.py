@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hoop.engine.stage import After, Stage, Views
+from hoop.engine.stages.stage import After, Stage, Views
 
 _backward_relu = torch.ops.aten.threshold_backward.grad_input
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hoop.engine.evidence import PLACES
+from hoop.engine.stages.evidence import PLACES
 from hoop.errors import InvalidArgument
 from hoop.memory import Arena
 from hoop.memory.dtypes import dtype

@@ -21,10 +21,10 @@ from hoop.collectives.shards import Holding, Landing, holding
 from hoop.data.dataset import Dataset, Indices
 from hoop.engine.feed import Feed, Position
 from hoop.engine.role import Role, Work
-from hoop.engine.ruled import Ruled, due
-from hoop.engine.served import SPAN
-from hoop.engine.versions import KEPT, Versions
-from hoop.engine.weights import LOSS, Vectors
+from hoop.engine.ruled.following import Ruled, due
+from hoop.engine.ruled.served import SPAN
+from hoop.engine.stages.versions import KEPT, Versions
+from hoop.engine.stages.weights import LOSS, Vectors
 from hoop.engine.worker import Worker
 from hoop.errors import InternalError
 from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, Kind

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
-from hoop.engine.parts import Part, Piece, missing
-from hoop.engine.word import gathered
+from hoop.engine.survival.parts import Part, Piece, missing
+from hoop.engine.survival.word import gathered
 from hoop.memory.dtypes import dtype
 
 _SHOWN = 3

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hoop.engine.figures import Emit
-from hoop.engine.snapshot import packed, put
+from hoop.engine.survival.snapshot import packed, put
 from hoop.memory import Arena
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hoop.collectives.reduction import Array
-from hoop.engine.optimizer import OptimizerSettings, updating
-from hoop.engine.parts import Live
-from hoop.engine.slices import Slice
-from hoop.engine.snapshot import MOMENT
-from hoop.engine.weights import Layout, Vectors
+from hoop.engine.ruled.slices import Slice
+from hoop.engine.stages.optimizer import OptimizerSettings, updating
+from hoop.engine.stages.weights import Layout, Vectors
+from hoop.engine.survival.parts import Live
+from hoop.engine.survival.snapshot import MOMENT
 
 
 class Kept:

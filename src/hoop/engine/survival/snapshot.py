@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.engine.job import names_of
-from hoop.engine.weights import Layout
+from hoop.engine.stages.weights import Layout
 from hoop.errors import FailedPrecondition
 from hoop.memory import Arena
 

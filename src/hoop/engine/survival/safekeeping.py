@@ -15,15 +15,15 @@ import numpy as np
 from torch import Tensor
 
 from hoop.data.dataset import Splits
-from hoop.engine.evidence import Evidence
 from hoop.engine.job import Job
-from hoop.engine.mirrors import Mirrors
-from hoop.engine.parts import Live, Part, described, size_of, whole_state
 from hoop.engine.preparation import Ready, prepare
-from hoop.engine.recut import Agreed, Told, agree, collect
 from hoop.engine.settings import Settings
-from hoop.engine.weights import Vectors
-from hoop.engine.word import vote
+from hoop.engine.stages.evidence import Evidence
+from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.mirrors import Mirrors
+from hoop.engine.survival.parts import Live, Part, described, size_of, whole_state
+from hoop.engine.survival.recut import Agreed, Told, agree, collect
+from hoop.engine.survival.word import vote
 from hoop.engine.world import World
 
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.reduction import Array
-from hoop.engine.held import Held
 from hoop.engine.settings import Settings
-from hoop.engine.weights import Layout
+from hoop.engine.stages.held import Held
+from hoop.engine.stages.weights import Layout
 from hoop.engine.world import World
 from hoop.memory.dtypes import dtype
 from hoop.plan.plan import Plan
