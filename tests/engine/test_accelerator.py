@@ -75,7 +75,10 @@ def test_where_there_is_no_gpu() -> None:
 def test_on_cuda_every_strategy_gives_the_same_bits(job: str) -> None:
     wanted = trained(job, "data", 1, accelerator="cuda")
     for strategy, devices in SAME:
-        assert_same(trained(job, strategy, devices, accelerator="cuda"), wanted)
+        if (
+            job == "normed" or strategy != "pipeline:interleaved"
+        ):  # the others have too few blocks for 4 stages
+            assert_same(trained(job, strategy, devices, accelerator="cuda"), wanted)
 
 
 @CUDA

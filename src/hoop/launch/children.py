@@ -10,15 +10,29 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
+from hoop.errors import FailedPrecondition
 from hoop.memory.backing import default_directory
 
 POLL_S = 0.01
 """A child's end makes no event that can be awaited on every platform."""
 
 
+def check_forkable(threads: str = "/proc/self/task") -> None:
+    """Beside a GPU, PyTorch computes gradients in threads of its own, which a forked process lacks for good."""
+    for comm in Path(threads).glob("*/comm"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if comm.read_text().startswith("pt_autograd"):
+                raise FailedPrecondition(
+                    "this process has computed gradients on a machine with a GPU, and devices forked from it cannot: "
+                    "train before that, or in a process of its own (`hoop train FILE.py:JOB`)"
+                )
+
+
 def fork(work: Callable[[], None], close: set[int]) -> int:
     """A child that does this and nothing else; these descriptors of the parent's are closed in it."""
+    check_forkable()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hoop.data.mnist import mnist
-from hoop.errors import PeerLost
+from hoop.errors import FailedPrecondition, PeerLost
 from hoop.models.softmax import softmax
 from hoop.papers.lab import end
 
@@ -60,12 +60,20 @@ def alone(folder: Path, side: int, epochs: int, rate: float) -> ByHand:
 
 def under_mpi(mpirun: Path, ranks: int, folder: Path, side: int, epochs: int, rate: float) -> ByHand:
     """So many ranks of MPI."""
-    beside = mpirun.parent / "python"
-    python = str(beside) if beside.exists() else sys.executable
+    python = next((one for one in (str(mpirun.parent / "python"), sys.executable) if _has_mpi(one)), "")
+    if not python:
+        raise FailedPrecondition(
+            f"mpirun: neither the Python beside {mpirun} nor this one has mpi4py and numpy"
+        )
     options = ["--oversubscribe", "--bind-to", "none"]
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
     return _run([str(mpirun), "-n", str(ranks), *options, python], folder, side, epochs, rate)
+
+
+def _has_mpi(python: str) -> bool:
+    command = [python, "-c", "import mpi4py, numpy"]
+    return Path(python).exists() and not subprocess.run(command, stderr=subprocess.DEVNULL).returncode
 
 
 def _run(start: list[str], folder: Path, side: int, epochs: int, rate: float) -> ByHand:

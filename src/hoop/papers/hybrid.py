@@ -62,6 +62,11 @@ def run(lab: Lab) -> Findings:
             "On CPUs: 2 000 of 50 000 images and 3 epochs, because all of it takes many hours; accuracy is not the "
             "paper's. The full length needs `--accelerator cuda`."
         )
+    else:
+        settings |= {"tf32": True}
+        found.limits.append(
+            "Products on the GPU are rounded to TF32, nearly twice as fast; sums are float32."
+        )
     where = f"{lab.cores} cores" if lab.accelerator == "cpu" else f"one {lab.accelerator} device"
     found.limits.append(
         f"{NODES} nodes share {where} here: what they save by working at once is bounded by that. The paper's are four "

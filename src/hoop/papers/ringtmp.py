@@ -20,11 +20,13 @@ Runs = dict[tuple[str, int], Trained]
 
 def run(lab: Lab) -> Findings:
     found = Findings()
-    nodes = [2, 4] if lab.quick else [2, 3, 4] + [n for n in (8, 16) if n <= lab.cores]
+    nodes = [2, 4] if lab.quick else [2, 3, 4] + [n for n in (8,) if n <= lab.cores]
     samples = 4_096 if lab.quick else 60_000
     found.limits.append(
-        f"A node is a device; {lab.cores} cores are shared by up to {nodes[-1]} of them, so a node that computes keeps "
-        "another from it and idle shares are too high for all. Whose is higher is comparable; times beyond "
+        f"A node is a device with a core of its own, of {lab.cores}; what it sends goes through memory, not a network."
+        if nodes[-1] <= lab.cores
+        else f"A node is a device; {lab.cores} cores are shared by up to {nodes[-1]} of them, so a node that computes "
+        "keeps another from it and idle shares are too high for all. Whose is higher is comparable; times beyond "
         f"{lab.cores} nodes are not those of as many machines."
     )
     found.limits.append(
@@ -44,9 +46,9 @@ def run(lab: Lab) -> Findings:
     _whole(found, whole, nodes[-1])
     _progress(found, runs, nodes[-1])
     _scaling(lab, found, runs, nodes)
-    at_scale(lab, found)
     resilience(lab, found)
     capacity(lab, found)
+    at_scale(lab, found)  # last: beside a GPU, a process that has computed gradients forks none that can
     _aims(found)
     return found
 
@@ -214,6 +216,7 @@ def _scaling(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> Non
         "Scaling", Picture("time", chart.svg(), f"Measured; beyond {lab.cores} nodes they share cores.")
     )
     first, last = nodes[0], nodes[-1]
+    apart = last <= lab.cores
     gain = {
         name: runs[name, first].summary["seconds"] / runs[name, last].summary["seconds"]
         for name in (RING, SERVER)
@@ -223,13 +226,18 @@ def _scaling(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> Non
         paper="aim",
         ours=f"from {first} to {last} nodes: ring {gain[RING]:.2f}x, BSP {gain[SERVER]:.2f}x",
         how="measured",
-        verdict="not shown",
-        why=f"{lab.cores} cores cannot show it: from {first} nodes on all cores are busy",
+        verdict=lab.timed("holds" if gain[RING] > gain[SERVER] else "does not hold")
+        if apart
+        else "not shown",
+        why="the link is memory here, so the server's is no bottleneck; the parts of a small model are waited for "
+        "longer than they take"
+        if apart
+        else f"{lab.cores} cores cannot show it: from {lab.cores} nodes on all cores are busy",
     )
 
 
 def _aims(found: Findings) -> None:
-    aims = [one for one in found.claims if one.claim[0].isdigit()]
+    aims = sorted((one for one in found.claims if one.claim[0].isdigit()), key=lambda one: one.claim)
     lines = [f"- aim {one.claim}: **{one.verdict}** ({one.how})" for one in aims]
     found.section(
         "The seven aims",

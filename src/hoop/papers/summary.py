@@ -39,8 +39,7 @@ machine.
 _BESIDE = {
     "mnist-pipeline": "The MLP's speed-up on 16 real cores, 1 to 16 devices: "
     "[training](../benchmarks/training/README.md).",
-    "hybrid": "At full length on one GPU, which all devices share, 87.19 % after ten epochs, single and hybrid alike, "
-    "to the bit: [hybrid-gpu](../benchmarks/papers/hybrid-gpu/README.md).",
+    "hybrid": "More about the runs on the GPU: [hybrid-gpu](../benchmarks/papers/hybrid-gpu/README.md).",
 }
 """What was measured on machines that a study was not run on."""
 

@@ -136,9 +136,8 @@ class CapturedStage(Stage):
                 outputs = inner.forward(_TRIAL, inputs, 0)
                 inner.backward(_TRIAL, torch.ones_like(outputs), self._new_row(), self._wants_input)
         computing.wait_stream(side)
-        with torch.no_grad():
-            for one, value in zip(self._blocks.buffers(), kept, strict=True):
-                one.copy_(value)
+        for one, value in zip(self._blocks.buffers(), kept, strict=True):
+            one.data.copy_(value)  # in silence: graphs of other micro-batches may be under way that hold it
         drawn = not torch.equal(before, torch.cuda.get_rng_state(device))
         inner.seeds = was and drawn
         return not drawn
