@@ -1,19 +1,20 @@
 """What a process proves itself with, and asks of others: nothing, a token, or certificates.
 
-Every channel and every server port of Hoop is opened here, so there is no other way in or out.
+Every channel between Hoop's processes and every server port is opened here, so there is no other way in or out.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from hoop.errors import InvalidArgument
-from hoop.topology import Address
+from hoop.errors import InvalidArgument, NotFound
+from hoop.topology import Address, Addresses
 from hoop.wire.certificates import Certificates, name_of
 from hoop.wire.channels import Options
 from hoop.wire.guard import Guard
@@ -52,23 +53,23 @@ class Credentials:
             return ()
         return ((HEADER, f"Bearer {self.token.presented(self.role)}"),)
 
-    def channel(self, address: Address, to: Role, options: Options) -> grpc.Channel:
+    def channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.Channel:
         opened: grpc.Channel = self._open(grpc, address, to, options)
         return opened
 
-    def aio_channel(self, address: Address, to: Role, options: Options) -> grpc.aio.Channel:
+    def aio_channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.aio.Channel:
         opened: grpc.aio.Channel = self._open(grpc.aio, address, to, options)
         return opened
 
-    def _open(self, library: Any, address: Address, to: Role, options: Options) -> Any:
+    def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
         if self.certificates is None:
-            return library.insecure_channel(str(address), options=options)
+            return library.insecure_channel(_target(address), options=options)
         held = self.certificates
         secure = grpc.ssl_channel_credentials(held.authority, held.key, held.certificate)
         patience = "grpc.min_reconnect_backoff_ms"  # how long a connection may take: a handshake takes longer
         named: list[tuple[str, Any]] = [one for one in options if one[0] != patience]
         named += [(patience, _HANDSHAKE_MS), ("grpc.ssl_target_name_override", name_of(to))]
-        return library.secure_channel(str(address), secure, options=named)
+        return library.secure_channel(_target(address), secure, options=named)
 
     # ---- as a server
 
@@ -87,6 +88,21 @@ class Credentials:
             [(held.key, held.certificate)], held.authority, require_client_auth=True
         )
         return int(server.add_secure_port(str(address), secure))
+
+
+def _target(address: Address | Addresses) -> str:
+    """In gRPC's words; of several places it takes the first that lets it in, and looks again when that is gone."""
+    each = address.each if isinstance(address, Addresses) else (address,)
+    if len(each) == 1:
+        return str(each[0])
+    try:
+        found = [socket.getaddrinfo(one.host, one.port, type=socket.SOCK_STREAM)[0] for one in each]
+    except OSError as error:
+        raise NotFound(f"{address}: {error.strerror}") from None
+    if len({one[0] for one in found}) > 1:
+        raise InvalidArgument(f"{address}: some are reached by IPv4, others by IPv6; name all of them alike")
+    scheme = "ipv6" if found[0][0] == socket.AF_INET6 else "ipv4"
+    return f"{scheme}:{','.join(str(Address(str(one[4][0]), int(one[4][1]))) for one in found)}"
 
 
 def find(
