@@ -95,14 +95,18 @@ def _target(address: Address | Addresses) -> str:
     each = address.each if isinstance(address, Addresses) else (address,)
     if len(each) == 1:
         return str(each[0])
-    try:
-        found = [socket.getaddrinfo(one.host, one.port, type=socket.SOCK_STREAM)[0] for one in each]
-    except OSError as error:
-        raise NotFound(f"{address}: {error.strerror}") from None
-    if len({one[0] for one in found}) > 1:
-        raise InvalidArgument(f"{address}: some are reached by IPv4, others by IPv6; name all of them alike")
-    scheme = "ipv6" if found[0][0] == socket.AF_INET6 else "ipv4"
-    return f"{scheme}:{','.join(str(Address(str(one[4][0]), int(one[4][1]))) for one in found)}"
+    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):  # a list is of one of them
+        try:
+            found = [
+                Address(str(place[0]), int(place[1]))
+                for one in each
+                for *_, place in socket.getaddrinfo(one.host, one.port, family, socket.SOCK_STREAM)
+            ]
+        except OSError as error:
+            reason = error.strerror
+            continue
+        return f"{scheme}:{','.join(map(str, found))}"
+    raise NotFound(f"{address}: neither IPv4 nor IPv6 leads to all of them: {reason}; name them alike")
 
 
 def find(
