@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -333,14 +334,7 @@ def test_etcd_is_away_for_a_while(there: InEtcd, monkeypatch: pytest.MonkeyPatch
                     journal.append(*BATCHES[1])
         finally:
             there.etcd.signal(signal.SIGCONT)
-        until = time.monotonic() + WAIT_S
-        while True:
-            try:
-                journal.append(*BATCHES[2])
-                break
-            except DeadlineExceeded:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+        append_when_back(journal, BATCHES[2])
     assert there.lost.empty()
     with closing(there()) as journal:
         assert sorted(journal.state.members) == [1, 3]
@@ -359,6 +353,40 @@ def test_a_write_whose_answer_was_lost(there: InEtcd, again: bool) -> None:
         assert len(there.entries()) == 3
     with closing(there()) as journal:
         assert sorted(journal.state.members) == ([1, 2] if again else [1, 3])
+
+
+@needs_etcd
+def test_a_write_that_arrives_late_changes_nothing(there: InEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused, another has its number, and only then does etcd see it."""
+    with closing(there()) as journal, there.etcd.api() as api:
+        ask, late = journal._etcd.ask, []
+
+        def under_way(method: str, request: Any, within: float) -> Any:
+            if method != "Txn":
+                return ask(method, request, within)
+            late.append(request)
+            raise DeadlineExceeded("no answer yet")
+
+        monkeypatch.setattr(journal._etcd, "ask", under_way)
+        with pytest.raises(DeadlineExceeded, match="no answer yet"):
+            journal.append(*BATCHES[0])
+        monkeypatch.undo()
+        append_when_back(journal, BATCHES[1])
+        (request,) = late
+        assert not api.ask("Txn", request, WAIT_S).succeeded
+    with closing(there()) as journal:
+        assert sorted(journal.state.members) == [2]
+
+
+def append_when_back(journal: EtcdJournal, batch: list[Entry]) -> None:
+    """As soon as the owner has heard from etcd again."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return journal.append(*batch)
+        except DeadlineExceeded:
+            assert time.monotonic() < until
+            time.sleep(0.02)
 
 
 @needs_etcd

@@ -57,7 +57,7 @@ class Ownership:
         """Returns when the journal is ours; while it is another's, says whose, and waits for the end of its lease."""
         knocking = Knocking("etcd", self._etcd.endpoints, START_S)
         pauses: Iterator[float] = knocking.pauses()
-        said = ""
+        say = _once(tell)
         while not self._closing.is_set():
             try:
                 owner = self._owner()
@@ -68,16 +68,12 @@ class Ownership:
                     self._thread.start()
                     return
                 else:
-                    text = f"journal {self._where}: waiting, it belongs to {_name(owner)}"
-                    if text != said:
-                        tell(text)
-                    said = text
+                    say(f"journal {self._where}: waiting, it belongs to {_name(owner)}")
                     self._etcd.until_deleted(self.key, owner.mod_revision + 1, LOOK_S)
-                    pauses = repeat(
-                        AGAIN_S
-                    )  # it is there: that it is away for a while later is no reason to give up
+                    pauses = repeat(AGAIN_S)  # etcd is there: that it is away later is no reason to give up
             except DeadlineExceeded as error:
                 knocking.heard(str(error))
+                say(f"journal {self._where}: etcd does not answer, trying again")
                 self._closing.wait(next(pauses))
         raise PeerLost(f"journal {self._where}: closed while it was waited for")
 
@@ -156,6 +152,19 @@ class Ownership:
             self._thread.join()
             with contextlib.suppress(HoopError):  # it ends by itself
                 self._etcd.ask("LeaseRevoke", pb.LeaseRevokeRequest(ID=self._lease), TRY_S)
+
+
+def _once(tell: Tell) -> Tell:
+    """Tells what is new, compared with what was told last."""
+    said = ""
+
+    def say(text: str) -> None:
+        nonlocal said
+        if text != said:
+            tell(text)
+        said = text
+
+    return say
 
 
 def _name(owner: pb.KeyValue) -> str:
