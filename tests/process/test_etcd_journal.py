@@ -89,10 +89,11 @@ def test_one_that_stands_by_takes_over(
 
 
 @needs_etcd
-def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect) -> None:
-    """What needs no entry goes on, what needs one is refused, and when etcd is back all is as before."""
+def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect, await_event: Wait) -> None:
+    """What needs no entry goes on, what needs one is refused or waits, and when etcd is back all is as before."""
     coordinator = start("coordinator", "--journal", f"etcd://{etcd.address}/test", "--journal-lease", "60s")
-    device = start("device", "--join", coordinator.address, "--memory", "1MiB")
+    device, other = (start("device", "--join", coordinator.address, "--memory", "1MiB") for _ in range(2))
+    assert device.id != other.id
     cluster = connect(coordinator.address)
     comm = cluster.communicator([device.id])
     etcd.kill()
@@ -100,7 +101,12 @@ def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect) -> None:
         DeadlineExceeded, match=f"journal etcd://{etcd.address}/test is away, and nothing can be"
     ):
         cluster.communicator([device.id])
-    assert [member.state for member in cluster.status().devices] == ["alive"]
+    other.kill()
+    await_event(coordinator.address, "coordinator_failing")
+    health = {member.device.device_id: member.state for member in cluster.status().devices}
+    assert health == {device.id: "alive", other.id: "suspect"}, (
+        "a death that cannot be written is not one yet"
+    )
     works(comm)
     etcd.start()
     etcd.until_up()
@@ -113,6 +119,9 @@ def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect) -> None:
         return True
 
     until(made, "a change should be possible again")
+    await_event(coordinator.address, "device_dead", device=other.id)
+    failing = [event.kind for event in cluster.events()].count("coordinator_failing")
+    assert failing < 10, "it is told when it changes, not at every heartbeat"
     coordinator.signal(signal.SIGINT)
     assert coordinator.wait() == 0
 
@@ -120,4 +129,4 @@ def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect) -> None:
 def test_no_etcd_to_begin_with(run_hoop: Callable[..., CompletedProcess[str]]) -> None:
     answer = run_hoop("coordinator", "--journal", "etcd://127.0.0.1:1,127.0.0.1:2/test")
     assert answer.returncode == 3
-    assert answer.stderr.startswith("hoop: etcd at 127.0.0.1:1,127.0.0.1:2 did not answer within 5.")
+    assert "\nhoop: etcd at 127.0.0.1:1,127.0.0.1:2 did not answer within 5." in answer.stderr
