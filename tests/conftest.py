@@ -164,6 +164,7 @@ LONG = re.compile(
     r"|fault/test_placed_faults\.py.*(a_bit|a_slow)"  # see test_corruption, test_stragglers
     r"|process/test_authentication\.py.*of_its_own"
     r"|process/test_attach\.py.*outlives"
+    r"|process/test_etcd_journal\.py.*begin_with"  # see contract/test_journals
     r"|process/test_(reproduce\.py.*largest|predicted\.py.*1f1b)"
     r"|process/test_train\.py.*(stopped_twice|\[15-143\]|the head|told_within_seconds.a device|by_its_path)"
     r"|process/test_train\.py.*is_a_sentence.arguments[4-9]"

@@ -49,6 +49,21 @@ class Address:
 
 
 @dataclass(frozen=True)
+class Addresses:
+    """Where one server may be: of several places, one answers at a time."""
+
+    each: tuple[Address, ...]
+
+    @classmethod
+    def parse(cls, text: str, field: str = "address") -> Addresses:
+        """``host:port``, or several with commas between them."""
+        return cls(tuple(Address.parse(one, field) for one in text.split(",")))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.each))
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """What a device says of itself when it joins."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from hoop.cli import options
-from hoop.topology import Address
+from hoop.topology import Addresses
 
 
 def attach(
@@ -33,7 +33,7 @@ def attach(
     from hoop.cli.training_view import PlainView, View
     from hoop.launch import attaching
 
-    address = Address.parse(coordinator, "--coordinator")
+    address = Addresses.parse(coordinator, "--coordinator")
     view = PlainView() if json else View()
     result: dict[str, Any] = {}
     number = 0

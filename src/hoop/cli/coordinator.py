@@ -16,6 +16,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
+    from hoop.servers.journals import JournalPlace
 
 _UNITS = ("bytes", "elements")
 
@@ -26,7 +27,7 @@ def configure(
     count_unit: str,
     lease: str,
     timeout: str,
-    journal: Path | None,
+    journal: JournalPlace | None,
     insecure: bool,
     token_file: Path | None,
     tls: Path | None,
@@ -59,7 +60,24 @@ def coordinator(
     port: options.Port = 0,
     address_file: options.AddressFile = None,
     journal: Annotated[
-        Path | None, typer.Option(help="Remember devices and communicators here, across restarts.")
+        str | None,
+        typer.Option(
+            metavar="FILE|etcd://HOST:PORT[,HOST:PORT...]/PREFIX",
+            help="Remember devices, communicators and jobs here, across restarts. In etcd: also across machines; a "
+            "second coordinator on the same journal waits, and takes over when the first is gone.",
+        ),
+    ] = None,
+    journal_lease: Annotated[
+        str,
+        typer.Option(
+            help="etcd: after so long without the first the second takes over; the first ends by then."
+        ),
+    ] = "10s",
+    journal_tls: Annotated[
+        Path | None,
+        typer.Option(
+            help="etcd over TLS: a folder with ca.pem and, if etcd asks for them, cert.pem and key.pem."
+        ),
     ] = None,
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
@@ -77,10 +95,16 @@ def coordinator(
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping
     from hoop.servers.assembly import CoordinatorServer
+    from hoop.servers.journals import journal_place
     from hoop.servers.serving import write_address_file
 
+    place = (
+        journal_place(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls)
+        if journal
+        else None
+    )
     config = replace(
-        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls),
+        configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
@@ -91,11 +115,14 @@ def coordinator(
         server = CoordinatorServer(config)
         server.coordinator.events.subscribe(lambda event: typer.echo(event.text, err=True))
         try:
-            address = await server.start()
+            starting = asyncio.ensure_future(server.start())
+            if not await stopping.unless(starting):
+                return
+            address = starting.result()
             if address_file is not None:
                 write_address_file(address_file, address)
             typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
-            await stopping.wait()
+            await stopping.unless(asyncio.ensure_future(server.coordinator.lost()))
         finally:
             await server.stop()
             if address_file is not None:

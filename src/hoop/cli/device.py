@@ -12,11 +12,17 @@ import typer
 
 from hoop.cli import options
 from hoop.config import parse_duration, parse_size
-from hoop.topology import Address
+from hoop.topology import Address, Addresses
 
 
 def device(
-    join: Annotated[str, typer.Option(envvar="HOOP_COORDINATOR", help="The coordinator to join, host:port.")],
+    join: Annotated[
+        str,
+        typer.Option(
+            envvar="HOOP_COORDINATOR",
+            help="The coordinator to join, host:port; with one that stands by: host:port,host:port.",
+        ),
+    ],
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
@@ -70,7 +76,7 @@ def device(
     from hoop.wire.roles import Role
 
     config = DeviceConfig(
-        coordinator=Address.parse(join, "--join"),
+        coordinator=Addresses.parse(join, "--join"),
         memory=parse_size(memory, "--memory"),
         host=host,
         port=port,

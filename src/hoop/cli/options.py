@@ -32,7 +32,12 @@ Tls = Annotated[
 ]
 CoordinatorAddress = Annotated[
     str,
-    typer.Option("--coordinator", "-c", envvar="HOOP_COORDINATOR", help="The coordinator's host:port."),
+    typer.Option(
+        "--coordinator",
+        "-c",
+        envvar="HOOP_COORDINATOR",
+        help="The coordinator's host:port; with one that stands by: host:port,host:port.",
+    ),
 ]
 MaxMessage = Annotated[
     str, typer.Option(help="The largest message of a call, like 64MiB; refused before it is read.")

@@ -18,7 +18,7 @@ from hoop.cli import options
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.strategies.catalog import parse
-from hoop.topology import Address
+from hoop.topology import Addresses
 
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
@@ -139,7 +139,7 @@ def train(
     size = parse_size(memory, "--memory")
     if strategy is not None:
         parse(strategy)
-    there = Address.parse(coordinator, "--coordinator") if coordinator else None
+    there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
     if there is None and (token_file or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
@@ -166,7 +166,7 @@ def train(
         )
 
 
-def _check_detach(detach: bool, there: Address | None, out: Path | None, resume: bool) -> None:
+def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resume: bool) -> None:
     if detach and there is None:
         raise InvalidArgument("--detach: it needs --coordinator, a cluster that outlives this command")
     if detach and out is not None and not resume:
@@ -212,7 +212,7 @@ def _launch(
     memory: int,
     out: Path | None,
     resume: bool,
-    coordinator: Address | None,
+    coordinator: Addresses | None,
     address_file: Path | None,
 ) -> Launch:
     """Everything that can be wrong is found out here, before anything runs."""

@@ -19,7 +19,7 @@ from hoop.client.jobs import JobHandle
 from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
-from hoop.topology import Address, DeviceInfo
+from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.channels import STAGING, Knocking, channel_options
 from hoop.wire.convert import device_info
 from hoop.wire.credentials import Credentials, find
@@ -36,7 +36,7 @@ class Cluster:
     opened: ClassVar[bool] = False
     """Whether this process has ever opened one: what gRPC starts does not survive a fork."""
 
-    def __init__(self, address: Address, timeout: float, credentials: Credentials) -> None:
+    def __init__(self, address: Address | Addresses, timeout: float, credentials: Credentials) -> None:
         Cluster.opened = True
         self.address = address
         self._timeout = timeout
@@ -168,7 +168,7 @@ class Cluster:
 
 
 def connect(
-    address: str | Address,
+    address: str | Address | Addresses,
     patience: float = 10.0,
     timeout: float = 60.0,
     *,
@@ -178,6 +178,8 @@ def connect(
 ) -> Cluster:
     """The cluster whose coordinator is at ``host:port``; knocks for up to ``patience`` seconds.
 
+    Where a second coordinator stands by: ``host:port,host:port``. Whichever answers is called.
+
     A cluster beyond this machine wants to know who calls: ``token``, or ``tls``, a folder that ``hoop certs`` made;
     where neither is given, what HOOP_TOKEN, HOOP_TOKEN_FILE or HOOP_TLS says (SECURITY.md).
 
@@ -185,7 +187,7 @@ def connect(
     ...     comm = cluster.communicator(3)
     ...     sums = comm.all_reduce([a, b, c])
     """
-    address = Address.parse(address) if isinstance(address, str) else address
+    address = Addresses.parse(address) if isinstance(address, str) else address
     credentials = credentials or find(Role.CLIENT, token, tls=Path(tls) if tls else None)
     cluster = Cluster(address, timeout, credentials)
     try:

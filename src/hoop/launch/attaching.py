@@ -13,7 +13,7 @@ from hoop.errors import FailedPrecondition, NotFound
 from hoop.launch.conducting import Conducting
 from hoop.launch.recording import saved_settings
 from hoop.launch.training import AWAY_S
-from hoop.topology import Address
+from hoop.topology import Addresses
 from hoop.wire.generated import hoop_pb2 as pb
 
 
@@ -32,7 +32,7 @@ def find(cluster: Cluster, job_id: int | None) -> pb.Job:
 
 
 def attach(
-    address: Address, job_id: int | None, out: Path | None = None, stop: bool = False
+    address: Addresses, job_id: int | None, out: Path | None = None, stop: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Everything that a job told, and tells, from its beginning to its result; ``out`` gets its files.
 

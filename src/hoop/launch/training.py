@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.engine.world import World
-    from hoop.topology import Address
+    from hoop.topology import Address, Addresses
     from hoop.wire.credentials import Credentials
 
 DEFAULT_DEVICES = 4
@@ -121,7 +121,7 @@ class Launch:
     """A checkpoint to go on from."""
     warnings: tuple[str, ...] = ()
     """What is to be told first."""
-    coordinator: Address | None = None
+    coordinator: Address | Addresses | None = None
     """A cluster that is up; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
     """Where the coordinator of this job is written while it runs."""
@@ -177,7 +177,7 @@ class Training:
             if launch.address_file is not None:  # whoever leads may have been ended at once
                 launch.address_file.unlink(missing_ok=True)
 
-    def _there(self, address: Address) -> Iterator[Told]:
+    def _there(self, address: Address | Addresses) -> Iterator[Told]:
         def stoppable(stop: Callable[[], None]) -> None:
             def ask() -> None:
                 with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
@@ -193,7 +193,9 @@ class Training:
         if self._asked:
             stop()
 
-    def _follow(self, address: Address, devices: int | None, stoppable: Stoppable) -> Iterator[Told]:
+    def _follow(
+        self, address: Address | Addresses, devices: int | None, stoppable: Stoppable
+    ) -> Iterator[Told]:
         from hoop.client.cluster import connect
         from hoop.launch.choosing import chosen
         from hoop.launch.conducting import Conducting

@@ -2,28 +2,39 @@
 
     crc32 of the JSON, eight hex digits, a space, the JSON, a newline
 
-Appended and synced before the coordinator answers. A torn last line (the coordinator died while it wrote) is
-cut off; a bad line before good ones is damage, and is named. Rewritten as one snapshot when it is opened,
-so it does not grow from restart to restart.
+Appended, and safe, before the coordinator answers; rewritten as one snapshot when it is opened, so it does not grow
+from restart to restart. It is kept in a file (``file_journal``) or in etcd (``servers.etcd_journal``).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hoop.errors import FailedPrecondition, ResourceExhausted
+from hoop.errors import FailedPrecondition
 from hoop.membership.detector import DetectorConfig, Pulse
 from hoop.membership.entries import communicator_entry, job_entry
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
 from hoop.topology import Address, DeviceInfo
 
 Entry = Mapping[str, Any]
+MOVE_AWAY = "move the file away to start without it"
+
+
+class Journal(Protocol):
+    """An open journal, which nobody else writes to."""
+
+    state: State
+    """What it said when it was opened."""
+
+    def append(self, *entries: Entry) -> None:
+        """Writes these, all or none, and returns when they are safe; or raises."""
+
+    def close(self) -> None:
+        """Lets go of it."""
 
 
 def encode(entry: Entry) -> bytes:
@@ -31,23 +42,34 @@ def encode(entry: Entry) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
-def decode(data: bytes, path: Path) -> list[Entry]:
-    """The entries of a journal; a torn tail is left out."""
+def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = False) -> list[Entry]:
+    """The entries in these lines; damage is named. A torn last line is left out, unless it is known to be ``whole``."""
     entries: list[Entry] = []
     lines = data.split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # the last has no newline: torn, or empty
+    tail = lines.pop()  # has no newline: torn, or empty
+    for number, line in enumerate([*lines, tail] if whole and tail else lines, start=1):
         try:
             check, body = line[:8], line[9:]
             if int(check, 16) != zlib.crc32(body):
                 raise ValueError("the checksum does not hold")
             entries.append(json.loads(body))
-        except ValueError as error:
-            if number == len(lines) - 1 and not lines[-1]:
+        except (ValueError, RecursionError) as error:
+            if number == len(lines) and not tail and not whole:
                 break
-            raise FailedPrecondition(
-                f"journal {path}, line {number}: {error}; move the file away to start without it"
-            ) from None
+            raise FailedPrecondition(f"journal {where}, line {number}: {error}; {remedy}") from None
     return entries
+
+
+def restore(
+    entries: Iterable[Entry], config: DetectorConfig, now: float, where: object, remedy: str = MOVE_AWAY
+) -> State:
+    """``replay``, of what may be whole and yet nothing that Hoop wrote."""
+    try:
+        return replay(entries, config, now)
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise FailedPrecondition(
+            f"journal {where}: an entry of another kind of file or version: {type(error).__name__}: {error}; {remedy}"
+        ) from None
 
 
 def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> State:
@@ -110,62 +132,3 @@ def _info(plain: Mapping[str, Any]) -> DeviceInfo:
     places = {name: Address(**plain[name]) for name in ("address", "data_address")}
     shared = plain.get("shared_address")
     return DeviceInfo(**{**plain, **places, "shared_address": Address(**shared) if shared else None})
-
-
-class Journal:
-    """An open journal file."""
-
-    def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
-        self.path = path
-        data = path.read_bytes() if path.exists() else b""
-        try:
-            self.state = replay(decode(data, path), config, now)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ) as error:  # whole, and nothing that Hoop wrote
-            raise FailedPrecondition(
-                f"journal {path}: an entry of another kind of file or version: {type(error).__name__}: {error}; "
-                "move the file away to start without it"
-            ) from None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        with open(fresh, "wb", opener=_private) as file:
-            file.writelines(encode(entry) for entry in snapshot(self.state))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        _sync_folder(path.parent)
-        self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
-
-    def append(self, entry: Entry) -> None:
-        """Writes an entry and syncs it, or leaves the journal as it was and raises."""
-        line = encode(entry)
-        good = os.fstat(self._file.fileno()).st_size
-        try:
-            written = self._file.write(line)
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            written, why = 0, error.strerror
-        else:
-            why = "the disk is full"
-        if written != len(line):
-            os.ftruncate(self._file.fileno(), good)  # half a line would spoil the next one
-            raise ResourceExhausted(f"journal {self.path}: cannot write {len(line)} bytes: {why}; make room")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -26,6 +26,7 @@ class CoordinatorServer:
         )
 
     async def start(self) -> Address:
+        await self.coordinator.open()
         self._jobs.resume()
         return await self.coordinator.start(self._services)
 

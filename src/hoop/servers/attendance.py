@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from hoop.errors import HoopError
-from hoop.topology import Address, DeviceInfo
+from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.channels import Knocking, channel_options
 from hoop.wire.convert import describe
 from hoop.wire.credentials import Credentials
@@ -34,7 +34,10 @@ class Attendance:
     """Keeps a device a member."""
 
     def __init__(
-        self, coordinator: Address, memory: Callable[[], pb.DeviceMemory], credentials: Credentials
+        self,
+        coordinator: Address | Addresses,
+        memory: Callable[[], pb.DeviceMemory],
+        credentials: Credentials,
     ) -> None:
         self.coordinator = coordinator
         self._memory = memory

@@ -44,7 +44,7 @@ class Conductor:
                 )
             device_ids = sorted(usable[:count])
         client = self._check_quota()
-        state = self._coordinator.apply(
+        state = await self._coordinator.change(
             m.Created(tuple(device_ids), self._coordinator.config.max_communicators)
         )
         one = state.communicator(state.next_communicator - 1)
@@ -52,7 +52,7 @@ class Conductor:
         try:
             return await self._seat(one)
         except BaseException:  # nobody has heard of it: without this it would stay for ever
-            self._coordinator.apply(m.Destroyed(one.id))
+            await self._coordinator.change(m.Destroyed(one.id))
             raise
 
     def _check_quota(self) -> str:
@@ -71,7 +71,7 @@ class Conductor:
         self, communicator_id: int, joining: Sequence[int] = (), leaving: Sequence[int] = ()
     ) -> CommunicatorState:
         """The next generation: of the members that are alive and stay, and of whoever joins."""
-        state = self._coordinator.apply(m.Rebuilt(communicator_id, tuple(joining), tuple(leaving)))
+        state = await self._coordinator.change(m.Rebuilt(communicator_id, tuple(joining), tuple(leaving)))
         return await self._seat(state.communicator(communicator_id))
 
     async def _seat(self, one: CommunicatorState) -> CommunicatorState:
@@ -88,13 +88,13 @@ class Conductor:
 
     async def finalize(self, communicator_id: int) -> None:
         """No more work from now on; returns when what is queued is done."""
-        self._coordinator.apply(m.Finalized(communicator_id))
+        await self._coordinator.change(m.Finalized(communicator_id))
         async with self._turns[communicator_id]:
             pass
 
     async def destroy(self, communicator_id: int) -> None:
         await self.finalize(communicator_id)
-        self._coordinator.apply(m.Destroyed(communicator_id))
+        await self._coordinator.change(m.Destroyed(communicator_id))
         self._turns.pop(communicator_id, None)
 
     # ---- work
@@ -137,7 +137,7 @@ class Conductor:
                 for driver, batch in groupby(works, key=lambda work: work.driver):
                     reports += await self._drive(one, driver, list(batch), timeout)
             except HoopError as error:
-                self._coordinator.apply(m.Finished(one.id, one.generation, str(error)))
+                await self._coordinator.change(m.Finished(one.id, one.generation, str(error)))
                 raise
             self._coordinator.apply(m.Finished(one.id, one.generation))
             return reports

@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
-from hoop.errors import HoopError, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.events import EventLog
 from hoop.membership import messages as m
 from hoop.membership.detector import DetectorConfig
 from hoop.membership.journal import Journal
 from hoop.membership.state import State
 from hoop.membership.step import MAX_COMMUNICATORS, step
+from hoop.servers.journals import JournalPlace, open_journal
 from hoop.servers.serving import check_exposure, serve
 from hoop.topology import Address
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
@@ -34,6 +35,9 @@ from hoop.wire.rpc import Stub, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5
+JOURNAL_S = 2.0
+"""How long a change waits for a journal that is away, before it is refused."""
+AGAIN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class CoordinatorConfig:
 
     host: str = "127.0.0.1"
     port: int = 0
-    journal: Path | None = None
+    journal: JournalPlace | None = None
     count_unit: str = "bytes"
     """What ``count`` means in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
     timeout_s: float = 60.0
@@ -65,9 +69,11 @@ class Coordinator:
         self.address = Address(config.host, config.port)
         self.events = EventLog()
         self.memory: dict[int, pb.DeviceMemory] = {}
-        now = time.monotonic()
-        self._journal = Journal(config.journal, config.detector, now) if config.journal else None
-        self.state = self._journal.state if self._journal else State(config.detector, last_tick=now)
+        self.state = State(config.detector, last_tick=time.monotonic())
+        self._journal: Journal | None = None
+        self._failing = ""
+        self._lost: PeerLost | None = None
+        self._over = asyncio.Event()
         self.stops: dict[tuple[int, int], asyncio.Event] = {}
         """Set when a communicator's generation must stop what it does."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
@@ -78,11 +84,11 @@ class Coordinator:
     # ---- the state machine's hands
 
     def apply(self, message: m.Message) -> State:
-        """One step, and what it asks for. Raises what the rules raise, with nothing changed."""
+        """One step, and what it asks for. Raises what the rules or the journal raise, with nothing changed."""
         state, instructions = step(self.state, message)
-        for instruction in instructions:
-            if isinstance(instruction, m.Record) and self._journal is not None:
-                self._journal.append(instruction.entry)
+        entries = [one.entry for one in instructions if isinstance(one, m.Record)]
+        if entries and self._journal is not None:
+            self._journal.append(*entries)
         self.state = state
         for instruction in instructions:
             match instruction:
@@ -95,6 +101,17 @@ class Coordinator:
                         event.set()
                     self.in_background(self.abort(instruction))
         return state
+
+    async def change(self, message: m.Message) -> State:
+        """``apply``, for who can wait: a journal that is away is tried again, for a while."""
+        until = time.monotonic() + JOURNAL_S
+        while True:
+            try:
+                return self.apply(message)
+            except DeadlineExceeded:
+                if time.monotonic() > until:
+                    raise
+            await asyncio.sleep(AGAIN_S)
 
     async def _probe(self, device_id: int) -> None:
         """Asks a suspect directly. A refused connection is proof; anything else is the lease's business."""
@@ -116,7 +133,8 @@ class Coordinator:
             return
         finally:
             self._probing.discard(device_id)
-        self.apply(m.Probed(device_id, info.incarnation, failure))
+        with contextlib.suppress(DeadlineExceeded):  # the journal is away: a suspect is asked again
+            self.apply(m.Probed(device_id, info.incarnation, failure))
 
     async def abort(self, stop: m.Stop) -> None:
         """Tells every member that still lives to stop; returns when they have been told."""
@@ -158,13 +176,38 @@ class Coordinator:
         except grpc.RpcError as error:
             if unreachable(error):
                 failure = error.details() or error.code().name
-                self.apply(m.Called(device_id, failure, time.monotonic()))
+                with contextlib.suppress(DeadlineExceeded):  # the journal is away: silence tells it again
+                    self.apply(m.Called(device_id, failure, time.monotonic()))
                 raise PeerLost(f"{member.info} was lost during {method}: {failure}") from None
             raise translate(error, f"device {device_id}") from None
         self.apply(m.Called(device_id, "", time.monotonic()))
         return answer
 
     # ---- life
+
+    async def open(self) -> None:
+        """Reads the journal; where another coordinator owns it, waits for that one's end."""
+        if self.config.journal is None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def lost(error: PeerLost) -> None:
+            self._lost = error
+            loop.call_soon_threadsafe(self._over.set)
+
+        who = f"the coordinator at {self.address} (pid {os.getpid()} on {socket.gethostname()})"
+
+        def waiting(text: str) -> None:
+            self.events.publish("coordinator_waiting", text)
+
+        self._journal = await open_journal(self.config.journal, self.config.detector, who, waiting, lost)
+        self.state = self._journal.state
+
+    async def lost(self) -> None:
+        """Waits for the journal to become another coordinator's, and raises that."""
+        await self._over.wait()
+        assert self._lost is not None, "set before the event"
+        raise self._lost
 
     async def start(self, services: tuple[Any, ...]) -> Address:
         for one in list(self.state.communicators.values()):
@@ -183,8 +226,14 @@ class Coordinator:
         while True:
             try:
                 self.apply(m.Tick(time.monotonic()))
-            except HoopError as error:  # the journal's disk is full: watching must go on all the same
-                self.events.publish("coordinator_failing", str(error))
+            except (
+                HoopError
+            ) as error:  # the journal's disk is full, or it is away: watching must go on all the same
+                if self._failing != str(error):
+                    self.events.publish("coordinator_failing", str(error))
+                self._failing = str(error)
+            else:
+                self._failing = ""
             await asyncio.sleep(self.config.detector.heartbeat_s)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

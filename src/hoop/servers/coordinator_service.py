@@ -41,7 +41,7 @@ class CoordinatorService:
             raise InvalidArgument(
                 f"device_id: {info.device_id} leaves no room for others; choose one below 2^63"
             )
-        state = self._coordinator.apply(m.Joined(info, time.monotonic()))
+        state = await self._coordinator.change(m.Joined(info, time.monotonic()))
         device_id = info.device_id or next(
             key for key, member in state.members.items() if member.info.incarnation == info.incarnation
         )
@@ -69,7 +69,7 @@ class CoordinatorService:
         if request.planned:
             await self.jobs.drain(request.device_id)
         else:
-            self._coordinator.apply(m.Left(request.device_id, request.incarnation))
+            await self._coordinator.change(m.Left(request.device_id, request.incarnation))
         return pb.LeaveResponse()
 
     # ---- what is going on

@@ -22,7 +22,7 @@ from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
 from hoop.servers.streams import MAX_OPEN, StreamTable
 from hoop.servers.tasks import Tasks, Trainer
-from hoop.topology import Address, DeviceInfo
+from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.transport.shm import share
 from hoop.transport.tcp import TcpTransport
 from hoop.wire.channels import MAX_MESSAGE_BYTES
@@ -38,7 +38,7 @@ ID_LABEL = "device_id"
 class DeviceConfig:
     """How a device is set up."""
 
-    coordinator: Address
+    coordinator: Address | Addresses
     memory: int = 256 * 1024 * 1024
     host: str = "127.0.0.1"
     port: int = 0

@@ -61,10 +61,10 @@ class Jobs:
         try:
             if failures := [error for error in outcomes if isinstance(error, BaseException)]:
                 raise failures[0]
-            self._coordinator.apply(m.JobStarted(one.id, settings))
+            await self._coordinator.change(m.JobStarted(one.id, settings))
         except BaseException as error:
             await self._abort(job, str(error))
-            self._coordinator.apply(m.Destroyed(one.id))
+            await self._coordinator.change(m.Destroyed(one.id))
             raise
         self._jobs[one.id] = job
         devices = ", ".join(map(str, one.members))
@@ -129,7 +129,7 @@ class Jobs:
         error = job.outcome()
         try:
             words = (type(error).__name__, str(error)) if error else ("", "")
-            self._coordinator.apply(m.JobEnded(job.id, *words))
+            await self._coordinator.change(m.JobEnded(job.id, *words))
         except (
             HoopError
         ) as trouble:  # the journal's disk is full: whoever waits must hear of the end all the same

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.topology import Address
+from hoop.topology import Address, Addresses
 from hoop.wire.channels import server_options
 from hoop.wire.credentials import Credentials
 
@@ -49,7 +49,7 @@ async def serve(
     return server, dataclasses.replace(address, port=port)
 
 
-def write_address_file(path: Path, address: Address) -> None:
+def write_address_file(path: Path, address: Address | Addresses) -> None:
     """``host:port``, whole or not at all: whoever waits for the file never reads half of it."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(f"{address}\n")

@@ -52,7 +52,7 @@ class Sessions:
             return
         del self._open[session]
         for communicator_id in self._made.pop(session, set()) & set(self._coordinator.state.communicators):
-            self._coordinator.apply(m.Destroyed(communicator_id))
+            await self._coordinator.change(m.Destroyed(communicator_id))
         state = self._coordinator.state
         usable = [device_id for device_id, member in state.members.items() if member.usable]
         await asyncio.gather(*(self._free(key, f"{STAGING}{session}.") for key in usable))

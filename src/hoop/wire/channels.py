@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 from hoop.errors import DeadlineExceeded
-from hoop.topology import Address
+from hoop.topology import Address, Addresses
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STREAM_CHUNK_BYTES = 1024 * 1024
@@ -56,7 +56,7 @@ class Knocking:
 
     FIRST_S, LONGEST_S = 0.05, 1.0
 
-    def __init__(self, whom: str, address: Address, patience_s: float) -> None:
+    def __init__(self, whom: str, address: Address | Addresses, patience_s: float) -> None:
         self.whom = whom
         self.address = address
         self.patience_s = patience_s

@@ -1,19 +1,20 @@
 """What a process proves itself with, and asks of others: nothing, a token, or certificates.
 
-Every channel and every server port of Hoop is opened here, so there is no other way in or out.
+Every channel between Hoop's processes and every server port is opened here, so there is no other way in or out.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from hoop.errors import InvalidArgument
-from hoop.topology import Address
+from hoop.errors import InvalidArgument, NotFound
+from hoop.topology import Address, Addresses
 from hoop.wire.certificates import Certificates, name_of
 from hoop.wire.channels import Options
 from hoop.wire.guard import Guard
@@ -52,23 +53,23 @@ class Credentials:
             return ()
         return ((HEADER, f"Bearer {self.token.presented(self.role)}"),)
 
-    def channel(self, address: Address, to: Role, options: Options) -> grpc.Channel:
+    def channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.Channel:
         opened: grpc.Channel = self._open(grpc, address, to, options)
         return opened
 
-    def aio_channel(self, address: Address, to: Role, options: Options) -> grpc.aio.Channel:
+    def aio_channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.aio.Channel:
         opened: grpc.aio.Channel = self._open(grpc.aio, address, to, options)
         return opened
 
-    def _open(self, library: Any, address: Address, to: Role, options: Options) -> Any:
+    def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
         if self.certificates is None:
-            return library.insecure_channel(str(address), options=options)
+            return library.insecure_channel(_target(address), options=options)
         held = self.certificates
         secure = grpc.ssl_channel_credentials(held.authority, held.key, held.certificate)
         patience = "grpc.min_reconnect_backoff_ms"  # how long a connection may take: a handshake takes longer
         named: list[tuple[str, Any]] = [one for one in options if one[0] != patience]
         named += [(patience, _HANDSHAKE_MS), ("grpc.ssl_target_name_override", name_of(to))]
-        return library.secure_channel(str(address), secure, options=named)
+        return library.secure_channel(_target(address), secure, options=named)
 
     # ---- as a server
 
@@ -87,6 +88,25 @@ class Credentials:
             [(held.key, held.certificate)], held.authority, require_client_auth=True
         )
         return int(server.add_secure_port(str(address), secure))
+
+
+def _target(address: Address | Addresses) -> str:
+    """In gRPC's words; of several places it takes the first that lets it in, and looks again when that is gone."""
+    each = address.each if isinstance(address, Addresses) else (address,)
+    if len(each) == 1:
+        return str(each[0])
+    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):  # a list is of one of them
+        try:
+            found = [
+                Address(str(place[0]), int(place[1]))
+                for one in each
+                for *_, place in socket.getaddrinfo(one.host, one.port, family, socket.SOCK_STREAM)
+            ]
+        except OSError as error:
+            reason = error.strerror
+            continue
+        return f"{scheme}:{','.join(map(str, found))}"
+    raise NotFound(f"{address}: neither IPv4 nor IPv6 leads to all of them: {reason}; name them alike")
 
 
 def find(

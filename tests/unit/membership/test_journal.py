@@ -16,7 +16,8 @@ from roster import CONFIG, NOW, after, cluster, dead, device, recorded
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.membership import messages as m
-from hoop.membership.journal import Entry, Journal, decode, encode, replay, snapshot
+from hoop.membership.file_journal import FileJournal
+from hoop.membership.journal import Entry, decode, encode, replay, snapshot
 from hoop.membership.state import Health, Outcome, State
 from hoop.membership.step import step
 from hoop.topology import Address
@@ -62,7 +63,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(path: Path) -> State:
     """What a coordinator that starts now finds."""
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         return journal.state
 
 
@@ -166,7 +167,7 @@ def test_a_tail_torn_at_any_byte_is_cut_off(path: Path, unsynced: None) -> None:
 
 def test_what_follows_a_torn_tail_is_whole(path: Path) -> None:
     path.write_bytes(b"".join(LINES)[:-5])
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         journal.append(ENTRIES[-1])
     assert opened(path) == replay(ENTRIES, CONFIG, NOW)
 
@@ -200,7 +201,7 @@ def test_a_damaged_last_line_counts_as_torn(path: Path) -> None:
 def test_garbage_before_good_lines_is_damage(path: Path, garbage: bytes) -> None:
     path.write_bytes(garbage + LINES[0])
     with pytest.raises(FailedPrecondition, match="line 1: "):
-        Journal(path, CONFIG, NOW)
+        FileJournal(path, CONFIG, NOW)
     assert path.read_bytes() == garbage + LINES[0], "nothing is thrown away"
     assert os.listdir(path.parent) == ["journal"]
 
@@ -213,7 +214,7 @@ def test_it_is_for_its_owner_only(path: Path) -> None:
     path.chmod(0o644)
     old = os.umask(0)
     try:
-        with closing(Journal(path, CONFIG, NOW)):
+        with closing(FileJournal(path, CONFIG, NOW)):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         opened(path.with_name("another"))
     finally:
@@ -240,7 +241,7 @@ def test_opening_it_again_does_not_make_it_grow(path: Path) -> None:
 
 def test_a_thousand_entries_about_two_things_become_two(path: Path, unsynced: None) -> None:
     rebuilt = entries_of(*[m.Rebuilt(1)] * 1000, state=after(cluster(1), m.Created((1,))))
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         for entry in [*entries_of(m.Joined(device(1), NOW), m.Created((1,))), *rebuilt]:
             journal.append(entry)
     assert opened(path).communicator(1).generation == 1001
@@ -250,7 +251,7 @@ def test_a_thousand_entries_about_two_things_become_two(path: Path, unsynced: No
 def test_an_entry_is_in_the_file_before_it_is_synced_and_synced_before_append_returns(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         synced: list[bytes] = []
         monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.read_bytes()))
         for entry in ENTRIES[:3]:
@@ -268,7 +269,7 @@ def test_whoever_dies_while_opening_it_leaves_the_old_one(
     path.write_bytes(b"".join(LINES))
     monkeypatch.setattr(os, call, die)
     with pytest.raises(KeyboardInterrupt):
-        Journal(path, CONFIG, NOW)
+        FileJournal(path, CONFIG, NOW)
     monkeypatch.undo()
     assert path.read_bytes() == b"".join(LINES)
     assert opened(path) == replay(ENTRIES, CONFIG, NOW)
@@ -288,7 +289,7 @@ def full_disk(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("room", [0, 10])
 def test_an_entry_that_did_not_fit_is_refused_and_harms_no_other(path: Path, room: int) -> None:
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         journal.append(ENTRIES[0])
         with (
             full_disk(path.stat().st_size + room),
@@ -306,7 +307,7 @@ def test_an_entry_that_was_not_synced_is_refused_and_taken_back(
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with closing(Journal(path, CONFIG, NOW)) as journal:
+    with closing(FileJournal(path, CONFIG, NOW)) as journal:
         journal.append(ENTRIES[0])
         with monkeypatch.context() as broken:
             broken.setattr(os, "fsync", fail)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from hoop.errors import FailedPrecondition
 from hoop.membership.detector import DetectorConfig
-from hoop.membership.journal import Journal, encode
+from hoop.membership.file_journal import FileJournal
+from hoop.membership.journal import encode
 
 small = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
 fields = [
@@ -43,7 +44,7 @@ def test_any_file(parts: list[bytes]) -> None:
         path.write_bytes(b"".join(parts))
         refusal = ""
         try:
-            Journal(path, DetectorConfig(), 0.0).close()
+            FileJournal(path, DetectorConfig(), 0.0).close()
         except FailedPrecondition as error:
             refusal = str(error)
         # What was refused is named, and still there to be looked at.

@@ -156,7 +156,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The coordinator is killed; its successor rewrites the journal as Journal does."""
+        """The coordinator is killed; its successor rewrites the journal as FileJournal does."""
         self.state = self.replayed()
         self.journal = [encode(entry) for entry in snapshot(self.state)]
         assert self.replayed() == self.state, "a snapshot is the state"

@@ -1,0 +1,56 @@
+"""One server that may be at several addresses: how they are named, and which of them is called."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hoop.errors import InvalidArgument, NotFound
+from hoop.topology import Address, Addresses
+from hoop.wire.channels import channel_options
+from hoop.wire.credentials import Credentials
+from hoop.wire.roles import Role
+
+addresses = st.builds(Address, st.sampled_from(["127.0.0.1", "::1", "example.com"]), st.integers(0, 65535))
+
+
+@given(st.lists(addresses, min_size=1, max_size=4))
+def test_written_back_they_read_as_themselves(each: list[Address]) -> None:
+    assert Addresses.parse(str(Addresses(tuple(each)))).each == tuple(each)
+
+
+@pytest.mark.parametrize("text", ["", ",", "a:1,", ",a:1", "a:1;b:2", "a:1,b"])
+def test_one_that_is_none_is_named(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^--join: '.*' is not host:port"):
+        Addresses.parse(text, "--join")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:1,[::1]:2", "127.0.0.1:1,nowhere.invalid:2"])
+def test_what_cannot_be_called_together(text: str) -> None:
+    with pytest.raises(NotFound, match="neither IPv4 nor IPv6 leads to all of them: "):
+        Credentials(Role.CLIENT).channel(Addresses.parse(text), Role.COORDINATOR, channel_options())
+
+
+def test_whoever_answers_is_called_also_after_another() -> None:
+    """First only the second is there; then only the first."""
+    servers, ports = [], []
+    for name in (b"first", b"second"):
+        echo = grpc.unary_unary_rpc_method_handler(lambda _, __, name=name: name)
+        server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.so_reuseport", 0)])
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("who", {"Answers": echo})])
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        servers.append(server)
+    places = Addresses.parse(",".join(f"localhost:{port}" for port in ports))
+    first, second = servers
+    second.start()
+    with Credentials(Role.CLIENT).channel(places, Role.COORDINATOR, channel_options()) as channel:
+        ask = channel.unary_unary("/who/Answers")
+        assert ask(b"", timeout=20, wait_for_ready=True) == b"second"
+        first.start()
+        second.stop(0).wait()
+        assert ask(b"", timeout=20, wait_for_ready=True) == b"first"
+        first.stop(0).wait()
