@@ -63,7 +63,7 @@ def _told(job: Job, settings: Settings, rows: int) -> Told:
     blocks = blocks_of(job.model(settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
-    found = profile(blocks, batch, settings.optimizer, REPEATS)
+    found = profile(blocks, batch, settings.optimizer, settings.micros, REPEATS)
     return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT)
 
 

@@ -69,6 +69,7 @@ class Prices:
         self._row = dict(
             zip((Kind.LOAD, Kind.FORWARD, Kind.BACKWARD), (rows * one for one in row), strict=True)
         )
+        self._row[Kind.BACKWARD] += base  # each has a place of its own in the sum
 
     def _serve(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
         plan, base = self._plan, self._machine.instruction_s
