@@ -6,13 +6,13 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from hoop.engine.job import Job, blocks_of
-from hoop.engine.pricing import cores, priced
+from hoop.engine.pricing import SIZES, cores, priced
 from hoop.engine.profile import profile
 from hoop.engine.settings import Settings
 from hoop.launch.predicting import Told, costs_told
@@ -21,6 +21,16 @@ from hoop.simulate.costs import Costs, Line, Machine
 
 JOINT = 4
 REPEATS = 5
+
+
+def machine_of(links: Mapping[str, float]) -> Machine:
+    """What was measured of links: a tensor travels as two messages, its header and its elements."""
+    usual = Machine()
+    return Machine(
+        message_s=2 * links["message_s"],
+        meeting_s=links.get("meeting_s", usual.meeting_s),
+        byte_s=links["byte_s"] / 2,  # at each end
+    )
 
 
 def calibrated(
@@ -33,7 +43,8 @@ def calibrated(
     torch.set_num_threads(1)
     rows = -(-settings.batch_size // settings.micros)
     with blaming(f"measuring {settings.job}"):
-        low, high = (_told(job, settings, size) for size in (max(1, rows // 4), rows))
+        low = _told(job, settings, max(1, rows // 4))
+        high = _told(job, settings, rows, (*SIZES, 1 << 24))
     costs = costs_told(high, machine)
     if crowding is not None:
         machine = dataclasses.replace(
@@ -58,13 +69,13 @@ def calibrated(
     return dataclasses.replace(costs, source="measured", about=_about(settings))
 
 
-def _told(job: Job, settings: Settings, rows: int) -> Told:
+def _told(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = SIZES) -> Told:
     data = job.data().train
     blocks = blocks_of(job.model(settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
     found = profile(blocks, batch, settings.optimizer, settings.micros, REPEATS)
-    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT)
+    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
 
 
 def _through(low: Told, high: Told, index: int, name: str) -> Line:

@@ -66,15 +66,26 @@ def predicted(told: Told, settings: Settings, given: Costs | None = None) -> flo
     size = 6 * settings.micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
+    how: dict[str, Any] = {"micros": settings.micros, "cuts": settings.cut or None, "trace": False}
+    how["mirroring"] = Mirroring() if settings.mirror else None
     try:
-        cut = settings.cut or None
-        mirroring = Mirroring() if settings.mirror else None
-        outcome = simulate(
-            strategy, costs, cluster, micros=settings.micros, cuts=cut, trace=False, mirroring=mirroring
-        )
+        even = simulate(strategy, costs, cluster, **how).step_seconds
+        if strategy.name != "data" or not settings.balance or settings.slowdown:
+            return even
+        return min(even, simulate(strategy, costs, cluster, **how, dealt=_with_cores(cluster)).step_seconds)
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
-    return outcome.step_seconds
+
+
+def _with_cores(cluster: Cluster) -> list[float] | None:
+    """Where devices share cores: shards end up with as many as there are cores, once they follow measured speed."""
+    if all(host.devices <= (host.cores or host.devices) for host in cluster.hosts):
+        return None
+    return [
+        1.0 if index < (host.cores or host.devices) else 1e-9
+        for host in cluster.hosts
+        for index in range(host.devices)
+    ]
 
 
 def costs_told(told: Told, machine: Machine | None = None) -> Costs:

@@ -26,6 +26,8 @@ from hoop.simulate.reduction import FLOAT, Summing, priced
 if TYPE_CHECKING:
     from hoop.simulate.run import Simulation
 
+BLOCK = 64 * 1024
+"""Bytes that are handed over at a time between devices that share memory."""
 _AWAKE = "awake"
 _MIRROR = "mirror"
 _LAST = frozenset({Kind.UPDATE, Kind.PUSH})
@@ -112,6 +114,9 @@ class Device:
                 yield from self._away()
             started, kind = clock.now, one.kind
             seconds = prices.seconds(rank, one)
+            sends = kind in SENDS
+            size = prices.size(rank, one) if sends else 0.0
+            later = self._after_arrival(one.peer, size) if sends else 0.0
             category = "recv" if kind in RECEIVES else CATEGORY[kind]
             if ahead:
                 self._busy[SHARE[category]] += seconds / speed
@@ -122,15 +127,16 @@ class Device:
                 yield owed + seconds
                 yield from self._add_up(*summing)
             else:
-                yield owed + (seconds if self._random is None else seconds * self._luck(kind))
+                yield owed + (seconds if self._random is None else seconds * self._luck(kind)) - later
+                if sends:
+                    self._send(one.peer, one.mirrored(rank), size)
+                    if later and not ahead:
+                        yield later
                 if not ahead:
                     self._busy[SHARE[category]] += clock.now - started
                 if trace:
                     account.spans.append(Done(one, category, started, clock.now - started))
-            owed = 0.0
-            if kind in SENDS:
-                size = prices.size(rank, one)
-                self._send(one.peer, one.mirrored(rank), size)
+            owed = later if ahead else 0.0
             if kind in _LAST:
                 self._progress(one)
 
@@ -167,6 +173,12 @@ class Device:
         self._all.network.send(self._rank, peer, size, what)
         self.account.bytes += size
         self.account.messages += 1
+
+    def _after_arrival(self, peer: int, size: float) -> float:
+        """Seconds for which a sender still copies when its receiver begins to: in memory, block by block."""
+        if size <= BLOCK or not self._all.network.in_memory(self._rank, peer):
+            return 0.0
+        return self._machine.message(size) - self._machine.message(BLOCK)
 
     def _note(self, name: str, category: str, started: float) -> None:
         took = self._clock.now - started
@@ -216,8 +228,10 @@ class Device:
         started, waited, rank = self._clock.now, self._busy[IDLE], self._rank
         yield mirrors.seconds(rank)
         if size := mirrors.sent(rank):
-            yield self._machine.message(size)
+            later = self._after_arrival(mirrors.following(rank), size)
+            yield self._machine.message(size) - later
             self._send(mirrors.following(rank), _MIRROR, size)
+            yield later
         if size := mirrors.received(rank):
             if not mirrors.how.overlapped:
                 yield from self._await(_MIRROR)

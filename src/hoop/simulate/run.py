@@ -49,18 +49,20 @@ def simulate(
     trace: bool | None = None,
     most_messages: int = MOST_MESSAGES,
     mirroring: Mirroring | None = None,
+    dealt: Sequence[float] | None = None,
 ) -> Outcome:
     """What a step takes, who waits, and what moves; raises where the model does not fit.
 
     ``micros``: shards of the global batch, each of ``costs.rows`` samples. ``steps``: one, or 32 where the strategy
     needs no flush. ``all_reduce``: the engine's ordered sum, or an algorithm of the collectives. ``room``: how many
     gradients a device makes room for. ``trace``: whether spans are kept; by default if there are not too many.
+    ``dealt``: how fast devices are taken to be when shards are dealt out; None: as fast as they are.
     ``mirroring``: how ranks that hold parts of a model copy them after each step, as the engine's do; None: not.
     """
     steps = steps or (1 if strategy.synchronous else SPAN)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
-    plan = strategy.plan(cluster.size, micros, speeds if uneven else None)
+    plan = strategy.plan(cluster.size, micros, dealt or (speeds if uneven else None))
     fitted = fit(
         strategy, plan, costs.partition_blocks(), cluster.memory, speeds if uneven else None, cuts, room
     )
