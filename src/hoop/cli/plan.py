@@ -84,9 +84,12 @@ def plan(
     running = [one for one in found if one.outcome is not None]
     typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
     typer.echo(_table(running[:top]).markdown())
-    others = [one for one in found if one.outcome is None]
-    for spec, why in {one.strategy.spec: one.why for one in others}.items():
-        typer.echo(f"cannot run: {spec}: {why}")
+    refused: dict[str, list[str]] = {}
+    for one in found:
+        if one.outcome is None and one.strategy.spec not in refused.setdefault(one.why, []):
+            refused[one.why].append(one.strategy.spec)
+    for why, specs in refused.items():
+        typer.echo(f"cannot run: {', '.join(specs)}: {why}")
     typer.echo(f"costs: {priced.source}")
     best = next((one for one in running if one.strategy.synchronous), None)
     if best is not None and best.outcome is not None:

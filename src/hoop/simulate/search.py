@@ -153,7 +153,8 @@ def _judged(one: Candidate, best: Candidate) -> Candidate:
         share = _shares(one.outcome)
         said.append(f"fastest: computes {share[COMPUTE]:.0%} of the time, waits {share[IDLE]:.0%}")
     else:
-        said.append(f"{one.seconds / best.seconds:.2f}x as long")
+        times = one.seconds / best.seconds
+        said.append(f"{times:.2f}x as long" if times >= 1.005 else "as fast")
         each = {COMPUTE: "computes", COMMUNICATE: "communicates", IDLE: "waits"}
         mine, theirs = _seconds(one.outcome), _seconds(best.outcome)
         more = max(each, key=lambda name: mine[name] - theirs[name])
