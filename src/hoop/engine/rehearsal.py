@@ -20,7 +20,7 @@ from hoop.engine.world import World
 from hoop.plan.instructions import Instruction, Kind
 from hoop.transport.base import SharedEndpoint
 
-TURNS = 5
+TURNS = 8
 SMALL, LARGE = 16, 1 << 16
 """Elements of the tensors that travel."""
 
