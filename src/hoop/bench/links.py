@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from hoop.collectives.communicator import Communicator
 from hoop.collectives.measure import measure
 from hoop.errors import PeerLost
 from hoop.topology import Address
@@ -16,14 +17,18 @@ from hoop.transport import open_transport
 from hoop.transport.base import SharedEndpoint
 
 Found = TypeVar("Found")
+More = Callable[[Communicator], dict[str, float]]
 TIMEOUT_S = 30.0
 MEETINGS = 200
 
 
-def link_seconds(kind: str = "shm", ranks: int = 2) -> dict[str, float]:
-    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between so many processes."""
+def link_seconds(kind: str = "shm", ranks: int = 2, more: More | None = None) -> dict[str, float]:
+    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between so many processes.
+
+    ``more``: what else is to be measured there, which replaces figures of the same name.
+    """
     pairs = [socket.socketpair() for _ in range(ranks)]
-    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind)) for rank in range(ranks)]  # type: ignore[misc]
+    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more)) for rank in range(ranks)]  # type: ignore[misc]
     try:
         files = []
         for ours, theirs in pairs:
@@ -47,7 +52,7 @@ def link_seconds(kind: str = "shm", ranks: int = 2) -> dict[str, float]:
             os.waitpid(child, 0)
 
 
-def _rank(line: socket.socket, rank: int, kind: str) -> None:
+def _rank(line: socket.socket, rank: int, kind: str, more: More | None) -> None:
     line.settimeout(TIMEOUT_S)
     file = line.makefile("rw")
     with open_transport(f"{kind}://127.0.0.1:0") as transport:
@@ -64,6 +69,8 @@ def _rank(line: socket.socket, rank: int, kind: str) -> None:
             for _ in range(MEETINGS):
                 endpoint.meet(deadline)
             found["meeting_s"] = (time.perf_counter() - started) / MEETINGS
+        if more is not None:
+            found |= more(Communicator(endpoint))
         file.write(json.dumps(found) + "\n")
         file.flush()
         file.readline()  # until the other one is done as well: the runner hangs up

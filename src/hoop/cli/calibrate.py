@@ -28,11 +28,11 @@ def calibrate(
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.bench.links import crowding, link_seconds
-    from hoop.launch.calibrating import calibrated, machine_of
+    from hoop.launch.calibrating import between, calibrated, machine_of
     from hoop.launch.named import job_named, resolved
 
     typer.echo("measuring links …", err=True)
-    machine = machine_of(link_seconds("shm"))
+    machine = machine_of(link_seconds("shm", more=between))
     typer.echo(f"loading {job} and measuring its blocks …", err=True)
     found = job_named(resolved(job), load=False)
     changes = {"batch_size": batch_size, "shards": shards}

@@ -130,7 +130,7 @@ def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Rea
     blocks = blocks_of(model)
     found = priced(ready.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
     kept = partial(role.state, model) if ready.strategy.name != "data" and settings.mirror else None
-    found |= rehearsed(world, settings.micros, kept, settings.timeout_s)
+    found |= rehearsed(world.communicator, settings.micros, kept, settings.timeout_s)
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 

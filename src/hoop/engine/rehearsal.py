@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from hoop.collectives.communicator import Communicator
 from hoop.engine.messages import Post
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.survival.parts import Live, Part, described, size_of
 from hoop.engine.survival.word import vote
-from hoop.engine.world import World
 from hoop.plan.instructions import Instruction, Kind
 from hoop.transport.base import SharedEndpoint
 
@@ -26,17 +26,17 @@ SMALL, LARGE = 16, 1 << 16
 
 
 def rehearsed(
-    world: World, shards: int, state: Callable[[], Sequence[Live]] | None, timeout: float
+    communicator: Communicator, shards: int, state: Callable[[], Sequence[Live]] | None, timeout: float
 ) -> dict[str, float]:
     """A message, its bytes, an agreement about a step of so many shards, a copy of a ``state`` if there is one.
 
     All ranks must call it together.
     """
-    if world.size == 1:
+    if communicator.size == 1:
         return {}
-    endpoint, deadline = world.communicator.endpoint, time.monotonic() + timeout
+    endpoint, deadline = communicator.endpoint, time.monotonic() + timeout
     post, evidence = Post(endpoint), Evidence(shards)
-    following, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    following, before = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
     agreed: list[float] = []
     small: list[float] = []
     large: list[float] = []
@@ -44,7 +44,7 @@ def rehearsed(
     def agree() -> None:
         told = np.zeros((1, 1 + evidence.places))
         told[:, 1:] = evidence.rows(0, 1)
-        vote(world.communicator, False, told, timeout)
+        vote(communicator, False, told, timeout)
         evidence.adopt(0, told[:, 1:])
 
     for turn in range(TURNS):

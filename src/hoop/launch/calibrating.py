@@ -7,6 +7,8 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ import torch
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.pricing import SIZES, cores, priced
 from hoop.engine.profile import profile
+from hoop.engine.rehearsal import rehearsed
 from hoop.engine.settings import Settings
 from hoop.launch.predicting import Told, costs_told
 from hoop.launch.user_code import blaming
@@ -21,16 +24,15 @@ from hoop.simulate.costs import Costs, Line, Machine
 
 JOINT = 4
 REPEATS = 5
+between = partial(rehearsed, shards=8, state=None, timeout=30.0)
+"""What ranks cost each other: for whoever has two of them."""
 
 
 def machine_of(links: Mapping[str, float]) -> Machine:
-    """What was measured of links: a tensor travels as two messages, its header and its elements."""
-    usual = Machine()
-    return Machine(
-        message_s=2 * links["message_s"],
-        meeting_s=links.get("meeting_s", usual.meeting_s),
-        byte_s=links["byte_s"] / 2,  # at each end
-    )
+    """What was measured of links, and the rest as usual."""
+    known = ("message_s", "byte_s", "agree_s", "meeting_s")
+    found: dict[str, Any] = {name: links[name] for name in known if name in links}
+    return dataclasses.replace(Machine(), **found)
 
 
 def calibrated(
