@@ -1,10 +1,11 @@
 """The simulator beside what happens: steps of every strategy, and all-reduce, on this machine.
 
-    python benchmarks/prediction/predict.py
-    python benchmarks/prediction/predict.py --quick
+    python benchmarks/prediction/predict.py            under 5 minutes
+    python benchmarks/prediction/predict.py --quick    under 90 seconds
 
-Every row of the first table is a run of ``hoop train``, which predicts its step from what it profiles before the first
-one. The second measures links and memory as ``hoop calibrate`` does, and all-reduce as ``hoop bench`` does.
+Every row of the first table is a training of ``hoop train``, which predicts its step from what it measures before the
+first one; the rows take turns, and medians are told. The second predicts all-reduce from a meeting, a copy and a sum,
+and measures it as ``hoop bench`` does.
 """
 
 from __future__ import annotations
@@ -13,73 +14,99 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.bench.contest import Contest
-from hoop.bench.links import link_seconds
+from hoop.bench.links import link_seconds, together
 from hoop.config import format_size
 from hoop.engine.pricing import cores, memory_seconds
+from hoop.errors import HoopError
+from hoop.launch.named import job_named, resolved
+from hoop.launch.training import Launch, Training
 from hoop.report.tables import Column, Table
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.costs import Costs, Machine
+from hoop.simulate.costs import FREE, Costs, Machine
+from hoop.simulate.machine import Points
 from hoop.simulate.run import simulate
-from hoop.strategies.catalog import every, parse
+from hoop.strategies.catalog import parse
 
-SIZES = (437_544, 4 << 20)
-
-
-def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "hoop",
-        "train",
-        job,
-        f"--devices={devices}",
-        f"--strategy={spec}",
-        "--json",
-    ]
-    command += [f"--set=max_steps={steps}", "--set=evaluate_every=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        return {"failure": done.stderr.strip().splitlines()[-1]}
-    return json.loads(done.stdout)
+PARTS = ("pipeline:gpipe", "pipeline:1f1b", "ring", "ps:bsp")
+CASES = {1: ("data",), 2: ("data", *PARTS), 3: ("data", *PARTS), 4: ("data", "ps:bsp", "hybrid:replicas=2")}
+"""By devices; mnist has three blocks, so a pipeline has no more stages."""
+QUICK = {1: ("data",), 2: ("data", "pipeline:1f1b", "ring", "ps:bsp"), 4: ("data", "hybrid:replicas=2")}
+SIZES = (437_544, 4 << 20, 16 << 20)
+MEMORY = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
+Case = tuple[int, str]
 
 
-def steps_table(job: str, devices: list[int], only: list[str], steps: int) -> tuple[Table, list[float]]:
-    rows, errors = [], []
-    for count in devices:
-        for strategy in every(count):
-            if not any(strategy.spec.startswith(word) for word in only):
+def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, Any]:
+    """What ``hoop train`` says at the end of so many steps."""
+    changes = {"strategy": spec, "max_steps": steps, "evaluate_every": 0, "trace_steps": 0}
+    settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
+    *_, result = Training(Launch(settings, devices)).events()
+    return dict(result)
+
+
+def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tuple[Table, list[float]]:
+    """Predicted and measured, the median of each over repeats that take turns."""
+    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    for repeat in range(repeats):
+        for devices, spec in cases:
+            print(f"repeat {repeat + 1} of {repeats}: {spec} on {devices} …", file=sys.stderr)
+            try:
+                result = one_run(job, devices, spec, steps)
+            except HoopError as error:
+                print(f"{spec} on {devices}: {error}", file=sys.stderr)
                 continue
-            found = one_run(job, count, strategy.spec, steps)
-            error = found.get("prediction_error")
-            if error is None:
-                rows.append([strategy.spec, count, None, None, None])
-                print(f"{strategy.spec} on {count}: {found.get('failure', 'no prediction')}", file=sys.stderr)
-                continue
-            errors.append(error)
-            measured, expected = found["step_seconds"], found["predicted_step_seconds"]
-            rows.append([strategy.spec, count, 1e3 * expected, 1e3 * measured, 100 * error])
+            if result.get("prediction_error") is not None:
+                found[devices, spec].append(result)
+    rows: list[list[Any]] = []
+    errors = []
+    for (devices, spec), results in found.items():
+        if not results:
+            rows.append([spec, devices, None, None, None])
+            continue
+        expected = median(one["predicted_step_seconds"] for one in results)
+        measured = median(one["step_seconds"] for one in results)
+        errors.append(measured / expected - 1)
+        rows.append([spec, devices, 1e3 * expected, 1e3 * measured, 100 * errors[-1]])
     names = [Column("strategy"), Column("devices"), Column("predicted", "ms"), Column("measured", "ms")]
     return Table([*names, Column("error", "%", digits=0)], rows), errors
 
 
-def all_reduce_table(ranks: list[int], seconds: float) -> tuple[Table, list[float]]:
-    links, memory = link_seconds("shm"), memory_seconds()
-    machine = Machine(0.0, links["message_s"], memory["copy_s"], memory["add_s"], links["meeting_s"], 0.0)
+def machine_for(ranks: int) -> Machine:
+    """What a meeting of so many ranks, a copy and a sum cost here while all cores are at work."""
+    sharing = min(cores(), ranks)
+    told = together(lambda: memory_seconds(MEMORY), sharing)
+
+    def points(name: str) -> Points:
+        return tuple(
+            (float(size), sum(one[name][at][1] for one in told) / sharing) for at, size in enumerate(MEMORY)
+        )
+
+    meeting = link_seconds("shm", ranks)["meeting_s"] * sharing / ranks
+    return replace(FREE, meeting_s=meeting, copy_at=points("copy_at"), add_at=points("add_at"))
+
+
+def all_reduce_table(ranks: Sequence[int], sizes: Sequence[int], seconds: float) -> tuple[Table, list[float]]:
     rows, errors = [], []
-    for row in Contest(["arena"], ranks, SIZES, seconds).run():
-        costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=row.bytes, machine=machine)
-        here = Cluster.even(row.ranks, row.ranks, cores=cores())
-        expected = simulate(parse("data"), costs, here, micros=row.ranks).step_seconds
-        error = row.seconds / expected - 1
-        errors.append(error)
-        rows.append([row.ranks, format_size(row.bytes), 1e6 * expected, 1e6 * row.seconds, 100 * error])
+    for count in ranks:
+        print(f"all-reduce of {count} ranks …", file=sys.stderr)
+        machine = machine_for(count)
+        for row in Contest(["arena"], [count], sizes, seconds).run():
+            costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=row.bytes, machine=machine)
+            here = Cluster.even(count, count, cores=cores())
+            expected = simulate(parse("data"), costs, here, micros=count).step_seconds
+            errors.append(row.seconds / expected - 1)
+            size = format_size(row.bytes)
+            rows.append([count, size, 1e6 * expected, 1e6 * row.seconds, 100 * errors[-1]])
     names = [Column("ranks"), Column("size"), Column("predicted", "us"), Column("measured", "us")]
     return Table([*names, Column("error", "%", digits=0)], rows), errors
 
@@ -91,34 +118,48 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--job", default="mnist")
-    parser.add_argument("--devices", type=numbers, default=[1, 2, 4])
+    parser.add_argument("--devices", type=numbers, default=sorted(CASES), help="e.g. 1,2,4")
     parser.add_argument("--only", default="", help="strategies that begin so, e.g. data,pipeline")
-    parser.add_argument("--steps", type=int, default=235, help="of each run")
-    parser.add_argument("--quick", action="store_true", help="2 devices, 4 strategies, 60 steps")
+    parser.add_argument("--steps", type=int, help="of each run [default: 120, quick 60]")
+    parser.add_argument("--repeats", type=int, help="of each row, by turns [default: 3, quick 1]")
+    parser.add_argument("--quick", action="store_true", help="fewer strategies, steps, repeats and sizes")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     options = parser.parse_args()
-    if options.quick:
-        options.devices, options.only, options.steps = (
-            [2],
-            "data,ps:mode=bsp,ring:sync,pipeline:schedule=1f1b",
-            60,
-        )
-    steps, of_steps = steps_table(options.job, options.devices, options.only.split(","), options.steps)
-    sums, of_sums = all_reduce_table([count for count in options.devices if count > 1] or [2], 0.3)
+    begun, load = time.monotonic(), os.getloadavg()
+    known = QUICK if options.quick else CASES
+    only = tuple(options.only.split(","))
+    cases = [
+        (count, spec) for count in options.devices for spec in known.get(count, ()) if spec.startswith(only)
+    ]
+    repeats = options.repeats or (1 if options.quick else 3)
+    steps, of_steps = steps_table(
+        options.job, cases, options.steps or (60 if options.quick else 120), repeats
+    )
+    several = [count for count in options.devices if count > 1 and (count == 2 or not options.quick)]
+    sums, of_sums = all_reduce_table(several, SIZES[:2] if options.quick else SIZES, 0.3)
     middle = {"steps": _middle(of_steps), "all_reduce": _middle(of_sums)}
+    about = {
+        "machine": f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}",
+        "load_before": load[0],
+        "load_after": os.getloadavg()[0],
+        "seconds": time.monotonic() - begun,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
     if options.json:
-        print(json.dumps({"steps": steps.plain(), "all_reduce": sums.plain(), "median_error": middle}))
+        print(
+            json.dumps({"steps": steps.plain(), "all_reduce": sums.plain(), "median_error": middle, **about})
+        )
         return
     print(steps.markdown())
     print(f"median error of a step: {middle['steps']:.0%}\n")
     print(sums.markdown())
     print(f"median error of all-reduce: {middle['all_reduce']:.0%}\n")
     print(
-        f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}; load {os.getloadavg()[0]:.1f}"
+        f"{about['machine']}; load {load[0]:.1f} before, {about['load_after']:.1f} after; {about['seconds']:.0f} s"
     )
 
 
-def _middle(errors: list[float]) -> float:
+def _middle(errors: Sequence[float]) -> float:
     return median(map(abs, errors)) if errors else float("nan")
 
 

@@ -21,8 +21,7 @@ from hoop.bench.links import crowding, link_seconds
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.recipes import RECIPES
-from hoop.launch.calibrating import calibrated
-from hoop.simulate.costs import Machine
+from hoop.launch.calibrating import between, calibrated, machine_of
 
 OUT = Path(__file__).resolve().parents[2] / "src" / "hoop" / "simulate" / "shipped.json"
 SAMPLES = 512
@@ -45,8 +44,7 @@ def main() -> None:
         "--only", default="", help="recipes, separated by commas; the others stay as they are"
     )
     options = parser.parse_args()
-    links, usual = link_seconds("shm"), Machine()
-    machine = Machine(message_s=links["message_s"], meeting_s=links.get("meeting_s", usual.meeting_s))
+    machine = machine_of(link_seconds("shm", more=between))
     found = json.loads(OUT.read_text()) if OUT.is_file() else {}
     for name, job in RECIPES.items():
         if options.only and name not in options.only.split(","):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from forked_ranks import checkpoint, tensors_in, train
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from hoop.data import catalog
 from hoop.data.dataset import Batch, Indices, Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
+from hoop.engine.pricing import MEASURED
 from hoop.engine.settings import Settings
 from hoop.models.mlp import mlp
 
@@ -30,8 +30,8 @@ class Watched(TensorData):
     seen: dict[int, list[int]]
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        # By a step: what measures before the first one has no place for it, or takes samples as they lie.
-        if out is not None and not np.array_equal(indices, np.arange(len(indices))):
+        # By a step: what measures before the first one has no place for it, or takes them of an epoch of its own.
+        if out is not None and epoch != MEASURED:
             self.__dict__.setdefault("seen", {}).setdefault(epoch, []).extend(indices.tolist())
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
 

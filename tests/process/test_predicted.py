@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hoop.simulate.costs import FREE, BlockCost, Costs, Line
 
-@pytest.mark.parametrize("strategy", ["data", "pipeline:1f1b"])
-def test_a_run_tells_its_prediction(strategy: str) -> None:
+
+def trained(strategy: str, *more: str) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -20,11 +22,28 @@ def test_a_run_tells_its_prediction(strategy: str) -> None:
         "--devices=2",
         f"--strategy={strategy}",
         "--json",
+        *more,
     ]
     command += ["--set=max_steps=12", "--set=evaluate_every=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["data", "pipeline:1f1b"])
+def test_a_run_tells_its_prediction(strategy: str) -> None:
+    result = trained(strategy)
     predicted, measured = result["predicted_step_seconds"], result["step_seconds"]
     assert 1e-4 < predicted < 1
     assert result["prediction_error"] == pytest.approx(measured / predicted - 1)
+
+
+def test_a_run_is_predicted_from_a_calibration(tmp_path: Path) -> None:
+    block = BlockCost("b", Line(10.0), Line(20.0))
+    file = tmp_path / "costs.json"
+    file.write_text(Costs((block,) * 3, 64, FREE).to_json())
+    result = trained("data", f"--costs={file}")
+    assert result["predicted_step_seconds"] == pytest.approx(2 * 90), (
+        "two shards of three blocks on each device"
+    )

@@ -7,21 +7,28 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
+from hoop.collectives.communicator import Communicator
 from hoop.collectives.measure import measure
 from hoop.errors import PeerLost
 from hoop.topology import Address
 from hoop.transport import open_transport
 from hoop.transport.base import SharedEndpoint
 
+Found = TypeVar("Found")
+More = Callable[[Communicator], dict[str, float]]
 TIMEOUT_S = 30.0
 MEETINGS = 200
 
 
-def link_seconds(kind: str = "shm") -> dict[str, float]:
-    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between two processes."""
-    pairs = [socket.socketpair() for _ in range(2)]
-    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind)) for rank in range(2)]  # type: ignore[misc]
+def link_seconds(kind: str = "shm", ranks: int = 2, more: More | None = None) -> dict[str, float]:
+    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between so many processes.
+
+    ``more``: what else is to be measured there, which replaces figures of the same name.
+    """
+    pairs = [socket.socketpair() for _ in range(ranks)]
+    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more)) for rank in range(ranks)]  # type: ignore[misc]
     try:
         files = []
         for ours, theirs in pairs:
@@ -45,7 +52,7 @@ def link_seconds(kind: str = "shm") -> dict[str, float]:
             os.waitpid(child, 0)
 
 
-def _rank(line: socket.socket, rank: int, kind: str) -> None:
+def _rank(line: socket.socket, rank: int, kind: str, more: More | None) -> None:
     line.settimeout(TIMEOUT_S)
     file = line.makefile("rw")
     with open_transport(f"{kind}://127.0.0.1:0") as transport:
@@ -62,6 +69,8 @@ def _rank(line: socket.socket, rank: int, kind: str) -> None:
             for _ in range(MEETINGS):
                 endpoint.meet(deadline)
             found["meeting_s"] = (time.perf_counter() - started) / MEETINGS
+        if more is not None:
+            found |= more(Communicator(endpoint))
         file.write(json.dumps(found) + "\n")
         file.flush()
         file.readline()  # until the other one is done as well: the runner hangs up
@@ -70,11 +79,12 @@ def _rank(line: socket.socket, rank: int, kind: str) -> None:
 
 def crowding(work: Callable[[], float], cores: int) -> float:
     """How many times longer work takes when all cores do it at once; ``work`` returns its own seconds."""
-    alone = min(_together(work, 1))
-    return max(1.0, sorted(_together(work, cores))[cores // 2] / alone) if cores > 1 and alone else 1.0
+    alone = min(together(work, 1))
+    return max(1.0, sorted(together(work, cores))[cores // 2] / alone) if cores > 1 and alone else 1.0
 
 
-def _together(work: Callable[[], float], count: int) -> list[float]:
+def together(work: Callable[[], Found], count: int) -> list[Found]:
+    """What work finds, as plain values, that so many processes do at once, each on a core while there are enough."""
     pipes = [os.pipe() for _ in range(count)]
     children = []
     for core, (_, writer) in enumerate(pipes):
@@ -83,15 +93,19 @@ def _together(work: Callable[[], float], count: int) -> list[float]:
             if hasattr(os, "sched_setaffinity"):
                 usable = sorted(os.sched_getaffinity(0))
                 os.sched_setaffinity(0, {usable[core % len(usable)]})
-            os.write(writer, repr(work()).encode())
+            with open(writer, "w") as file:
+                json.dump(work(), file)
 
         children.append(_forked(run))
     found = []
     for (reader, writer), child in zip(pipes, children, strict=True):
         os.close(writer)
-        found.append(float(os.read(reader, 64) or b"nan"))
-        os.close(reader)
+        with open(reader) as file:
+            answer = file.read()
         os.waitpid(child, 0)
+        if not answer:
+            raise PeerLost(f"one of {count} processes that measured ended without an answer")
+        found.append(json.loads(answer))
     return found
 
 

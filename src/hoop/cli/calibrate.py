@@ -20,7 +20,7 @@ def calibrate(
     shards: Annotated[int | None, typer.Option(min=1, help="Parts of a batch.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Measure what a job costs here, for [bold]hoop simulate[/bold] and [bold]hoop plan[/bold].
+    """Measure what a job costs here: for --costs of hoop simulate, hoop plan and hoop train.
 
     Every block's forward and backward on one core, at two sizes; loading, update, copying, adding; a message and a
     meeting between two processes; what cores at work cost each other. Takes seconds; leave the machine alone meanwhile.
@@ -28,14 +28,11 @@ def calibrate(
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.bench.links import crowding, link_seconds
-    from hoop.launch.calibrating import calibrated
+    from hoop.launch.calibrating import between, calibrated, machine_of
     from hoop.launch.named import job_named, resolved
-    from hoop.simulate.costs import Machine
 
     typer.echo("measuring links …", err=True)
-    links = link_seconds("shm")
-    usual = Machine()
-    machine = Machine(message_s=links["message_s"], meeting_s=links.get("meeting_s", usual.meeting_s))
+    machine = machine_of(link_seconds("shm", more=between))
     typer.echo(f"loading {job} and measuring its blocks …", err=True)
     found = job_named(resolved(job), load=False)
     changes = {"batch_size": batch_size, "shards": shards}

@@ -24,12 +24,27 @@ def plan(
         int, typer.Option("--devices", "-n", min=1, help="Without --cluster: devices of one host.")
     ] = 4,
     cores: Annotated[int | None, typer.Option(min=1, help="Without --cluster: that host's cores.")] = None,
-    costs: Annotated[Path | None, typer.Option(help="What hoop calibrate wrote.")] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="What hoop calibrate wrote. [default: costs that come with Hoop; your own job's are measured]"
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
     failures: Annotated[
         float,
-        typer.Option(min=0, help="Losses an hour and device; they cost pauses, or steps since a checkpoint."),
+        typer.Option(
+            min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy."
+        ),
     ] = 0.0,
+    mirror: Annotated[
+        bool,
+        typer.Option(
+            "--mirror/--no-mirror",
+            help="Whether parts of a model are copied to other devices as steps end; else a loss costs the steps "
+            "since a checkpoint.",
+        ),
+    ] = True,
     top: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 12,
     json: options.Json = False,
 ) -> None:
@@ -42,6 +57,7 @@ def plan(
     from hoop.launch.simulated import costs_of, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
     from hoop.simulate.failures import Failures
+    from hoop.simulate.mirrors import Mirroring
     from hoop.simulate.search import search
 
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
@@ -56,7 +72,9 @@ def plan(
         if tried % 10 == 1:
             typer.echo(f"trying {text} …", err=True)
 
-    found = search(priced, where, batch, Failures(an_hour=failures) if failures else None, room, progress)
+    losses = Failures(an_hour=failures) if failures else None
+    mirroring = Mirroring() if mirror else None
+    found = search(priced, where, batch, losses, room, progress, mirroring=mirroring)
     if json:
         rows = [one.to_dict() for one in found]
         typer.echo(
@@ -66,9 +84,12 @@ def plan(
     running = [one for one in found if one.outcome is not None]
     typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
     typer.echo(_table(running[:top]).markdown())
-    others = [one for one in found if one.outcome is None]
-    for spec, why in {one.strategy.spec: one.why for one in others}.items():
-        typer.echo(f"cannot run: {spec}: {why}")
+    refused: dict[str, list[str]] = {}
+    for one in found:
+        if one.outcome is None and one.strategy.spec not in refused.setdefault(one.why, []):
+            refused[one.why].append(one.strategy.spec)
+    for why, specs in refused.items():
+        typer.echo(f"cannot run: {', '.join(specs)}: {why}")
     typer.echo(f"costs: {priced.source}")
     best = next((one for one in running if one.strategy.synchronous), None)
     if best is not None and best.outcome is not None:
@@ -76,7 +97,7 @@ def plan(
         cut = f" --set cut=[{cuts}]" if cuts else ""
         typer.echo(
             f"the fastest that is exactly SGD: hoop train {job} --devices {where.size} --strategy {best.strategy.spec} "
-            f"--shards {best.micros}{cut}"
+            f"--shards {best.micros}{cut}{'' if mirror else ' --no-mirror'}"
         )
 
 

@@ -42,7 +42,10 @@ def simulate(
         typer.Option(help="A cluster in TOML instead (docs/simulator.md); --devices of it are used."),
     ] = None,
     costs: Annotated[
-        Path | None, typer.Option(help="What hoop calibrate wrote. [default: costs that come with Hoop]")
+        Path | None,
+        typer.Option(
+            help="What hoop calibrate wrote. [default: costs that come with Hoop; your own job's are measured]"
+        ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
     shards: Annotated[
@@ -58,6 +61,13 @@ def simulate(
     failures: Annotated[
         float | None, typer.Option(min=0, help="Losses an hour and device: adds goodput.")
     ] = None,
+    mirror: Annotated[
+        bool,
+        typer.Option(
+            "--mirror/--no-mirror",
+            help="Each device's part of a model is copied to another as steps end, as hoop train does.",
+        ),
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of stragglers and failures.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Keep table, timelines and traces in this folder.")] = None,
     json: options.Json = False,
@@ -70,6 +80,7 @@ def simulate(
     from hoop.launch.simulated import costs_of, sizes, table_of, write_outcome
     from hoop.simulate.cluster import read_cluster
     from hoop.simulate.device import Stragglers
+    from hoop.simulate.mirrors import Mirroring
     from hoop.simulate.run import simulate as run
     from hoop.strategies.catalog import parse
 
@@ -95,9 +106,10 @@ def simulate(
                 all_reduce=all_reduce,
                 stragglers=chance,
                 trace=True if out is not None else None,
+                mirroring=Mirroring() if mirror else None,
             )
         )
-    good = [_goodput(one, failures, seed) for one in found]
+    good = [_goodput(one, failures, seed, mirror) for one in found]
     table = table_of(found, f"{job}, batch {batch}, on {where.describe()}")
     files: list[Path] = []
     if out is not None:
@@ -144,8 +156,10 @@ def _stragglers(text: str | None) -> tuple[float, float] | None:
     return chance, factor
 
 
-def _goodput(outcome: Outcome, rate: float | None, seed: int) -> float | None:
+def _goodput(outcome: Outcome, rate: float | None, seed: int, mirrored: bool) -> float | None:
     from hoop.simulate.failures import Failures
     from hoop.simulate.search import among_failures
 
-    return None if rate is None else among_failures(outcome, Failures(an_hour=rate, seed=seed)).useful
+    if rate is None:
+        return None
+    return among_failures(outcome, Failures(an_hour=rate, seed=seed), mirrored=mirrored).useful

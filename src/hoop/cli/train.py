@@ -17,6 +17,7 @@ import typer
 from hoop.cli import options
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.simulate.costs import read_costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
 
@@ -80,6 +81,12 @@ def train(
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit."),
     ] = False,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Predict a step from what hoop calibrate wrote. [default: from a profile before the first step]"
+        ),
+    ] = None,
     coordinator: Annotated[
         str | None,
         typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
@@ -137,6 +144,7 @@ def train(
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
     size = parse_size(memory, "--memory")
+    priced = read_costs(costs) if costs else None
     if strategy is not None:
         parse(strategy)
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
@@ -147,7 +155,7 @@ def train(
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
-        launch = _launch(job, changes, devices, size, out, resume, there, address_file)
+        launch = replace(_launch(job, changes, devices, size, out, resume, there, address_file), costs=priced)
         if there is not None:
             launch = replace(launch, credentials=find(Role.CLIENT, token_file=token_file, tls=tls))
         if detach:

@@ -55,6 +55,8 @@ class Balance:
         if self._steps < self._next or not all(len(seen) == WINDOW for seen in self._seen):
             return None
         seconds_each = [median(seen) for seen in self._seen]
+        if not self._may_gain(seconds_each):
+            return None
         plan = self._strategy.plan(self._size, self._plan.micros, [1 / one for one in seconds_each])
         if self._takes(plan, seconds_each) > GAIN * self._takes(self._plan, seconds_each):
             return None
@@ -76,6 +78,11 @@ class Balance:
             shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
             told.append({"kind": "balanced", "step": step, "shards": shares})
         return told
+
+    def _may_gain(self, seconds: list[float]) -> bool:
+        """Whether shards of any size could: a plan costs more than this, and most steps need none."""
+        least = self._plan.micros / sum(1 / seconds[rank] for rank in self._plan.holders[0])
+        return least <= GAIN * self._takes(self._plan, seconds)
 
     @staticmethod
     def _takes(plan: Plan, seconds: list[float]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hoop.data.dataset import Splits
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.pricing import priced
 from hoop.engine.profile import profile
+from hoop.engine.rehearsal import rehearsed
 from hoop.engine.role import Role
 from hoop.engine.roles import check_role, role_of
 from hoop.engine.settings import Settings
@@ -51,7 +53,7 @@ class Ready:
     worker: Worker
     role: Role
     priced: dict[str, Any] | None = None
-    """What a step costs, for whoever predicts it; at the rank that reports."""
+    """What a step costs, for whoever predicts it; None where the model was cut anew."""
 
     @property
     def told(self) -> dict[str, Any]:
@@ -112,26 +114,23 @@ def prepare(
     role = role_of(worker, strategy, blocks, data.train, vectors)
     if world.befall is not None:
         world.befall(worker)
-    tells = role.reports and not anew  # a run is predicted once, when it starts
-    told = _priced(world, settings, job, data, costs, blocks, worker) if tells else None
-    return Ready(model, costs, bounds, strategy, plan, worker, role, told)
+    ready = Ready(model, costs, bounds, strategy, plan, worker, role)
+    if not anew:  # a run is predicted once, when it starts
+        ready.priced = _priced(world, settings, job, data, ready)
+    return ready
 
 
-def _priced(
-    world: World,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    costs: list[Block],
-    blocks: list[nn.Module],
-    worker: Worker,
-) -> dict[str, Any]:
-    endpoint = world.communicator.endpoint
+def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Ready) -> dict[str, Any]:
+    """Every rank measures, at the same time as the others, as they will compute."""
+    endpoint, worker, role, model = world.communicator.endpoint, ready.worker, ready.role, ready.model
     apart = not isinstance(endpoint, SharedEndpoint)
     hosts = endpoint.hosts if isinstance(endpoint, SpanningEndpoint) else range(world.size)
     rows = -(-settings.batch_size // settings.micros)
     joint = min(worker.joint_most, -(-settings.micros // max(1, len(worker.plan.holders[0]))))
-    found = priced(costs, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
+    blocks = blocks_of(model)
+    found = priced(ready.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
+    kept = partial(role.state, model) if ready.strategy.name != "data" and settings.mirror else None
+    found |= rehearsed(world.communicator, settings.micros, kept, settings.timeout_s)
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -26,22 +27,21 @@ def profile(
     batch: Batch,
     optimizer: OptimizerSettings,
     shards: int = 0,
-    repeats: int = 3,
+    repeats: int = 5,
     accelerator: Accelerator | None = None,
 ) -> list[Block]:
-    """Every block's forward and backward on one micro-batch, the quickest of a few; nothing of the model changes."""
+    """Every block's forward and backward on one micro-batch, a few times; nothing of the model changes."""
     found = []
     inputs = batch[0] if accelerator is None else accelerator.up(batch[0])
     chain = accelerator is None and layers_of(blocks) is not None
+    by_hand = _by_hand(blocks, inputs, repeats) if chain else {}  # as the worker will
     for index, original in enumerate(blocks):
         block = original if accelerator is None else copy.deepcopy(original).to(accelerator.device)
         before = [buffer.clone() for buffer in block.buffers()]
         forward, backward, kept, outputs = _measure(
             block, inputs, repeats if index else repeats + 1, index > 0, timer(accelerator)
         )
-        layers = layers_of([block]) if chain else None
-        if layers is not None:  # computed by hand, as the worker will
-            forward, backward = _by_hand(ChainStage(layers), block, inputs, repeats, index > 0)
+        forward, backward = by_hand.get(index, (forward, backward))
         with torch.no_grad():
             for buffer, was in zip(block.buffers(), before, strict=True):
                 buffer.copy_(was)
@@ -108,17 +108,28 @@ def _measure(
     return forward, backward, kept, outputs.detach()
 
 
-def _by_hand(
-    stage: ChainStage, block: nn.Module, inputs: Tensor, repeats: int, wants_input: bool
-) -> tuple[float, float]:
-    now, forward, backward = timer(), float("inf"), float("inf")
-    into = [torch.empty_like(one) for one in block.parameters()]
-    for _ in range(repeats):
-        started = now()
-        outputs = stage.forward(0, inputs, 0)
-        half = now()
-        gradient = torch.ones_like(outputs)
-        begun = now()
-        stage.backward(0, gradient, into, wants_input)
-        forward, backward = min(forward, half - started), min(backward, now() - begun)
-    return forward, backward
+def _by_hand(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[int, tuple[float, float]]:
+    """A chain's blocks, all forward, then all backward: each finds in the caches what the others left there.
+
+    The median of a few, without the first.
+    """
+    now = timer()
+    stages = {index: ChainStage(layers) for index, one in enumerate(blocks) if (layers := layers_of([one]))}
+    into = [[torch.empty_like(parameter) for parameter in block.parameters()] for block in blocks]
+    forward: dict[int, list[float]] = {index: [] for index in stages}
+    backward: dict[int, list[float]] = {index: [] for index in stages}
+    for _ in range(repeats + 1):
+        outputs, gradients = inputs, {}
+        for index, block in enumerate(blocks):
+            started = now()
+            if index in stages:
+                outputs = stages[index].forward(0, outputs, 0)
+                forward[index].append(now() - started)
+                gradients[index] = torch.ones_like(outputs)
+            else:
+                outputs = block(outputs)
+        for index in reversed(stages):
+            started = now()
+            stages[index].backward(0, gradients[index], into[index], index > 0)
+            backward[index].append(now() - started)
+    return {index: (median(forward[index][1:]), median(backward[index][1:])) for index in stages}

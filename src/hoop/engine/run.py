@@ -128,7 +128,7 @@ class Run:
         worker.rate = works[-1].rate
         self._done += len(works)
         self._keep()
-        self._after(losses, len(works), time.perf_counter() - begun)
+        self._after(losses, len(works), begun)
         if self._moving and not self._stopped:
             self._move()
 
@@ -240,8 +240,8 @@ class Run:
             worker.follow(usual)
         self._balance = balance_for(self._ready.strategy, usual, settings.balance, world.crowding)
 
-    def _after(self, losses: list[float], steps: int, seconds: float) -> None:
-        """Figures of some steps, and whether all ranks are to stop."""
+    def _after(self, losses: list[float], steps: int, begun: float) -> None:
+        """Figures of some steps that began then, and whether all ranks are to stop."""
         worker, hears = self.worker, self._role.hears
         last = worker.held.get(worker.last)
         if hears and last is not None:
@@ -253,7 +253,7 @@ class Run:
             self._stopped, losses = met
             self._safe.let_go()
         if losses:
-            self._figures.add(losses, seconds)
+            self._figures.add(losses, time.perf_counter() - begun)
             self._tell()
         if hears and self._balance is not None and last is not None and not self._moving:
             plan = self._balance.after(last.tail)

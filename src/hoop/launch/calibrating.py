@@ -6,14 +6,17 @@ import dataclasses
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from hoop.engine.job import Job, blocks_of
-from hoop.engine.pricing import cores, priced
+from hoop.engine.pricing import SIZES, cores, priced
 from hoop.engine.profile import profile
+from hoop.engine.rehearsal import rehearsed
 from hoop.engine.settings import Settings
 from hoop.launch.predicting import Told, costs_told
 from hoop.launch.user_code import blaming
@@ -21,6 +24,15 @@ from hoop.simulate.costs import Costs, Line, Machine
 
 JOINT = 4
 REPEATS = 5
+between = partial(rehearsed, shards=8, state=None, timeout=30.0)
+"""What ranks cost each other: for whoever has two of them."""
+
+
+def machine_of(links: Mapping[str, float]) -> Machine:
+    """What was measured of links, and the rest as usual."""
+    known = ("message_s", "byte_s", "agree_s", "meeting_s")
+    found: dict[str, Any] = {name: links[name] for name in known if name in links}
+    return dataclasses.replace(Machine(), **found)
 
 
 def calibrated(
@@ -33,7 +45,8 @@ def calibrated(
     torch.set_num_threads(1)
     rows = -(-settings.batch_size // settings.micros)
     with blaming(f"measuring {settings.job}"):
-        low, high = (_told(job, settings, size) for size in (max(1, rows // 4), rows))
+        low = _told(job, settings, max(1, rows // 4))
+        high = _told(job, settings, rows, (*SIZES, 1 << 24))
     costs = costs_told(high, machine)
     if crowding is not None:
         machine = dataclasses.replace(
@@ -58,13 +71,13 @@ def calibrated(
     return dataclasses.replace(costs, source="measured", about=_about(settings))
 
 
-def _told(job: Job, settings: Settings, rows: int) -> Told:
+def _told(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = SIZES) -> Told:
     data = job.data().train
     blocks = blocks_of(job.model(settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
-    found = profile(blocks, batch, settings.optimizer, REPEATS)
-    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT)
+    found = profile(blocks, batch, settings.optimizer, settings.micros, REPEATS)
+    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
 
 
 def _through(low: Told, high: Told, index: int, name: str) -> Line:

@@ -29,6 +29,7 @@ from hoop.files import write_bytes
 from hoop.launch.full_disk import FullDisk
 from hoop.launch.predicting import Prediction
 from hoop.launch.recording import Recording
+from hoop.simulate.costs import Costs
 
 Told = dict[str, Any]
 
@@ -45,10 +46,11 @@ class Conducting:
         resume: Path | None = None,
         attached: int = 0,
         patience: float = 0.0,
+        costs: Costs | None = None,
     ) -> None:
         """``attached``: a job that runs already, or has ended; it is followed from its beginning, and never stopped.
 
-        ``patience``: for how many seconds a coordinator that is away is waited for.
+        ``patience``: for how many seconds a coordinator that is away is waited for. ``costs``: to predict from.
         """
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
@@ -60,7 +62,7 @@ class Conducting:
         self._evaluated: Told = {}
         self._steps = 0
         self._moves = 0
-        self._prediction = Prediction(settings)
+        self._prediction = Prediction(settings, costs)
         self._damaged = 0
         self._stragglers: list[Told] = []
         self._faults: list[str] = []

@@ -15,6 +15,7 @@ from hoop.engine.settings import Settings
 from hoop.errors import HoopError
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.costs import BlockCost, Costs, Line, Machine
+from hoop.simulate.mirrors import Mirroring
 from hoop.simulate.run import simulate
 from hoop.strategies.catalog import parse
 
@@ -27,15 +28,16 @@ Told = Mapping[str, Any]
 class Prediction:
     """A step as it was predicted, and steps as they were."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, costs: Costs | None = None) -> None:
+        """``costs``: what to predict from; None: what is profiled before the first step."""
+        self._settings, self._costs = settings, costs
         self._expected: float | None = None
         self._seconds: list[float] = []
 
     def note(self, kind: str, told: Told) -> None:
         """An event of the job."""
         if kind == "started" and told.get("costs"):
-            self._expected = predicted(told["costs"], self._settings)
+            self._expected = predicted(told["costs"], self._settings, self._costs)
         elif kind == "steps":
             self._seconds += told["seconds"]
 
@@ -53,26 +55,43 @@ class Prediction:
         }
 
 
-def predicted(told: Told, settings: Settings) -> float | None:
-    """Seconds of a step; None where there is nothing to simulate from, or too much."""
-    costs, cluster = costs_told(told), cluster_told(told, settings)
+def predicted(told: Told, settings: Settings, given: Costs | None = None) -> float | None:
+    """Seconds of a step; None where there is nothing to simulate from, or too much.
+
+    ``given``: costs to take instead of those that were told; where devices are is told in any case.
+    """
+    costs = costs_told(told) if given is None else given.of(told["rows"])
+    cluster = cluster_told(told, settings)
     strategy = parse(settings.strategy)
     size = 6 * settings.micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
+    how: dict[str, Any] = {"micros": settings.micros, "cuts": settings.cut or None, "trace": False}
+    how["mirroring"] = Mirroring() if settings.mirror else None
     try:
-        cut = settings.cut or None
-        outcome = simulate(strategy, costs, cluster, micros=settings.micros, cuts=cut, trace=False)
+        even = simulate(strategy, costs, cluster, **how).step_seconds
+        if strategy.name != "data" or not settings.balance or settings.slowdown:
+            return even
+        return min(even, simulate(strategy, costs, cluster, **how, dealt=_with_cores(cluster)).step_seconds)
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
-    return outcome.step_seconds
+
+
+def _with_cores(cluster: Cluster) -> list[float] | None:
+    """Where devices share cores: shards end up with as many as there are cores, once they follow measured speed."""
+    if all(host.devices <= (host.cores or host.devices) for host in cluster.hosts):
+        return None
+    return [
+        1.0 if index < (host.cores or host.devices) else 1e-9
+        for host in cluster.hosts
+        for index in range(host.devices)
+    ]
 
 
 def costs_told(told: Told, machine: Machine | None = None) -> Costs:
     """The simulator's costs of what ``engine/pricing.py`` measured."""
     rows, blocks = told["rows"], told["blocks"]
     fixed = fixed_share(blocks, told)
-    usual = machine or Machine()
     return Costs(
         tuple(
             BlockCost(
@@ -88,18 +107,26 @@ def costs_told(told: Told, machine: Machine | None = None) -> Costs:
             for one in blocks
         ),
         rows,
-        replace(
-            usual,
-            copy_s=told["copy_s"],
-            add_s=told["add_s"],
-            message_s=told.get("message_s") or usual.message_s,
-        ),
-        _line(told["load_s"], 0.0, rows),
-        _line(told["loss_s"], fixed, rows),
+        machine_told(told, machine or Machine()),
+        Line.through(told["load"]),
+        Line.through(told["loss"]),
         told["update_s"],
+        told["update_fixed_s"],
         joint=max(1, told["joint"]) if told["joint_s"] else 1,
         source="profiled before the first step",
     )
+
+
+def machine_told(told: Told, usual: Machine) -> Machine:
+    """What was measured of the machine, and the rest as usual."""
+    measured = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s")
+    changes: dict[str, Any] = {name: told[name] for name in measured if name in told}
+    for name in ("copy_at", "add_at"):
+        changes[name] = tuple((float(size), float(seconds)) for size, seconds in told[name])
+    found = replace(usual, **changes)
+    if "kept_s" not in told:
+        return found
+    return replace(found, keep_s=max(0.0, told["kept_s"] - found.copy(told["kept_bytes"])))
 
 
 def _line(seconds: float, fixed: float, rows: int) -> Line:
@@ -125,5 +152,4 @@ def cluster_told(told: Told, settings: Settings) -> Cluster:
     for host in dict.fromkeys(seats):
         mine = tuple(speed for speed, seat in zip(speeds, seats, strict=True) if seat == host)
         hosts.append(Host(len(mine), cores, speeds=mine if slow else ()))
-    byte_s = told.get("byte_s") or 1e-9
-    return Cluster(tuple(hosts), Link(1 / byte_s, 20e-6))
+    return Cluster(tuple(hosts), Link(1e9, 20e-6))

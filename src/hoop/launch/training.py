@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.engine.world import World
+    from hoop.simulate.costs import Costs
     from hoop.topology import Address, Addresses
     from hoop.wire.credentials import Credentials
 
@@ -127,6 +128,8 @@ class Launch:
     """Where the coordinator of this job is written while it runs."""
     credentials: Credentials | None = None
     """What the cluster that is up is shown; None: what the environment says."""
+    costs: Costs | None = None
+    """What a step is predicted from; None: what is profiled before the first one."""
 
 
 class Training:
@@ -220,6 +223,7 @@ class Training:
                     launch.out,
                     launch.resume,
                     patience=patience,
+                    costs=launch.costs,
                 )
                 stoppable(partial(job.job.stop, patience))
                 for event in job.events():

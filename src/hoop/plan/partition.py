@@ -8,6 +8,8 @@ at a time. What a stage needs is its weights, gradients and optimizer state, and
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -170,27 +172,32 @@ def _best(
     def stages(at: int, low: int, bound: float) -> Iterator[tuple[int, float]]:
         """Where a stage that begins at ``low`` may end, and how long it then takes."""
         cap = memory[at]
-        for high in range(low + 1, count - last + at + 2):
+        first = max(low + 1, windows[at + 1][0]) if at < last - 1 else count
+        for high in range(first, count - last + at + 2):
             seconds = (sums[0][high] - sums[0][low]) / places[at].speed
             if seconds > bound or (cap is not None and sums[at + 1][high] - sums[at + 1][low] > cap):
                 return
-            if high == count or at < last - 1:
-                yield high, seconds
+            yield high, seconds
 
-    beginnings = [(at, low) for at in reversed(range(last)) for low in range(at, count - last + at + 1)]
-    fastest: dict[tuple[int, int], float] = {(last, count): 0.0}
-    for at, low in beginnings:
-        best = math.inf
-        for high, seconds in stages(at, low, best):
-            if seconds >= best:
-                break
-            best = min(best, max(seconds, fastest.get((at + 1, high), math.inf)))
-        fastest[at, low] = best
-    bound = fastest[0, 0]
+    widest = [(at, count - last + at) for at in range(last)]
+    roomy = all(cap is None or sums[at + 1][-1] <= cap for at, cap in enumerate(memory))
+    if roomy and len({place.speed for place in places}) == 1:
+        windows, bound = _alike(sums[0], places[0].speed, last)
+    else:
+        windows = widest
+        fastest: dict[tuple[int, int], float] = {(last, count): 0.0}
+        for at, low in _beginnings(widest):
+            best = math.inf
+            for high, seconds in stages(at, low, best):
+                if seconds >= best:
+                    break
+                best = min(best, max(seconds, fastest.get((at + 1, high), math.inf)))
+            fastest[at, low] = best
+        bound = fastest[0, 0]
     if bound == math.inf:
         return None
     ends: dict[tuple[int, int], tuple[int, float, int]] = {(last, count): (0, 0.0, count)}
-    for at, low in beginnings:
+    for at, low in _beginnings(windows):
         for high, seconds in stages(at, low, bound):
             rest = ends.get((at + 1, high))
             if rest is not None:
@@ -203,6 +210,53 @@ def _best(
         found_stages.append(_stage(blocks, range(low, high), place))
         low = high
     return found_stages
+
+
+def _beginnings(windows: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Each stage with the blocks at which it may begin, the last stage first."""
+    for at in reversed(range(len(windows))):
+        yield from ((at, low) for low in range(windows[at][0], windows[at][1] + 1))
+
+
+def _alike(sums: Sequence[float], speed: float, stages: int) -> tuple[list[tuple[int, int]], float]:
+    """Where all places are as fast and large enough: the slowest stage's time, and where stages may begin within it.
+
+    Stages that take all they can from the front reach as far as any within a bound, so bounds are halved until there
+    is no number between one that is enough and one that is not.
+    """
+    count = len(sums) - 1
+
+    def takes(low: int, high: int) -> float:
+        return (sums[high] - sums[low]) / speed
+
+    def furthest(bound: float) -> tuple[list[int], float] | None:
+        """The last block at which each stage may begin, and the slowest's time; None: the end is not reached."""
+        lows, low, worst = [], 0, 0.0
+        for at in range(stages):
+            lows.append(low)
+            highs = range(low + 1, count - stages + at + 2)
+            fits = bisect.bisect_right(highs, bound, key=functools.partial(takes, low))
+            if not fits:
+                return None
+            worst, low = max(worst, takes(low, low + fits)), low + fits
+        return (lows, worst) if low == count else None
+
+    below = max(takes(at, at + 1) for at in range(count))
+    found = furthest(below)
+    if found is None:
+        found = furthest(math.inf)
+        assert found is not None, "without a bound the end is reached"
+        while below < (middle := (below + found[1]) / 2) < found[1]:
+            tried = furthest(middle)
+            below, found = (middle, found) if tried is None else (below, tried)
+    latest, bound = found
+    earliest, high, end = [], count, count
+    for at in reversed(range(stages)):
+        while high > at and takes(high - 1, end) <= bound:
+            high -= 1
+        end = high
+        earliest.append(high)
+    return list(zip(reversed(earliest), latest, strict=True)), bound
 
 
 def _does_not_fit(blocks: Sequence[Block], places: Sequence[Place]) -> str:

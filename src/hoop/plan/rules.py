@@ -68,10 +68,10 @@ class ListRule:
         self._arrived[message] += 1
 
     def next(self) -> Instruction | None:
-        if self.finished:
+        if self._position == len(self._instructions):
             return None
         instruction = self._instructions[self._position]
-        if instruction.kind in RECEIVES:
+        if instruction[0] in RECEIVES:
             if not self._arrived[instruction]:
                 return None
             self._arrived[instruction] -= 1

@@ -46,7 +46,7 @@ class Clock:
         self._events = 0
         self._processes: list[Process] = []
         self._waiting = [False] * cluster.size
-        self._speeds = cluster.speeds
+        self.speeds = cluster.speeds
         self._processors: list[Processor] = []
         self._processor_of: list[Processor | None] = []
         """None: the device has a core for itself, whatever the others do."""
@@ -57,6 +57,10 @@ class Clock:
             alone = host.devices == 1 or (crowding == 1 and (host.cores or host.devices) >= host.devices)
             self._processor_of += [None if alone else processor] * host.devices
             rank += host.devices
+
+    def alone(self, rank: int) -> bool:
+        """Whether a rank's core is its own, and as fast whatever the others do."""
+        return self._processor_of[rank] is None
 
     def deliver(self, at: float, rank: int, what: Any) -> None:
         """Something arrives at a rank at a moment from now on: an instruction, or what is only counted."""
@@ -81,26 +85,27 @@ class Clock:
         for rank in range(len(processes)):
             self._go_on(rank)
         queue, waiting, inbox, counted = self._queue, self._waiting, self.inbox, self.counted
+        pop, go_on = heapq.heappop, self._go_on
         while queue:
             now = self.now = queue[0][0]
-            awake = set()
+            awake: list[int] = []
             while queue and queue[0][0] == now:
-                _, _, rank, what = heapq.heappop(queue)
-                if rank == _CALL:
+                _, _, rank, what = pop(queue)
+                if what is None:
+                    awake.append(rank)
+                elif rank == _CALL:
                     what()
                 elif rank < 0:
-                    awake |= self._processors[-rank - 1].ended(what)
-                elif what is None:
-                    awake.add(rank)
+                    awake += self._processors[-rank - 1].ended(what)
                 else:
-                    if isinstance(what, Instruction):
+                    if type(what) is Instruction:
                         inbox[rank].append(what)
                     else:
                         counted[rank][what] += 1
                     if waiting[rank]:
-                        awake.add(rank)
-            for rank in sorted(awake) if len(awake) > 1 else awake:
-                self._go_on(rank)
+                        awake.append(rank)
+            for rank in awake if len(awake) < 2 else sorted(set(awake)):
+                go_on(rank)
         return [rank for rank, one in enumerate(self._waiting) if one]
 
     def _go_on(self, rank: int) -> None:
@@ -109,7 +114,7 @@ class Clock:
             if want is None:
                 self._waiting[rank] = True
             elif want > 0:
-                seconds = want / self._speeds[rank]
+                seconds = want / self.speeds[rank]
                 processor = self._processor_of[rank]
                 if processor is None:
                     self.deliver(self.now + seconds, rank, None)

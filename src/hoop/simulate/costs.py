@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,9 @@ from typing import Any
 
 from hoop.errors import InvalidArgument, NotFound
 from hoop.plan.partition import Block
+from hoop.simulate.machine import FREE, USUAL, Machine, read_machine
+
+__all__ = ["FREE", "BlockCost", "Costs", "Line", "Machine", "read_costs"]
 
 FORMAT = 1
 
@@ -55,33 +57,13 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What a core, its memory and its links cost beyond the arithmetic of the model."""
-
-    instruction_s: float = 12e-6
-    """Any instruction, beside what it does."""
-    message_s: float = 45e-6
-    """A message, for who sends it and again for who receives it."""
-    copy_s: float = 1 / 6e9
-    """A byte copied: into a link, and out of it."""
-    add_s: float = 1 / 4e9
-    """A byte of a sum of two vectors."""
-    meeting_s: float = 6e-6
-    """A meeting of devices that share memory, for each of them."""
-    step_s: float = 30e-6
-    """What a step costs beside its instructions."""
-    crowding: float = 1.0
-    """How many times slower a core is when all cores of its host are at work: they share caches and memory."""
-
-
-@dataclass(frozen=True)
 class Costs:
     """A job, priced."""
 
     blocks: tuple[BlockCost, ...]
     rows: int
     """Samples of a micro-batch."""
-    machine: Machine = Machine()
+    machine: Machine = USUAL
     load: Line = Line()
     loss: Line = Line()
     update_s: float = 0.0
@@ -154,15 +136,11 @@ class Costs:
             if data.pop("format", None) != FORMAT:
                 raise InvalidArgument(f"{where}: not of format {FORMAT}; make it anew with: hoop calibrate")
             blocks = tuple(_block(one) for one in data.pop("blocks"))
-            machine = Machine(**{name: _number(value, name) for name, value in data.pop("machine").items()})
+            machine = read_machine(data.pop("machine"))
             load, loss = Line(**data.pop("load")), Line(**data.pop("loss"))
             return cls(blocks, machine=machine, load=load, loss=loss, **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"{where}: no costs in JSON: {error}") from None
-
-
-FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-"""A machine that adds nothing: what is left is the plan."""
 
 
 def read_costs(path: Path) -> Costs:
@@ -178,9 +156,3 @@ def _block(data: Mapping[str, Any]) -> BlockCost:
     for name in ("forward", "backward", "activation", "output"):
         values[name] = Line(**values[name])
     return BlockCost(**values)
-
-
-def _number(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}, not a number of 0 or more")
-    return float(value)

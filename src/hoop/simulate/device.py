@@ -17,16 +17,22 @@ from hoop.collectives.plan import Meet, Recv, Reduce, Send
 from hoop.errors import InvalidArgument
 from hoop.plan.categories import CATEGORY, COMMUNICATE, COMPUTE, IDLE, SHARE
 from hoop.plan.instructions import RECEIVES, SENDS, Instruction, Kind
-from hoop.plan.rules import Rule, in_turn
+from hoop.plan.rules import ListRule, Rule, in_turn
 from hoop.simulate.clock import Group, Process
+from hoop.simulate.mirrors import Mirrors
 from hoop.simulate.outcome import Account, Done
 from hoop.simulate.reduction import FLOAT, Summing, priced
 
 if TYPE_CHECKING:
     from hoop.simulate.run import Simulation
 
+BLOCK = 64 * 1024
+"""Bytes that are handed over at a time between devices that share memory."""
 _AWAKE = "awake"
+_MIRROR = "mirror"
 _LAST = frozenset({Kind.UPDATE, Kind.PUSH})
+_SEEN = frozenset({*SENDS, Kind.REDUCE, Kind.UPDATE})
+"""What concerns others, or has its moment noted."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,8 @@ class Device:
         for steps in self._all.spans:
             yield self._machine.step_s * steps
             yield from self._follow(self._all.rule(self._rank, steps))
+            if self._all.mirrors is not None:
+                yield from self._keep(self._all.mirrors)
             if self._all.everybody is not None:
                 yield from self._agree(self._all.everybody)
         self.account.end = self._clock.now
@@ -81,15 +89,21 @@ class Device:
         clock, rank, prices = self._clock, self._rank, self._all.prices
         inbox, takes_all = clock.inbox[rank], self._all.takes_all
         account, trace = self.account, self._all.trace
+        ahead, speed = self._runs_ahead(rule), clock.speeds[rank]
+        owed = 0.0
+        """Seconds of what has been done that others do not see: paid for with what they do see, or before a wait."""
         while True:
             if takes_all:
                 while inbox:
                     rule.arrived(inbox.popleft())
             one = rule.next()
             if one is None:
-                if rule.finished:
+                if owed:
+                    yield owed
+                    owed = 0.0
+                elif rule.finished:
                     return
-                if inbox:
+                elif inbox:
                     rule.arrived(self._taken())
                 else:
                     started = clock.now
@@ -99,24 +113,40 @@ class Device:
             if self._outages and clock.now >= self._outages[0].at:
                 yield from self._away()
             started, kind = clock.now, one.kind
+            seconds = prices.seconds(rank, one)
+            sends = kind in SENDS
+            size = prices.size(rank, one) if sends else 0.0
+            later = self._after_arrival(one.peer, size) if sends else 0.0
+            category = "recv" if kind in RECEIVES else CATEGORY[kind]
+            if ahead:
+                self._busy[SHARE[category]] += seconds / speed
+                if kind not in _SEEN:
+                    owed += seconds
+                    continue
             if kind is Kind.REDUCE and (summing := self._all.sums.get((rank, one.stage))) is not None:
-                yield prices.seconds(rank, one)
+                yield owed + seconds
                 yield from self._add_up(*summing)
             else:
-                seconds = prices.seconds(rank, one)
-                if self._random is not None:
-                    seconds *= self._luck(kind)
-                yield seconds
-            if kind in SENDS:
-                size = prices.size(rank, one)
-                self._send(one.peer, one.mirrored(rank), size)
-            category = "recv" if kind in RECEIVES else CATEGORY[kind]
-            if kind is not Kind.REDUCE or summing is None:
-                self._busy[SHARE[category]] += clock.now - started
+                yield owed + (seconds if self._random is None else seconds * self._luck(kind)) - later
+                if sends:
+                    self._send(one.peer, one.mirrored(rank), size)
+                    if later and not ahead:
+                        yield later
+                if not ahead:
+                    self._busy[SHARE[category]] += clock.now - started
                 if trace:
                     account.spans.append(Done(one, category, started, clock.now - started))
+            owed = later if ahead else 0.0
             if kind in _LAST:
                 self._progress(one)
+
+    def _runs_ahead(self, rule: Rule) -> bool:
+        """Whether what others see of this rank is all that matters: a list, on a core of its own, by no chance.
+
+        Then the clock is not asked about the rest, which is most of a long plan.
+        """
+        everything = self._outages or self._random is not None or self._all.trace
+        return isinstance(rule, ListRule) and self._clock.alone(self._rank) and not everything
 
     def _progress(self, one: Instruction) -> None:
         if one.kind is Kind.UPDATE:
@@ -143,6 +173,12 @@ class Device:
         self._all.network.send(self._rank, peer, size, what)
         self.account.bytes += size
         self.account.messages += 1
+
+    def _after_arrival(self, peer: int, size: float) -> float:
+        """Seconds for which a sender still copies when its receiver begins to: in memory, block by block."""
+        if size <= BLOCK or not self._all.network.in_memory(self._rank, peer):
+            return 0.0
+        return self._machine.message(size) - self._machine.message(BLOCK)
 
     def _note(self, name: str, category: str, started: float) -> None:
         took = self._clock.now - started
@@ -182,9 +218,28 @@ class Device:
     def _agree(self, group: Group) -> Process:
         """Whether somebody wants to stop, asked after each span of steps where no sum of gradients tells it."""
         started, waited = self._clock.now, self._busy[IDLE]
+        yield self._machine.agree_s
         yield from self._meet(group)
         yield from self._until(self._clock.now + self._all.agreeing_s)
         self._busy[COMMUNICATE] += self._clock.now - started - (self._busy[IDLE] - waited)
+
+    def _keep(self, mirrors: Mirrors) -> Process:
+        """This rank's state, copied for itself and to the next rank, and another's that comes."""
+        started, waited, rank = self._clock.now, self._busy[IDLE], self._rank
+        yield mirrors.seconds(rank)
+        if size := mirrors.sent(rank):
+            later = self._after_arrival(mirrors.following(rank), size)
+            yield self._machine.message(size) - later
+            self._send(mirrors.following(rank), _MIRROR, size)
+            yield later
+        if size := mirrors.received(rank):
+            if not mirrors.how.overlapped:
+                yield from self._await(_MIRROR)
+            yield self._machine.message(size)
+        took = self._clock.now - started - (self._busy[IDLE] - waited)
+        self._busy[COMMUNICATE] += took
+        if self._all.trace and took > 0:
+            self.account.spans.append(Done("mirror", "send", self._clock.now - took, took))
 
     # ---- sums
 

@@ -2,7 +2,9 @@
 
     elastic (data parallel)   a device is lost: a pause, its part of the step is computed again, the others go on;
                               it comes back: a pause, and it is one more
-    all others                everybody goes back to the last checkpoint and starts again, when the device is back,
+    mirrored (all others)     a pause, the state is put together from copies and the model cut for those who are left;
+                              what was done since the last copy is done again, likewise when a device comes back
+    without mirrors           everybody goes back to the last checkpoint and starts again, when the device is back,
                               or without it
 
 Between failures steps are not simulated one by one: they take what ``step_seconds`` says for so many devices.
@@ -33,6 +35,8 @@ class Failures:
     """Seconds until a lost device is back; None: never."""
     pause: float = 2.0
     """Until a loss is noticed and the others are seated again."""
+    recut: float = 1.0
+    """To put the state together from copies and cut the model anew, where ranks hold parts of it."""
     restart: float = 20.0
     """To start again from a checkpoint, where the others cannot go on."""
     checkpoint_every: int = 500
@@ -40,7 +44,8 @@ class Failures:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.an_hour >= 0 or not self.pause >= 0 or not self.restart >= 0 or self.checkpoint_every < 1:
+        times = (self.an_hour, self.pause, self.recut, self.restart)
+        if not all(one >= 0 for one in times) or self.checkpoint_every < 1:
             raise InvalidArgument(f"failures: {self} has a rate, a time or a number of steps below its least")
 
 
@@ -63,8 +68,12 @@ def goodput(
     elastic: bool,
     failures: Failures,
     steps: int,
+    copied_every: int = 0,
 ) -> Goodput:
-    """``step_seconds(n)``: a step on n devices, or None where it cannot run on so few."""
+    """``step_seconds(n)``: a step on n devices, or None where it cannot run on so few.
+
+    ``elastic``: those who are left go on. ``copied_every``: from copies made every so many steps; 0: they have it all.
+    """
     usual = step_seconds(devices)
     if usual is None or not usual > 0:
         raise InvalidArgument(f"step_seconds: {usual} on all {devices} devices")
@@ -72,6 +81,7 @@ def goodput(
     given = sorted(failures.at)
     now, done, alive, losses, repeated = 0.0, 0, devices, 0, 0
     returns: list[float] = []
+    recut = failures.recut if copied_every else 0.0
     most = 100.0 * steps * usual + 100 * (failures.restart + (failures.back_after or 0.0))
 
     def next_loss() -> float:
@@ -97,7 +107,7 @@ def goodput(
             break
         if returns and until == returns[0]:
             heapq.heappop(returns)
-            now, alive = max(now, until) + failures.pause, alive + 1
+            now, alive = max(now, until) + failures.pause + recut, alive + 1
         else:
             losses += 1
             if given and until == given[0]:
@@ -105,7 +115,11 @@ def goodput(
             now, alive = max(now, until) + failures.pause, alive - 1
             if failures.back_after is not None:
                 heapq.heappush(returns, now + failures.back_after)
-            if elastic:
+            if elastic and copied_every:
+                back = done - done % copied_every
+                repeated, done = repeated + done - back, back
+                now += recut
+            elif elastic:
                 now += one / (alive + 1)  # its part of the step, once more
             else:
                 back = done - done % failures.checkpoint_every

@@ -27,6 +27,10 @@ class Network:
         self._sending: dict[tuple[bool, int], float] = {}
         self._receiving: dict[tuple[bool, int], float] = {}
 
+    def in_memory(self, source: int, target: int) -> bool:
+        """Whether messages between these are copies in memory that they share."""
+        return self._inside is None and self._host[source] == self._host[target]
+
     def send(self, source: int, target: int, size: float, what: Any) -> None:
         """A message leaves now; it is delivered when its last byte is there."""
         clock = self._clock

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from hoop.collectives.shards import Node, holding
-from hoop.plan.instructions import SENDS, Instruction, Kind
+from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
 from hoop.plan.plan import Plan
 from hoop.simulate.costs import Costs, Line
 
@@ -25,6 +25,7 @@ class Prices:
         self._machine, self._plan = machine, plan
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
+        self._added = [machine.add(size) for size in self.gradient_bytes]
         weights = [sum(one.weight_bytes for one in stage) for stage in stages]
         outputs = [stage[-1].output.at(rows) for stage in stages]
         self._held = {
@@ -37,6 +38,8 @@ class Prices:
         self._sizes: dict[tuple[Kind, int], float] = {}
         for stage, blocks in enumerate(stages):
             last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
+            if 0 < stage == plan.stages - 1:
+                last += costs.load.at(rows)  # targets are read where they are used, and inputs come with them
             backward = sum(one.backward.at(rows) for one in blocks)
             first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
             self._seconds |= {
@@ -56,6 +59,7 @@ class Prices:
         self._pushed: dict[int, float] = {}
         if plan.servers:
             self._serve(costs, sum(weights), self.gradient_bytes[0], synchronous)
+        self._messages = {key: machine.message(size) for key, size in self._sizes.items()}
         self._later: set[tuple[int, int]] = set()
         if plan.stages == 1 and costs.joint > 1 and listed:
             for rank in plan.holders[0]:
@@ -65,6 +69,7 @@ class Prices:
         self._row = dict(
             zip((Kind.LOAD, Kind.FORWARD, Kind.BACKWARD), (rows * one for one in row), strict=True)
         )
+        self._row[Kind.BACKWARD] += base  # each has a place of its own in the sum
 
     def _serve(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
         plan, base = self._plan, self._machine.instruction_s
@@ -73,10 +78,10 @@ class Prices:
         self._pushed = {
             rank: gradients / count * (found if synchronous else 1) for rank, found in nodes.items()
         }
-        added = (sum(nodes.values()) - 1) * gradients / count if synchronous else 0.0
+        added = (sum(nodes.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
         for number in range(count):
             self._sizes |= {(Kind.GIVE, number): weights / count, (Kind.GET, number): weights / count}
-            self._seconds[Kind.REDUCE, number] = base + added * self._machine.add_s
+            self._seconds[Kind.REDUCE, number] = base + added
             update = costs.update_fixed_s + costs.update_s * weights / count
             self._seconds[Kind.UPDATE, number] = base + update
 
@@ -102,17 +107,18 @@ class Prices:
 
     def seconds(self, rank: int, one: Instruction) -> float:
         """What it keeps a core of speed 1 busy."""
-        kind = one.kind
-        if kind in SENDS or one.peer >= 0:
-            machine = self._machine
-            return machine.instruction_s + machine.message_s + machine.copy_s * self.size(rank, one)
-        if self._later and one.micro >= 0 and (rank, one.micro) in self._later:
+        kind, stage, micro, peer = one
+        if peer >= 0:
+            known = self._messages.get((kind, stage))
+            return self._machine.instruction_s + (
+                self._machine.message(self.size(rank, one)) if known is None else known
+            )
+        if self._later and micro >= 0 and (rank, micro) in self._later:
             found = self._row[kind]
         else:
-            found = self._seconds[kind, one.stage]
-        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_WEIGHT:
-            merges = self._held[rank, one.stage][1]
-            found += merges * self.gradient_bytes[one.stage] * self._machine.add_s
+            found = self._seconds[kind, stage]
+        if kind in GRADIENT_KINDS:
+            found += self._held[rank, stage][1] * self._added[stage]
         return found
 
 

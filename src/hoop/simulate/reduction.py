@@ -27,6 +27,8 @@ FLOAT = 4
 ORDERED = "ordered"
 MOST_MESSAGES = 20_000
 """Of a sum that is executed message by message."""
+OUTSIDE = 1 << 20
+"""What others have written is not in this core's own cache: it costs what vectors cost that do not fit there."""
 
 
 def check_algorithm(name: str) -> str:
@@ -87,9 +89,10 @@ class Summing:
 
     def mapped_seconds(self, index: int) -> float:
         """Adding up one's slice of all nodes, and writing it into everybody's memory."""
-        n = len(self.ranks)
-        slice_ = self._count / n * FLOAT
-        return slice_ * ((sum(self._nodes) - 1) * self._machine.add_s + (n - 1) * self._machine.copy_s)
+        n, whole = len(self.ranks), self._count * FLOAT
+        slice_, of = whole / n, max(whole, OUTSIDE)
+        machine = self._machine
+        return (sum(self._nodes) - 1) * machine.add(slice_, of) + (n - 1) * machine.copy(slice_, of)
 
     def bytes(self, index: int) -> float:
         """What a member sends, or moves through others' memory."""
@@ -114,11 +117,11 @@ class Summing:
         machine, link, n = self._machine, self._cluster.link, len(self.ranks)
         crowd = max(self._sharing())
         s = self._count * FLOAT / n
-        q = crowd * (machine.message_s + s * machine.copy_s)
-        add = crowd * s * machine.add_s
+        q = crowd * machine.message(s)
+        add = crowd * machine.add(s)
         if self._algorithm == "ring":
             u = s / link.bandwidth  # a host's devices are neighbours: one message a round crosses its NIC
-            first = crowd * s * n * machine.copy_s  # the source is copied, and summed in place
+            first = crowd * machine.copy(s * n)  # the source is copied, and summed in place
             return first + 2 * (n - 1) * (2 * q + u + link.latency) + (n - 1) * add
         together = max(self._members.values()) if link.shared else 1
         u = together * s / link.bandwidth
@@ -143,20 +146,18 @@ class Summing:
 def priced(instruction: object, machine: Machine) -> float:
     """What an instruction of a collective keeps a core busy."""
     match instruction:
-        case Send(_, where):
-            return machine.message_s + FLOAT * where.length * machine.copy_s
-        case Recv(_, where):
-            return machine.message_s + FLOAT * where.length * machine.copy_s
+        case Send(_, where) | Recv(_, where):
+            return machine.message(FLOAT * where.length)
         case Reduce(_, where):
-            return machine.message_s + FLOAT * where.length * (machine.copy_s + machine.add_s)
+            return machine.message(FLOAT * where.length) + machine.add(FLOAT * where.length)
         case Copy(source, _):
-            return FLOAT * source.length * machine.copy_s
+            return machine.copy(FLOAT * source.length)
         case Combine(left, _, _):
-            return FLOAT * left.length * machine.add_s
+            return machine.add(FLOAT * left.length)
         case Take(_, there, _):
-            return FLOAT * there.length * machine.copy_s
+            return machine.copy(FLOAT * there.length)
         case Fold(there, _, _, ranks):
-            return FLOAT * there.length * max(1, len(ranks) - 1) * machine.add_s
+            return max(1, len(ranks) - 1) * machine.add(FLOAT * there.length)
         case Meet():
             return machine.meeting_s
     return 0.0

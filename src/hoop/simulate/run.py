@@ -20,6 +20,7 @@ from hoop.simulate.clock import Clock, Group
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.costs import Costs
 from hoop.simulate.device import Device, Outage, Stragglers
+from hoop.simulate.mirrors import Mirroring, Mirrors
 from hoop.simulate.network import Network
 from hoop.simulate.outcome import Outcome
 from hoop.simulate.prices import Prices
@@ -47,17 +48,21 @@ def simulate(
     room: Room = one_each,
     trace: bool | None = None,
     most_messages: int = MOST_MESSAGES,
+    mirroring: Mirroring | None = None,
+    dealt: Sequence[float] | None = None,
 ) -> Outcome:
     """What a step takes, who waits, and what moves; raises where the model does not fit.
 
     ``micros``: shards of the global batch, each of ``costs.rows`` samples. ``steps``: one, or 32 where the strategy
     needs no flush. ``all_reduce``: the engine's ordered sum, or an algorithm of the collectives. ``room``: how many
     gradients a device makes room for. ``trace``: whether spans are kept; by default if there are not too many.
+    ``dealt``: how fast devices are taken to be when shards are dealt out; None: as fast as they are.
+    ``mirroring``: how ranks that hold parts of a model copy them after each step, as the engine's do; None: not.
     """
     steps = steps or (1 if strategy.synchronous else SPAN)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
-    plan = strategy.plan(cluster.size, micros, speeds if uneven else None)
+    plan = strategy.plan(cluster.size, micros, dealt or (speeds if uneven else None))
     fitted = fit(
         strategy, plan, costs.partition_blocks(), cluster.memory, speeds if uneven else None, cuts, room
     )
@@ -70,7 +75,7 @@ def simulate(
             )
     found = Simulation(
         strategy, plan, fitted, costs, cluster, steps, check_algorithm(all_reduce), stragglers, outages, trace,
-        most_messages,
+        most_messages, mirroring,
     )  # fmt: skip
     return found.run()
 
@@ -91,6 +96,7 @@ class Simulation:
         outages: Sequence[Outage],
         trace: bool,
         most_messages: int,
+        mirroring: Mirroring | None,
     ) -> None:
         self._strategy, self._plan, self._fit, self._costs = strategy, plan, fitted, costs
         self.machine = costs.machine
@@ -104,6 +110,11 @@ class Simulation:
         self._steps = steps
         cuts = [stage.blocks.start for stage in fitted.stages]
         self.prices = Prices(plan, costs, cuts, listed, strategy.synchronous)
+        copied = mirroring is not None and strategy.name != "data"
+        self.mirrors = Mirrors(mirroring, plan, costs, cuts) if copied and mirroring else None
+        self._memory = fitted.bytes
+        if self.mirrors is not None:
+            self._memory = self.mirrors.memory(fitted.bytes, cluster.memory)
         self._groups: dict[tuple[int, ...], Group] = {}
         self.sums = self._summing(cluster, algorithm, most_messages)
         told_by_sums = plan.stages == 1 and not plan.servers
@@ -168,7 +179,7 @@ class Simulation:
             self._steps,
             end,
             [device.account for device in devices],
-            self._fit.bytes,
+            self._memory,
             [stage.blocks.start for stage in self._fit.stages],
             alone_seconds(self._costs, self._plan.micros),
         )

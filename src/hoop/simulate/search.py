@@ -13,8 +13,10 @@ from hoop.plan.categories import COMMUNICATE, COMPUTE, IDLE
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.costs import Costs
 from hoop.simulate.failures import Failures, Goodput, goodput
+from hoop.simulate.mirrors import Mirroring
 from hoop.simulate.outcome import Outcome
-from hoop.simulate.run import simulate
+from hoop.simulate.run import SPAN, simulate
+from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.fitting import Room, one_each
 from hoop.strategies.hybrid import Hybrid
@@ -84,12 +86,17 @@ def search(
     room: Room = one_each,
     progress: Callable[[str], None] = lambda text: None,
     wanted: Sequence[tuple[Strategy, int]] | None = None,
+    mirroring: Mirroring | None = None,
 ) -> list[Candidate]:
-    """All candidates, the best first; those that cannot run last, each with its reason."""
+    """All candidates, the best first; those that cannot run last, each with its reason.
+
+    ``mirroring``: how parts of a model are copied, which costs time and memory, and saves steps when devices are lost.
+    """
     tried: list[Candidate] = []
     for strategy, micros in wanted or list(candidates(cluster.size, batch_size)):
         progress(f"{strategy.spec}, {micros} micro-batches")
-        tried.append(_tried(strategy, micros, costs.of(-(-batch_size // micros)), cluster, failures, room))
+        rows = -(-batch_size // micros)
+        tried.append(_tried(strategy, micros, costs.of(rows), cluster, failures, room, mirroring))
     running = sorted((one for one in tried if one.outcome is not None), key=lambda one: one.seconds)
     if running:
         best = running[0]
@@ -104,30 +111,37 @@ def _tried(
     cluster: Cluster,
     failures: Failures | None,
     room: Room,
+    mirroring: Mirroring | None,
 ) -> Candidate:
     size = 6 * micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else STEPS)
     if size > MOST_INSTRUCTIONS:
         return Candidate(strategy, micros, None, None, f"not simulated: about {size:,} instructions")
     try:
         steps = None if strategy.synchronous else STEPS
-        outcome = simulate(strategy, costs, cluster, micros=micros, steps=steps, room=room, trace=False)
+        outcome = simulate(
+            strategy, costs, cluster, micros=micros, steps=steps, room=room, trace=False, mirroring=mirroring
+        )
     except UserError as error:
         return Candidate(strategy, micros, None, None, str(error))
-    found = None if failures is None else among_failures(outcome, failures)
+    found = None if failures is None else among_failures(outcome, failures, mirrored=mirroring is not None)
     return Candidate(strategy, micros, outcome, found, "")
 
 
-def among_failures(outcome: Outcome, failures: Failures, seconds_in_all: float = DAY) -> Goodput:
+def among_failures(
+    outcome: Outcome, failures: Failures, seconds_in_all: float = DAY, mirrored: bool = True
+) -> Goodput:
     """A simulated step repeated among failures; those who are left share the work of who is not there."""
     steps = max(1, round(seconds_in_all / outcome.step_seconds))
-    elastic = outcome.plan.stages == 1 and not outcome.plan.servers
+    replicas = outcome.plan.stages == 1 and not outcome.plan.servers
+    elastic = replicas or mirrored
+    copied_every = 0 if replicas or not mirrored else 1 if parse(outcome.strategy).synchronous else SPAN
 
     def seconds(alive: int) -> float | None:
         if alive < 1 or (not elastic and alive < outcome.devices and failures.back_after is not None):
             return None
         return outcome.step_seconds * outcome.devices / alive
 
-    return goodput(seconds, outcome.devices, elastic, failures, steps)
+    return goodput(seconds, outcome.devices, elastic, failures, steps, copied_every)
 
 
 def _judged(one: Candidate, best: Candidate) -> Candidate:
@@ -139,7 +153,8 @@ def _judged(one: Candidate, best: Candidate) -> Candidate:
         share = _shares(one.outcome)
         said.append(f"fastest: computes {share[COMPUTE]:.0%} of the time, waits {share[IDLE]:.0%}")
     else:
-        said.append(f"{one.seconds / best.seconds:.2f}x as long")
+        times = one.seconds / best.seconds
+        said.append(f"{times:.2f}x as long" if times >= 1.005 else "as fast")
         each = {COMPUTE: "computes", COMMUNICATE: "communicates", IDLE: "waits"}
         mine, theirs = _seconds(one.outcome), _seconds(best.outcome)
         more = max(each, key=lambda name: mine[name] - theirs[name])

@@ -64,6 +64,11 @@ def fit(
         raise InvalidArgument(f"memory: {len(memory)} of them for {plan.size} devices; give one each")
     paces = speeds or [1.0] * plan.size
     places = []
+    flights = {
+        (rank, stage): in_flight(plan, rank, stage)
+        for stage, ranks in enumerate(plan.holders)
+        for rank in ranks
+    }
     for stage, ranks in enumerate(plan.holders):
         caps = [cap for rank in ranks if (cap := memory[rank]) is not None]
         places.append(
@@ -71,7 +76,7 @@ def fit(
                 _name(ranks),
                 min(paces[rank] for rank in ranks),
                 min(caps, default=None),
-                max(in_flight(plan, rank, stage) for rank in ranks),
+                max(flights[rank, stage] for rank in ranks),
                 strategy.versions,
             )
         )
@@ -87,7 +92,7 @@ def fit(
     bytes_held = [0] * plan.size
     for stage, ranks in enumerate(plan.holders):
         for rank in ranks:
-            bytes_held[rank] += held_bytes(stage, in_flight(plan, rank, stage))
+            bytes_held[rank] += held_bytes(stage, flights[rank, stage])
     _serve(plan, [_with(block, gradients.server, True) for block in blocks], memory, bytes_held)
     return Fit(strategy, stages, bytes_held)
 

@@ -63,18 +63,29 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: 
 
 def test_costs_survive_their_file(tmp_path: Path) -> None:
     block = BlockCost("b", Line(1.0, 0.5), Line(2.0, 1.5), 10, 20, 12, Line(0, 4.0), Line(0, 8.0))
-    costs = Costs(
-        (block, block), 16, Machine(1, 2, 3, 4, 5, 6, 1.5), Line(0, 1), Line(2), 7.0, joint=4, source="s"
-    )
+    machine = Machine(1, 2, 3, 4, 5, 6, 1.5, 7, copy_at=((1, 2), (4, 8)))
+    costs = Costs((block, block), 16, machine, Line(0, 1), Line(2), 7.0, joint=4, source="s")
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     assert read_costs(path) == costs
     path.write_text(costs.to_json().replace('"joint"', '"joined"'))
     with pytest.raises(InvalidArgument, match="joined"):
         read_costs(path)
+    path.write_text(costs.to_json().replace('"keep_s"', '"kept_s"'))
+    with pytest.raises(InvalidArgument, match="no kept_s"):
+        read_costs(path)
     path.write_text('{"format": 0}')
     with pytest.raises(InvalidArgument, match="hoop calibrate"):
         read_costs(path)
+
+
+def test_what_a_byte_costs_depends_on_the_size() -> None:
+    machine = Machine(copy_s=9.0, add_s=2.0, copy_at=((16, 1.0), (64, 3.0)))
+    assert [machine.copy(size) for size in (8, 16, 32, 64, 128)] == [8, 16, 2 * 32, 3 * 64, 3 * 128]
+    assert machine.copy(16, of=64) == 3 * 16
+    assert machine.add(10) == 20
+    assert machine.message(64) == machine.message_s + 3 * 64
+    assert Machine(message_s=1, byte_s=0.5).message(4) == 3
 
 
 def test_a_line_goes_through_its_points() -> None:

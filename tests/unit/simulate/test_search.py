@@ -44,6 +44,17 @@ def test_a_job_that_is_not_elastic_goes_back_to_its_checkpoint() -> None:
     assert found.repeated == 2
 
 
+def test_a_job_with_mirrors_goes_on_from_its_last_copies() -> None:
+    failures = Failures(at=[10.5], back_after=7.0, pause=1.0, recut=2.0)
+    found = goodput(shared(1.0, 4), 4, True, failures, steps=20, copied_every=4)
+    # 10 steps, 2 of them lost; a pause and a cut for three; 4 steps by three (4/3 s each) until the device is back,
+    # which costs a pause and a cut again; 8 steps by four
+    assert found.repeated == 2
+    assert found.seconds == pytest.approx(18.5 + 1 + 2 + 9)
+    without = goodput(shared(1.0, 4), 4, False, failures, steps=20)
+    assert found.useful > without.useful
+
+
 def test_failures_by_chance_are_the_same_for_the_same_seed() -> None:
     outcome = simulate(parse("data"), Costs.uniform(2, 1.0, 2.0), Cluster.even(4), micros=4)
     first, again, other = (among_failures(outcome, Failures(an_hour=0.5, seed=seed)) for seed in (1, 1, 2))

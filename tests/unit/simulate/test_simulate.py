@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument
@@ -28,7 +30,7 @@ def test_one_device_computes_one_thing_after_the_other() -> None:
 
 
 def test_a_message_costs_its_sender_the_link_and_its_receiver() -> None:
-    machine = Machine(0, 0.25, 0.001, 0, 0, 0)
+    machine = replace(FREE, message_s=0.25, copy_s=0.001)
     costs = Costs.uniform(2, 1.0, 2.0, output_bytes=1000, machine=machine)
     outcome = simulate(parse("pipeline:gpipe"), costs, on(2, Link(500.0, 10.0)), micros=1)
     # forward 1, send 0.25 + 1, wire 2, latency 10, receive 1.25, forward 1, backward 2, the same back, backward 2;
@@ -134,7 +136,7 @@ def test_a_pipeline_gains_less_from_cores_that_it_leaves_idle() -> None:
 
 
 def test_crowded_cores_are_slower() -> None:
-    crowded = Costs.uniform(1, 1.0, 2.0, machine=Machine(0, 0, 0, 0, 0, 0, crowding=1.5))
+    crowded = Costs.uniform(1, 1.0, 2.0, machine=replace(FREE, crowding=1.5))
     assert simulate(parse("data"), crowded, on(1, per_host=2, cores=2), micros=2).step_seconds == 6
     assert simulate(parse("data"), crowded, on(2, per_host=2, cores=2), micros=2).step_seconds == 4.5
 

@@ -1,0 +1,57 @@
+"""How long a simulation takes: one step of many devices, in seconds of this processor.
+
+python benchmarks/prediction/speed.py
+python benchmarks/prediction/speed.py --devices 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from hoop.plan.partition import Block, Place, partition
+from hoop.report.tables import Column, Table
+from hoop.simulate.cluster import Cluster
+from hoop.simulate.costs import Costs, Machine
+from hoop.simulate.run import simulate
+from hoop.strategies.catalog import parse
+
+
+def simulated(spec: str, devices: int, micros: int) -> list[object]:
+    costs = Costs.uniform(devices, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
+    strategy, cluster, begun = parse(spec), Cluster.even(devices), time.process_time()
+    outcome = simulate(strategy, costs, cluster, micros=micros, trace=False)
+    seconds = time.process_time() - begun
+    return [spec, devices, micros, sum(map(len, outcome.plan.ranks)), seconds]
+
+
+def cut(blocks: int, stages: int) -> list[object]:
+    made = [Block(str(index), 1.0 + index * 7 % 5, 1000) for index in range(blocks)]
+    begun = time.process_time()
+    partition(made, [Place(str(index)) for index in range(stages)])
+    return [f"a cut of {blocks} blocks", stages, None, None, time.process_time() - begun]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=1024)
+    parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
+    options = parser.parse_args()
+    rows = []
+    for spec, micros in (
+        ("data", options.devices),
+        ("pipeline:1f1b", 64),
+        ("hybrid:replicas=128,1f1b", 1024),
+    ):
+        print(f"simulating {spec} on {options.devices} …", file=sys.stderr)
+        rows.append(simulated(spec, options.devices, micros))
+    rows.append(cut(4 * options.devices, 8))
+    names = [Column("what"), Column("devices"), Column("micro-batches"), Column("instructions")]
+    table = Table([*names, Column("processor", "s", digits=2)], rows)
+    print(json.dumps(table.plain()) if options.json else table.markdown())
+
+
+if __name__ == "__main__":
+    main()
