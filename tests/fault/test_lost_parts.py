@@ -191,15 +191,15 @@ def test_what_cannot_be_had_again_is_named(
         survive(size, settings(strategy, **changes), JOBS["normed"], faults)
 
 
-def test_copies_are_counted() -> None:
-    """A device of the middle has its own part twice and its neighbour's twice, beside what it trains."""
+def test_mirrors_are_counted() -> None:
+    """A device has its neighbour's part, and the gradient that brings it further, beside what it trains."""
     strategy = parse("pipeline:1f1b")
     plan, blocks = strategy.plan(3, 4), [Block(str(index), 1.0, 100, 200) for index in range(3)]
     found = fit(strategy, plan, blocks, [None] * 3)
-    room = [held + 4 * 300 for held in found.bytes]
+    room = [held + 300 + 100 for held in found.bytes]
     check_room(plan, found, blocks, room)
     room[1] -= 1
     with pytest.raises(
-        FailedPrecondition, match=r"device 1 needs 400 B, and 1\.2 KiB for copies .*--no-mirror"
+        FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for mirrors .*--no-mirror"
     ):
         check_room(plan, found, blocks, room)

@@ -1,0 +1,33 @@
+"""Updates that are put off until all ranks have met: then everybody has what it takes to make them, or nobody did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hoop.engine.clockwork import Clockwork, now
+from hoop.plan.instructions import Instruction
+
+
+class Owed:
+    """One rank's."""
+
+    def __init__(self, clock: Clockwork) -> None:
+        self._clock = clock
+        self.puts_off = False
+        """Whether anything is put off at all."""
+        self._due: list[tuple[Instruction, Callable[[], None]]] = []
+
+    def __call__(self, instruction: Instruction, update: Callable[[], None]) -> None:
+        """The update that is this instruction's, now or later."""
+        if self.puts_off:
+            self._due.append((instruction, update))
+        else:
+            update()
+
+    def settle(self) -> None:
+        """All that is due, in its order."""
+        due, self._due = self._due, []
+        for instruction, update in due:
+            started = now()
+            update()
+            self._clock.later(instruction, started, now())
