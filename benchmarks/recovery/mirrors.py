@@ -5,7 +5,7 @@
 
 Ranks are processes of this machine that share memory, one core each; no server and no coordinator. Both kinds of run
 are made by the same processes, one after the other, so what else the machine does hits both alike. A step is timed from
-its beginning to the next one's; processor time is that of all ranks together.
+its beginning to the next one's; processor time, bytes and memory are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def measured(links: Sequence[Connection], strategy: str, options: argparse.Names
         told[f"step_s_{name}"] = statistics.median(one for ranks in turns for one in ranks[0]["seconds"])
         told[f"cpu_s_{name}"] = statistics.median(sum(one["cpu"] for one in ranks) for ranks in turns)
         told[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])
-        told[f"memory_{name}"] = max(one["memory"] for one in turns[-1])
+        told[f"memory_{name}"] = sum(one["memory"] for one in turns[-1])
     pairs = zip(found[True], found[False], strict=True)
     ratios = [
         statistics.median(one[0]["seconds"]) / statistics.median(other[0]["seconds"]) for one, other in pairs
