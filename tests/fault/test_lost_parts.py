@@ -44,12 +44,21 @@ def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object)
         pytest.param("pipeline:1f1b", 3, [Fault(1, "instruction", 60)], id="in the middle of a step"),
         pytest.param("pipeline:zero-bubble", 2, [Fault(0, "keeps", 3)], id="updated and not mirrored"),
         pytest.param("ring", 3, [Fault(2, "meets", 2)], id="mirrored and not committed"),
+        pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="committed and not updated"),
         pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="of a replica"),
         pytest.param("ps:servers=2", 4, [Fault(3, "instruction", 20)], id="a server"),
     ],
 )
 def test_a_part_is_lost(strategy: str, size: int, faults: list[Fault]) -> None:
     check_lost(strategy, size, faults)
+
+
+def test_over_links_the_gradients_travel() -> None:
+    """Where a mirror's holder does not see its owner's memory."""
+    ended = survive(
+        3, settings("pipeline:1f1b", **EPOCH), JOBS["normed"], [Fault(1, "settles", 3)], scheme="tcp"
+    )
+    check(ended, alone("normed", tuple(EPOCH.items())), 2)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +92,7 @@ PLACES = [
     ("keeps", 1),
     ("keeps", 2),
     ("meets", 1),
+    ("settles", 2),
     ("evaluates", 1),
     ("snapshots", 1),
 ]

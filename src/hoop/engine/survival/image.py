@@ -93,15 +93,17 @@ class Mirror:
         pieces, places = [one for one, _ in image.pieces], [place for _, place in image.pieces]
         self.part = Part(pieces, self._data, places=places)
         self._updates = []
-        self._totals: list[Floats] = []
+        self.totals: list[Floats] = []
+        """Where a step's gradients are put …"""
         for number, (first, elements, trained) in enumerate(image.flats if follows else ()):
             weights = self._vector(first)
             assert len(weights) == elements, "an image is laid out as it was told"
-            self._totals.append(vectors.new(f"{name}.total{number}", elements))
+            self.totals.append(vectors.new(f"{name}.total{number}", elements))
             moments = [torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.slots)]
             update = updating(optimizer, torch.from_numpy(weights[:trained]), moments)
             self._updates.append((update, weights, trained))
-        self._counts: Bytes = np.empty(sum(count for _, count in image.counters), np.uint8)
+        self.counts: Bytes = np.empty(sum(count for _, count in image.counters), np.uint8)
+        """… and what its counters are then."""
         self._due: tuple[int, float] | None = None
 
     def _vector(self, number: int) -> Floats:
@@ -116,14 +118,9 @@ class Mirror:
                 receive(self._data[place : place + count].data)
         self.part.step = step
 
-    def hear(self, receive: Receive, step: int, rate: float) -> None:
-        """What the update to this step is made with comes."""
+    def due(self, step: int, rate: float) -> None:
+        """What the update to this step is made with has come."""
         assert self.part.step == step - 1, "a mirror goes on step by step"
-        for total in self._totals:
-            if total.size:
-                receive(total.view(np.uint8).data)
-        if self._counts.size:
-            receive(self._counts.data)
         self._due = step, rate
 
     def go_on(self) -> bool:
@@ -132,11 +129,11 @@ class Mirror:
             return False
         (step, rate), self._due = self._due, None
         self.part.step = NOTHING
-        for (update, weights, trained), total in zip(self._updates, self._totals, strict=True):
+        for (update, weights, trained), total in zip(self._updates, self.totals, strict=True):
             go_on(update, weights, trained, total, rate, step - 1)
         at = 0
         for place, count in self._image.counters:
-            self._data[place : place + count] = self._counts[at : at + count]
+            self._data[place : place + count] = self.counts[at : at + count]
             at += count
         self.part.step = step
         return True

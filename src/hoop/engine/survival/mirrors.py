@@ -23,12 +23,13 @@ from functools import partial
 import numpy as np
 from torch import nn
 
+from hoop.collectives.reduction import Array
 from hoop.config import format_size
 from hoop.engine.job import names_of
 from hoop.engine.role import Role
 from hoop.engine.settings import Settings
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.image import Image, Mirror, imaged
+from hoop.engine.survival.image import Image, Mirror, Receive, imaged
 from hoop.engine.survival.parts import NOTHING, Bytes, Part, described, size_of
 from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
@@ -37,6 +38,7 @@ from hoop.plan.mirroring import holder_of, shares
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.fitting import Fit
+from hoop.transport.base import SharedEndpoint
 
 
 class Mirrors:
@@ -60,6 +62,11 @@ class Mirrors:
             for owner, said in enumerate(told)
             if said is not None and holder_of(owner, world.size) == world.rank
         }
+        seen = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
+        self._seen: list[Bytes] = [one for one in seen if one is not None]
+        """Everybody's memory, where all see it."""
+        if len(self._seen) < world.size:
+            self._seen = []
         self._own: Part | None = None
         if not self._follows:
             pieces = described(role.state(model))
@@ -84,27 +91,43 @@ class Mirrors:
         deadline = time.monotonic() + self._timeout
         changes = self._begun and self._follows
         self.go_on()
-        for array in self._changes() if changes else self._whole():
-            self._endpoint.send(self._holder, array.data, deadline)
+        if self._sends:
+            for array in self._changes() if changes else self._imaged()[1]:
+                if array.nbytes:
+                    self._endpoint.send(self._holder, array.view(np.uint8).data, deadline)
         for owner, turns in self._theirs.items():
             receive = partial(self._endpoint.recv_into, owner, deadline=deadline)
             if changes:
-                turns[0].hear(receive, step, rate)
+                self._hear(owner, turns[0], receive)
+                turns[0].due(step, rate)
             else:
                 turns.append(turns.pop(0))
                 turns[-1].take(receive, step)
         self._endpoint.flush(deadline)
         self._begun = True
 
-    def _whole(self) -> list[Bytes]:
-        return [one for one in self._imaged()[1] if one.nbytes] if self._sends else []
-
-    def _changes(self) -> list[Bytes]:
-        if not self._sends:
-            return []
-        totals = [one.total.view(np.uint8) for one in self._role.flats() if one.total.nbytes]
+    def _changes(self) -> list[Array]:
+        """What the holder is told: gradients, or where they are in memory that it sees; and what is counted."""
+        totals = [one.total for one in self._role.flats()]
         counts = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
+        if self._seen:
+            self._role.worker.sent += sum(one.nbytes for one in totals)
+            start = _address(self._seen[self._endpoint.rank])
+            totals = [np.array([_address(one) - start for one in totals], np.int64)]
         return totals + ([np.concatenate(counts)] if counts else [])
+
+    def _hear(self, owner: int, mirror: Mirror, receive: Receive) -> None:
+        """The same, from the other side."""
+        places = np.empty(len(mirror.totals) if self._seen else 0, np.int64)
+        if places.size:
+            receive(places.view(np.uint8).data)
+            for place, total in zip(places.tolist(), mirror.totals, strict=True):
+                np.copyto(total, self._seen[owner][place : place + total.nbytes].view(np.float32))
+        for total in mirror.totals if not self._seen else ():
+            if total.size:
+                receive(total.view(np.uint8).data)
+        if mirror.counts.size:
+            receive(mirror.counts.data)
 
     def go_on(self) -> None:
         """(3): mirrors are updated with what has come for them."""
@@ -122,6 +145,10 @@ class Mirrors:
         if self._own is not None and self._own.step != NOTHING:
             found.append(self._own.apart())
         return found
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def follows(role: Role) -> bool:
