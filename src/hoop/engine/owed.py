@@ -15,19 +15,20 @@ class Owed:
         self._clock = clock
         self.puts_off = False
         """Whether anything is put off at all."""
-        self._due: list[tuple[Instruction, Callable[[], None]]] = []
+        self._due: list[tuple[Callable[[], None], Instruction | None]] = []
 
-    def __call__(self, instruction: Instruction, update: Callable[[], None]) -> None:
-        """The update that is this instruction's, now or later."""
+    def __call__(self, update: Callable[[], None], instruction: Instruction | None = None) -> None:
+        """An update, now or later; where it is all of an ``instruction``, that shows when it is done."""
         if self.puts_off:
-            self._due.append((instruction, update))
+            self._due.append((update, instruction))
         else:
             update()
 
     def settle(self) -> None:
         """All that is due, in its order."""
         due, self._due = self._due, []
-        for instruction, update in due:
+        for update, instruction in due:
             started = now()
             update()
-            self._clock.later(instruction, started, now())
+            if instruction is not None:
+                self._clock.later(instruction, started, now())

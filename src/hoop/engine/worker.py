@@ -296,5 +296,5 @@ class Worker:
             self.norm_scale = self._norm.scale(self.held, self.plan)
         held, done = self.held[instruction.stage], self._position.done
         held.summed(done, self.norm_scale)
-        self.owed(instruction, partial(held.finish, self.rate, done))
+        self.owed(partial(held.finish, self.rate, done), instruction)
         self.computed, self.updated = [], done + 1

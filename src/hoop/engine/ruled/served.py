@@ -111,7 +111,7 @@ class Served(Role):
         found = rows[nodes] if len(nodes) > 1 else rows[nodes[0]].unsqueeze(0)
         self.worker.post.send(one, found, self.deadline())
         if one.stage == len(self._parts) - 1:
-            self.worker.owed(one, held.count)
+            self.worker.owed(held.count)
 
     def _add_up(self) -> None:
         """One gradient of all shards here: where an update is one worker's, nobody else's have a place in its sum."""

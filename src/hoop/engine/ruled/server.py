@@ -137,7 +137,7 @@ class Server(Role):
         scale = clip_scale(squares(self._layout, kept.rows[self._total]), clip) if clip else 1.0
         kept.cut(self._total, scale)
         rate = self._works[self._step].rate
-        self.worker.owed(one, partial(kept.apply, self._total, rate, self._updates))
+        self.worker.owed(partial(kept.apply, self._total, rate, self._updates), one)
         self._updates += 1
         if self._last:
             tail = kept.tail(self._total)

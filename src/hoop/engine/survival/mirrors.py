@@ -79,13 +79,6 @@ class Mirrors:
         counters = [names[id(one)] for one, _ in self._role.counters()]
         return imaged(self._role.flats(), counters, self._role.state(self._model))
 
-    @property
-    def change_bytes(self) -> int:
-        """What this rank sends a step."""
-        flats, counters = self._role.flats(), self._role.counters()
-        counted = sum(one.numel() * one.element_size() for one, _ in counters)
-        return (sum(one.total.nbytes for one in flats) + counted) if self._sends else 0
-
     def keep(self, step: int, rate: float) -> None:
         """(1): what was made since the last time is at the holder too, and another's here; every rank must call it."""
         deadline = time.monotonic() + self._timeout
