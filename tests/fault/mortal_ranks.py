@@ -32,6 +32,7 @@ import hoop.engine.survival.safekeeping as engine_safekeeping
 from hoop.collectives.communicator import Communicator
 from hoop.engine.clockwork import Clockwork
 from hoop.engine.job import Job, names_of
+from hoop.engine.owed import Owed
 from hoop.engine.run import Run
 from hoop.engine.settings import Settings
 from hoop.engine.survival.keepsakes import Keepsakes
@@ -50,6 +51,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "instruction": (Clockwork, "note"),
     "keeps": (Mirrors, "keep"),
     "meets": (engine_safekeeping, "vote"),
+    "settles": (Owed, "settle"),
     "evaluates": (engine_run, "evaluate"),
     "snapshots": (Keepsakes, "add"),
     "prepares": (engine_safekeeping, "prepare"),

@@ -44,12 +44,21 @@ def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object)
         pytest.param("pipeline:1f1b", 3, [Fault(1, "instruction", 60)], id="in the middle of a step"),
         pytest.param("pipeline:zero-bubble", 2, [Fault(0, "keeps", 3)], id="updated and not mirrored"),
         pytest.param("ring", 3, [Fault(2, "meets", 2)], id="mirrored and not committed"),
+        pytest.param("ps:bsp", 3, [Fault(2, "settles", 4)], id="committed and not updated"),
         pytest.param("hybrid:replicas=2", 4, [Fault(1, "instruction", 60)], id="of a replica"),
         pytest.param("ps:servers=2", 4, [Fault(3, "instruction", 20)], id="a server"),
     ],
 )
 def test_a_part_is_lost(strategy: str, size: int, faults: list[Fault]) -> None:
     check_lost(strategy, size, faults)
+
+
+def test_over_links_the_gradients_travel() -> None:
+    """Where a mirror's holder does not see its owner's memory."""
+    ended = survive(
+        3, settings("pipeline:1f1b", **EPOCH), JOBS["normed"], [Fault(1, "settles", 3)], scheme="tcp"
+    )
+    check(ended, alone("normed", tuple(EPOCH.items())), 2)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +92,7 @@ PLACES = [
     ("keeps", 1),
     ("keeps", 2),
     ("meets", 1),
+    ("settles", 2),
     ("evaluates", 1),
     ("snapshots", 1),
 ]
@@ -191,15 +201,15 @@ def test_what_cannot_be_had_again_is_named(
         survive(size, settings(strategy, **changes), JOBS["normed"], faults)
 
 
-def test_copies_are_counted() -> None:
-    """A device of the middle has its own part twice and its neighbour's twice, beside what it trains."""
+def test_mirrors_are_counted() -> None:
+    """A device has its neighbour's part, and the gradient that brings it further, beside what it trains."""
     strategy = parse("pipeline:1f1b")
     plan, blocks = strategy.plan(3, 4), [Block(str(index), 1.0, 100, 200) for index in range(3)]
     found = fit(strategy, plan, blocks, [None] * 3)
-    room = [held + 4 * 300 for held in found.bytes]
+    room = [held + 300 + 100 for held in found.bytes]
     check_room(plan, found, blocks, room)
     room[1] -= 1
     with pytest.raises(
-        FailedPrecondition, match=r"device 1 needs 400 B, and 1\.2 KiB for copies .*--no-mirror"
+        FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for mirrors .*--no-mirror"
     ):
         check_room(plan, found, blocks, room)

@@ -57,7 +57,6 @@ def plan(
     from hoop.launch.simulated import costs_of, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
     from hoop.simulate.failures import Failures
-    from hoop.simulate.mirrors import Mirroring
     from hoop.simulate.search import search
 
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
@@ -73,8 +72,7 @@ def plan(
             typer.echo(f"trying {text} …", err=True)
 
     losses = Failures(an_hour=failures) if failures else None
-    mirroring = Mirroring() if mirror else None
-    found = search(priced, where, batch, losses, room, progress, mirroring=mirroring)
+    found = search(priced, where, batch, losses, room, progress, mirror=mirror)
     if json:
         rows = [one.to_dict() for one in found]
         typer.echo(

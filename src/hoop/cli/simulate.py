@@ -80,7 +80,6 @@ def simulate(
     from hoop.launch.simulated import costs_of, sizes, table_of, write_outcome
     from hoop.simulate.cluster import read_cluster
     from hoop.simulate.device import Stragglers
-    from hoop.simulate.mirrors import Mirroring
     from hoop.simulate.run import simulate as run
     from hoop.strategies.catalog import parse
 
@@ -106,7 +105,7 @@ def simulate(
                 all_reduce=all_reduce,
                 stragglers=chance,
                 trace=True if out is not None else None,
-                mirroring=Mirroring() if mirror else None,
+                mirror=mirror,
             )
         )
     good = [_goodput(one, failures, seed, mirror) for one in found]

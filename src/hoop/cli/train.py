@@ -58,7 +58,7 @@ def train(
         bool | None,
         typer.Option(
             "--mirror/--no-mirror",
-            help="Copy each device's part of the model to another as steps end, to survive its loss.",
+            help="Another device has a mirror of each device's part of the model, to survive its loss.",
         ),
     ] = None,
     set_: Annotated[

@@ -30,6 +30,17 @@ class Clockwork:
                 self.spans.append(("wait", "wait", started, waited))
             self.spans.append((str(instruction), category, started + waited, ended - started - waited))
 
+    def later(self, instruction: Instruction, started: float, ended: float) -> None:
+        """The work of an instruction that was noted before was put off until now: it shows where it was done."""
+        category = CATEGORY[instruction.kind]
+        self.seconds[SHARE[category]] += ended - started
+        if self.tracing:
+            name = str(instruction)
+            at = max((index for index, span in enumerate(self.spans) if span[0] == name), default=None)
+            if at is not None:
+                del self.spans[at]
+            self.spans.append((name, category, started, ended - started))
+
     def add(self, before: Clockwork) -> None:
         """What was noted elsewhere comes before what is noted here."""
         self.seconds = {share: seconds + before.seconds[share] for share, seconds in self.seconds.items()}

@@ -30,6 +30,8 @@ class Post:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._early: dict[Instruction, Tensor] = {}
+        self.meanwhile: Callable[[], None] | None = None
+        """What can be done while nothing has come; once."""
 
     def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> Pending | None:
         """Starts a message; the tensor must stay as it is until the links are flushed, or what this returns is done."""
@@ -55,6 +57,8 @@ class Post:
         self, peer: int, deadline: float, landing: Landing | None = None
     ) -> tuple[Instruction, Tensor]:
         """The next message from a peer, as this rank calls it; ``landing`` may have a place for it."""
+        if self.meanwhile is not None and not self.ready([peer]):
+            self.idle()
         header = np.empty(5 + _DIMENSIONS, np.int64)
         self.endpoint.recv_into(peer, header.view(np.uint8).data, deadline)
         kind, stage, micro, dtype, dimensions = (int(number) for number in header[:5])
@@ -76,6 +80,12 @@ class Post:
         if tensor.numel():
             self.endpoint.recv_into(peer, _bytes(tensor), deadline)
         return message, tensor
+
+    def idle(self) -> None:
+        """There is nothing else to do, or no time left to wait for such a moment."""
+        work, self.meanwhile = self.meanwhile, None
+        if work is not None:
+            work()
 
     def ready(self, peers: Sequence[int]) -> list[int]:
         """Which of these peers have sent something, without waiting; pending messages have their turn."""

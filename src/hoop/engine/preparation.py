@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -122,15 +121,14 @@ def prepare(
 
 def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Ready) -> dict[str, Any]:
     """Every rank measures, at the same time as the others, as they will compute."""
-    endpoint, worker, role, model = world.communicator.endpoint, ready.worker, ready.role, ready.model
+    endpoint, worker, model = world.communicator.endpoint, ready.worker, ready.model
     apart = not isinstance(endpoint, SharedEndpoint)
     hosts = endpoint.hosts if isinstance(endpoint, SpanningEndpoint) else range(world.size)
     rows = -(-settings.batch_size // settings.micros)
     joint = min(worker.joint_most, -(-settings.micros // max(1, len(worker.plan.holders[0]))))
     blocks = blocks_of(model)
     found = priced(ready.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
-    kept = partial(role.state, model) if ready.strategy.name != "data" and settings.mirror else None
-    found |= rehearsed(world.communicator, settings.micros, kept, settings.timeout_s)
+    found |= rehearsed(world.communicator, settings.micros, settings.timeout_s)
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 

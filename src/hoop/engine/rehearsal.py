@@ -1,13 +1,13 @@
 """What ranks cost each other, measured on the links of the job before its first step: for predictions.
 
-Every rank does what a step has it do: it sends a tensor to the next rank and takes another's, agrees with all, copies
-its state. Seconds are those of the calling thread, the least of a few: whoever comes late is no cost of the others'.
+Every rank does what a step has it do: it sends a tensor to the next rank and takes another's, and agrees with
+all. Seconds are those of the calling thread, the least of a few: whoever comes late is no cost of the others'.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from hoop.collectives.communicator import Communicator
 from hoop.engine.messages import Post
 from hoop.engine.stages.evidence import Evidence
-from hoop.engine.survival.parts import Live, Part, described, size_of
 from hoop.engine.survival.word import vote
 from hoop.plan.instructions import Instruction, Kind
 from hoop.transport.base import SharedEndpoint
@@ -25,13 +24,8 @@ SMALL, LARGE = 16, 1 << 16
 """Elements of the tensors that travel."""
 
 
-def rehearsed(
-    communicator: Communicator, shards: int, state: Callable[[], Sequence[Live]] | None, timeout: float
-) -> dict[str, float]:
-    """A message, its bytes, an agreement about a step of so many shards, a copy of a ``state`` if there is one.
-
-    All ranks must call it together.
-    """
+def rehearsed(communicator: Communicator, shards: int, timeout: float) -> dict[str, float]:
+    """A message, its bytes, an agreement about a step of so many shards; all ranks must call it together."""
     if communicator.size == 1:
         return {}
     endpoint, deadline = communicator.endpoint, time.monotonic() + timeout
@@ -65,15 +59,7 @@ def rehearsed(
     }
     if isinstance(endpoint, SharedEndpoint):
         costs["meeting_s"] = min(_seconds(lambda: endpoint.meet(deadline)) for _ in range(2 * TURNS))
-    return costs | ({} if state is None else _kept(state))
-
-
-def _kept(state: Callable[[], Sequence[Live]]) -> dict[str, float]:
-    """A copy of what a rank holds, in all, and how many bytes it has."""
-    pieces = described(state())
-    part = Part(pieces, np.zeros(size_of(pieces), np.uint8))
-    seconds = min(_seconds(lambda: part.take(state(), 0)) for _ in range(TURNS))
-    return {"kept_s": seconds, "kept_bytes": float(size_of(pieces))}
+    return costs
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from hoop.engine.feed import Position
 from hoop.engine.job import names_of
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import LOSS
-from hoop.engine.survival.parts import Live
+from hoop.engine.survival.parts import Flat, Live
 from hoop.engine.survival.snapshot import restore, tensors_of
 from hoop.engine.worker import Worker
 
@@ -106,6 +106,23 @@ class Role:
                 for one in held.layout.counters:
                     del found[names[id(one)]]
         return [Live(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
+
+    def flats(self) -> list[Flat]:
+        """The weights that are updated here, stage by stage."""
+        held = self.worker.held.values()
+        return [
+            Flat(one.state_array, one.layout.trained, one.moments, one.total[: one.layout.state])
+            for one in held
+        ]
+
+    def counters(self) -> list[tuple[Tensor, Tensor]]:
+        """What is counted here, and what it will be once the step under way is done."""
+        found, plan = [], self.worker.plan
+        for stage, held in self.worker.held.items():
+            if held.layout.counters and plan.computed_by(self.worker.rank, stage):
+                later = {id(one): one + added for one, added in held.counted()}
+                found += [(one, later.get(id(one), one)) for one in held.layout.counters]
+        return found
 
     def wanted(self, model: nn.Module) -> dict[str, Tensor]:
         """What ``restore`` needs, as it is now."""

@@ -84,7 +84,7 @@ class Run:
         if tensors:
             self._role.restore(self._ready.model, tensors, self._done)
         if self._safe is not None:
-            self._safe.hold(self._ready)
+            self._safe.hold(self._ready, self._done)
 
     def _take(self, ready: Ready) -> None:
         self._ready, self.worker, self._role = ready, ready.worker, ready.role
@@ -121,21 +121,27 @@ class Run:
         """The steps until ranks meet."""
         worker = self.worker
         self._keep()
+        if self._safe is not None:
+            self._safe.begin_steps()
         worker.clock.tracing = self._done - self._begun_at < self._settings.trace_steps
         begun = time.perf_counter()
         works = self._course.next(self._done, self._role.stride)
         losses = self._role.advance(works, self._stopping())
         worker.rate = works[-1].rate
-        self._done += len(works)
-        self._keep()
-        self._after(losses, len(works), begun)
+        done = self._done + len(works)
+        if self._safe is not None:
+            known = losses if self.reporter else None
+            met = self._safe.commit(self._world, self._stopping(), done, len(works), known, self._evidence)
+            self._stopped, losses = met
+        self._done = done
+        self._after(losses, begun)
         if self._moving and not self._stopped:
             self._move()
 
     def _keep(self) -> None:
         """Where ranks hold parts of the model: makes sure that the loss of one is not that of its part."""
         if self._safe is not None:
-            self._safe.keep(self._world, self._done)
+            self._safe.keep(self._world)
 
     def _owes(self) -> bool:
         """Whether the end of an epoch has come, and not been dealt with."""
@@ -189,9 +195,11 @@ class Run:
         """The last step of which everything is left, on the devices that are there now; see ``recut``."""
         self._world = world
         try:
-            ready, agreed = safe.cut_anew(world, self._ended, self._stopped)
+            ready, agreed = safe.cut_anew(world, self._done, self._ended, self._stopped)
         except UserError as error:
             raise FailedPrecondition(f"{error}; {self._keepsakes.remedy}") from None
+        if agreed.step > self._done:  # who has met all others knows what it came to, and tells
+            self._figures.forget(self._done)
         self._take(ready)
         self._figures.forget(self._done - agreed.step)
         self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
@@ -240,18 +248,12 @@ class Run:
             worker.follow(usual)
         self._balance = balance_for(self._ready.strategy, usual, settings.balance, world.crowding)
 
-    def _after(self, losses: list[float], steps: int, begun: float) -> None:
+    def _after(self, losses: list[float], begun: float) -> None:
         """Figures of some steps that began then, and whether all ranks are to stop."""
         worker, hears = self.worker, self._role.hears
         last = worker.held.get(worker.last)
-        if hears and last is not None:
-            self._stopped = bool(last.tail[STOP] > 0)
-            self._moving = self._safe is None and bool(last.tail[MOVE] > 0)
-        if self._safe is not None:
-            known = losses if self.reporter else None
-            met = self._safe.meet(self._world, self._stopping(), self._done, steps, known, self._evidence)
-            self._stopped, losses = met
-            self._safe.let_go()
+        if hears and last is not None and self._safe is None:
+            self._stopped, self._moving = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
         if losses:
             self._figures.add(losses, time.perf_counter() - begun)
             self._tell()

@@ -51,7 +51,7 @@ class Settings:
     balance: bool = True
     """Shards follow the devices' measured speed."""
     mirror: bool = True
-    """Where devices hold parts of a model, each part is copied to another device as steps end, in case one is lost."""
+    """Where devices hold parts of a model, another device has a mirror of each part, in case one is lost."""
     slowdown: tuple[int, ...] = ()
     """For experiments: how many times slower than it is each rank computes."""
     faults: str = ""

@@ -20,6 +20,7 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.clockwork import Clockwork, now
 from hoop.engine.feed import Feed, Position
 from hoop.engine.messages import Post
+from hoop.engine.owed import Owed
 from hoop.engine.settings import Settings
 from hoop.engine.slots import most_slots
 from hoop.engine.stages.accelerator import Accelerator
@@ -52,9 +53,9 @@ class Worker:
         vectors: Vectors,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.world, self.settings, self.loss = world, settings, loss
-        self.rank = world.rank
+        self.world, self.rank, self.settings, self.loss = world, world.rank, settings, loss
         self.clock = Clockwork()
+        self.owed = Owed(self.clock)
         self.last = plan.stages - 1
         rows = -(-settings.batch_size // plan.micros)
         self.flow = Flow(Feed(data, settings.seed, rows), Post(world.communicator.endpoint))
@@ -90,8 +91,8 @@ class Worker:
         self.norm_scale: float | None = None
         self.computed: list[int] = []
         """Shards of the step under way that are in their slots, in the order they came."""
-        self.updated, self.last_scale = -1, 1.0
-        """Steps up to the last update, and what its gradient was multiplied by."""
+        self.updated = -1
+        """Steps up to the last update."""
         self._joint: Joint | None = None
         self.joint_most = 1
         if plan.stages == 1 and self._objective.by_hand is not None:
@@ -99,7 +100,6 @@ class Worker:
             self.joint_most = joinable(world, whole, rows, settings.timeout_s)
             if self.joint_most > 1 and whole is not None:
                 self._joint = Joint(self.feed, whole, self.clock, rows)
-        self.plan = plan
         self.follow(plan)
 
     @property
@@ -188,8 +188,7 @@ class Worker:
                 joint(run, self._spent, self._joined)
                 continue
             for instruction in run:
-                started = now()
-                self._waited = 0.0
+                started, self._waited = now(), 0.0
                 handlers[instruction.kind](instruction)
                 clock.note(instruction, started, now(), self._waited)
         self.post.endpoint.flush(self._deadline)
@@ -294,7 +293,8 @@ class Worker:
 
     def _update(self, instruction: Instruction) -> None:
         if self.norm_scale is None:
-            clips = self.settings.optimizer.clip
-            self.norm_scale = self._norm.scale(self.held, self.plan) if clips else 1.0
-        self.held[instruction.stage].finish(self.rate, self._position.done, self.norm_scale)
-        self.computed, self.updated, self.last_scale = [], self._position.done + 1, self.norm_scale
+            self.norm_scale = self._norm.scale(self.held, self.plan)
+        held, done = self.held[instruction.stage], self._position.done
+        held.summed(done, self.norm_scale)
+        self.owed(partial(held.finish, self.rate, done), instruction)
+        self.computed, self.updated = [], done + 1

@@ -24,7 +24,7 @@ from hoop.simulate.costs import Costs, Line, Machine
 
 JOINT = 4
 REPEATS = 5
-between = partial(rehearsed, shards=8, state=None, timeout=30.0)
+between = partial(rehearsed, shards=8, timeout=30.0)
 """What ranks cost each other: for whoever has two of them."""
 
 

@@ -15,7 +15,6 @@ from hoop.engine.settings import Settings
 from hoop.errors import HoopError
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.costs import BlockCost, Costs, Line, Machine
-from hoop.simulate.mirrors import Mirroring
 from hoop.simulate.run import simulate
 from hoop.strategies.catalog import parse
 
@@ -67,7 +66,7 @@ def predicted(told: Told, settings: Settings, given: Costs | None = None) -> flo
     if size > MOST_INSTRUCTIONS:
         return None
     how: dict[str, Any] = {"micros": settings.micros, "cuts": settings.cut or None, "trace": False}
-    how["mirroring"] = Mirroring() if settings.mirror else None
+    how["mirror"] = settings.mirror
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
         if strategy.name != "data" or not settings.balance or settings.slowdown:
@@ -123,10 +122,7 @@ def machine_told(told: Told, usual: Machine) -> Machine:
     changes: dict[str, Any] = {name: told[name] for name in measured if name in told}
     for name in ("copy_at", "add_at"):
         changes[name] = tuple((float(size), float(seconds)) for size, seconds in told[name])
-    found = replace(usual, **changes)
-    if "kept_s" not in told:
-        return found
-    return replace(found, keep_s=max(0.0, told["kept_s"] - found.copy(told["kept_bytes"])))
+    return replace(usual, **changes)
 
 
 def _line(seconds: float, fixed: float, rows: int) -> Line:

@@ -30,6 +30,8 @@ BLOCK = 64 * 1024
 """Bytes that are handed over at a time between devices that share memory."""
 _AWAKE = "awake"
 _MIRROR = "mirror"
+_PLACE = 8.0
+"""Bytes that say where something lies in memory that both see."""
 _LAST = frozenset({Kind.UPDATE, Kind.PUSH})
 _SEEN = frozenset({*SENDS, Kind.REDUCE, Kind.UPDATE})
 """What concerns others, or has its moment noted."""
@@ -73,16 +75,21 @@ class Device:
         straggle = simulation.stragglers
         self._random = random.Random((straggle.seed << 20) + rank) if straggle else None
         self._served = -1
+        self._put_off = 0.0
+        """Seconds of what waits until this rank would wait itself."""
 
     def run(self) -> Process:
         """All spans of steps, one after the other."""
         for steps in self._all.spans:
-            yield self._machine.step_s * steps
+            mirrors = self._all.mirrors
+            yield self._machine.step_s * steps + (mirrors.aside(self._rank) if mirrors is not None else 0.0)
             yield from self._follow(self._all.rule(self._rank, steps))
-            if self._all.mirrors is not None:
-                yield from self._keep(self._all.mirrors)
+            if mirrors is not None:
+                yield from self._keep(mirrors)
             if self._all.everybody is not None:
                 yield from self._agree(self._all.everybody)
+            if mirrors is not None:
+                self._put_off = mirrors.update(self._rank)
         self.account.end = self._clock.now
 
     def _follow(self, rule: Rule) -> Process:
@@ -105,6 +112,8 @@ class Device:
                     return
                 elif inbox:
                     rule.arrived(self._taken())
+                elif self._put_off:
+                    yield from self._catch_up()
                 else:
                     started = clock.now
                     yield None
@@ -223,23 +232,37 @@ class Device:
         yield from self._until(self._clock.now + self._all.agreeing_s)
         self._busy[COMMUNICATE] += self._clock.now - started - (self._busy[IDLE] - waited)
 
+    def _catch_up(self) -> Process:
+        started, (seconds, self._put_off) = self._clock.now, (self._put_off, 0.0)
+        yield seconds
+        self._note("mirror", "compute", started)
+
     def _keep(self, mirrors: Mirrors) -> Process:
-        """This rank's state, copied for itself and to the next rank, and another's that comes."""
-        started, waited, rank = self._clock.now, self._busy[IDLE], self._rank
-        yield mirrors.seconds(rank)
+        """What this rank's holder needs of it, and what others' mirrors here need."""
+        if self._put_off:
+            yield from self._catch_up()
+        started, waited, rank, machine = self._clock.now, self._busy[IDLE], self._rank, self._machine
         if size := mirrors.sent(rank):
-            later = self._after_arrival(mirrors.following(rank), size)
-            yield self._machine.message(size) - later
-            self._send(mirrors.following(rank), _MIRROR, size)
+            holder = mirrors.holder(rank)
+            seen = self._seen(mirrors, holder)
+            told = _PLACE if seen else size
+            later = self._after_arrival(holder, told)
+            yield machine.message(told) - later
+            self._send(holder, _MIRROR, size)
             yield later
-        if size := mirrors.received(rank):
-            if not mirrors.how.overlapped:
-                yield from self._await(_MIRROR)
-            yield self._machine.message(size)
+        for owner in mirrors.owners(rank):
+            yield from self._await(_MIRROR)
+            size = mirrors.sent(owner)
+            seen = self._seen(mirrors, owner)
+            yield machine.message(_PLACE) + machine.copy(size) if seen else machine.message(size)
         took = self._clock.now - started - (self._busy[IDLE] - waited)
         self._busy[COMMUNICATE] += took
         if self._all.trace and took > 0:
             self.account.spans.append(Done("mirror", "send", self._clock.now - took, took))
+
+    def _seen(self, mirrors: Mirrors, other: int) -> bool:
+        """Whether a gradient is read where it lies, by ranks of one host, instead of being sent."""
+        return mirrors.follow and self._all.network.in_memory(self._rank, other)
 
     # ---- sums
 

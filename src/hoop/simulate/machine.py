@@ -37,8 +37,6 @@ class Machine:
     """A byte of a message, for who sends it and again for who receives it; None: it is copied, no more."""
     agree_s: float = 180e-6
     """A word that all ranks agree on after a step, where no sum of gradients carries it, for each of them."""
-    keep_s: float = 200e-6
-    """A copy of a rank's state after a step, beside its bytes."""
     copy_at: Points = ()
     add_at: Points = ()
 
@@ -56,7 +54,7 @@ class Machine:
 
 
 USUAL = Machine()
-FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, agree_s=0.0, keep_s=0.0)
+FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, agree_s=0.0)
 """A machine that adds nothing: what is left is the plan."""
 
 

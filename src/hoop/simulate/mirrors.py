@@ -1,89 +1,72 @@
-"""Copies of the state of ranks that hold parts of a model, made after every step in case one is lost: what they cost.
+"""Mirrors of what ranks hold of a model, in case one is lost: what they cost.
 
-    rank 0 ── its state ──▶ rank 1 ── its state ──▶ rank 2 ── its state ──▶ rank 0
+    rank 0 ── its gradient ──▶ rank 1 ── its gradient ──▶ rank 2 ── its gradient ──▶ rank 0
 
-As the engine makes them (engine/survival/mirrors.py): each rank copies what it holds for itself, and sends it to the
-next one unless a replica has it too. Data parallel needs none: everybody has everything.
+As the engine keeps them (engine/survival/mirrors.py): after each step a rank's holder gets the summed gradient and,
+when it would wait, makes the same update. Asynchronous strategies set their state aside and send all of it, whenever
+all meet. What replicas have does not travel; data parallel needs none at all.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hoop.config import format_size
-from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.plan.plan import Plan, split_evenly
+from hoop.errors import FailedPrecondition
+from hoop.plan.mirroring import holder_of, shares
+from hoop.plan.partition import Stage
+from hoop.plan.plan import Plan
 from hoop.simulate.costs import Costs
-from hoop.simulate.machine import Machine
-
-
-@dataclass(frozen=True)
-class Mirroring:
-    """How copies are made."""
-
-    copies: int = 1
-    """That a rank makes of its own state, after each step."""
-    kept: int = 2
-    """Of its own and of its neighbour's, in memory: while one is written the other is whole."""
-    overlapped: bool = False
-    """Whether a rank goes on with the next step before its neighbour's copy is there."""
-
-    def __post_init__(self) -> None:
-        if self.copies < 0 or self.kept < 1:
-            raise InvalidArgument(f"mirroring: {self} copies less than nothing, or keeps none")
 
 
 class Mirrors:
-    """What each rank copies under a plan, for a model that is cut at ``cuts``."""
+    """What each rank does for mirrors under a plan, for a model that is cut into these stages."""
 
-    def __init__(self, how: Mirroring, plan: Plan, costs: Costs, cuts: Sequence[int]) -> None:
-        self.how, self._size, self._machine = how, plan.size, costs.machine
-        self.state = _states(plan, costs, cuts)
-        apart = bool(plan.servers) or any(len(ranks) == 1 for ranks in plan.holders)
-        self._travels = plan.size > 1 and apart
+    def __init__(self, plan: Plan, costs: Costs, stages: Sequence[Stage], synchronous: bool) -> None:
+        self._costs, self.follow = costs, synchronous
+        self._shares = shares(plan, stages, costs.partition_blocks())
+        self._holders = [holder_of(rank, plan.size) for rank in range(plan.size)]
+        self._owners: list[list[int]] = [[] for _ in range(plan.size)]
+        for owner, holder in enumerate(self._holders):
+            if self.sent(owner):
+                self._owners[holder].append(owner)
+
+    def holder(self, rank: int) -> int:
+        return self._holders[rank]
 
     def sent(self, rank: int) -> int:
-        """Bytes that go to the next rank."""
-        return self.state[rank] if self._travels else 0
+        """Bytes that its holder gets: what a step's update is made with, or the state."""
+        share = self._shares[rank]
+        return (share.change if self.follow else share.state) if self.holder(rank) != rank else 0
 
-    def received(self, rank: int) -> int:
-        return self.sent(rank - 1)
+    def owners(self, rank: int) -> list[int]:
+        """Whose mirrors a rank holds."""
+        return self._owners[rank]
 
-    def following(self, rank: int) -> int:
-        return (rank + 1) % self._size
+    def aside(self, rank: int) -> float:
+        """Seconds for a copy of what it holds, before steps after which it may not be what all have."""
+        return 0.0 if self.follow else self._costs.machine.copy(self._shares[rank].state)
 
-    def seconds(self, rank: int) -> float:
-        """A rank's copies for itself."""
-        machine: Machine = self._machine
-        return self.how.copies * (machine.keep_s + machine.copy(self.state[rank]))
+    def update(self, rank: int) -> float:
+        """Seconds that bring what it holds of others a step further."""
+        costs = self._costs
+        changed = [self._shares[owner].change for owner in self.owners(rank)] if self.follow else []
+        return sum(costs.update_fixed_s + costs.update_s * one for one in changed)
 
     def memory(self, held: Sequence[int], room: Sequence[int | None]) -> list[int]:
-        """What ranks hold with the copies; raises where one is too small for them."""
+        """What ranks hold with mirrors; raises where one is too small for them."""
         found = []
         for rank, (own, cap) in enumerate(zip(held, room, strict=True)):
-            copies = self.how.kept * (self.state[rank] + self.received(rank))
-            found.append(own + copies)
-            if cap is not None and own + copies > cap:
+            theirs = [self._shares[owner] for owner in self.owners(rank)]
+            if self.follow:
+                mirrors = sum(one.state + one.change for one in theirs)
+            else:
+                mirrors = self._shares[rank].state + 2 * sum(one.state for one in theirs)
+            found.append(own + mirrors)
+            if cap is not None and own + mirrors > cap:
                 raise FailedPrecondition(
-                    f"memory: device {rank} needs {format_size(own)}, and {format_size(copies)} for copies of what it "
-                    f"and its neighbour hold, and has {format_size(cap)}; without copies (--no-mirror) it fits, "
-                    "and the loss of a device ends the run"
+                    f"memory: device {rank} needs {format_size(own)}, and {format_size(mirrors)} for mirrors of what "
+                    f"others hold, and has {format_size(cap)}; without mirrors (--no-mirror) it fits, and the loss of "
+                    "a device ends the run"
                 )
         return found
-
-
-def _states(plan: Plan, costs: Costs, cuts: Sequence[int]) -> list[int]:
-    """Bytes of weights and optimizer state at each rank: a server's slice, or the stages that it holds."""
-    each = [
-        sum(one.weight_bytes + one.optimizer_bytes for one in costs.blocks[low:high])
-        for low, high in itertools.pairwise([*cuts, len(costs.blocks)])
-    ]
-    found = [0] * plan.size
-    for stage, ranks in enumerate(() if plan.servers else plan.holders):
-        for rank in ranks:
-            found[rank] += each[stage]
-    for rank, part in zip(plan.servers, split_evenly(sum(each), max(1, len(plan.servers))), strict=False):
-        found[rank] = len(part)
-    return found

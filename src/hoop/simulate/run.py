@@ -20,7 +20,7 @@ from hoop.simulate.clock import Clock, Group
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.costs import Costs
 from hoop.simulate.device import Device, Outage, Stragglers
-from hoop.simulate.mirrors import Mirroring, Mirrors
+from hoop.simulate.mirrors import Mirrors
 from hoop.simulate.network import Network
 from hoop.simulate.outcome import Outcome
 from hoop.simulate.prices import Prices
@@ -48,7 +48,7 @@ def simulate(
     room: Room = one_each,
     trace: bool | None = None,
     most_messages: int = MOST_MESSAGES,
-    mirroring: Mirroring | None = None,
+    mirror: bool = False,
     dealt: Sequence[float] | None = None,
 ) -> Outcome:
     """What a step takes, who waits, and what moves; raises where the model does not fit.
@@ -57,7 +57,7 @@ def simulate(
     needs no flush. ``all_reduce``: the engine's ordered sum, or an algorithm of the collectives. ``room``: how many
     gradients a device makes room for. ``trace``: whether spans are kept; by default if there are not too many.
     ``dealt``: how fast devices are taken to be when shards are dealt out; None: as fast as they are.
-    ``mirroring``: how ranks that hold parts of a model copy them after each step, as the engine's do; None: not.
+    ``mirror``: what ranks hold of a model is kept elsewhere too, as the engine does it.
     """
     steps = steps or (1 if strategy.synchronous else SPAN)
     speeds = cluster.speeds
@@ -75,7 +75,7 @@ def simulate(
             )
     found = Simulation(
         strategy, plan, fitted, costs, cluster, steps, check_algorithm(all_reduce), stragglers, outages, trace,
-        most_messages, mirroring,
+        most_messages, mirror,
     )  # fmt: skip
     return found.run()
 
@@ -96,7 +96,7 @@ class Simulation:
         outages: Sequence[Outage],
         trace: bool,
         most_messages: int,
-        mirroring: Mirroring | None,
+        mirror: bool,
     ) -> None:
         self._strategy, self._plan, self._fit, self._costs = strategy, plan, fitted, costs
         self.machine = costs.machine
@@ -110,10 +110,10 @@ class Simulation:
         self._steps = steps
         cuts = [stage.blocks.start for stage in fitted.stages]
         self.prices = Prices(plan, costs, cuts, listed, strategy.synchronous)
-        copied = mirroring is not None and strategy.name != "data"
-        self.mirrors = Mirrors(mirroring, plan, costs, cuts) if copied and mirroring else None
+        self.mirrors = None
         self._memory = fitted.bytes
-        if self.mirrors is not None:
+        if mirror and strategy.name != "data":
+            self.mirrors = Mirrors(plan, costs, fitted.stages, strategy.synchronous)
             self._memory = self.mirrors.memory(fitted.bytes, cluster.memory)
         self._groups: dict[tuple[int, ...], Group] = {}
         self.sums = self._summing(cluster, algorithm, most_messages)

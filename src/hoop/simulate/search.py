@@ -13,7 +13,6 @@ from hoop.plan.categories import COMMUNICATE, COMPUTE, IDLE
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.costs import Costs
 from hoop.simulate.failures import Failures, Goodput, goodput
-from hoop.simulate.mirrors import Mirroring
 from hoop.simulate.outcome import Outcome
 from hoop.simulate.run import SPAN, simulate
 from hoop.strategies.catalog import parse
@@ -86,17 +85,18 @@ def search(
     room: Room = one_each,
     progress: Callable[[str], None] = lambda text: None,
     wanted: Sequence[tuple[Strategy, int]] | None = None,
-    mirroring: Mirroring | None = None,
+    mirror: bool = False,
 ) -> list[Candidate]:
     """All candidates, the best first; those that cannot run last, each with its reason.
 
-    ``mirroring``: how parts of a model are copied, which costs time and memory, and saves steps when devices are lost.
+    ``mirror``: parts of a model are kept elsewhere too, which costs time and memory, and saves steps where
+    devices are lost.
     """
     tried: list[Candidate] = []
     for strategy, micros in wanted or list(candidates(cluster.size, batch_size)):
         progress(f"{strategy.spec}, {micros} micro-batches")
         rows = -(-batch_size // micros)
-        tried.append(_tried(strategy, micros, costs.of(rows), cluster, failures, room, mirroring))
+        tried.append(_tried(strategy, micros, costs.of(rows), cluster, failures, room, mirror))
     running = sorted((one for one in tried if one.outcome is not None), key=lambda one: one.seconds)
     if running:
         best = running[0]
@@ -111,7 +111,7 @@ def _tried(
     cluster: Cluster,
     failures: Failures | None,
     room: Room,
-    mirroring: Mirroring | None,
+    mirror: bool,
 ) -> Candidate:
     size = 6 * micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else STEPS)
     if size > MOST_INSTRUCTIONS:
@@ -119,11 +119,11 @@ def _tried(
     try:
         steps = None if strategy.synchronous else STEPS
         outcome = simulate(
-            strategy, costs, cluster, micros=micros, steps=steps, room=room, trace=False, mirroring=mirroring
+            strategy, costs, cluster, micros=micros, steps=steps, room=room, trace=False, mirror=mirror
         )
     except UserError as error:
         return Candidate(strategy, micros, None, None, str(error))
-    found = None if failures is None else among_failures(outcome, failures, mirrored=mirroring is not None)
+    found = None if failures is None else among_failures(outcome, failures, mirrored=mirror)
     return Candidate(strategy, micros, outcome, found, "")
 
 

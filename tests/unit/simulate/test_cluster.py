@@ -71,8 +71,8 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
     path.write_text(costs.to_json().replace('"joint"', '"joined"'))
     with pytest.raises(InvalidArgument, match="joined"):
         read_costs(path)
-    path.write_text(costs.to_json().replace('"keep_s"', '"kept_s"'))
-    with pytest.raises(InvalidArgument, match="no kept_s"):
+    path.write_text(costs.to_json().replace('"agree_s"', '"agreed_s"'))
+    with pytest.raises(InvalidArgument, match="no agreed_s"):
         read_costs(path)
     path.write_text('{"format": 0}')
     with pytest.raises(InvalidArgument, match="hoop calibrate"):

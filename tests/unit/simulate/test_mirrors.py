@@ -1,4 +1,4 @@
-"""Copies of what ranks hold, after each step: their bytes, their time, their memory."""
+"""Mirrors of what ranks hold: their bytes, their time, their memory."""
 
 from __future__ import annotations
 
@@ -9,57 +9,60 @@ import pytest
 from hoop.errors import FailedPrecondition
 from hoop.simulate.cluster import Cluster, Link
 from hoop.simulate.costs import FREE, BlockCost, Costs, Line
-from hoop.simulate.mirrors import Mirroring
 from hoop.simulate.outcome import Outcome
 from hoop.simulate.run import simulate
 from hoop.strategies.catalog import parse
 
-MACHINE = replace(FREE, copy_s=1.0, byte_s=0.5, message_s=2.0, keep_s=3.0)
+MACHINE = replace(FREE, copy_s=1.0, byte_s=0.5, message_s=2.0)
 BLOCK = BlockCost("b", Line(1.0), Line(2.0), weight_bytes=10, optimizer_bytes=20, gradient_bytes=10)
-COSTS = Costs((BLOCK,) * 4, 1, MACHINE)
+COSTS = replace(Costs((BLOCK,) * 4, 1, MACHINE), update_s=0.1)
 
 
-def run(spec: str, devices: int, mirroring: Mirroring | None, **host: object) -> Outcome:
-    return simulate(
-        parse(spec), COSTS, Cluster.even(devices, devices, Link(1e30), **host), micros=4, mirroring=mirroring
-    )
+def run(spec: str, devices: int, mirror: bool, hosts: int = 1, **host: object) -> Outcome:
+    cluster = Cluster.even(devices, devices // hosts, Link(1e30), **host)
+    return simulate(parse(spec), COSTS, cluster, micros=4, mirror=mirror)
 
 
-def test_each_rank_copies_its_state_and_sends_it_on() -> None:
-    without, with_ = run("pipeline:gpipe", 4, None), run("pipeline:gpipe", 4, Mirroring())
-    # Each holds a block: 3 + 30 to copy it, 2 + 15 to send it and 2 + 15 to receive another's. All do so at once.
-    assert with_.step_seconds - without.step_seconds == pytest.approx(33 + 17 + 17)
-    assert with_.bytes - without.bytes == 4 * 30
-    assert with_.messages - without.messages == 4
-    assert [more - less for more, less in zip(with_.memory, without.memory, strict=True)] == [2 * 60] * 4
+def more(spec: str, devices: int, hosts: int = 1) -> tuple[float, float, list[int]]:
+    """Seconds, bytes and memory that mirrors cost."""
+    without, with_ = (run(spec, devices, mirror, hosts) for mirror in (False, True))
+    memory = [one - other for one, other in zip(with_.memory, without.memory, strict=True)]
+    return with_.step_seconds - without.step_seconds, with_.bytes - without.bytes, memory
 
 
-def test_how_often_and_whether_one_waits_is_a_choice() -> None:
-    without = run("pipeline:gpipe", 4, None).step_seconds
-    assert run("pipeline:gpipe", 4, Mirroring(copies=0)).step_seconds - without == pytest.approx(34)
-    far = Cluster.even(4, 1, Link(1e30, 5.0))
-    waits, goes_on = (
-        simulate(parse("pipeline:gpipe"), COSTS, far, micros=4, mirroring=Mirroring(overlapped=one))
-        for one in (False, True)
-    )
-    assert waits.step_seconds - goes_on.step_seconds == pytest.approx(5.0)
+def test_a_gradient_is_read_where_it_lies_and_the_holder_updates_while_it_waits() -> None:
+    seconds, moved, memory = more("pipeline:gpipe", 4)
+    # Each holds a block of 10 bytes: 2 + 4 to say where its gradient lies, 2 + 4 and 10 to copy another's. The update
+    # of a mirror, 1, is made while a rank waits for its first input, or before the next gradient is sent.
+    assert seconds == pytest.approx(6 + 16 + 1, abs=1.0)
+    assert moved == 4 * 10
+    assert memory == [30 + 10] * 4
 
 
-def test_what_a_replica_has_does_not_travel() -> None:
-    without, with_ = run("hybrid:replicas=2", 4, None), run("hybrid:replicas=2", 4, Mirroring())
-    assert with_.step_seconds - without.step_seconds == pytest.approx(3 + 60)
-    assert with_.bytes == without.bytes
-    assert run("data", 4, Mirroring()).step_seconds == run("data", 4, None).step_seconds
+def test_between_hosts_it_is_sent() -> None:
+    near, far = (more("pipeline:gpipe", 4, hosts)[0] for hosts in (1, 4))
+    assert near - far == pytest.approx((6 + 16) - (7 + 7))
 
 
-def test_of_a_parameter_server_its_slice_is_copied() -> None:
-    without, with_ = run("ps:bsp", 2, None), run("ps:bsp", 2, Mirroring())
-    assert with_.bytes - without.bytes == 120
-    assert max(with_.memory) - max(without.memory) == 2 * 120
+def test_what_a_replica_has_costs_nothing() -> None:
+    assert more("hybrid:replicas=2", 4) == (0.0, 0, [0] * 4)
+    assert more("data", 4) == (0.0, 0, [0] * 4)
 
 
-def test_copies_that_do_not_fit_are_refused() -> None:
-    room = max(run("pipeline:gpipe", 4, None).memory) + 100
-    assert run("pipeline:gpipe", 4, None, memory=room)
+def test_of_a_parameter_server_its_slice_is_mirrored() -> None:
+    _, moved, memory = more("ps:bsp", 2)
+    assert moved == 40
+    assert sorted(memory) == [0, 120 + 40]
+
+
+def test_asynchronous_strategies_send_their_state_where_they_meet() -> None:
+    _, moved, memory = more("ps:asp", 2)
+    assert moved == 120 / 32  # a step
+    assert sorted(memory) == [120, 2 * 120]
+
+
+def test_mirrors_that_do_not_fit_are_refused() -> None:
+    room = max(run("pipeline:gpipe", 4, False).memory) + 30
+    assert run("pipeline:gpipe", 4, False, memory=room)
     with pytest.raises(FailedPrecondition, match="--no-mirror"):
-        run("pipeline:gpipe", 4, Mirroring(), memory=room)
+        run("pipeline:gpipe", 4, True, memory=room)

@@ -79,6 +79,7 @@ class Ruled:
         endpoint, peers = self._post.endpoint, list(self._coming)
         if not peers:
             raise InternalError(f"rank {endpoint.rank}: a rule waits and nobody has anything to send")
+        self._post.idle()
         started, deadline = now(), time.monotonic() + self._timeout_s
         while not (found := endpoint.senders(peers, deadline)):
             if time.monotonic() >= deadline:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hoop.collectives.reduction import Array
 from hoop.engine.ruled.slices import Slice
-from hoop.engine.stages.optimizer import OptimizerSettings, updating
+from hoop.engine.stages.optimizer import OptimizerSettings, go_on, updating
 from hoop.engine.stages.weights import Layout, Vectors
-from hoop.engine.survival.parts import Live
+from hoop.engine.survival.parts import Flat, Live
 from hoop.engine.survival.snapshot import MOMENT
 
 
@@ -60,15 +60,17 @@ class Kept:
                     found.append(Live(prefix + names[id(tensor)], low - place, elements))
         return found
 
-    def apply(self, row: int, rate: float, step: int, scale: float) -> None:
-        """An update with the gradient in this row, multiplied by ``scale``."""
-        trained = self.part.trained
-        gradient = torch.from_numpy(self.rows[row, :trained])
+    def cut(self, row: int, scale: float) -> None:
+        """Multiplies the gradient in this row."""
         if scale != 1.0:
-            gradient.mul_(scale)
-        if trained:
-            self._update(gradient, rate, step)
-        self.weights[trained:] += self.rows[row, trained : self.part.weights]
+            torch.from_numpy(self.rows[row, : self.part.trained]).mul_(scale)
+
+    def apply(self, row: int, rate: float, step: int) -> None:
+        """An update with the gradient in this row."""
+        go_on(self._update, self.weights, self.part.trained, self.rows[row], rate, step)
+
+    def flat(self, row: int) -> Flat:
+        return Flat(self.weights, self.part.trained, self.moments, self.rows[row, : self.part.weights])
 
     def tail(self, row: int) -> Array:
         """What the shards of a gradient measured: in the last slice alone."""

@@ -17,7 +17,7 @@ from hoop.engine.job import names_of
 from hoop.engine.role import Role, Work
 from hoop.engine.ruled.following import Ruled, due
 from hoop.engine.ruled.slices import slices
-from hoop.engine.survival.parts import Live
+from hoop.engine.survival.parts import Flat, Live
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
 from hoop.strategies.strategy import Strategy
@@ -59,6 +59,9 @@ class Served(Role):
     @property
     def travels(self) -> bool:
         return True
+
+    def flats(self) -> list[Flat]:
+        return []  # the weights are a copy
 
     def state(self, model: nn.Module) -> list[Live]:
         """Counters, which every worker that computes has, and no server; and what is not trained."""
@@ -108,7 +111,7 @@ class Served(Role):
         found = rows[nodes] if len(nodes) > 1 else rows[nodes[0]].unsqueeze(0)
         self.worker.post.send(one, found, self.deadline())
         if one.stage == len(self._parts) - 1:
-            held.count()
+            self.worker.owed(held.count)
 
     def _add_up(self) -> None:
         """One gradient of all shards here: where an update is one worker's, nobody else's have a place in its sum."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from hoop.engine.ruled.served import SPAN
 from hoop.engine.ruled.slices import Piece, pieces, slices
 from hoop.engine.stages.clipping import clip_scale, squares
 from hoop.engine.stages.weights import LOSS, TAIL, Layout, Vectors
-from hoop.engine.survival.parts import Live
+from hoop.engine.survival.parts import Flat, Live
 from hoop.engine.survival.snapshot import MOMENT, restore, tensors_of
 from hoop.engine.worker import Worker
 from hoop.plan.instructions import Instruction, Kind
@@ -134,7 +135,9 @@ class Server(Role):
         self._given.clear()
         kept, clip = self._kept, self.worker.settings.optimizer.clip
         scale = clip_scale(squares(self._layout, kept.rows[self._total]), clip) if clip else 1.0
-        kept.apply(self._total, self._works[self._step].rate, self._updates, scale)
+        kept.cut(self._total, scale)
+        rate = self._works[self._step].rate
+        self.worker.owed(partial(kept.apply, self._total, rate, self._updates), one)
         self._updates += 1
         if self._last:
             tail = kept.tail(self._total)
@@ -188,6 +191,9 @@ class Server(Role):
     @property
     def travels(self) -> bool:
         return True
+
+    def flats(self) -> list[Flat]:
+        return [self._kept.flat(self._total)]
 
     def state(self, model: nn.Module) -> list[Live]:
         return self._kept.state(self._layout, names_of(model))

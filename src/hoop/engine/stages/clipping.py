@@ -37,6 +37,8 @@ class Norm:
 
     def scale(self, held: Mapping[int, Held], plan: Plan) -> float:
         """What the gradient is multiplied by; every rank that holds a stage must ask."""
+        if not self._settings.optimizer.clip:
+            return 1.0
         squared = np.zeros(self._parameters, np.float64)
         for stage, one in held.items():
             if plan.holders[stage][0] == self._world.rank:

@@ -15,7 +15,7 @@ from hoop.collectives.shards import Holding, Landing
 from hoop.engine.settings import Settings
 from hoop.engine.stages.chain import ChainStage, layers_of
 from hoop.engine.stages.evidence import Evidence, claim
-from hoop.engine.stages.optimizer import Update, updating
+from hoop.engine.stages.optimizer import Update, go_on, updating
 from hoop.engine.stages.stage import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stages.weights import (
     HITS,
@@ -220,23 +220,26 @@ class Held:
         """What the shards measured, summed."""
         return self.total[self.layout.state :]
 
-    def finish(self, rate: float, step: int, scale: float) -> None:
-        """The update, from the total; ``scale`` cuts the gradient's norm."""
-        layout = self.layout
-        gradient = torch.from_numpy(self.total[: layout.trained])
+    def summed(self, step: int, scale: float) -> None:
+        """The total is there; ``scale`` cuts the gradient's norm."""
         if scale != 1.0:
-            gradient.mul_(scale)
-        self.update(gradient, rate, step)
+            torch.from_numpy(self.total[: self.layout.trained]).mul_(scale)
         if self.evidence is not None:
             self.evidence.note(step, self.tail[TAIL:])
-        if layout.buffers:
-            self.state_array[layout.trained :] += self.total[layout.trained : layout.state]
+
+    def finish(self, rate: float, step: int) -> None:
+        """The update, from the total."""
+        go_on(self.update, self.state_array, self.layout.trained, self.total, rate, step)
         self.count()
 
     def count(self) -> None:
         """Counters go on by what a shard added to them; every shard of a step adds the same."""
-        for one, added in self._counted:
+        for one, added in self.counted():
             one.add_(added)
+
+    def counted(self) -> list[tuple[Tensor, Tensor]]:
+        """Counters, and by how much they go on."""
+        return self._counted
 
     def squares(self) -> list[float]:
         """The squared norm of each parameter's gradient, in order: sums of these do not depend on the cut."""

@@ -182,10 +182,8 @@ class Mirrored(Held):
                 tails[into] += tails[other]
         self._pending.clear()
 
-    def count(self) -> None:
-        if len(self._counts):
-            for one, added in zip(_counters(self.layout), self._counts_added.tolist(), strict=True):
-                one.add_(added)
+    def counted(self) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(_counters(self.layout), self._counts_added.cpu(), strict=True))
 
 
 def _counters(layout: Layout) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hoop.collectives.reduction import Array
 from hoop.errors import InvalidArgument
 
 OPTIMIZERS = {"sgd": 1, "adam": 2, "adamw": 2}
@@ -85,6 +86,13 @@ class OptimizerSettings:
 
 
 Update = Callable[[Tensor, float, int], None]
+
+
+def go_on(update: Update, weights: Array, trained: int, total: Array, rate: float, step: int) -> None:
+    """A step further: the trained elements are updated, and what shards did to the buffers behind them is added."""
+    if trained:
+        update(torch.from_numpy(total[:trained]), rate, step)
+    weights[trained:] += total[trained : len(weights)]
 
 
 def updating(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> Update:

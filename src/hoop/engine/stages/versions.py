@@ -53,7 +53,8 @@ class Versions:
         self._newest += 1
         self._states[self._newest % KEPT].copy_(newest)
         self._point(self._newest)
-        self._held.finish(rate, step, 1.0)
+        self._held.summed(step, 1.0)
+        self._held.finish(rate, step)
 
     def settle(self) -> None:
         """Nothing is under way: the newest version is where it was at the beginning, and counts as the first."""

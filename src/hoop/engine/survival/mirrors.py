@@ -1,103 +1,169 @@
-"""What keeps a state alive whose device dies: copies of it, made as steps end, here and on the next device.
+"""What keeps a state alive whose device dies: a mirror of it at another rank, its holder.
 
-    rank 0 ── its state ──▶ rank 1 ── its state ──▶ rank 2 ── its state ──▶ rank 0        after every step
+    rank 0 ── this step's summed gradient ──▶ rank 1 ── … ──▶ rank 2 ── … ──▶ rank 0      (1) a step is computed
+                                    all ranks meet                                        (2) it is done, everywhere
+    each updates what it holds; and, while it waits for something else, its mirror        (3)
 
-Each rank keeps its own state and its neighbour's after the last two steps, in turn. While the copies of one step travel
-those of the step before are whole everywhere; and all ranks meet before the next step begins. So when a device is lost,
-there is a step of which everybody's state is whole somewhere (``recut`` finds it), unless two neighbours went at once.
+Nobody updates before all have met, and who has come there has its neighbour's gradient. So when a device is lost,
+either nobody has updated, and every state is whole as it was before the step, here or in a mirror; or everybody can,
+and every state is whole as it is after it. ``recut`` finds out which.
 
-What several ranks hold anyway, the replicas of a hybrid, need not travel; only what undoes a step is kept of it.
+Where ranks meet only every so many steps (asynchronous strategies) updates do not wait: each keeps a copy of what it
+had when all last met, and sends all of its state when they meet again, to where the mirror before the last one was.
+
+What several ranks hold anyway, the replicas of a hybrid, need not travel.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
+from torch import nn
 
+from hoop.collectives.reduction import Array
 from hoop.config import format_size
+from hoop.engine.job import names_of
+from hoop.engine.role import Role
+from hoop.engine.settings import Settings
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.parts import NOTHING, Bytes, Live, Part, Piece, described, size_of
+from hoop.engine.survival.image import Image, Mirror, Receive, imaged
+from hoop.engine.survival.parts import NOTHING, Bytes, Part, described, size_of
 from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
 from hoop.errors import FailedPrecondition
+from hoop.plan.mirroring import holder_of, shares
 from hoop.plan.partition import Block
-from hoop.plan.plan import Plan, split_evenly
+from hoop.plan.plan import Plan
 from hoop.strategies.fitting import Fit
-
-_KEPT = 2
+from hoop.transport.base import SharedEndpoint
 
 
 class Mirrors:
-    """The copies that one rank keeps."""
+    """The mirrors that one rank holds, and what it does for its own."""
 
     def __init__(
-        self, world: World, vectors: Vectors, state: Sequence[Live], travels: bool, timeout: float
+        self, world: World, vectors: Vectors, role: Role, model: nn.Module, settings: Settings
     ) -> None:
-        """``travels``: nobody else has it. All ranks must make theirs together."""
-        self._endpoint, self._timeout = world.communicator.endpoint, timeout
-        self._next, self._before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-        mine = described(state)
-        self._sends = travels and world.size > 1 and bool(mine)
-        told = gathered(world.communicator, mine if self._sends else [], timeout)
-        theirs = [Piece(*one) for one in told[self._before]]
-        self._own = [_part(vectors, f"own{turn}", mine) for turn in range(_KEPT)]
-        self._theirs = [_part(vectors, f"mirror{turn}", theirs) for turn in range(_KEPT)] if theirs else []
-        self._turn = 0
-        self._kept = False
+        """All ranks must make theirs together."""
+        self._endpoint, self._timeout = world.communicator.endpoint, settings.timeout_s
+        self._role, self._model, self._follows = role, model, follows(role)
+        self._holder = holder_of(world.rank, world.size)
+        image, arrays = self._imaged()
+        self._sends = role.travels and self._holder != world.rank and bool(arrays)
+        told = gathered(world.communicator, vars(image) if self._sends else None, self._timeout)
+        self._theirs = {
+            owner: [
+                Mirror(Image.heard(said), vectors, f"mirror{owner}.{turn}", settings.optimizer, self._follows)
+                for turn in range(1 if self._follows else 2)
+            ]
+            for owner, said in enumerate(told)
+            if said is not None and holder_of(owner, world.size) == world.rank
+        }
+        seen = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
+        self._seen: list[Bytes] = [one for one in seen if one is not None]
+        """Everybody's memory, where all see it."""
+        if len(self._seen) < world.size:
+            self._seen = []
+        self._own: Part | None = None
+        if not self._follows:
+            pieces = described(role.state(model))
+            data: Bytes = vectors.new("own", size_of(pieces) // 4).view(np.uint8)
+            self._own = Part(pieces, data)
+        self._begun = False
 
-    def keep(self, state: Sequence[Live], step: int) -> None:
-        """After a step: this rank's state is kept here and at the next rank, and another's comes."""
+    def _imaged(self) -> tuple[Image, list[Bytes]]:
+        names = names_of(self._model)
+        counters = [names[id(one)] for one, _ in self._role.counters()]
+        return imaged(self._role.flats(), counters, self._role.state(self._model))
+
+    def keep(self, step: int, rate: float) -> None:
+        """(1): what was made since the last time is at the holder too, and another's here; every rank must call it."""
         deadline = time.monotonic() + self._timeout
-        self._kept = False
-        self._turn = (self._turn + 1) % _KEPT
-        own = self._own[self._turn]
-        own.take(state, step)
+        changes = self._begun and self._follows
+        self.go_on()
         if self._sends:
-            self._endpoint.send(self._next, own.data.data, deadline)
-        if self._theirs:
-            mirror = self._theirs[self._turn]
-            mirror.step = NOTHING
-            self._endpoint.recv_into(self._before, mirror.data.data, deadline)
-            mirror.step = step
+            for array in self._changes() if changes else self._imaged()[1]:
+                if array.nbytes:
+                    self._endpoint.send(self._holder, array.view(np.uint8).data, deadline)
+        for owner, turns in self._theirs.items():
+            receive = partial(self._endpoint.recv_into, owner, deadline=deadline)
+            if changes:
+                self._hear(owner, turns[0], receive)
+                turns[0].due(step, rate)
+            else:
+                turns.append(turns.pop(0))
+                turns[-1].take(receive, step)
         self._endpoint.flush(deadline)
-        self._kept = True
+        self._begun = True
 
-    @property
-    def step(self) -> int:
-        """The newest that is kept."""
-        return self._own[self._turn].step if self._kept else NOTHING
+    def _changes(self) -> list[Array]:
+        """What the holder is told: gradients, or where they are in memory that it sees; and what is counted."""
+        totals = [one.total for one in self._role.flats()]
+        counts = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
+        if self._seen:
+            self._role.worker.sent += sum(one.nbytes for one in totals)
+            start = _address(self._seen[self._endpoint.rank])
+            totals = [np.array([_address(one) - start for one in totals], np.int64)]
+        return totals + ([np.concatenate(counts)] if counts else [])
 
-    @property
-    def parts(self) -> list[Part]:
-        """All that is whole."""
-        return [one for one in (*self._own, *self._theirs) if one.pieces and one.step != NOTHING]
+    def _hear(self, owner: int, mirror: Mirror, receive: Receive) -> None:
+        """The same, from the other side."""
+        places = np.empty(len(mirror.totals) if self._seen else 0, np.int64)
+        if places.size:
+            receive(places.view(np.uint8).data)
+            for place, total in zip(places.tolist(), mirror.totals, strict=True):
+                np.copyto(total, self._seen[owner][place : place + total.nbytes].view(np.float32))
+        for total in mirror.totals if not self._seen else ():
+            if total.size:
+                receive(total.view(np.uint8).data)
+        if mirror.counts.size:
+            receive(mirror.counts.data)
+
+    def go_on(self) -> None:
+        """(3): mirrors are updated with what has come for them."""
+        for turns in self._theirs.values():
+            turns[-1].go_on()
+
+    def set_aside(self, step: int) -> None:
+        """Steps begin that change what is held here before all meet again."""
+        if self._own is not None and self._own.step != step:
+            self._own.take(self._role.state(self._model), step)
+
+    def apart(self) -> list[Part]:
+        """All that is whole, in memory of its own."""
+        found = [one for turns in self._theirs.values() for mirror in turns for one in mirror.apart()]
+        if self._own is not None and self._own.step != NOTHING:
+            found.append(self._own.apart())
+        return found
 
 
-def _part(vectors: Vectors, name: str, pieces: Sequence[Piece]) -> Part:
-    count = size_of(pieces)
-    data: Bytes = vectors.new(name, count // 4).view(np.uint8)[:count]
-    return Part(pieces, data)
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def follows(role: Role) -> bool:
+    """Whether updates can wait until all ranks meet, and mirrors are made by doing them again."""
+    return role.stride == 1
 
 
 def check_room(plan: Plan, fit: Fit, blocks: Sequence[Block], memory: Sequence[int]) -> None:
-    """Raises where the copies do not fit beside what is trained."""
-    each = [
-        sum(one.weight_bytes + one.optimizer_bytes for one in blocks[stage.blocks.start : stage.blocks.stop])
-        for stage in fit.stages
-    ]
-    states = [
-        0 if plan.servers else sum(each[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)
-    ]
-    for rank, part in zip(plan.servers, split_evenly(sum(each), max(1, len(plan.servers))), strict=False):
-        states[rank] = len(part)
-    travel = plan.size > 1 and (bool(plan.servers) or any(len(ranks) == 1 for ranks in plan.holders))
+    """Raises where mirrors do not fit beside what is trained."""
+    each = shares(plan, fit.stages, blocks)
+    copies = [0] * plan.size
+    for rank, share in enumerate(each):
+        holder = holder_of(rank, plan.size)
+        if fit.strategy.synchronous:
+            copies[holder] += (share.state + share.change) * (holder != rank)
+        else:
+            copies[holder] += 2 * share.state * (holder != rank)
+            copies[rank] += share.state
     for rank, (held, room) in enumerate(zip(fit.bytes, memory, strict=True)):
-        copies = _KEPT * (states[rank] + (states[rank - 1] if travel else 0))
-        if held + copies > room:
+        if held + copies[rank] > room:
             raise FailedPrecondition(
-                f"memory: device {rank} needs {format_size(held)}, and {format_size(copies)} for copies of what it "
-                f"and its neighbour hold, and has {format_size(room)}; without copies (--no-mirror) it fits, "
-                "and the loss of a device ends the run"
+                f"memory: device {rank} needs {format_size(held)}, and {format_size(copies[rank])} for mirrors of what "
+                f"others hold, and has {format_size(room)}; without mirrors (--no-mirror) it fits, and the loss of a "
+                "device ends the run"
             )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from hoop.collectives.reduction import Array
 from hoop.engine.job import names_of
 from hoop.engine.survival.snapshot import MOMENT
 
@@ -32,6 +33,17 @@ class Live(NamedTuple):
     name: str
     low: int
     elements: Tensor
+
+
+class Flat(NamedTuple):
+    """Weights and optimizer state as the vectors that an update goes over."""
+
+    weights: Array
+    trained: int
+    """How many of them are updated; what shards did to the rest, buffers, is added."""
+    moments: list[Tensor]
+    total: Array
+    """What the update of this step is made with."""
 
 
 class Piece(NamedTuple):
@@ -56,16 +68,24 @@ def described(state: Iterable[Live]) -> list[Piece]:
 
 def size_of(pieces: Sequence[Piece]) -> int:
     """Bytes of a part of these."""
-    return sum(-(-one.bytes // _ALIGN) * _ALIGN for one in pieces)
+    return sum(aligned(one.bytes) for one in pieces)
+
+
+def aligned(count: int) -> int:
+    """So many bytes, up to where the next ones may begin."""
+    return -(-count // _ALIGN) * _ALIGN
 
 
 class Part:
     """Some pieces, as they were after one step."""
 
-    def __init__(self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING, places: Sequence[int] | None = None
+    ) -> None:
+        """``places``: where each piece begins; without, they lie one after the other."""
         self.pieces, self.data, self.step = list(pieces), data, step
         ends = itertools.accumulate((size_of([one]) for one in self.pieces), initial=0)
-        self._places = dict(zip(self.pieces, ends, strict=False))
+        self._places = dict(zip(self.pieces, places or ends, strict=False))
 
     def take(self, state: Sequence[Live], step: int) -> None:
         """Becomes what this rank holds now."""
@@ -83,7 +103,15 @@ class Part:
 
     def apart(self) -> Part:
         """A copy in memory of its own: the vector is needed for something else."""
-        return Part(self.pieces, self.data.copy(), self.step)
+        return Part(self.pieces, self.data.copy(), self.step, list(self._places.values()))
+
+    @classmethod
+    def of(cls, state: Sequence[Live], step: int) -> Part:
+        """What a rank holds now, in memory of its own."""
+        pieces = described(state)
+        part = cls(pieces, np.empty(size_of(pieces), np.uint8))
+        part.take(state, step)
+        return part
 
 
 def whole_state(model: nn.Module, moments: int) -> dict[str, int]:

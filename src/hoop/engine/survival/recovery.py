@@ -83,19 +83,20 @@ def compare(
 def catch_up(
     worker: Worker, communicator: Communicator, standing: Standing, rate: float, timeout: float
 ) -> None:
-    """(2): the total of the last step, and by what it was shortened, from one who has it to all who have not."""
+    """(2): the total of the last step, as it was shortened, from one who has it to all who have not."""
     if not standing.behind:
         return
     held = worker.held[0]
     root = standing.done.index(standing.lead)
-    given = np.append(held.total, np.float32(worker.last_scale)).astype(np.float32)
+    given = held.total.copy()
     operation = Operation("broadcast", given.size, dtype("float32"), root=root)
     communicator.run(operation, given, given, timeout)
     if communicator.rank in standing.behind:
         held.total = held.room
-        held.room[:] = given[:-1]
-        held.finish(rate, standing.lead - 1, float(given[-1]))
-        worker.updated, worker.last_scale = standing.lead, float(given[-1])
+        held.room[:] = given
+        held.summed(standing.lead - 1, 1.0)
+        held.finish(rate, standing.lead - 1)
+        worker.updated = standing.lead
 
 
 def hand_over(worker: Worker, communicator: Communicator, standing: Standing, timeout: float) -> None:

@@ -1,7 +1,7 @@
 """A member was lost or came, and no rank holds the whole model: the state is put together from what is left of it.
 
     (1) everybody tells of which steps it has which pieces: its own, and its neighbour's (``mirrors``)
-    (2) the newest step of which every piece is there is where all go on from
+    (2) the newest step of which every piece is there, and that somebody knows to be done, is where all go on from
     (3) the model is cut anew for those who are there now, and the pieces travel to whoever holds them next
 
 The steps after it are run again, on the same samples. A step's result depends neither on the cut nor on who computes
@@ -35,6 +35,8 @@ class StateLost(Exception):
 class Told:
     """What one rank has to say, in (1)."""
 
+    done: int
+    """Steps after which it has met all others."""
     ended: int
     """The end of an epoch up to which it has come; none, where it is new."""
     stopped: bool
@@ -69,7 +71,8 @@ def agree(communicator: Communicator, mine: Told, whole: Mapping[str, int], time
     old = [one for one in told if not one.new]
     if not old:
         raise StateLost("everything")
-    steps = sorted({step for one in told for step, _ in one.parts}, reverse=True)
+    done = max(one.done for one in old)
+    steps = sorted({step for one in told for step, _ in one.parts if step <= done}, reverse=True)
     lost = list(whole)
     for step in steps:
         sources = _sources(told, step)

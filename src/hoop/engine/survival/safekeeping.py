@@ -1,6 +1,6 @@
 """What a rank that holds a part of the model does so that the run survives the loss of a device, and goes on after it.
 
-    steps     ── keep ──▶ mirrors: copies of the state, here and at a neighbour
+    steps     ── keep, commit ──▶ mirrors: the state at another rank, which is a step further when all have met
     a loss    ── cut_anew: what is whole is set aside, the model is cut for those who are left, the state travels
     all there ── let_go: what was set aside is not needed any more
 
@@ -20,8 +20,8 @@ from hoop.engine.preparation import Ready, prepare
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.mirrors import Mirrors
-from hoop.engine.survival.parts import Live, Part, described, size_of, whole_state
+from hoop.engine.survival.mirrors import Mirrors, follows
+from hoop.engine.survival.parts import NOTHING, Live, Part, whole_state
 from hoop.engine.survival.recut import Agreed, Told, agree, collect
 from hoop.engine.survival.word import vote
 from hoop.engine.world import World
@@ -35,6 +35,8 @@ class Safekeeping:
         self._ready: Ready | None = None
         self._vectors = [vectors]
         self._mirrors: Mirrors | None = None
+        self._live = self._next = NOTHING
+        """The step that what is held is of, and the one that it will be of once all have met."""
         self._aside: list[Part] = []
         self._begins, self._new, self._turn = False, True, 0
 
@@ -48,28 +50,54 @@ class Safekeeping:
         self._begins, self._new = not tensors, False
         if tensors:
             state = [Live(name, 0, one.view(-1)) for name, one in tensors.items()]
-            pieces = described(state)
-            part = Part(pieces, np.empty(size_of(pieces), np.uint8))
-            part.take(state, step)
-            self._aside = [part]
+            self._aside = [Part.of(state, step)]
 
-    def hold(self, ready: Ready) -> None:
-        """What this rank starts with, where nothing was lost before."""
-        self._ready = ready
+    def hold(self, ready: Ready, step: int) -> None:
+        """What this rank holds, as it is after so many steps."""
+        self._ready, self._live = ready, step
 
-    def keep(self, world: World, step: int) -> None:
-        """Copies of the state after so many steps, unless they are there; every rank must call it."""
+    def keep(self, world: World) -> None:
+        """Before steps: what is held is held elsewhere too; every rank must call it."""
         if not self._settings.mirror or world.reseated is None:
             return  # nobody wants it, or nobody could go on with it
-        if self._mirrors is not None and self._mirrors.step == step:
-            return
         ready = self._ready
         assert ready is not None, "there is a state to be kept"
-        state = ready.role.state(ready.model)
         if self._mirrors is None:
-            timeout = self._settings.timeout_s
-            self._mirrors = Mirrors(world, self._vectors[-1], state, ready.role.travels, timeout)
-        self._mirrors.keep(state, step)
+            self._mirrors = Mirrors(world, self._vectors[-1], ready.role, ready.model, self._settings)
+            self._mirrors.keep(self._live, 0.0)
+            ready.worker.owed.puts_off = follows(ready.role)
+
+    def begin_steps(self) -> None:
+        """What is held changes from now on, unless that is put off."""
+        if self._mirrors is not None and self._ready is not None and not follows(self._ready.role):
+            self._mirrors.set_aside(self._live)
+            self._live = NOTHING
+
+    def commit(
+        self,
+        world: World,
+        stop: bool,
+        done: int,
+        steps: int,
+        losses: Sequence[float] | None,
+        evidence: Evidence,
+    ) -> tuple[bool, list[float]]:
+        """After so many steps: mirrors get what these did, all ranks meet, and then it is done; returns as ``meet``."""
+        ready = self._ready
+        assert ready is not None, "there were steps"
+        if follows(ready.role):
+            self._next = done
+        else:
+            self._live = done
+        if self._mirrors is not None:
+            self._mirrors.keep(done, ready.worker.rate)
+        met = self.meet(world, stop, done, steps, losses, evidence)
+        ready.worker.owed.settle()
+        self._live, self._next = done, NOTHING
+        if self._mirrors is not None:
+            ready.worker.post.meanwhile = self._mirrors.go_on
+        self.let_go()
+        return met
 
     def meet(
         self,
@@ -88,14 +116,14 @@ class Safekeeping:
         evidence.adopt(done - steps, told[:, 1:])
         return stops, told[:, 0].tolist()
 
-    def cut_anew(self, world: World, ended: int, stopped: bool) -> tuple[Ready, Agreed]:
+    def cut_anew(self, world: World, done: int, ended: int, stopped: bool) -> tuple[Ready, Agreed]:
         """The part of the model that is this rank's now, with the newest state that can be had."""
         settings, timeout = self._settings, self._settings.timeout_s
         self._make_room()
         self._vectors.append(self._vectors[0].beside(f"cut{len(self._vectors)}."))
         ready = prepare(world, settings, self._job, self._data, self._vectors[-1], anew=True)
         parts = [(one.step, one.pieces) for one in self._aside]
-        mine = Told(ended, stopped, self._turn, self._begins, parts, self._new)
+        mine = Told(done, ended, stopped, self._turn, self._begins, parts, self._new)
         whole = whole_state(ready.model, settings.optimizer.slots)
         agreed = agree(world.communicator, mine, whole, timeout)
         if agreed.sources:
@@ -105,16 +133,23 @@ class Safekeeping:
         if self._ready is not None:
             ready.worker.clock.add(self._ready.worker.clock)
             ready.worker.sent = self._ready.worker.bytes_sent
-        self._ready = ready
+        self.hold(ready, agreed.step)
         return ready, agreed
 
     def _make_room(self) -> None:
-        """Copies go out of the arena, and what was trained goes: it is of no step."""
+        """What is whole goes out of the arena, as it is and as it may be: who was lost may have said that it is."""
+        ready = self._ready
+        if ready is not None and self._live != NOTHING:
+            self._aside.append(Part.of(ready.role.state(ready.model), self._live))
+        if ready is not None and self._next != NOTHING:
+            ready.worker.owed.settle()
+            self._aside.append(Part.of(ready.role.state(ready.model), self._next))
+        self._live = self._next = NOTHING
         if self._mirrors is not None:
-            self._aside += [one.apart() for one in self._mirrors.parts]
+            self._aside += self._mirrors.apart()
             self._mirrors = None
-        if self._ready is not None:
-            self._ready.worker.close()
+        if ready is not None:
+            ready.worker.close()
         for vectors in self._vectors:
             # One who was thought dead may still write to where totals went.
             vectors.free(but="total")

@@ -1,0 +1,62 @@
+"""A mirror is sent a state once and gradients from then on, and holds the same bits as who it is of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hoop.engine.stages.optimizer import OptimizerSettings, go_on, updating
+from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.image import Image, Mirror, imaged
+from hoop.engine.survival.parts import Flat, Live
+from hoop.memory import Arena
+
+TRAINED, BUFFERS, STEPS = 192, 64, 5
+
+
+@pytest.mark.parametrize("optimizer", [("adam", 0.0), ("adamw", 0.0), ("sgd", 0.9), ("sgd", 0.0)])
+def test_updates_that_are_made_again_give_the_same_bits(tmp_path: Path, optimizer: tuple[str, float]) -> None:
+    name, momentum = optimizer
+    settings = OptimizerSettings(name, momentum=momentum, weight_decay=0.01)
+    random = np.random.default_rng(1)
+
+    def drawn() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        return random.standard_normal(TRAINED + BUFFERS).astype(np.float32)
+
+    weights, total = drawn(), drawn()
+    moments = [torch.zeros(TRAINED) for _ in range(settings.slots)]
+    counter, frozen = torch.tensor([7]), torch.randn(3)
+    flat = Flat(weights, TRAINED, moments, total)
+    state = [
+        Live("weight", 0, torch.from_numpy(weights)[10:100]),
+        Live("counter", 0, counter),
+        Live("frozen", 0, frozen),
+    ]
+    state += [Live(f"moment{index}", 0, one[10:100]) for index, one in enumerate(moments)]
+    image, arrays = imaged([flat], ["counter"], state)
+    update = updating(settings, torch.from_numpy(weights[:TRAINED]), moments)
+    with Arena.create(tmp_path / "arena", 1 << 20) as arena:
+        mirror = Mirror(Image.heard(vars(image)), Vectors(arena, "test."), "mirror", settings, True)
+        coming = iter([one for one in arrays if one.nbytes])
+
+        def receive(into: memoryview) -> None:
+            into[:] = next(coming).data
+
+        mirror.take(receive, 0)
+        for step in range(STEPS):
+            total[:] = drawn()
+            mirror.totals[0][:] = total
+            mirror.counts[:] = (counter + 1).numpy().view(np.uint8)
+            mirror.due(step + 1, 0.01)
+            before = [part.step for part in mirror.apart()]
+            go_on(update, weights, TRAINED, total, 0.01, step)
+            counter += 1
+            assert before == [step, step + 1]
+            assert mirror.part.step == step + 1
+            for one, (piece, _) in zip(state, image.pieces, strict=True):
+                assert mirror.part[piece].tobytes() == one.elements.numpy().tobytes(), (step, one.name)
+        assert not mirror.go_on()
+        del mirror
