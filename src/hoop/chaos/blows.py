@@ -50,14 +50,19 @@ class Outcome:
 class Blows:
     """Strikes at a fleet that a job runs on."""
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, watch: Watch, devices: int) -> None:
+    def __init__(self, fleet: Fleet, cluster: Cluster, watch: Watch, devices: int, every_s: float) -> None:
+        """A blow every so many seconds, or as soon as the one before is over."""
         self._fleet, self._cluster, self._watch, self._wanted = fleet, cluster, watch, devices
+        self._every_s, self._due = every_s, 0.0
 
     def strike(self, chance: Chance) -> Outcome:
         """One fault; returns when its consequences are over."""
         watch = self._watch
         begun = watch.step
         watch.until(lambda: watch.step >= begun + chance.gap, f"{chance.gap} more steps")
+        watch.until(
+            lambda: time.monotonic() >= self._due, "the next fault's turn", self._every_s + PATIENCE_S
+        )
         alive = self._alive()
         kind = chance.kind
         if kind == "join" and len(alive) >= self._wanted + MORE:
@@ -66,6 +71,7 @@ class Blows:
         if kind not in ("join", "coordinator"):
             outcome.device = chance.of(list(alive))
         self._struck, self._seen, repeated = time.monotonic(), len(watch.events), watch.repeated
+        self._due = self._struck + self._every_s
         getattr(self, f"_{kind}")(outcome, alive.get(outcome.device, 0))
         self._settle()
         outcome.settled_s = time.monotonic() - self._struck
@@ -85,10 +91,14 @@ class Blows:
         self._watch.until(lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job")
 
     def _lost(self, outcome: Outcome) -> None:
-        """Waits until a device is missed, and the others go on."""
-        lost = self._watch.event("lost", self._seen, device=outcome.device)
-        outcome.detected_s = lost.at - self._struck
+        """Waits until a device is missed, and the others go on.
+
+        It is known to be lost when the others get their new seats, or its end was told before.
+        """
+        self._watch.event("lost", self._seen, device=outcome.device)
         outcome.pause_s = self._watch.event("recovered", self._seen).at - self._struck
+        known = (one for one in self._watch.events[self._seen :] if one.kind in ("lost", "reseated"))
+        outcome.detected_s = next(known).at - self._struck
 
     def _end(self, pid: int, how: signal.Signals) -> int:
         """Ends a device's process; the code it ended with."""
@@ -142,7 +152,7 @@ class Blows:
 
     def _coordinator(self, outcome: Outcome, _: int) -> None:
         self._fleet.coordinator.kill()
-        self._fleet.coordinator.wait()
+        self._fleet.coordinator.communicate()
         threading.Event().wait(AWAY_S)
         self._fleet.coordinate()
         self._watch.event("back", self._seen)

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -23,12 +24,11 @@ class Fleet:
 
     def __init__(self, folder: Path, devices: int, memory: int) -> None:
         self._folder, self._memory = folder, memory
-        self._port = 0
+        self._port, self._first = 0, devices
         self.devices: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
-        self.coordinate()
-        for _ in range(devices):
-            self.device()
+        self.stubborn: list[int] = []
+        """Those that did not leave when they were told to, at the end, and were killed."""
 
     def coordinate(self) -> None:
         """The coordinator; a later one is where the first one was, with what it knew."""
@@ -38,11 +38,12 @@ class Fleet:
         self._port = self.address.port
 
     def device(self) -> subprocess.Popen[str]:
-        found = self.start("device", "--join", str(self.address), "--memory", str(self._memory), "--quiet")
-        self.devices.append(found)
-        return found
+        where = "--join", str(self.address), "--memory", str(self._memory), "--quiet"
+        self.devices = [one for one in self.devices if one.poll() is None]
+        self.devices.append(self.start("device", *where, stdout=subprocess.DEVNULL))
+        return self.devices[-1]
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
         """A command of Hoop's; what it complains of is kept in the folder."""
         with open(self._folder / f"{arguments[0]}.err", "ab") as errors:
             process = subprocess.Popen(
@@ -50,10 +51,11 @@ class Fleet:
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for whoever leads
             )
+        self._all = [one for one in self._all if one.poll() is None]
         self._all.append(process)
         return process
 
@@ -65,6 +67,13 @@ class Fleet:
         return "\n".join(found)
 
     def __enter__(self) -> Fleet:
+        try:
+            self.coordinate()
+            for _ in range(self._first):
+                self.device()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -75,10 +84,12 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 one.send_signal(signal.SIGCONT)
                 one.terminate()
+        deadline = time.monotonic() + END_S
         for one in self._all:
             try:
-                one.communicate(timeout=END_S)
+                one.communicate(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                self.stubborn.append(one.pid)
                 one.kill()
                 one.communicate()
 
