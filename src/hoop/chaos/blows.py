@@ -13,7 +13,7 @@ from hoop.chaos.fleet import Fleet
 from hoop.chaos.schedule import Chance
 from hoop.chaos.watch import PATIENCE_S, Watch
 from hoop.client.cluster import Cluster
-from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.errors import DeadlineExceeded, PeerLost
 
 SLOW_S, RUNS_S, RESTS_S = 2.0, 0.02, 0.04
 MORE = 2
@@ -40,6 +40,9 @@ class Outcome:
     """Until the job had all its devices again."""
     repeated: int = 0
     """Steps done again."""
+    back_s: float | None = None
+    """Until one that was stopped was in the job again, from when it went on; until a new coordinator had all devices
+    and the job, from its start."""
     replaced: bool = False
     """A device that was stopped did not come back into the job, and another took its place."""
 
@@ -115,10 +118,12 @@ class Blows:
         try:
             self._lost(outcome)
         finally:
+            went_on = time.monotonic()
             os.kill(pid, signal.SIGCONT)
         ranks = self._watch.ranks
         try:
             self._watch.until(lambda: self._watch.ranks > ranks, "the one that was stopped", BACK_S)
+            outcome.back_s = time.monotonic() - went_on
         except DeadlineExceeded:
             outcome.replaced = True
             self._end(pid, signal.SIGKILL)
@@ -154,15 +159,13 @@ class Blows:
         self._fleet.coordinator.kill()
         self._fleet.coordinator.communicate()
         threading.Event().wait(AWAY_S)
+        started = time.monotonic()
         self._fleet.coordinate()
         self._watch.event("back", self._seen)
         outcome.detected_s = self._watch.event("away", self._seen).at - self._struck
         step = self._watch.step
         self._watch.until(lambda: self._watch.step > step, "steps after the coordinator is back")
         outcome.pause_s = 0.0  # steps need no coordinator
-        while True:
-            try:
-                self._cluster.status()
-                return
-            except HoopError:
-                self._cluster.knock(PATIENCE_S)
+        self._cluster.knock(PATIENCE_S)
+        self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
+        outcome.back_s = time.monotonic() - started
