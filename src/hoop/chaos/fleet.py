@@ -83,7 +83,8 @@ class Fleet:
         for one in living:
             with contextlib.suppress(ProcessLookupError):
                 one.send_signal(signal.SIGCONT)
-                one.terminate()
+                # A client that is told to end would wait for its coordinator, and that leaves as well.
+                one.terminate() if one is self.coordinator or one in self.devices else one.kill()
         deadline = time.monotonic() + END_S
         for one in self._all:
             try:
