@@ -157,7 +157,7 @@ class Blows:
 
     def _coordinator(self, outcome: Outcome, _: int) -> None:
         self._fleet.coordinator.kill()
-        self._fleet.coordinator.communicate()
+        self._fleet.coordinator.wait()
         threading.Event().wait(AWAY_S)
         started = time.monotonic()
         self._fleet.coordinate()

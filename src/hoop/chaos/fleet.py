@@ -1,4 +1,7 @@
-"""The processes that faults happen to: a coordinator with a journal, and devices. None outlives its owner."""
+"""The processes that faults happen to: a coordinator with a journal, and devices. None outlives its owner.
+
+Each holds a pipe from it and leaves when that closes, however the owner ended.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from hoop.topology import Address
 
 START_S = 60.0
 END_S = 10.0
+_HELD = "--leave-with-stdin"
 
 
 class Fleet:
@@ -33,28 +37,32 @@ class Fleet:
     def coordinate(self) -> None:
         """The coordinator; a later one is where the first one was, with what it knew."""
         journal = str(self._folder / "journal")
-        self.coordinator = self.start("coordinator", "--journal", journal, "--port", str(self._port))
+        port = str(self._port)
+        self.coordinator = self.start("coordinator", "--journal", journal, "--port", port, _HELD)
         self.address = Address.parse(_first_line(self.coordinator).split()[-1])
         self._port = self.address.port
 
     def device(self) -> subprocess.Popen[str]:
-        where = "--join", str(self.address), "--memory", str(self._memory), "--quiet"
+        where = "--join", str(self.address), "--memory", str(self._memory), "--quiet", _HELD
         self.devices = [one for one in self.devices if one.poll() is None]
-        self.devices.append(self.start("device", *where, stdout=subprocess.DEVNULL))
+        self.devices.append(self.start("device", *where))
         return self.devices[-1]
 
-    def start(self, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of Hoop's; what it complains of is kept in the folder."""
         with open(self._folder / f"{arguments[0]}.err", "ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hoop", *arguments],
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdin=subprocess.PIPE if _HELD in arguments else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for whoever leads
             )
+        for one in self._all:
+            if one.stdin is not None and one.poll() is not None:  # its pipes would stay open
+                one.communicate()
         self._all = [one for one in self._all if one.poll() is None]
         self._all.append(process)
         return process
