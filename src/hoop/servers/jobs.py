@@ -199,6 +199,7 @@ class Jobs:
                 self._seating.excuse([device_id], 0.0)
                 return
             case "ready" if not member:
+                self._seating.excuse([device_id], 0.0)  # one that was only away has nothing to load
                 job.ready.add(device_id)
                 job.changed.set()
             case "moved" | "recovered":
