@@ -1,207 +1,135 @@
-"""A rank is killed (SIGKILL) in the middle of a training: how long until the next step is finished, and what was lost.
+"""A rank is struck in the middle of a training: how long until the next step is finished, and what was lost.
 
     python benchmarks/recovery/recovery.py --turns 3
+    python benchmarks/recovery/recovery.py --fault stop --patience 60
 
-Hoop, data parallel on devices of this machine, beside ``torchrun`` elastic with DDP over Gloo: the same MLP
-784-128-64-10, global batch 256, SGD, every process with one core, in turns. torchrun restarts every rank, which goes on
-from its last checkpoint, written after every ``--every`` steps; Hoop's survivors finish the step they are in.
+Hoop, data parallel on devices of this machine, beside ``torchrun`` elastic with DDP over Gloo: MNIST by the MLP
+784-128-64-10, global batch 256, SGD, 4 epochs, every process with one core, in turns. torchrun restarts every rank,
+which goes on from the last checkpoint, one every ``--every`` steps; Hoop's survivors finish the step they are in. Both
+train to the end: samples are counted from each contender's own record of finished steps, the final weights compared
+with those of the same contender undisturbed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-BATCH = 256
-PATIENCE_S = 120.0
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+TORCH_TIMEOUT_S = 1800.0
+Result = dict[str, Any]
 
 
-def rank_main(folder: Path, every: int) -> None:
-    """One rank under torchrun; tells each step that it has finished, with the time, in a file of its process."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(1)
-    layers = [nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
-    model = DistributedDataParallel(nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    images, labels = torch.rand(BATCH, 784), torch.randint(0, 10, (BATCH,))
-    own = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
-    checkpoint, done = folder / "checkpoint.pt", 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        done = state["done"]
-    with open(folder / f"steps-{os.getpid()}", "a", buffering=1) as told:
-        while True:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
-            optimizer.step()
-            done += 1
-            told.write(f"{rank} {done} {time.time()}\n")
-            if rank == 0 and done % every == 0:
-                fresh = checkpoint.with_suffix(".new")
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done}
-                torch.save(state, fresh)
-                fresh.replace(checkpoint)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def steps_in(folder: Path) -> dict[int, list[tuple[int, int, float]]]:
-    """What each process has told: (rank, step, time)."""
-    found = {}
-    for path in folder.glob("steps-*"):
-        lines = [line.split() for line in path.read_text().splitlines()]
-        found[int(path.name[6:])] = [
-            (int(r), int(s), float(t)) for r, s, t in (x for x in lines if len(x) == 3)
-        ]
-    return found
+def _mapped(folder: Path) -> None:
+    """MNIST as bytes that the rival's ranks can map."""
+    from hoop.data.catalog import load
+
+    train = load("mnist").train
+    (folder / "images").write_bytes(train.images.tobytes())
+    (folder / "labels").write_bytes(train.labels.astype("uint8").tobytes())
 
 
-def until(happened: Any, what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := happened()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {PATIENCE_S:g} s: {what}")
-        time.sleep(0.005)
-    return found
-
-
-@contextmanager
-def running(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, env=ENV, text=True, start_new_session=True, **options)
+def _turn(contender: Callable[..., Result], ranks: int, given: argparse.Namespace) -> Result:
+    """One fault; that a contender does not recover is a result as well."""
     try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        return contender(ranks, FAULTS[given.fault], given.patience, given)
+    except TimeoutError as error:
+        return {"seconds": None, "said": str(error)}
 
 
-def torchrun(ranks: int, every: int) -> dict[str, float]:
-    """Kills the highest rank after some steps; the first step of the next generation ends the wait."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
-        with socket.create_server(("127.0.0.1", 0)) as probe:  # --standalone does not survive a restart
-            port = probe.getsockname()[1]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=3"]
-        command += [__file__, "--rank", scratch, "--every", str(every)]
-        with running(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
-            until(
-                lambda: sum(len(told) > 1.5 * every for told in steps_in(folder).values()) == ranks,
-                "first steps",
-            )
-            before = steps_in(folder)
-            victim = next(pid for pid, told in before.items() if told[-1][0] == ranks - 1)
-            killed = time.time()
-            os.kill(victim, signal.SIGKILL)
-
-            def again() -> list[tuple[int, int, float]]:
-                after = {pid: told for pid, told in steps_in(folder).items() if pid not in before}
-                return [told[0] for told in after.values() if told] if len(after) >= ranks else []
-
-            first = until(lambda: len(again()) == ranks and again(), "a step after the restart")
-            last = max(told[-1][1] for pid, told in steps_in(folder).items() if pid in before)
-        next_step = max(moment for _, _, moment in first)
-        return {"seconds": next_step - killed, "repeated": max(0, last - (first[0][1] - 1))}
+def _row(name: str, ranks: int, turns: list[Result], patience: float) -> str:
+    done = [one for one in turns if one["seconds"] is not None]
+    cells = [f"{name}, {ranks} ranks"]
+    if done:
+        times = sorted(one["seconds"] for one in done)
+        cells += [f"{statistics.median(times):.2f}", f"{times[0]:.2f} to {times[-1]:.2f}"]
+        cells += [_range(done, key) for key in ("steps_repeated", "samples_lost", "samples_repeated")]
+        cells.append(f"{sum(one['equal'] for one in done)} of {len(done)}")
+    else:
+        cells += [f"not within {patience:g}", *["–"] * 5]
+    cells.append(f"{len(done)} of {len(turns)}")
+    return f"| {' | '.join(cells)} |"
 
 
-def hoop(ranks: int, _: int) -> dict[str, float]:
-    """Kills a device; ``recovered`` is told when the step under way is finished by the others."""
-    with tempfile.TemporaryDirectory() as scratch:
-        address = Path(scratch) / "address"
-        up = [sys.executable, "-m", "hoop", "up", "--devices", str(ranks), "--address-file", str(address)]
-        with running(*up, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as cluster:
-            assert cluster.stdout is not None
-            cluster.stdout.readline()
-            return _hoop(address.read_text().strip(), ranks)
+def _range(turns: list[Result], key: str) -> str:
+    values = sorted(one[key] for one in turns)
+    return f"{values[0]:,}" if values[0] == values[-1] else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _hoop(address: str, ranks: int) -> dict[str, float]:
-    from hoop.client.cluster import connect
-
-    train = [sys.executable, "-m", "hoop", "train", "mnist", "--batch-size", str(BATCH), "--optimizer", "sgd"]
-    train += ["--epochs", "1000", "--set", "evaluate_every=0", "--coordinator", address, "--json"]
-    with (
-        connect(address) as cluster,
-        running(*train, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL),
-    ):
-        started = (event for event in cluster.events(follow=True) if event.kind == "job_started")
-        job = cluster.job(int(next(started).fields["job"]))
-        pids = {one.device.device_id: one.device.pid for one in cluster.status().devices}
-        killed = last = 0.0
-        for event in job.events():
-            if event.kind == "steps":
-                last = event.told["first"] + len(event.told["loss"])
-                if not killed and last > 100:
-                    killed = time.time()
-                    os.kill(pids[max(pids)], signal.SIGKILL)
-            if event.kind == "recovered":
-                # The step is finished when this is told; had one been begun anew, its number would show.
-                return {"seconds": event.time - killed, "repeated": max(0.0, last - event.told["step"])}
-    raise RuntimeError(f"hoop did not recover on {ranks} devices")
-
-
-CONTENDERS = {"hoop": hoop, "torchrun": torchrun}
+def _print(found: Mapping[int, Mapping[str, list[Result]]], patience: float) -> None:
+    print(
+        "| | fault to the next finished step, s (median) | least to most | steps repeated | samples lost | ",
+        end="",
+    )
+    print("samples repeated | weights as undisturbed | recovered |")
+    print("|---" * 8 + "|")
+    for ranks, of in found.items():
+        for name, turns in of.items():
+            print(_row(name, ranks, turns, patience))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--turns", type=int, default=3, help="of each contender")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", default="2,4", help="how many; several with commas")
+    parser.add_argument("--fault", choices=sorted(FAULTS), default="kill", help="SIGKILL or SIGSTOP")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds to wait for the next step")
     parser.add_argument("--every", type=int, default=100, help="steps between torchrun's checkpoints")
+    parser.add_argument(
+        "--gloo-timeout",
+        type=float,
+        default=TORCH_TIMEOUT_S,
+        help="seconds that Gloo waits for a silent rank; PyTorch's own default is 1800",
+    )
+    parser.add_argument("--contenders", default="hoop,torchrun")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--contenders", default=",".join(CONTENDERS))
     given = parser.parse_args()
+    from on_torchrun import rank_main, torchrun
+
     if given.rank is not None:
-        rank_main(given.rank, given.every)
+        rank_main(given.rank, given.every, given.gloo_timeout)
         return
+    from on_hoop import hoop
+
+    contenders = {"hoop": hoop, "torchrun": torchrun}
     names = given.contenders.split(",")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(given.turns):
-        for name in names:
-            try:
-                found[name].append(CONTENDERS[name](given.ranks, given.every))
-            except TimeoutError as error:  # which is a result as well
-                print(f"turn {turn + 1}, {name}: {error}", file=sys.stderr)
-                found[name].append({"seconds": math.inf, "repeated": 0})
-            print(f"turn {turn + 1}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
+    found: dict[int, dict[str, list[Result]]] = {}
+    with tempfile.TemporaryDirectory() as given.data:
+        _mapped(Path(given.data))
+        for ranks in map(int, given.ranks.split(",")):
+            undisturbed = {}
+            for name in names:
+                _say(f"{name}, {ranks} ranks, undisturbed …")
+                undisturbed[name] = contenders[name](ranks, None, given.patience, given)
+            found[ranks] = {name: [] for name in names}
+            for turn in range(1, given.turns + 1):
+                for name in names:
+                    one = _turn(contenders[name], ranks, given)
+                    if "weights" in one:
+                        one["equal"] = one["weights"] == undisturbed[name]["weights"]
+                    found[ranks][name].append(one)
+                    _say(f"{name}, {ranks} ranks, turn {turn} of {given.turns}: {one}")
     if given.json:
-        print(json.dumps({"machine": platform.platform(), "ranks": given.ranks, **found}))
-        return
-    print("| | kill to the next finished step, s | fastest, slowest | steps repeated |")
-    print("|---|---|---|---|")
-    for name, runs in found.items():
-        times = sorted(run["seconds"] for run in runs)
-        repeated = sorted(int(run["repeated"]) for run in runs)
-        spread = f"{times[0]:.2f}, {times[-1]:.2f}"
-        print(f"| {name} | {statistics.median(times):.2f} | {spread} | {repeated[len(repeated) // 2]} |")
+        load = os.getloadavg()[0]
+        print(
+            json.dumps({"machine": platform.platform(), "load": load, "fault": given.fault, "ranks": found})
+        )
+    else:
+        _print(found, given.patience)
 
 
 if __name__ == "__main__":

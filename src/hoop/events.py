@@ -54,6 +54,11 @@ class EventLog:
             listener(event)
         return event
 
+    @property
+    def last(self) -> int:
+        """The number of the newest event; 0: there was none yet."""
+        return self._last
+
     def after(self, sequence: int = 0) -> list[Event]:
         """The events with a higher sequence that are still held."""
         with self._changed:

@@ -37,6 +37,9 @@ def test_the_table_has_a_line_a_kind() -> None:
     (row,) = table(found).rows
     assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0, 0]
     assert "NOT those of" in verdict(found)
+    found.seconds, found.failed = 20.0, "the job has ended"
+    assert "one every 10.0 s (360 an hour)" in verdict(found)
+    assert "the next was not survived" in verdict(found)
 
 
 @pytest.mark.timeout(300)
@@ -56,4 +59,23 @@ def test_a_short_run_under_faults_comes_to_the_same_weights(tmp_path: Path) -> N
     assert found["weights_sha256"] == found["undisturbed_sha256"]
     assert sorted(one["kind"] for one in found["faults"]) == ["coordinator", "kill"]
     assert all(one["pause_s"] is not None for one in found["faults"]), "each of them fired, and was noticed"
+    assert found["stubborn"] == [], "all left when they were told to"
+    assert found["failed"] == ""
+    assert found["faults_an_hour"] == pytest.approx(3600 * 2 / found["seconds"])
     assert json.loads(out.read_text()) == found
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_does_not_start_is_told_of_and_nothing_is_left() -> None:
+    """Whoever waits for it does not wait for ever."""
+    run = subprocess.run(
+        [sys.executable, "-m", "hoop", "chaos", "--faults=1", "--devices=2", "--job=no_such_job"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=os.environ,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "hoop train has ended with code 2" in run.stderr
+    assert "no_such_job" in run.stderr

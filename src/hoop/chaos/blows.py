@@ -13,7 +13,7 @@ from hoop.chaos.fleet import Fleet
 from hoop.chaos.schedule import Chance
 from hoop.chaos.watch import PATIENCE_S, Watch
 from hoop.client.cluster import Cluster
-from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.errors import DeadlineExceeded, PeerLost
 
 SLOW_S, RUNS_S, RESTS_S = 2.0, 0.02, 0.04
 MORE = 2
@@ -40,6 +40,9 @@ class Outcome:
     """Until the job had all its devices again."""
     repeated: int = 0
     """Steps done again."""
+    back_s: float | None = None
+    """Until one that was stopped was in the job again, from when it went on; until a new coordinator had all devices
+    and the job, from its start."""
     replaced: bool = False
     """A device that was stopped did not come back into the job, and another took its place."""
 
@@ -50,14 +53,19 @@ class Outcome:
 class Blows:
     """Strikes at a fleet that a job runs on."""
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, watch: Watch, devices: int) -> None:
+    def __init__(self, fleet: Fleet, cluster: Cluster, watch: Watch, devices: int, every_s: float) -> None:
+        """A blow every so many seconds, or as soon as the one before is over."""
         self._fleet, self._cluster, self._watch, self._wanted = fleet, cluster, watch, devices
+        self._every_s, self._due = every_s, 0.0
 
     def strike(self, chance: Chance) -> Outcome:
         """One fault; returns when its consequences are over."""
         watch = self._watch
         begun = watch.step
         watch.until(lambda: watch.step >= begun + chance.gap, f"{chance.gap} more steps")
+        watch.until(
+            lambda: time.monotonic() >= self._due, "the next fault's turn", self._every_s + PATIENCE_S
+        )
         alive = self._alive()
         kind = chance.kind
         if kind == "join" and len(alive) >= self._wanted + MORE:
@@ -66,6 +74,7 @@ class Blows:
         if kind not in ("join", "coordinator"):
             outcome.device = chance.of(list(alive))
         self._struck, self._seen, repeated = time.monotonic(), len(watch.events), watch.repeated
+        self._due = self._struck + self._every_s
         getattr(self, f"_{kind}")(outcome, alive.get(outcome.device, 0))
         self._settle()
         outcome.settled_s = time.monotonic() - self._struck
@@ -85,10 +94,14 @@ class Blows:
         self._watch.until(lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job")
 
     def _lost(self, outcome: Outcome) -> None:
-        """Waits until a device is missed, and the others go on."""
-        lost = self._watch.event("lost", self._seen, device=outcome.device)
-        outcome.detected_s = lost.at - self._struck
+        """Waits until a device is missed, and the others go on.
+
+        It is known to be lost when the others get their new seats, or its end was told before.
+        """
+        self._watch.event("lost", self._seen, device=outcome.device)
         outcome.pause_s = self._watch.event("recovered", self._seen).at - self._struck
+        known = (one for one in self._watch.events[self._seen :] if one.kind in ("lost", "reseated"))
+        outcome.detected_s = next(known).at - self._struck
 
     def _end(self, pid: int, how: signal.Signals) -> int:
         """Ends a device's process; the code it ended with."""
@@ -105,10 +118,12 @@ class Blows:
         try:
             self._lost(outcome)
         finally:
+            went_on = time.monotonic()
             os.kill(pid, signal.SIGCONT)
         ranks = self._watch.ranks
         try:
             self._watch.until(lambda: self._watch.ranks > ranks, "the one that was stopped", BACK_S)
+            outcome.back_s = time.monotonic() - went_on
         except DeadlineExceeded:
             outcome.replaced = True
             self._end(pid, signal.SIGKILL)
@@ -144,15 +159,13 @@ class Blows:
         self._fleet.coordinator.kill()
         self._fleet.coordinator.wait()
         threading.Event().wait(AWAY_S)
+        started = time.monotonic()
         self._fleet.coordinate()
         self._watch.event("back", self._seen)
         outcome.detected_s = self._watch.event("away", self._seen).at - self._struck
         step = self._watch.step
         self._watch.until(lambda: self._watch.step > step, "steps after the coordinator is back")
         outcome.pause_s = 0.0  # steps need no coordinator
-        while True:
-            try:
-                self._cluster.status()
-                return
-            except HoopError:
-                self._cluster.knock(PATIENCE_S)
+        self._cluster.knock(PATIENCE_S)
+        self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
+        outcome.back_s = time.monotonic() - started

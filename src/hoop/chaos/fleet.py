@@ -1,4 +1,7 @@
-"""The processes that faults happen to: a coordinator with a journal, and devices. None outlives its owner."""
+"""The processes that faults happen to: a coordinator with a journal, and devices. None outlives its owner.
+
+Each holds a pipe from it and leaves when that closes, however the owner ended.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +20,7 @@ from hoop.topology import Address
 
 START_S = 60.0
 END_S = 10.0
+_HELD = "--leave-with-stdin"
 
 
 class Fleet:
@@ -23,24 +28,25 @@ class Fleet:
 
     def __init__(self, folder: Path, devices: int, memory: int) -> None:
         self._folder, self._memory = folder, memory
-        self._port = 0
+        self._port, self._first = 0, devices
         self.devices: list[subprocess.Popen[str]] = []
         self._all: list[subprocess.Popen[str]] = []
-        self.coordinate()
-        for _ in range(devices):
-            self.device()
+        self.stubborn: list[int] = []
+        """Those that did not leave when they were told to, at the end, and were killed."""
 
     def coordinate(self) -> None:
         """The coordinator; a later one is where the first one was, with what it knew."""
         journal = str(self._folder / "journal")
-        self.coordinator = self.start("coordinator", "--journal", journal, "--port", str(self._port))
+        port = str(self._port)
+        self.coordinator = self.start("coordinator", "--journal", journal, "--port", port, _HELD)
         self.address = Address.parse(_first_line(self.coordinator).split()[-1])
         self._port = self.address.port
 
     def device(self) -> subprocess.Popen[str]:
-        found = self.start("device", "--join", str(self.address), "--memory", str(self._memory), "--quiet")
-        self.devices.append(found)
-        return found
+        where = "--join", str(self.address), "--memory", str(self._memory), "--quiet", _HELD
+        self.devices = [one for one in self.devices if one.poll() is None]
+        self.devices.append(self.start("device", *where))
+        return self.devices[-1]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of Hoop's; what it complains of is kept in the folder."""
@@ -49,11 +55,15 @@ class Fleet:
                 [sys.executable, "-m", "hoop", *arguments],
                 text=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if _HELD in arguments else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,  # Ctrl-C is for whoever leads
             )
+        for one in self._all:
+            if one.stdin is not None and one.poll() is not None:  # its pipes would stay open
+                one.communicate()
+        self._all = [one for one in self._all if one.poll() is None]
         self._all.append(process)
         return process
 
@@ -65,6 +75,13 @@ class Fleet:
         return "\n".join(found)
 
     def __enter__(self) -> Fleet:
+        try:
+            self.coordinate()
+            for _ in range(self._first):
+                self.device()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -74,11 +91,14 @@ class Fleet:
         for one in living:
             with contextlib.suppress(ProcessLookupError):
                 one.send_signal(signal.SIGCONT)
-                one.terminate()
+                # A client that is told to end would wait for its coordinator, and that leaves as well.
+                one.terminate() if one is self.coordinator or one in self.devices else one.kill()
+        deadline = time.monotonic() + END_S
         for one in self._all:
             try:
-                one.communicate(timeout=END_S)
+                one.communicate(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                self.stubborn.append(one.pid)
                 one.kill()
                 one.communicate()
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class ChaosConfig:
     pace: int = 8
     """How many times slower than it could each device computes: so that the run to compare with is a short one."""
     kinds: Sequence[str] = KINDS
+    every_s: float = 0.0
+    """Seconds from fault to fault at least; 0: the next as soon as the consequences of the last are over."""
 
 
 @dataclass
@@ -49,10 +52,18 @@ class Chaos:
     steps: int = 0
     seconds: float = 0.0
     """From the first fault to the end of the last one's consequences."""
-    goodput: float = 0.0
+    goodput: float = 1.0
     """The share of that time in which steps went on as usual."""
     weights: str = ""
     undisturbed: str = ""
+    failed: str = ""
+    """Why it was not survived; what happened before is known all the same."""
+    stubborn: list[int] = field(default_factory=list)
+    """Processes that did not leave when they were told to, at the end."""
+
+    @property
+    def faults_an_hour(self) -> float:
+        return 3600 * len(self.outcomes) / self.seconds if self.seconds else 0.0
 
     @property
     def equal(self) -> bool:
@@ -61,14 +72,20 @@ class Chaos:
     def as_dict(self) -> dict[str, Any]:
         config = self.config
         return {
-            **{name: getattr(config, name) for name in ("seed", "job", "strategy", "devices")},
+            **{
+                name: getattr(config, name)
+                for name in ("seed", "job", "strategy", "devices", "pace", "every_s")
+            },
             "faults": [one.as_dict() for one in self.outcomes],
+            "faults_an_hour": self.faults_an_hour,
             "steps": self.steps,
             "seconds": self.seconds,
             "goodput": self.goodput,
             "weights_sha256": self.weights,
             "undisturbed_sha256": self.undisturbed,
             "equal": self.equal,
+            "failed": self.failed,
+            "stubborn": self.stubborn,
         }
 
 
@@ -84,7 +101,10 @@ def chaos(config: ChaosConfig, tell: Tell) -> Chaos:
             try:
                 _disturbed(fleet, found, chances, tell)
             except HoopError as error:
-                raise type(error)(f"{error}\n{fleet.complaints()}") from error
+                found.failed = f"{error}\n{fleet.complaints()}"
+        found.stubborn = fleet.stubborn
+        if found.failed:
+            return found
         tell(f"the same {found.steps} steps, undisturbed …")
         found.undisturbed = _undisturbed(found)
     return found
@@ -102,21 +122,26 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell) -
         cluster.wait_for_devices(config.devices, START_S)
         where = ["--coordinator", str(fleet.address), "--devices", str(config.devices), "--json"]
         run = fleet.start("train", *_settings(config), *slowly, *where)
-        started = (one for one in cluster.events(follow=True) if one.kind == "job_started")
-        watch = Watch(cluster, int(next(started).fields["job"]), config.devices)
+        watch = Watch(cluster, config.devices)
+        threading.Thread(target=_to_its_end, args=(run, watch), daemon=True).start()
         watch.event("started", 0)
-        blows = Blows(fleet, cluster, watch, config.devices)
+        blows = Blows(fleet, cluster, watch, config.devices, config.every_s)
         began, first = time.monotonic(), watch.step
         for chance in chances:
             outcome = blows.strike(chance)
             found.outcomes.append(outcome)
-            tell(_sentence(outcome, len(chances)))
-        found.seconds = time.monotonic() - began
-        found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds) if chances else 1.0
+            found.seconds = time.monotonic() - began
+            found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds)
+            tell(f"{found.seconds:5.0f} s  {_sentence(outcome, len(chances))}")
         run.send_signal(signal.SIGINT)  # it stops after a step that all agree on
         result = _result(run)
         watch.join()
     found.steps, found.weights = result["steps"], result["weights_sha256"]
+
+
+def _to_its_end(run: subprocess.Popen[str], watch: Watch) -> None:
+    """Without whoever started the job nothing is waited for, least of all if it never came to start it."""
+    watch.end(f"hoop train has ended with code {run.wait()}")
 
 
 def _sentence(outcome: Outcome, of: int) -> str:

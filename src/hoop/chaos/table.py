@@ -35,9 +35,11 @@ def _times(of: Sequence[Outcome], name: str) -> tuple[float | None, float | None
 def verdict(found: Chaos) -> str:
     """One sentence."""
     config = found.config
-    same = "the same as" if found.equal else f"NOT those of ({found.undisturbed})"
+    count, same = len(found.outcomes), "the same as" if found.equal else f"NOT those of ({found.undisturbed})"
+    weights = f"{found.steps} steps, weights {found.weights}, {same} the undisturbed run's"
     return (
-        f"{len(found.outcomes)} faults in {found.seconds:.0f} s on {config.devices} devices, {config.job} by "
-        f"{config.strategy}, seed {config.seed}; {found.steps} steps, goodput {found.goodput:.2f}; "
-        f"weights {found.weights}, {same} the undisturbed run's"
+        f"{count} faults in {found.seconds:.0f} s, one every {found.seconds / max(1, count):.1f} s "
+        f"({found.faults_an_hour:.0f} an hour), on {config.devices} devices, {config.job} by {config.strategy} "
+        f"{config.pace} times slower than they could, seed {config.seed}; goodput {found.goodput:.2f}; "
+        + ("the next was not survived" if found.failed else weights)
     )

@@ -31,9 +31,9 @@ class Heard(NamedTuple):
 
 
 class Watch:
-    """Follows a job on a thread of its own, to its end."""
+    """Follows the cluster's next job on a thread of its own, to its end."""
 
-    def __init__(self, cluster: Cluster, job: int, ranks: int) -> None:
+    def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.ranks = ranks
         """How many devices take part, as far as is known."""
         self.step = 0
@@ -43,20 +43,25 @@ class Watch:
         self._seconds: list[float] = []
         self._changed = threading.Condition()
         self._over: str | None = None
-        self._thread = threading.Thread(target=self._follow, args=(cluster, job), daemon=True)
+        self._thread = threading.Thread(target=self._follow, args=(cluster,), daemon=True)
         self._thread.start()
 
-    def _follow(self, cluster: Cluster, job: int) -> None:
+    def _follow(self, cluster: Cluster) -> None:
         over = "the job has ended"
         try:
-            for event in cluster.job(job).events(patience=PATIENCE_S):
+            started = next(one for one in cluster.events(follow=True) if one.kind == "job_started")
+            for event in cluster.job(int(started.fields["job"])).events(patience=PATIENCE_S):
                 with self._changed:
                     self._note(event)
                     self._changed.notify_all()
         except (HoopError, ValueError) as error:  # the latter from a cluster that was closed meanwhile
             over = str(error)
+        self.end(over)
+
+    def end(self, why: str) -> None:
+        """Nothing more is to be waited for."""
         with self._changed:
-            self._over = over
+            self._over = self._over or why
             self._changed.notify_all()
 
     def _note(self, event: JobEvent) -> None:

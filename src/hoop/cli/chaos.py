@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json as json_module
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hoop.cli import options
+from hoop.config import parse_duration
 from hoop.errors import InternalError
 from hoop.files import write_text
 
@@ -25,6 +28,9 @@ def chaos(
     pace: Annotated[
         int, typer.Option(min=1, help="Times slower than it could that each device computes.")
     ] = 8,
+    every: Annotated[
+        str, typer.Option(help="Time from fault to fault at least, like 15s; 0: as soon as the last is over.")
+    ] = "0",
     out: Annotated[Path | None, typer.Option(help="Keep everything here, as JSON.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
     json: options.Json = False,
@@ -32,16 +38,18 @@ def chaos(
     """Train while devices are killed, stopped, slowed down, joined and sent away, and the coordinator restarted.
 
     Lost devices are replaced. At the end the weights are compared with those of the same number of steps without any
-    fault: exit code 0 means that they are equal to the bit. The same seed gives the same faults.
+    fault: exit code 0 means that they are equal to the bit. The same seed gives the same faults. Goodput is the share
+    of the time in which steps went on as usual: it depends on how often something happens (--every 15s).
     """
     from hoop.chaos.run import ChaosConfig
     from hoop.chaos.run import chaos as run
     from hoop.chaos.table import table, verdict
     from hoop.strategies.catalog import parse
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: nothing is left
     parse(strategy)
     wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
-    config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted)
+    config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted, parse_duration(every, "--every"))
     found = run(config, lambda text: typer.echo(text, err=True))
     if out is not None:
         write_text(out, json_module.dumps(found.as_dict(), indent=2) + "\n")
@@ -54,5 +62,7 @@ def chaos(
 
         Console().print(table(found).rich())
         typer.echo(verdict(found))
+    if found.failed:
+        raise InternalError(f"after {len(found.outcomes)} faults: {found.failed}")
     if not found.equal:
         raise InternalError("the weights are not those of the undisturbed run")

@@ -91,6 +91,9 @@ def coordinator(
     tls: options.Tls = None,
     insecure: options.Insecure = False,
     json: options.Json = False,
+    leave_with_stdin: Annotated[
+        bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
+    ] = False,
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping
@@ -111,7 +114,7 @@ def coordinator(
     )
 
     async def run() -> None:
-        stopping = Stopping()
+        stopping = Stopping(leave_with_stdin)
         server = CoordinatorServer(config)
         server.coordinator.events.subscribe(lambda event: typer.echo(event.text, err=True))
         try:

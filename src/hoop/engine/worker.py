@@ -53,10 +53,9 @@ class Worker:
         vectors: Vectors,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.world, self.rank, self.settings, self.loss = world, world.rank, settings, loss
-        self.clock = Clockwork()
+        self.world, self.settings, self.loss, self.rank = world, settings, loss, world.rank
+        self.clock, self.last = Clockwork(), plan.stages - 1
         self.owed = Owed(self.clock)
-        self.last = plan.stages - 1
         rows = -(-settings.batch_size // plan.micros)
         self.flow = Flow(Feed(data, settings.seed, rows), Post(world.communicator.endpoint))
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
@@ -86,7 +85,7 @@ class Worker:
         self._figures: dict[int, Figures] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
-        self._drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
+        self.drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
         self.rate, self.sent = 0.0, 0
         self.norm_scale: float | None = None
         self.computed: list[int] = []
@@ -106,10 +105,6 @@ class Worker:
     def feed(self) -> Feed:
         """Where samples come from."""
         return self.flow.feed
-
-    @feed.setter
-    def feed(self, feed: Feed) -> None:
-        self.flow.feed = feed
 
     @property
     def post(self) -> Post:
@@ -151,8 +146,7 @@ class Worker:
             mine: Holding = holdings[ranks.index(self.rank)]
             held.arrange(mine, most_slots(plan, self.settings.balance))
             if not plan.servers:  # who add up what they are sent
-                whole = len(ranks) == self.world.size
-                group = self.world.communicator if whole else self.world.group(ranks)
+                group = self.world.communicator if len(ranks) == self.world.size else self.world.group(ranks)
                 self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
             holdings = None
         most = self.joint_most if self._joint is not None else 1
@@ -167,15 +161,13 @@ class Worker:
         self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
     ) -> None:
         """A step on these samples; ``stop`` asks everybody to stop after it, ``computed`` shards are in their slots."""
-        self._stop = stop
-        self._position = position
+        self._stop, self._position = stop, position
         self.feed.begin(position, samples, self.plan.micros)
         self.computed = list(computed)
         self._deadline = self.flow.deadline = time.monotonic() + self.settings.timeout_s
-        self.norm_scale = None
+        self.norm_scale, self._busy = None, 0.0
         for held in self.held.values():
             held.begin()
-        self._busy = 0.0
 
     def step(
         self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
@@ -196,6 +188,16 @@ class Worker:
     def handle(self, handlers: Mapping[Kind, Callable[[Instruction], None]]) -> None:
         """These kinds are somebody else's business from now on: a role's."""
         self._handlers |= handlers
+
+    def before(self, look: Callable[[int, Instruction], None]) -> None:
+        """``look`` sees every instruction first, with its step, from 1; shards are computed one by one then."""
+
+        def seen(handler: Callable[[Instruction], None], instruction: Instruction) -> None:
+            look(self._position.done + 1, instruction)
+            handler(instruction)
+
+        self._handlers = {kind: partial(seen, handler) for kind, handler in self._handlers.items()}
+        self._joint = None
 
     def do(self, instruction: Instruction) -> None:
         """One instruction, for whoever decides what comes next."""
@@ -272,9 +274,9 @@ class Worker:
     def _spent(self, started: float) -> None:
         """Computed since then; a device that is to be slow takes its time."""
         seconds = now() - started
-        if self._drag:
-            time.sleep(self._drag * seconds)
-        self._busy += (1 + self._drag) * seconds
+        if self.drag:
+            time.sleep(self.drag * seconds)
+        self._busy += (1 + self.drag) * seconds
 
     def _joined(self, instruction: Instruction) -> None:
         self.computed.append(instruction.micro)

@@ -95,7 +95,7 @@ def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any],
     from hoop.engine.survival.misfortune import Misfortune
 
     mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
-    return Misfortune(mine, emit).befall
+    return Misfortune(mine, emit, place.heard).befall
 
 
 def preload() -> None:

@@ -123,6 +123,7 @@ class DeviceService:
                 json=event.text,
                 origin=f"{task.token}:{event.sequence}",
             )
+            task.sent(event.sequence)  # asked for the next one, gRPC has written this one
 
     async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
         self._tasks.stop(request.job_id)

@@ -77,7 +77,9 @@ class JobRecord:
         return members.index(device_id) if device_id in members else 0
 
     def watched(self, state: State, device_id: int) -> bool:
-        return state.members[device_id].info.incarnation in self.watches
+        """Whether it is listened to; a watch that has ended may not have been cleared away yet."""
+        watch = self.watches.get(state.members[device_id].info.incarnation)
+        return watch is not None and not watch.done()
 
     def tell(self, kind: str, text: str, rank: int = 0, device: int = 0, origin: str = "") -> None:
         """Adds to what it told; without an origin it is the coordinator's own word."""

@@ -152,7 +152,7 @@ class Jobs:
     def _listen(self, job: JobRecord, device_id: int) -> None:
         """Watches a device's task, unless that is being done."""
         info = self._coordinator.state.member(device_id).info
-        if info.incarnation not in job.watches:
+        if not job.watched(self._coordinator.state, device_id):
             job.watches[info.incarnation] = self._coordinator.in_background(self._watch(job, info))
 
     async def _watch(self, job: JobRecord, info: DeviceInfo) -> None:
@@ -199,6 +199,7 @@ class Jobs:
                 self._seating.excuse([device_id], 0.0)
                 return
             case "ready" if not member:
+                self._seating.excuse([device_id], 0.0)  # one that was only away has nothing to load
                 job.ready.add(device_id)
                 job.changed.set()
             case "moved" | "recovered":

@@ -60,6 +60,8 @@ class TaskPlace:
     """Its number in the cluster."""
     joining: bool = False
     """The job runs already, among others; this is a place to get ready in, alone."""
+    heard: Callable[[float], bool] = lambda patience: False
+    """Waits so many seconds until whoever watches has been sent all that was told; whether it has."""
 
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -83,6 +85,8 @@ class Task:
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
     thread: threading.Thread | None = None
+    _sent: int = 0
+    _sending: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def alive(self) -> bool:
@@ -90,6 +94,17 @@ class Task:
 
     def tell(self, told: Mapping[str, Any]) -> None:
         self.log.publish(str(told["kind"]), json.dumps(told))
+
+    def sent(self, sequence: int) -> None:
+        """Events up to this one have left this process, for whoever watches."""
+        with self._sending:
+            self._sent = max(self._sent, sequence)
+            self._sending.notify_all()
+
+    def heard(self, patience: float) -> bool:
+        last = self.log.last
+        with self._sending:
+            return self._sending.wait_for(lambda: self._sent >= last, patience)
 
     def next_seat(self, patience: float) -> pb.Seat:
         """The newest seat there is, waiting for one; raises ``MembershipChanged`` if there is none any more."""
@@ -202,7 +217,7 @@ class Tasks:
         task.leave = leave
         device = seat.members[seat.rank].device_id
         place = communicator, groups, _neighbours(seat), reseated, task.move.is_set, moved, before
-        return TaskPlace(job_id, self._arena, *place, device, joining)
+        return TaskPlace(job_id, self._arena, *place, device, joining, task.heard)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
         """Another seat for a task that is under way; it takes it when the one it has is over, or when all move."""

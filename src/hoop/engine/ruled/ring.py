@@ -156,7 +156,7 @@ class AsynchronousRing(Ring):
     def _enter(self, step: int) -> None:
         """What follows is of this step."""
         turn = step % KEPT
-        self.worker.feed = self._feeds[turn]
+        self.worker.flow.feed = self._feeds[turn]
         if self._steps[turn] != step:
             self._steps[turn] = step
             self.worker.begin(self._works[step].position, self._works[step].samples)

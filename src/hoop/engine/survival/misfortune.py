@@ -1,6 +1,6 @@
 """Carries out the faults that are placed at this rank.
 
-A worker's handlers are replaced by ones that look first; a worker that nothing is to befall has its own, and pays
+It sees a worker's instructions before they are run; a worker that nothing is to befall is not looked at, and pays
 nothing.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 
 from hoop.engine.figures import Emit
@@ -18,17 +17,18 @@ from hoop.plan.faults import Fault
 from hoop.plan.instructions import Instruction
 from hoop.transport.faulty import FaultyLinks
 
-TOLD_S = 0.2
-"""A process that is to die tells of it first, and waits so long for it to be heard."""
+TOLD_S = 1.0
+"""A process that is to die tells of it first; if nobody has listened so long, nobody does."""
 _LINKS = {"corrupt", "drop", "partition"}
 
 
 class Misfortune:
     """What befalls one rank; each fault once."""
 
-    def __init__(self, faults: Sequence[Fault], emit: Emit) -> None:
+    def __init__(self, faults: Sequence[Fault], emit: Emit, heard: Callable[[float], bool]) -> None:
+        """``heard`` waits so many seconds until all that was emitted has left this process."""
         self._due = list(faults)
-        self._emit = emit
+        self._emit, self._heard = emit, heard
         self._worker: Worker | None = None
         self._factor = 1.0
         self._links = FaultyLinks()
@@ -36,35 +36,26 @@ class Misfortune:
             self._links.install()
 
     def befall(self, worker: Worker) -> None:
-        """Looks before every instruction of this worker. Shards are not computed several at once any more."""
+        """Looks before every instruction of this worker."""
         self._worker = worker
-        handlers = worker._handlers
-        worker.handle({kind: self._before(handler) for kind, handler in handlers.items()})
-        worker._joint = None
+        worker.before(self._look)
         self._slow()
 
-    def _before(self, handler: Callable[[Instruction], None]) -> Callable[[Instruction], None]:
-        def look_first(instruction: Instruction) -> None:
-            for fault in list(self._due):
-                assert self._worker is not None, "an instruction has a worker"
-                step = self._worker._position.done + 1
-                if fault.is_due(step, instruction.kind):
-                    self._due.remove(fault)
-                    self._emit(
-                        {"kind": "fault", "fault": str(fault), "step": step, "before": str(instruction)}
-                    )
-                    self._happen(fault)
-            handler(instruction)
-
-        return look_first
+    def _look(self, step: int, instruction: Instruction) -> None:
+        for fault in list(self._due):
+            if fault.is_due(step, instruction.kind):
+                self._due.remove(fault)
+                told = {"fault": str(fault), "step": step, "before": str(instruction)}
+                self._emit({"kind": "fault", **told})
+                self._happen(fault)
 
     def _happen(self, fault: Fault) -> None:
         match fault.kind:
             case "kill":
-                time.sleep(TOLD_S)
+                self._heard(TOLD_S)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                time.sleep(TOLD_S)
+                self._heard(TOLD_S)
                 if fault.seconds:  # somebody must be left to end it
                     again = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
                     subprocess.Popen(["/bin/sh", "-c", again], start_new_session=True)
@@ -81,4 +72,4 @@ class Misfortune:
 
     def _slow(self) -> None:
         if self._worker is not None and self._factor > 1:
-            self._worker._drag = self._factor - 1
+            self._worker.drag = self._factor - 1

@@ -1,0 +1,187 @@
+"""The bars for faults, each with its measured figure beside it.
+
+    python benchmarks/recovery/bars.py                 all of them, three times each: some minutes
+    python benchmarks/recovery/bars.py --only kill,stop --turns 5
+
+It measures and does not judge: the exit code is 0 whatever comes out. Times are taken by whoever watches from outside,
+so the way of the news to it is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from alone import client_killed, connection_reset, many_join
+
+from hoop.chaos.blows import Blows, Outcome
+from hoop.chaos.fleet import Fleet
+from hoop.chaos.schedule import Chance
+from hoop.chaos.watch import PATIENCE_S, Watch
+from hoop.client.cluster import Cluster, connect
+from hoop.errors import DeadlineExceeded, HoopError
+
+DEVICES, MEMORY, GAP = 4, 64 << 20, 10
+SLOWLY = ["--set", f"slowdown={[4] * 32}"]
+"""So that a step is long enough to see something happen in it."""
+SLOW_FROM, SLOW_FACTOR, NAMED_S = 20, 50, 20.0
+
+
+@dataclass
+class Bar:
+    """One figure that is asked for."""
+
+    fault: str
+    what: str
+    most: float
+    unit: str = "s"
+    found: list[float | None] = field(default_factory=list)
+    """What was measured, turn by turn; None: it did not happen."""
+
+    def row(self) -> str:
+        seen = sorted(one for one in self.found if one is not None)
+        digits = 3 if self.unit == "s" else 0
+        middle = f"{statistics.median(seen):.{digits}f}" if seen else "–"
+        worst = f"{seen[-1]:.{digits}f}" if seen else "–"
+        happened = f"{len(seen)} of {len(self.found)}"
+        return f"| {self.fault} | {self.what} | {self.most:g} {self.unit} | {middle} | {worst} | {happened} |"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _training(*more: str) -> Iterator[tuple[Fleet, Cluster, Watch]]:
+    """A cluster of processes on which MNIST is trained, for as long as it is needed."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        Fleet(Path(scratch), DEVICES, MEMORY) as fleet,
+        connect(fleet.address) as cluster,
+    ):
+        cluster.wait_for_devices(DEVICES, PATIENCE_S)
+        settings = ["--set", "evaluate_every=0", "--set", "checkpoint_every=0", "--set", "epochs=1000000"]
+        where = ["--coordinator", str(fleet.address), "--devices", str(DEVICES), "--json"]
+        watch = Watch(cluster, DEVICES)
+        fleet.start("train", "mnist", *settings, *more, *where)
+        watch.event("started", 0)
+        yield fleet, cluster, watch
+
+
+def _struck(kind: str, turns: int) -> Iterator[Outcome]:
+    """A fault of this kind so many times; each is over, and all devices are there, before the next."""
+    with _training(*SLOWLY) as (fleet, cluster, watch):
+        blows = Blows(fleet, cluster, watch, DEVICES, every_s=0.0)
+        for turn in range(turns):
+            yield blows.strike(Chance(turn + 1, kind, GAP, turn / turns))
+
+
+def kill(turns: int) -> list[Bar]:
+    known = Bar("SIGKILL of a device", "the others know", 0.25)
+    step = Bar("SIGKILL of a device", "the step is finished by the others", 1.0)
+    for one in _struck("kill", turns):
+        known.found.append(one.detected_s)
+        step.found.append(one.pause_s)
+    return [known, step]
+
+
+def stop(turns: int) -> list[Bar]:
+    evicted = Bar("SIGSTOP of a device", "evicted", 1.5)
+    back = Bar("SIGCONT after eviction", "in the job again", 3.0)
+    for one in _struck("stop", turns):
+        evicted.found.append(one.detected_s)
+        back.found.append(one.back_s)
+    return [evicted, back]
+
+
+def coordinator(turns: int) -> list[Bar]:
+    found = [one.back_s for one in _struck("coordinator", turns)]
+    what = "from the new process's start: all devices, and the job's next steps"
+    return [Bar("coordinator SIGKILL, restarted", what, 2.0, found=found)]
+
+
+def slow(turns: int) -> list[Bar]:
+    """The last rank computes much slower from one step on."""
+    last, bar = DEVICES - 1, Bar("a device becomes slow", "steps until it is named", 10, "steps")
+    healthy = Bar("a device becomes slow", "healthy ones that are named", 0, "names")
+    for _ in range(turns):
+        fault = f"slow@rank={last},step={SLOW_FROM},factor={SLOW_FACTOR}"
+        with _training("--fault", fault) as (_, _, watch):
+            struck = watch.event("fault", 0).told["step"]
+
+            def named(since: int = struck, watch: Watch = watch) -> list[tuple[int, bool]]:
+                """The step of each name that was called, and whether it was rightly."""
+                told = [one.told for one in watch.events if one.kind == "straggler" and one.told["slow"]]
+                return [(one["step"], one["straggler"] == last and one["step"] >= since) for one in told]
+
+            with suppress(DeadlineExceeded):  # it was named before, wrongly
+                watch.until(lambda: any(rightly for _, rightly in named()), "its name", NAMED_S)
+            rightly = [step - struck for step, rightly in named() if rightly]
+            bar.found.append(rightly[0] if rightly else None)
+            healthy.found.append(sum(not rightly for _, rightly in named()))
+    return [bar, healthy]
+
+
+def joins(turns: int) -> list[Bar]:
+    return [Bar("200 devices join at once", "all are in", 3.0, found=[many_join() for _ in range(turns)])]
+
+
+def client(turns: int) -> list[Bar]:
+    found = [client_killed() for _ in range(turns)]
+    return [Bar("client SIGKILL in mid-operation", "its memory and communicator are freed", 5.0, found=found)]
+
+
+def reset(turns: int) -> list[Bar]:
+    what = "from the reset to the sum, sent again, or a typed error"
+    return [Bar("connection reset in a chunk", what, 0.25, found=[connection_reset() for _ in range(turns)])]
+
+
+MEASURES: dict[str, Callable[[int], list[Bar]]] = {
+    one.__name__: one for one in (kill, stop, coordinator, joins, client, reset, slow)
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--turns", type=int, default=3, help="of each")
+    parser.add_argument("--only", default=",".join(MEASURES), help=f"some of {','.join(MEASURES)}")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    if unknown := sorted(set(wanted) - set(MEASURES)):
+        parser.error(f"--only: {', '.join(unknown)} is unknown; there are {', '.join(MEASURES)}")
+    bars: list[Bar] = []
+    began = time.monotonic()
+    for number, name in enumerate(wanted, start=1):
+        _say(f"{time.monotonic() - began:4.0f} s  {name}, {number} of {len(wanted)} …")
+        try:
+            bars += MEASURES[name](given.turns)
+        except (HoopError, TimeoutError) as error:  # which is a result as well
+            _say(f"{name}: {error}")
+            bars.append(Bar(name, "did not come to an end", 0, found=[None]))
+    load = os.getloadavg()[1]
+    if given.json:
+        about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": load}
+        print(json.dumps({**about, "bars": [asdict(one) for one in bars]}))
+        return
+    print("| fault | what | at most | median | worst | happened |")
+    print("|---|---|---|---|---|---|")
+    for bar in bars:
+        print(bar.row())
+    print(f"\n{DEVICES} devices and a coordinator, {os.cpu_count()} cores, load {load:.1f}")
+
+
+if __name__ == "__main__":
+    main()
