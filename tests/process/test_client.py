@@ -147,6 +147,24 @@ def test_algorithms(comm: hoop.Communicator, algorithm: str) -> None:
     same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
 
 
+def test_a_compressed_all_reduce(comm: hoop.Communicator) -> None:
+    """Again and again on one buffer: what was not sent comes with a later one."""
+    x = vectors(1000)
+    source, out = comm.buffer("x", 1000).fill(x), comm.buffer("y", 1000)
+    totals = [np.zeros(1000) for _ in range(N)]
+    for _ in range(20):
+        report = comm.all_reduce(source, out=out, op="avg", compression="top_k:0.2")
+        assert report.algorithm == "top_k:0.2"
+        for rank, total in enumerate(totals):
+            total += out.read(rank)
+    exact = 20 * sum(x).astype("float64") / N
+    for rank, total in enumerate(totals):
+        assert np.array_equal(total, totals[0]), f"rank {rank}"
+    assert 0 < np.linalg.norm(totals[0] - exact) < 0.5 * np.linalg.norm(exact)
+    with pytest.raises(InvalidArgument, match=r"compression: int8 keeps .* put them into a buffer"):
+        comm.all_reduce(x, compression="int8")
+
+
 # ---- buffers
 
 

@@ -107,6 +107,7 @@ def sense(target: Target) -> dict[str, list[Any]]:
         "timeout_s": [0.05],
         "collective": [*CATALOG],
         "algorithm": [*[""] * 20, *ALGORITHMS],
+        "compression": [*[""] * 20, "float16", "int8", "top_k:0.5", "powersgd"],
         "dtype": ["float32", "float64", "bfloat16", "uint8", "int64"],
         "Operation.op": ["sum", "prod", "min", "max", "avg"],
         "op": [0, 1, 2, 3, 4],

@@ -112,7 +112,13 @@ def test_premul_sum(together: Together) -> None:
 
 def refusals(rank: int) -> list[str]:
     words = []
-    for kind, op in ((torch.float32, BAND), (torch.complex64, MAX), (torch.bool, AVG)):
+    for kind, op in (
+        (torch.float32, BAND),
+        (torch.complex64, MAX),
+        (torch.bool, AVG),
+        (torch.uint16, SUM),
+        (torch.float8_e4m3fn, SUM),
+    ):
         with pytest.raises((ValueError, RuntimeError)) as error:
             dist.all_reduce(torch.ones(3, dtype=kind), op)
         words.append(str(error.value))
@@ -130,6 +136,8 @@ def test_what_makes_no_sense_is_refused_before_anything_moves(together: Together
     for words in together(3, refusals):
         assert "band needs integers or booleans, the tensor is torch.float32" in words[0]
         assert "avg makes no sense for booleans" in words[2]
+        assert "torch has no sum of torch.uint16" in words[3]
+        assert "torch has no sum of torch.float8_e4m3fn" in words[4]
 
 
 # ---- moving

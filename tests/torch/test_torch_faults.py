@@ -50,6 +50,11 @@ def subgroup(rank: int) -> None:
     dist.broadcast(torch.ones(3), 3, group=dist.distributed_c10d._world.group_of_test)  # type: ignore[attr-defined]
 
 
+def over_tcp(rank: int) -> None:
+    """In a group whose ranks talk as those of different hosts do."""
+    dist.all_reduce(torch.ones(100_000), group=dist.distributed_c10d._world.group_of_test)  # type: ignore[attr-defined]
+
+
 def backward(rank: int) -> None:
     model = dist.distributed_c10d._world.model_of_test  # type: ignore[attr-defined]
     model(torch.ones(2, 4)).sum().backward()
@@ -58,6 +63,8 @@ def backward(rank: int) -> None:
 def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bool]:
     """The victim kills itself when the others are about to wait; they tell what they were told, and when."""
     world = dist.distributed_c10d._world
+    if doing is over_tcp:
+        os.environ["HOOP_TRANSPORT"] = "tcp"
     world.group_of_test = dist.new_group([1, VICTIM, 3])  # type: ignore[attr-defined]
     if doing is backward:
         world.model_of_test = DistributedDataParallel(torch.nn.Linear(4, 4))  # type: ignore[attr-defined]
@@ -74,7 +81,7 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
             log.write(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     dist.send(torch.zeros(1), VICTIM)  # now die
-    if doing is subgroup and rank == 0:
+    if doing in (subgroup, over_tcp) and rank == 0:
         return "not in that group", 0.0, True
     with pytest.raises(RuntimeError) as error:
         doing(rank)
@@ -94,6 +101,7 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
         (receive, "recv"),
         (receive_from_any, "recvAnySource"),
         (subgroup, "broadcast"),
+        (over_tcp, "all_reduce"),
         (backward, "all_reduce"),
     ],
 )
@@ -111,7 +119,7 @@ def test_a_killed_rank_is_named_within_two_seconds(
     for rank, (words, noticed, is_lost) in told.items():
         if words == "not in that group":
             continue
-        local = VICTIM - 1 if doing is subgroup else VICTIM
+        local = VICTIM - 1 if doing in (subgroup, over_tcp) else VICTIM
         assert noticed - died < SOON_S
         assert f"rank {local} (global rank {VICTIM}) is gone" in words, words
         doomed = rf"\(global rank {rank}\) of group '.*': {title} (failed|cannot run any more)"

@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from hoop.collectives.catalog import CATALOG
 from hoop.errors import InvalidArgument, PeerLost
 
 NATIVE = ("arena", "shm", "tcp")
@@ -31,6 +33,8 @@ class Row:
     ranks: int
     bytes: int
     seconds: float
+    algorithm: str = ""
+    """What ran, where that is told: by Hoop's own."""
 
     @property
     def algbw(self) -> float:
@@ -53,6 +57,8 @@ class Contest:
     seconds: float = 0.5
     mpirun: dict[str, Path] | None = None
     """Where each MPI's mpirun is; a Python with mpi4py must lie beside it."""
+    algorithm: str = ""
+    """What Hoop's own contenders are to run; empty: they choose."""
 
     def __post_init__(self) -> None:
         for name in self.contenders:
@@ -61,6 +67,20 @@ class Contest:
         for size in self.sizes:
             if size < 4 or size % 4:
                 raise InvalidArgument(f"size: {size} bytes are not whole float32 elements")
+        if self.algorithm:
+            self._check_algorithm()
+
+    def _check_algorithm(self) -> None:
+        entry = CATALOG["all_reduce"]
+        known = [*entry.algorithms, *entry.shared]
+        if self.algorithm not in known:
+            raise InvalidArgument(f"algorithm: {self.algorithm!r} is unknown; known: {', '.join(known)}")
+        unable = {"flat": ("tcp",), "staged": ("tcp",), "direct": ("shm", "tcp")}.get(self.algorithm, ())
+        for name in self.contenders:
+            if name in unable:
+                raise InvalidArgument(
+                    f"algorithm: {name} cannot run {self.algorithm}, which needs memory in common"
+                )
 
     def run(self) -> Iterator[Row]:
         """Every row as it is measured; the contenders take turns, so that all see the same machine."""
@@ -68,10 +88,11 @@ class Contest:
             for contender in self.contenders:
                 start = _mpi if contender in MPI else _processes
                 for answer in start(self, contender, ranks):
-                    yield Row(contender, ranks, int(answer["bytes"]), float(answer["seconds"]))
+                    measured = int(answer["bytes"]), float(answer["seconds"])
+                    yield Row(contender, ranks, *measured, str(answer.get("algorithm", "")))
 
 
-def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, float]]:
+def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hoop.bench.rank"]
     processes = [
@@ -82,7 +103,8 @@ def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[st
         master = f"127.0.0.1:{_free_port()}"
         for rank, process in enumerate(processes):
             task = {"contender": contender, "rank": rank, "ranks": ranks, "sizes": list(contest.sizes)}
-            _write(process, {**task, "seconds": contest.seconds, "master": master, "host": "127.0.0.1"})
+            task |= {"algorithm": contest.algorithm, "seconds": contest.seconds}
+            _write(process, {**task, "master": master, "host": "127.0.0.1"})
         addresses = [json.loads(_read(process, contender)) for process in processes]
         for process in processes:
             _write(process, addresses)
@@ -97,7 +119,7 @@ def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[st
             process.communicate()
 
 
-def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, float]]:
+def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any]]:
     named = (contest.mpirun or {}).get(contender)
     mpirun = named or shutil.which("mpirun")
     if mpirun is None:

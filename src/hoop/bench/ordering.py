@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--unordered", action="store_true")
     arguments = parser.parse_args()
+    how = "2000 rounds" if arguments.unordered else f"{arguments.seconds:g} s"
+    sys.stderr.write(f"{arguments.ranks} ranks look for stale reads, {how}\n")
     found = run(arguments.ranks, arguments.seconds, arguments.unordered)
     for rank, one in enumerate(found):
         sys.stdout.write(f"rank {rank}: {one.rounds} rounds, {one.words} words read, {one.stale} stale\n")

@@ -68,7 +68,8 @@ def native(task: dict[str, Any]) -> None:
             else:
                 vector = np.empty(count, np.float32)
             vector[:] = 0
-            run = communicator.prepare(Operation("all_reduce", count), vector, vector)
+            operation = Operation("all_reduce", count, algorithm=task.get("algorithm", ""))
+            run = communicator.prepare(operation, vector, vector)
             taken = median_seconds(
                 lambda run=run: run(time.monotonic() + TIMEOUT_S),  # type: ignore[misc]
                 _agree(communicator),
@@ -79,7 +80,7 @@ def native(task: dict[str, Any]) -> None:
             expected = len(peers) * (len(peers) + 1) / 2
             assert (vector == expected).all(), f"rank {task['rank']}: the sum is wrong"
             if task["rank"] == 0:
-                _tell({"bytes": size, "seconds": taken})  # (3)
+                _tell({"bytes": size, "seconds": taken, "algorithm": run.algorithm})  # (3)
         communicator.run(Operation("barrier"), vector[:0], vector[:0], TIMEOUT_S)
         communicator.close()
 

@@ -27,13 +27,14 @@ def bench(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Sizes of the float32 vector.")] = "4,437544,4MiB,64MiB",
     seconds: Annotated[str, typer.Option(help="How long each figure is measured.")] = "500ms",
+    algorithm: Annotated[
+        str, typer.Option(help="What arena, shm and tcp are to run: ring, tree, staged, …; else they choose.")
+    ] = "",
     openmpi: Annotated[
         Path | None, typer.Option(help="Open MPI's mpirun, mpi4py's Python beside it.")
     ] = None,
     mpich: Annotated[Path | None, typer.Option(help="MPICH's mpirun, mpi4py's Python beside it.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw time by size into this file (needs matplotlib).")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time by size into this file, as SVG.")] = None,
     json: options.Json = False,
 ) -> None:
     """Measure all-reduce side by side: size, time, algbw, busbw, and the ratio to the last contender.
@@ -48,7 +49,9 @@ def bench(
     counts = [int(_whole(one, "--ranks")) for one in ranks.split(",")]
     amounts = [parse_size(one, "--sizes") for one in sizes.split(",")]
     paths = {name: path for name, path in (("openmpi", openmpi), ("mpich", mpich)) if path}
-    contest = Contest(names, counts, amounts, parse_duration(seconds, "--seconds"), paths)
+    contest = Contest(names, counts, amounts, parse_duration(seconds, "--seconds"), paths, algorithm)
+    if plot is not None and not plot.parent.is_dir():
+        raise InvalidArgument(f"--plot: there is no folder {plot.parent}; make it first")
     limits = {count: copy_bandwidth(min(count, os.cpu_count() or 1)) for count in counts}
     rows: list[Row] = []
     for row in contest.run():
@@ -60,7 +63,7 @@ def bench(
     if json:
         plain = [
             {"contender": row.contender, "ranks": row.ranks, "bytes": row.bytes, "seconds": row.seconds}
-            | {"algbw": row.algbw, "busbw": row.busbw}
+            | {"algbw": row.algbw, "busbw": row.busbw, "algorithm": row.algorithm}
             for row in rows
         ]
         typer.echo(json_module.dumps({"rows": plain, "copy_bandwidth": limits}))
@@ -80,36 +83,32 @@ def as_table(rows: list[Row], names: list[str], limits: dict[int, float]) -> str
     """A Markdown table, one line a size and rank count and contender."""
     yardstick = {(row.ranks, row.bytes): row.seconds for row in rows if row.contender == names[-1]}
     lines = [
-        f"| ranks | size | contender | time, us | algbw, GB/s | busbw, GB/s | times {names[-1]} | of the limit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ranks | size | contender | time, us | algbw, GB/s | busbw, GB/s "
+        f"| times {names[-1]} | of the limit | algorithm |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row.ranks, row.bytes, names.index(row.contender))):
         limit = 2 * row.ranks * row.bytes / limits[row.ranks]
         ratio = yardstick[row.ranks, row.bytes] / row.seconds
         lines.append(
             f"| {row.ranks} | {format_size(row.bytes)} | {row.contender} | {row.seconds * 1e6:.1f} | "
-            f"{row.algbw / 1e9:.2f} | {row.busbw / 1e9:.2f} | {ratio:.1f}x | {100 * limit / row.seconds:.0f} % |"
+            f"{row.algbw / 1e9:.2f} | {row.busbw / 1e9:.2f} | {ratio:.1f}x | {100 * limit / row.seconds:.0f} % | "
+            f"{row.algorithm} |"
         )
     return "\n".join(lines)
 
 
 def draw(rows: list[Row], path: Path) -> None:
     """Time by size, one line a contender, one panel a number of ranks."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidArgument("--plot: matplotlib is not installed; pip install 'hoop[plots]'") from None
-    counts = sorted({row.ranks for row in rows})
-    figure = Figure(figsize=(5 * len(counts), 4), layout="constrained")
-    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
-    for panel, count in zip(panels, counts, strict=True):
+    from hoop.report.chart import Chart, Line, Lines
+
+    panels = []
+    for count in sorted({row.ranks for row in rows}):
+        lines = []
         for name in dict.fromkeys(row.contender for row in rows):
-            mine = [row for row in rows if row.contender == name and row.ranks == count]
-            panel.plot(
-                [row.bytes for row in mine], [row.seconds * 1e6 for row in mine], marker="o", label=name
+            mine = sorted(
+                (row.bytes, row.seconds * 1e6) for row in rows if (row.contender, row.ranks) == (name, count)
             )
-        panel.set(xscale="log", yscale="log", xlabel="bytes", title=f"all-reduce, {count} ranks")
-        panel.grid(visible=True, which="both", alpha=0.2)
-    panels[0].set_ylabel("us")
-    panels[-1].legend()
-    figure.savefig(path)
+            lines.append(Line(name, [size for size, _ in mine], [time for _, time in mine]))
+        panels.append(Lines(f"us, {count} ranks", lines, kind="log"))
+    path.write_text(Chart("All-reduce, median time", panels, x_label="bytes", x_kind="log").svg())

@@ -26,7 +26,8 @@ class Communicator:
 
     Every collective takes a ``Buffer``, works on the devices' memory and returns a report, or takes a list
     with one NumPy array or torch tensor a rank and returns such a list. Options of all of them:
-    ``algorithm``, ``chunk_bytes``, ``driver``, ``timeout``, and ``wait=False`` for a ``Handle`` at once.
+    ``algorithm``, ``chunk_bytes``, ``driver``, ``timeout``, and ``wait=False`` for a ``Handle`` at once; of
+    ``all_reduce`` on a buffer also ``compression``.
     Inside ``with comm.group():`` operations on buffers are queued and run in order as one launch.
     """
 
@@ -156,6 +157,11 @@ class Communicator:
             if out is not None or self._queue is not None:
                 raise InvalidArgument(
                     "values: arrays are returned, so they need no out and cannot be in a group"
+                )
+            if fields.get("compression"):
+                raise InvalidArgument(
+                    f"compression: {fields['compression']} keeps with a vector's memory what was not sent, and arrays "
+                    "have none on the devices; put them into a buffer"
                 )
             staging = Staging(self, x, blocks_in, blocks_out)
             x, out = staging.source, staging.out

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hoop.collectives import halving, hierarchical, naive, ring, shared, tree
+from hoop.collectives.compression import compressor
 from hoop.collectives.plan import Plan, Shape
 from hoop.collectives.reduction import OPERATIONS
 from hoop.errors import InvalidArgument
@@ -124,6 +125,8 @@ class Operation:
     root: int = 0
     peer: int = 0
     chunk_bytes: int = 0
+    compression: str = ""
+    """Of an all_reduce that may lose a little: ``int8``, ``top_k:0.05``, …; empty: every bit counts."""
 
     def __post_init__(self) -> None:
         if self.collective not in CATALOG:
@@ -140,6 +143,17 @@ class Operation:
         if self.chunk_bytes and self.chunk_bytes < self.dtype.itemsize:
             raise InvalidArgument(
                 f"chunk_bytes: {self.chunk_bytes} holds no {self.dtype.name}; at least {self.dtype.itemsize}"
+            )
+        if self.compression:
+            self._check_compression()
+
+    def _check_compression(self) -> None:
+        compressor(self.compression)  # raises if there is no such
+        if self.collective != "all_reduce" or self.dtype != FLOAT32 or self.op not in ("sum", "avg"):
+            raise InvalidArgument(f"compression: only of all_reduce, sum or avg of float32; this is {self}")
+        if self.algorithm:
+            raise InvalidArgument(
+                f"algorithm: {self.algorithm} cannot be forced on a compressed all_reduce, which has a way of its own"
             )
 
     def check(self, size: int) -> None:
@@ -190,6 +204,7 @@ class Operation:
     def __str__(self) -> str:
         what = f" {self.op}" if CATALOG[self.collective].reduces else ""
         how = f" by {self.algorithm}" if self.algorithm else ""
+        how += f" in {self.compression}" if self.compression else ""
         return f"{self.collective}{what} of {self.count} {self.dtype.name}{how}"
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.choose import LinkCost, choose
+from hoop.collectives.compressed import Compressed
 from hoop.collectives.execute import over_links
 from hoop.collectives.lane import Handle, Lane
 from hoop.collectives.measure import measure
@@ -95,6 +96,8 @@ class Communicator:
     def _plan(self, operation: Operation, deadline: float) -> tuple[str, Move]:
         """Which algorithm, and the operation by it."""
         endpoint = self.endpoint
+        if operation.compression:
+            return operation.compression, Compressed(operation, self.size, self.ready)
         if isinstance(endpoint, SharedEndpoint):
             endpoint.gather(deadline)  # what they share decides
         self._weigh(operation, deadline)
@@ -210,7 +213,7 @@ class Communicator:
         if operation.collective != "all_reduce":
             raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
         deadline = time.monotonic() + timeout
-        if self._sharing is not None and not operation.algorithm:
+        if self._sharing is not None and not operation.algorithm and not operation.compression:
             algorithm, run = self._sharing.prepare(operation, source, destination, deadline)
         else:
             algorithm, move = self._plan(operation, deadline)

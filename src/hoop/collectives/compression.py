@@ -6,7 +6,8 @@
     PowerSGD  a matrix of low rank          r(a+b) of a·b      the rest waits
 
 All but Cast keep what they did not send as a residual and add it to the next vector (error feedback), so every bit of a
-gradient arrives in the end. A compressor belongs to one vector: keep one for each bucket.
+gradient arrives in the end. A compressor belongs to one vector: ``compressed`` keeps one for each. A vector with a NaN
+or an infinity spoils its own sum only: what is not finite is not kept.
 
 The sum is made in float32 by the owner of each slice (Cast, Int8), so errors do not add up from hop to hop; all
 ranks end with the same bits.
@@ -15,41 +16,51 @@ ranks end with the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hoop.collectives.catalog import Operation
-from hoop.collectives.communicator import Communicator
 from hoop.errors import InvalidArgument
-from hoop.memory.dtypes import bfloat16_to_float32, dtype, float32_to_bfloat16
+from hoop.memory.dtypes import bfloat16_to_float32, float32_to_bfloat16
 
 Vector = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
+MOST_IN_A_BLOCK = 1 << 16
+"""A vector is filled up to whole blocks, one a rank at least."""
+
+
+class Peers(Protocol):
+    """What a compressor asks of the other ranks."""
+
+    size: int
+
+    def exchange(self, collective: str, source: Array) -> Array:
+        """all_to_all or all_gather of plain bytes."""
+
+    def total(self, part: Array) -> Array:
+        """The exact sum of everybody's part."""
 
 
 class Compressor(ABC):
     """A lossy all-reduce of one float32 vector, step after step."""
 
     @abstractmethod
-    def all_reduce(self, communicator: Communicator, vector: Vector, timeout: float) -> None:
+    def all_reduce(self, peers: Peers, vector: Vector) -> None:
         """Replaces the vector by (nearly) the sum of everybody's."""
-
-
-def _exchange(communicator: Communicator, collective: str, source: Array, timeout: float) -> Array:
-    """all_to_all or all_gather of plain bytes."""
-    n = communicator.size
-    count = source.nbytes // (n if collective == "all_to_all" else 1)
-    result = np.empty(n * count, np.uint8)
-    operation = Operation(collective, count, dtype("uint8"))
-    communicator.run(operation, source.view(np.uint8).reshape(-1), result, timeout)
-    return result
 
 
 def _padded(vector: Vector, multiple: int) -> Vector:
     rest = -vector.size % multiple
     return np.concatenate([vector, np.zeros(rest, np.float32)]) if rest else vector
+
+
+def _finite(rest: Vector) -> Vector:
+    """What is kept for the next step."""
+    rest[~np.isfinite(rest)] = 0
+    return rest
 
 
 class Cast(Compressor):
@@ -73,20 +84,20 @@ class Cast(Compressor):
             else data.view(np.float16).astype(np.float32)
         )
 
-    def all_reduce(self, communicator: Communicator, vector: Vector, timeout: float) -> None:
-        n = communicator.size
+    def all_reduce(self, peers: Peers, vector: Vector) -> None:
+        n = peers.size
         packed = self._pack(_padded(vector, n))
-        slices = self._unpack(_exchange(communicator, "all_to_all", packed, timeout)).reshape(n, -1)
+        slices = self._unpack(peers.exchange("all_to_all", packed)).reshape(n, -1)
         mine = self._pack(slices.sum(axis=0, dtype=np.float32))
-        vector[:] = self._unpack(_exchange(communicator, "all_gather", mine, timeout))[: vector.size]
+        vector[:] = self._unpack(peers.exchange("all_gather", mine))[: vector.size]
 
 
 class Int8(Compressor):
     """Blocks of values as 8-bit steps of the block's own scale, with error feedback."""
 
     def __init__(self, block: int = 256) -> None:
-        if block < 1:
-            raise InvalidArgument(f"block: {block} is not a positive number of values")
+        if not 1 <= block <= MOST_IN_A_BLOCK:
+            raise InvalidArgument(f"block: {block} values are not in 1..{MOST_IN_A_BLOCK}")
         self._block = block
         self._residual: Vector | None = None
         self._owned: Vector | None = None
@@ -106,24 +117,24 @@ class Int8(Compressor):
         result: Vector = (steps * scales).astype(np.float32).reshape(-1)
         return result
 
-    def all_reduce(self, communicator: Communicator, vector: Vector, timeout: float) -> None:
-        n = communicator.size
+    def all_reduce(self, peers: Peers, vector: Vector) -> None:
+        n = peers.size
         values = _padded(vector, n * self._block)
         if self._residual is None or self._owned is None:
             self._residual = np.zeros_like(values)
             self._owned = np.zeros(values.size // n, np.float32)
         values = values + self._residual
         packed = [self._pack(part) for part in values.reshape(n, -1)]
-        self._residual = values - np.concatenate([exact for _, exact in packed])
-        arrived = _exchange(communicator, "all_to_all", np.concatenate([data for data, _ in packed]), timeout)
+        self._residual = _finite(values - np.concatenate([exact for _, exact in packed]))
+        arrived = peers.exchange("all_to_all", np.concatenate([data for data, _ in packed]))
         count = values.size // n
         total = np.sum(
             [self._unpack(data, count) for data in arrived.reshape(n, -1)], axis=0, dtype=np.float32
         )
         total += self._owned
         mine, exact = self._pack(total)
-        self._owned = total - exact
-        result = _exchange(communicator, "all_gather", mine, timeout).reshape(n, -1)
+        self._owned = _finite(total - exact)
+        result = peers.exchange("all_gather", mine).reshape(n, -1)
         vector[:] = np.concatenate([self._unpack(data, count) for data in result])[: vector.size]
 
 
@@ -136,7 +147,7 @@ class TopK(Compressor):
         self._fraction = fraction
         self._residual: Vector | None = None
 
-    def all_reduce(self, communicator: Communicator, vector: Vector, timeout: float) -> None:
+    def all_reduce(self, peers: Peers, vector: Vector) -> None:
         residual = np.zeros_like(vector) if self._residual is None else self._residual
         values = vector + residual
         k = max(1, int(values.size * self._fraction)) if values.size else 0
@@ -146,9 +157,9 @@ class TopK(Compressor):
             values[places] = 0
         else:
             sent = np.empty(0, np.uint8)
-        self._residual = values
+        self._residual = _finite(values)
         vector[:] = 0
-        for data in _exchange(communicator, "all_gather", sent, timeout).reshape(communicator.size, -1):
+        for data in peers.exchange("all_gather", sent).reshape(peers.size, -1):
             # Places are distinct within one rank's, so adding by index is exact and in rank order.
             vector[data[: 4 * k].view(np.int32)] += data[4 * k :].view(np.float32)
 
@@ -164,7 +175,7 @@ class PowerSGD(Compressor):
         self._residual: Vector | None = None
         self._right: Array | None = None
 
-    def all_reduce(self, communicator: Communicator, vector: Vector, timeout: float) -> None:
+    def all_reduce(self, peers: Peers, vector: Vector) -> None:
         if not vector.size:
             return
         columns = int(np.ceil(np.sqrt(vector.size)))
@@ -172,20 +183,40 @@ class PowerSGD(Compressor):
         values = vector + residual
         matrix = _padded(values, columns).reshape(-1, columns)
         rank = min(self._rank, *matrix.shape)
-        if self._right is None:
+        if self._right is None or not np.isfinite(self._right).all():
             # The same on every rank, and kept from step to step: it converges to the gradient's own directions.
             self._right = (
                 np.random.default_rng(self._seed).standard_normal((columns, rank)).astype(np.float32)
             )
-        left = self._summed(communicator, matrix @ self._right, timeout)
+        left = peers.total(matrix @ self._right)
         left = np.linalg.qr(left.astype(np.float64))[0].astype(np.float32)
         mine = matrix.T @ left
-        self._residual = values - (left @ mine.T).reshape(-1)[: values.size]
-        self._right = self._summed(communicator, mine, timeout)
+        self._residual = _finite(values - (left @ mine.T).reshape(-1)[: values.size])
+        self._right = peers.total(mine)
         vector[:] = (left @ self._right.T).reshape(-1)[: vector.size]
 
-    @staticmethod
-    def _summed(communicator: Communicator, part: Array, timeout: float) -> Array:
-        flat = np.ascontiguousarray(part, np.float32).reshape(-1)
-        communicator.run(Operation("all_reduce", flat.size), flat, flat, timeout)
-        return flat.reshape(part.shape)
+
+_KINDS: dict[str, tuple[Callable[..., Compressor], Callable[[str], float] | None]] = {
+    "float16": (partial(Cast, "float16"), None),
+    "bfloat16": (partial(Cast, "bfloat16"), None),
+    "int8": (Int8, int),
+    "top_k": (TopK, float),
+    "powersgd": (PowerSGD, int),
+}
+"""How each is made, and of what type its setting is: values a block, a fraction, a rank."""
+
+
+def compressor(name: str) -> Compressor:
+    """One of ``float16 bfloat16 int8 top_k powersgd``; ``top_k:0.05`` gives it a setting of its own."""
+    kind, colon, setting = name.partition(":")
+    if kind not in _KINDS:
+        raise InvalidArgument(f"compression: {name!r} is unknown; known: {', '.join(_KINDS)}")
+    make, takes = _KINDS[kind]
+    if not colon:
+        return make()
+    if takes is None:
+        raise InvalidArgument(f"compression: {name!r}: {kind} has no setting")
+    try:
+        return make(takes(setting))
+    except ValueError as error:
+        raise InvalidArgument(f"compression: {name!r}: {error}") from None

@@ -84,6 +84,8 @@ class Lane:
         self._bell: SimpleQueue[None] = SimpleQueue()
         """Rung for every job, and when the lane closes."""
         self._turn = threading.Lock()
+        self.leave = self._turn.release
+        """For whoever has entered."""
         self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -91,9 +93,6 @@ class Lane:
     def enter(self) -> bool:
         """Takes the turn for the caller's thread if nothing is under way (1); whoever gets it must ``leave``."""
         return not (self._jobs or self._closed) and self._turn.acquire(False)
-
-    def leave(self) -> None:
-        self._turn.release()
 
     def start(self, handle: Started, job: Callable[[], Any], entered: bool = False) -> None:
         """Queues a job and returns (2); what it returns or raises ends the handle.

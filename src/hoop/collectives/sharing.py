@@ -14,7 +14,7 @@ import numpy as np
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.plan import Fold, Meet, Take
-from hoop.collectives.reduction import Array, Reduction
+from hoop.collectives.reduction import QUIET, Array, Reduction
 from hoop.collectives.staged import Staged
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import DType
@@ -148,12 +148,12 @@ class Sharing:
         )
         span = slice(fold.there.start, fold.there.stop)
         sources, destinations = ([array[span] for array in arrays] for arrays in exchanged)
-        reduce_slice = Reduction(operation.op, operation.dtype).fold
+        reduce_slice = Reduction(operation.op, operation.dtype).always(sources, destinations)
         meet = endpoint.meet
 
         def direct(deadline: float) -> None:
             meet(deadline)
-            reduce_slice(sources, destinations)
+            QUIET.run(reduce_slice)
             meet(deadline)
 
         return "direct", direct
@@ -161,18 +161,18 @@ class Sharing:
     def _flat(self, operation: Operation, source: Array, destination: Array) -> Callable[[float], None]:
         """The plan's one meeting, put, and fold, without a step in between: here Python's time is what counts."""
         endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
-        given, into = source[:count], [destination[:count]]
-        fold, meet = Reduction(operation.op, operation.dtype).fold_block, endpoint.meet
+        given, into, meet = source[:count], [destination[:count]], endpoint.meet
         vectors = [[one[:count] for one in turn] for turn in self._windows("slots", operation.dtype)]
         mine = [turn[rank] for turn in vectors]
         for turn in vectors:
             turn[rank] = given
+        folds = [Reduction(operation.op, operation.dtype).always(turn, into) for turn in vectors]
 
         def flat(deadline: float) -> None:
             endpoint.publications = publication = endpoint.publications + 1
             mine[publication & 1][...] = given
             meet(deadline)
-            fold(vectors[publication & 1], into)
+            QUIET.run(folds[publication & 1])
 
         return flat
 

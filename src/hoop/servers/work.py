@@ -28,6 +28,7 @@ def operation_from(message: pb.Operation) -> Operation:
         message.root,
         message.peer,
         message.chunk_bytes,
+        message.compression,
     )
 
 
@@ -49,6 +50,10 @@ class Work:
         operation.check(size)
         if self.driver not in DRIVERS:
             raise InvalidArgument(f"driver: {self.driver!r} is unknown; known: {', '.join(DRIVERS)}")
+        if self.driver != "devices" and operation.compression:
+            raise InvalidArgument(
+                f"driver: {self.driver} cannot compress; leave it, or {operation.compression}, out"
+            )
         if self.driver == "relay" and operation.collective != "all_reduce":
             raise InvalidArgument(f"driver: relay does all_reduce only, not {operation.collective}")
         if self.driver == "stepped" and operation.default in ("chunked_ring", "flat", "staged", "direct"):

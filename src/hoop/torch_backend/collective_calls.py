@@ -13,6 +13,7 @@ import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import ReduceOptions
 
+from hoop.collectives.compression import compressor
 from hoop.errors import InvalidArgument
 from hoop.torch_backend import moves
 from hoop.torch_backend.reductions import Reduce, reduce_by
@@ -64,6 +65,18 @@ class CollectiveCalls(Starting):
         how = self._how("all_reduce_coalesced", opts, tensors[0])
         job = partial(moves.all_reduce_coalesced, self._links, tensors, how)
         return self._start("all_reduce", opts, job, tensors, tensors)
+
+    def allreduce_compressed(self, tensor: Tensor, compression: str, opts: Any = None) -> Work:
+        """An all_reduce that loses a little; torch.distributed has no such call, a hook of DDP's makes it."""
+        check("all_reduce", tensor)
+        how = self._how("all_reduce", opts, tensor)
+        if tensor.dtype is not torch.float32 or not is_plain(tensor) or how.name not in ("sum", "avg"):
+            raise InvalidArgument(
+                f"compression: only of sum and avg of a contiguous float32 tensor; this is {how.name} of {tensor.dtype}"
+            )
+        compressor(compression)  # raises if there is no such
+        job = partial(moves.all_reduce_compressed, self._links, tensor, how, compression)
+        return self._start("all_reduce", opts, job, [tensor], [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         tensor: Tensor = only("reduce", _listed(tensors))

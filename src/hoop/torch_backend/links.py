@@ -51,7 +51,7 @@ class Links:
         self.post = post
         self._communicator = communicator
         self.lane = communicator.lane
-        self._ready: dict[tuple[str, int, str, str, int], Ready] = {}
+        self._ready: dict[tuple[str, int, str, str, int, str], Ready] = {}
         self._broken: HoopError | None = None
         post.on_death, post.named = self._lost, self.named
         post.open()
@@ -68,9 +68,11 @@ class Links:
         timeout: float,
         op: str = "sum",
         root: int = 0,
+        compression: str = "",
     ) -> None:
         """One planned operation of all ranks."""
-        self._operation(collective, count, kind, op, root)(source, destination, time.monotonic() + timeout)
+        ready = self._operation(collective, count, kind, op, root, compression)
+        ready(source, destination, time.monotonic() + timeout)
 
     def begin_all_reduce(
         self, data: Array, kind: DType, op: str, timeout: float
@@ -79,13 +81,15 @@ class Links:
         ready, now = self._operation("all_reduce", data.size, kind, op, 0), time.monotonic()
         return ready.begin(data, data, now + min(SOON_SECONDS, timeout), now + timeout)
 
-    def _operation(self, collective: str, count: int, kind: DType, op: str, root: int) -> Ready:
-        key = collective, count, kind.name, op, root
+    def _operation(
+        self, collective: str, count: int, kind: DType, op: str, root: int, compression: str = ""
+    ) -> Ready:
+        key = collective, count, kind.name, op, root, compression
         ready = self._ready.get(key)
         if ready is None:
             if len(self._ready) >= _KEPT:
                 self._ready.clear()
-            operation = Operation(collective, count, kind, op, "", root)
+            operation = Operation(collective, count, kind, op, root=root, compression=compression)
             ready = self._ready[key] = self._communicator.ready(operation)
         return ready
 

@@ -120,6 +120,13 @@ def all_reduce(links: Links, tensor: torch.Tensor, how: Reduce, timeout: float) 
     landing.settle()
 
 
+def all_reduce_compressed(links: Links, tensor: torch.Tensor, how: Reduce, name: str, timeout: float) -> None:
+    """Of a plain tensor of float32, which loses a little."""
+    assert how.element is not None, "what may be compressed has an element type"
+    where = elements_of(tensor)
+    links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op, compression=name)
+
+
 def begin_all_reduce(
     links: Links, tensor: torch.Tensor, how: Reduce, timeout: float
 ) -> Callable[[float], None] | None:

@@ -62,8 +62,18 @@ class Reduce:
             self.op = _OF_TRUTHS.get(self.name, self.name)
         self.by_links = self.element is not None and self.op in OPERATIONS
         """Whether Hoop's links reduce it; else tensors are gathered, and folded here."""
+        if not self.by_links:
+            self._check_foldable(title)
         self.as_is = self.by_links and self.factor is None and kind in ELEMENTS
         """Whether a contiguous tensor is reduced where it lies, without any conversion."""
+
+    def _check_foldable(self, title: str) -> None:
+        """Some types torch moves and converts, and nothing else."""
+        one = torch.zeros(1).to(self.kind)
+        try:
+            self.fold([one, one])
+        except RuntimeError as error:
+            raise InvalidArgument(f"{title}: torch has no {self.name} of {self.kind}: {error}") from None
 
     def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank contributes: for PREMUL_SUM a multiple."""

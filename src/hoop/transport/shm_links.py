@@ -39,13 +39,16 @@ class ShmEndpoint(ShmMessages):
         self._own = [Bell.create(bell_name(self.token, index)) for index in range(bells)]
         self._mine = [self._own[: self._levels], self._own[self._levels : 2 * self._levels]]
         self._theirs: list[dict[int, Bell]] = [{}, {}]
+        self._steps: list[list[tuple[int, Callable[[], None], Bell]]] = [[], []]
+        """For each turn, level by level: how to ring, and the bell to wait for; worked out when everybody is there."""
         self._door = self._own[-1]
         self._outgoing = {
             peer: Outgoing(self.mailboxes[rank].blocks(peer), self._door, *self._link_bells(peer))
             for peer in range(self.size)
             if peer != rank
         }
-        self._arrivals = [self.mailboxes[rank].arrived] * self.size
+        self._here = self.mailboxes[rank].arrived
+        self._arrivals = [self._here] * self.size
         self._ready = self.size == 1
         self.meetings = 0
         self._rung = 0
@@ -127,6 +130,13 @@ class ShmEndpoint(ShmMessages):
         if missing:
             gone = next((peer for peer in self._gone if peer in missing), None)
             raise self._departed(gone) if gone is not None else self.overdue(min(missing), "waiting for")
+        self._steps = [
+            [
+                (level, self._theirs[turn][level].ring, self._mine[turn][level])
+                for level in range(self._levels)
+            ]
+            for turn in (0, 1)
+        ]
         self._ready = True
 
     def _missing(self) -> set[int]:
@@ -141,17 +151,16 @@ class ShmEndpoint(ShmMessages):
             self.gather(deadline)
         if self._troubled:
             raise self._error or self._departed(next(iter(self._gone)))
-        rung, self._rung = self._rung, 0
-        if not rung:
-            self.meetings += 1
-            self._arrivals[self.rank][0] = self.meetings
-        turn = self.meetings & 1
-        mine, theirs, spins = self._mine[turn], self._theirs[turn], self._spins
-        for level in range(rung - 1 if rung else 0, self._levels):
-            bell = mine[level]
+        rung = self._rung
+        if rung:
+            self._rung, steps = 0, self._steps[self.meetings & 1][rung - 1 :]
+        else:
+            self.meetings = self._here[0] = number = self.meetings + 1
+            steps = self._steps[number & 1]
+        for level, ring, bell in steps:
             if level >= rung:
-                theirs[level].ring()
-            if not bell.take(False) and not bell.wait(deadline, spins):
+                ring()
+            if not bell.take(False) and not bell.wait(deadline, self._spins):
                 self._rung = level + 1
                 raise self.overdue(self._absent() or 0, "waiting for")
             if self._troubled:

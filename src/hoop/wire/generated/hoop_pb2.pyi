@@ -170,7 +170,7 @@ class SeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Operation(_message.Message):
-    __slots__ = ("collective", "algorithm", "dtype", "op", "count", "root", "peer", "chunk_bytes")
+    __slots__ = ("collective", "algorithm", "dtype", "op", "count", "root", "peer", "chunk_bytes", "compression")
     COLLECTIVE_FIELD_NUMBER: _ClassVar[int]
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class Operation(_message.Message):
     ROOT_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     collective: str
     algorithm: str
     dtype: str
@@ -187,7 +188,8 @@ class Operation(_message.Message):
     root: int
     peer: int
     chunk_bytes: int
-    def __init__(self, collective: _Optional[str] = ..., algorithm: _Optional[str] = ..., dtype: _Optional[str] = ..., op: _Optional[str] = ..., count: _Optional[int] = ..., root: _Optional[int] = ..., peer: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+    compression: str
+    def __init__(self, collective: _Optional[str] = ..., algorithm: _Optional[str] = ..., dtype: _Optional[str] = ..., op: _Optional[str] = ..., count: _Optional[int] = ..., root: _Optional[int] = ..., peer: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., compression: _Optional[str] = ...) -> None: ...
 
 class Operand(_message.Message):
     __slots__ = ("source", "destination")
