@@ -38,6 +38,10 @@ class World:
     """The number by which a device is known to others; 0: only its rank is."""
     befall: Callable[[Any], None] | None = None
     """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank, by rank; empty: all are on one."""
+    run: str = ""
+    """This run's own name; empty: it has none, and nothing in the arena is believed to be of it."""
 
     @property
     def crowding(self) -> float:

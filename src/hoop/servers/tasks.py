@@ -46,8 +46,8 @@ class TaskPlace:
     arena: Arena
     communicator: Communicator
     group: Callable[[Sequence[int]], Communicator]
-    neighbours: tuple[int, int]
-    """Which of the job's devices on this host this is, and how many there are."""
+    hosts: tuple[str, ...]
+    """The machine of each rank, by rank."""
     reseated: Callable[[float], TaskPlace]
     """Waits so many seconds for the next seat, for whom this one has become useless."""
     moving: Callable[[], bool]
@@ -60,6 +60,15 @@ class TaskPlace:
     """Its number in the cluster."""
     joining: bool = False
     """The job runs already, among others; this is a place to get ready in, alone."""
+    run: str = ""
+    """The run's own name, the same at every device for as long as it lasts."""
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Which of the job's devices on this host this is, and how many there are."""
+        rank = self.communicator.rank
+        same = [one for one, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        return same.index(rank), len(same)
 
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -201,7 +210,7 @@ class Tasks:
 
         task.leave = leave
         device = seat.members[seat.rank].device_id
-        place = communicator, groups, _neighbours(seat), reseated, task.move.is_set, moved, before
+        place = communicator, groups, _hosts(seat), reseated, task.move.is_set, moved, before
         return TaskPlace(job_id, self._arena, *place, device, joining)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
@@ -274,10 +283,5 @@ class _Groups:
             one.close()
 
 
-def _neighbours(seat: Seat) -> tuple[int, int]:
-    def host(rank: int) -> str:
-        shared = seat.members[rank].shared_address
-        return shared.host if shared is not None else seat.members[rank].host
-
-    same = [rank for rank in range(len(seat.members)) if host(rank) == host(seat.rank)]
-    return same.index(seat.rank), len(same)
+def _hosts(seat: Seat) -> tuple[str, ...]:
+    return tuple(one.shared_address.host if one.shared_address else one.host for one in seat.members)

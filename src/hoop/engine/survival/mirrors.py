@@ -1,10 +1,12 @@
-"""What keeps a state alive whose device dies: copies of it, made as steps end, here and on the next device.
+"""What keeps a state alive whose device dies: copies of it, made as steps end, here and on another device.
 
     rank 0 ── its state ──▶ rank 1 ── its state ──▶ rank 2 ── its state ──▶ rank 0        after every step
 
+Who keeps whose is ``keepers``' to say: the next rank on one machine, a rank of another where there are several.
+
 Each rank keeps its own state and its neighbour's after the last two steps, in turn. While the copies of one step travel
 those of the step before are whole everywhere; and all ranks meet before the next step begins. So when a device is lost,
-there is a step of which everybody's state is whole somewhere (``recut`` finds it), unless two neighbours went at once.
+there is a step of which everybody's state is whole somewhere (``recut`` finds it), unless a rank and its keeper went at once.
 
 What several ranks hold anyway, the replicas of a hybrid, need not travel; only what undoes a step is kept of it.
 """
@@ -12,12 +14,13 @@ What several ranks hold anyway, the replicas of a hybrid, need not travel; only 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from hoop.config import format_size
 from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.keepers import keepers
 from hoop.engine.survival.parts import NOTHING, Bytes, Live, Part, Piece, described, size_of
 from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
@@ -37,7 +40,8 @@ class Mirrors:
     ) -> None:
         """``travels``: nobody else has it. All ranks must make theirs together."""
         self._endpoint, self._timeout = world.communicator.endpoint, timeout
-        self._next, self._before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        keeping = keepers(world.hosts, world.size)
+        self._next, self._before = keeping[world.rank], keeping.index(world.rank)
         mine = described(state)
         self._sends = travels and world.size > 1 and bool(mine)
         told = gathered(world.communicator, mine if self._sends else [], timeout)
@@ -81,7 +85,9 @@ def _part(vectors: Vectors, name: str, pieces: Sequence[Piece]) -> Part:
     return Part(pieces, data)
 
 
-def check_room(plan: Plan, fit: Fit, blocks: Sequence[Block], memory: Sequence[int]) -> None:
+def check_room(
+    plan: Plan, fit: Fit, blocks: Sequence[Block], memory: Sequence[int], hosts: Sequence[Hashable] = ()
+) -> None:
     """Raises where the copies do not fit beside what is trained."""
     each = [
         sum(one.weight_bytes + one.optimizer_bytes for one in blocks[stage.blocks.start : stage.blocks.stop])
@@ -93,8 +99,9 @@ def check_room(plan: Plan, fit: Fit, blocks: Sequence[Block], memory: Sequence[i
     for rank, part in zip(plan.servers, split_evenly(sum(each), max(1, len(plan.servers))), strict=False):
         states[rank] = len(part)
     travel = plan.size > 1 and (bool(plan.servers) or any(len(ranks) == 1 for ranks in plan.holders))
+    keeping = keepers(hosts, plan.size)
     for rank, (held, room) in enumerate(zip(fit.bytes, memory, strict=True)):
-        copies = _KEPT * (states[rank] + (states[rank - 1] if travel else 0))
+        copies = _KEPT * (states[rank] + (states[keeping.index(rank)] if travel else 0))
         if held + copies > room:
             raise FailedPrecondition(
                 f"memory: device {rank} needs {format_size(held)}, and {format_size(copies)} for copies of what it "
