@@ -97,6 +97,7 @@ class DeviceServer:
             pid=os.getpid(),
             incarnation=incarnation,
             shared_address=self._shared.address if self._shared else None,
+            keeps_memory=self._keeps_arena,
         )
 
     @property

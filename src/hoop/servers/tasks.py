@@ -89,6 +89,7 @@ class Task:
     """Seats to be taken; None: there is none any more."""
     generation: int = 0
     """Of the newest seat it was given; 0: it gets ready alone."""
+    run: str = ""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
     thread: threading.Thread | None = None
@@ -139,8 +140,8 @@ class Tasks:
             buffer = self._arena.buffer(request.resume)
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
-        task = Task()
-        self._clear(request.job_id)
+        task = Task(run=request.run)
+        self._clear(request.job_id, request.joining)
         place = self._place(request.job_id, task, request.seat, request.joining)
 
         def work() -> None:
@@ -163,11 +164,15 @@ class Tasks:
             self._tasks.popitem(last=False)
         task.thread.start()
 
-    def _clear(self, job_id: int) -> None:
-        """Frees what jobs have left that nobody here knows: this device was killed, and restarted on its memory."""
+    def _clear(self, job_id: int, joining: bool) -> None:
+        """Frees what jobs have left that nobody here knows: this device was killed, and restarted on its memory.
+
+        What it left of a job that it joins again is the trainer's to use, and to free.
+        """
         for buffer in self._arena.buffers():
             named = re.match(r"job(\d+)\.", buffer.name)
-            if named and (int(named[1]) == job_id or int(named[1]) not in self._tasks):
+            own = named is not None and int(named[1]) == job_id
+            if named and (not joining if own else int(named[1]) not in self._tasks):
                 self._arena.free(buffer.name)
 
     def _back(self, task: Task) -> None:
@@ -211,7 +216,7 @@ class Tasks:
         task.leave = leave
         device = seat.members[seat.rank].device_id
         place = communicator, groups, _hosts(seat), reseated, task.move.is_set, moved, before
-        return TaskPlace(job_id, self._arena, *place, device, joining)
+        return TaskPlace(job_id, self._arena, *place, device, joining, task.run)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
         """Another seat for a task that is under way; it takes it when the one it has is over, or when all move."""

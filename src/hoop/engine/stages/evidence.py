@@ -12,6 +12,7 @@ update knows what went into it, and so does every survivor of a device that died
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -67,7 +68,7 @@ class Evidence:
             count, self.places
         )
 
-    def adopt(self, first: int, rows: Array) -> None:
+    def adopt(self, first: int, rows: Iterable[Array]) -> None:
         """What another rank knows of these steps."""
         for step, row in enumerate(rows, start=first):
             self.note(step, row)

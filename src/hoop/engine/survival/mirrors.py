@@ -6,7 +6,7 @@ Who keeps whose is ``keepers``' to say: the next rank on one machine, a rank of 
 
 Each rank keeps its own state and its neighbour's after the last two steps, in turn. While the copies of one step travel
 those of the step before are whole everywhere; and all ranks meet before the next step begins. So when a device is lost,
-there is a step of which everybody's state is whole somewhere (``recut`` finds it), unless a rank and its keeper went at once.
+there is a step of which everybody's state is whole somewhere (``recut`` finds it), unless one went with its keeper.
 
 What several ranks hold anyway, the replicas of a hybrid, need not travel; only what undoes a step is kept of it.
 """
@@ -21,10 +21,11 @@ import numpy as np
 from hoop.config import format_size
 from hoop.engine.stages.weights import Vectors
 from hoop.engine.survival.keepers import keepers
-from hoop.engine.survival.parts import NOTHING, Bytes, Live, Part, Piece, described, size_of
+from hoop.engine.survival.parts import Bytes, Live, Part, Piece, described, rows, size_of
 from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
 from hoop.errors import FailedPrecondition
+from hoop.memory.claims import NOTHING
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan, split_evenly
 from hoop.strategies.fitting import Fit
@@ -81,8 +82,9 @@ class Mirrors:
 
 def _part(vectors: Vectors, name: str, pieces: Sequence[Piece]) -> Part:
     count = size_of(pieces)
+    claim = vectors.claim(name, rows(pieces, name))  # before there is anything that it could be wrong about
     data: Bytes = vectors.new(name, count // 4).view(np.uint8)[:count]
-    return Part(pieces, data)
+    return Part(pieces, data, claim=claim)
 
 
 def check_room(

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hoop.engine.job import names_of
+from hoop.engine.stages.weights import Row
 from hoop.engine.survival.snapshot import MOMENT
+from hoop.memory.claims import NOTHING, Claim
 
 Bytes = npt.NDArray[np.uint8]
-NOTHING = -1
-"""The step of a part that is being written, or was never."""
 _ALIGN = 64
 
 
@@ -59,13 +59,43 @@ def size_of(pieces: Sequence[Piece]) -> int:
     return sum(-(-one.bytes // _ALIGN) * _ALIGN for one in pieces)
 
 
+def rows(pieces: Sequence[Piece], vector: str) -> list[Row]:
+    """Where each lies in the vector of a part of these."""
+    starts = itertools.accumulate((size_of([one]) for one in pieces), initial=0)
+    return [(*one, vector, start) for one, start in zip(pieces, starts, strict=False)]
+
+
+def part_of(tensors: Mapping[str, Tensor], step: int) -> Part:
+    """Whole tensors, in memory of their own."""
+    state = [Live(name, 0, one.detach().contiguous().view(-1)) for name, one in tensors.items()]
+    pieces = described(state)
+    part = Part(pieces, np.empty(size_of(pieces), np.uint8))
+    part.take(state, step)
+    return part
+
+
 class Part:
     """Some pieces, as they were after one step."""
 
-    def __init__(self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING) -> None:
-        self.pieces, self.data, self.step = list(pieces), data, step
+    def __init__(
+        self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING, claim: Claim | None = None
+    ) -> None:
+        """``claim``: where the step is written down too, for who is restarted on the arena that this lies in."""
+        self.pieces, self.data, self._claim = list(pieces), data, claim
+        self.step = step
         ends = itertools.accumulate((size_of([one]) for one in self.pieces), initial=0)
         self._places = dict(zip(self.pieces, ends, strict=False))
+
+    @property
+    def step(self) -> int:
+        """After which step it was so; ``NOTHING`` while it is being written, and before."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._claim is not None:
+            self._claim.step = step
 
     def take(self, state: Sequence[Live], step: int) -> None:
         """Becomes what this rank holds now."""

@@ -10,6 +10,7 @@ Until then it is: a second loss in the middle of it finds everything as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -20,8 +21,9 @@ from hoop.engine.preparation import Ready, prepare
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.diary import Diary
 from hoop.engine.survival.mirrors import Mirrors
-from hoop.engine.survival.parts import Live, Part, described, size_of, whole_state
+from hoop.engine.survival.parts import Part, part_of, whole_state
 from hoop.engine.survival.recut import Agreed, Told, agree, collect
 from hoop.engine.survival.word import vote
 from hoop.engine.world import World
@@ -30,12 +32,17 @@ from hoop.engine.world import World
 class Safekeeping:
     """One rank's copies, and its way to another part of the model."""
 
-    def __init__(self, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> None:
+    def __init__(
+        self, settings: Settings, job: Job, data: Splits, vectors: Vectors, left: Sequence[Part] = ()
+    ) -> None:
+        """``left``: what a device that was restarted found in its arena."""
         self._settings, self._job, self._data = settings, job, data
         self._ready: Ready | None = None
         self._vectors = [vectors]
+        self._beside = vectors.beside("beside.")
+        self._diary: Diary | None = None
         self._mirrors: Mirrors | None = None
-        self._aside: list[Part] = []
+        self._aside = list(left)
         self._begins, self._new, self._turn = False, True, 0
 
     @property
@@ -47,24 +54,26 @@ class Safekeeping:
         """The run begins: with a checkpoint's tensors, after its step; or, where there are none, as models are made."""
         self._begins, self._new = not tensors, False
         if tensors:
-            state = [Live(name, 0, one.view(-1)) for name, one in tensors.items()]
-            pieces = described(state)
-            part = Part(pieces, np.empty(size_of(pieces), np.uint8))
-            part.take(state, step)
-            self._aside = [part]
+            self._aside = [part_of(tensors, step)]
 
     def hold(self, ready: Ready) -> None:
         """What this rank starts with, where nothing was lost before."""
         self._ready = ready
 
-    def keep(self, world: World, step: int) -> None:
-        """Copies of the state after so many steps, unless they are there; every rank must call it."""
+    def keep(self, world: World, step: int, losses: Sequence[float] = ()) -> None:
+        """Copies of the state after so many steps, unless they are there; every rank must call it.
+
+        ``losses``: of the last of these steps, where this rank knows them.
+        """
         if not self._settings.mirror or world.reseated is None:
             return  # nobody wants it, or nobody could go on with it
         if self._mirrors is not None and self._mirrors.step == step:
             return
         ready = self._ready
         assert ready is not None, "there is a state to be kept"
+        if losses:
+            self._diary = self._diary or Diary(self._beside, ready.role.evidence)
+            self._diary.note(step, losses)
         state = ready.role.state(ready.model)
         if self._mirrors is None:
             timeout = self._settings.timeout_s
@@ -95,13 +104,17 @@ class Safekeeping:
         self._vectors.append(self._vectors[0].beside(f"cut{len(self._vectors)}."))
         ready = prepare(world, settings, self._job, self._data, self._vectors[-1], anew=True)
         parts = [(one.step, one.pieces) for one in self._aside]
-        mine = Told(ended, stopped, self._turn, self._begins, parts, self._new)
+        if self._new:
+            # Later than any before, should nobody remember which: there was one a generation at most.
+            self._turn = world.communicator.endpoint.generation
+        mine = Told(ended, stopped, self._turn, self._begins, parts, self._new, world.device)
         whole = whole_state(ready.model, settings.optimizer.slots)
         agreed = agree(world.communicator, mine, whole, timeout)
         if agreed.sources:
             wanted = ready.role.wanted(ready.model)
-            found = collect(world.communicator, agreed, self._aside, wanted, timeout)
+            found, whence = collect(world.communicator, agreed, self._aside, wanted, timeout)
             ready.role.restore(ready.model, found, agreed.step)
+            agreed = replace(agreed, source=whence if self._new else "")
         if self._ready is not None:
             ready.worker.clock.add(self._ready.worker.clock)
             ready.worker.sent = self._ready.worker.bytes_sent
@@ -128,5 +141,5 @@ class Safekeeping:
         self._aside = []
 
     def close(self) -> None:
-        for vectors in self._vectors:
+        for vectors in [*self._vectors, self._beside]:
             vectors.free()

@@ -1,0 +1,116 @@
+"""All devices of a job are killed at once, and started again on their arenas: the weights of an undisturbed run.
+
+Each device kills itself as it comes to an instruction of step 40, which it tells of first: none is left to see
+another's death, and to go on without it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from fault_cluster import (
+    JOB,
+    PATIENCE_S,
+    STEPS,
+    Processes,
+    all_told,
+    cluster_of,
+    job_of,
+    result_of,
+    steps_told,
+    undisturbed,
+    until,
+)
+
+from hoop.launch.audit import audit
+
+STEP = 40
+
+
+def arena(folder: Path, number: int) -> tuple[str, ...]:
+    return "--id", str(number), "--arena", str(folder / f"arena{number}")
+
+
+def all_killed(
+    up: Processes, strategy: Sequence[str], instructions: Sequence[str]
+) -> tuple[int, subprocess.Popen[str]]:
+    devices = [up.device(*arena(up.folder, number)) for number in (1, 2)]
+    up.cluster.wait_for_devices(2)
+    told = [f"kill@rank={rank},step={STEP},instruction={one}" for rank, one in enumerate(instructions)]
+    options = [*JOB, "--strategy", *strategy, *(word for one in told for word in ("--fault", one))]
+    run = up.start("train", *options, "--json", "--coordinator", up.address, "--out", str(up.folder / "out"))
+    job = job_of(up.cluster)
+    for device in devices:
+        device.wait(PATIENCE_S)
+    return job, run
+
+
+@pytest.mark.parametrize(
+    ("strategy", "instructions"),
+    [(["data"], ["reduce", "reduce"]), (["pipeline:1f1b", "--set", "cut=[1]"], ["forward", "recv-input"])],
+    ids=["data", "pipeline"],
+)
+def test_all_come_back(tmp_path: Path, strategy: list[str], instructions: list[str]) -> None:
+    """Nothing is fetched and no step is lost: each has the state of the step before, or its part of it."""
+    with cluster_of(0, tmp_path) as up:
+        job, run = all_killed(up, strategy, instructions)
+        until(up.cluster, job, "scattered")
+        for number in (1, 2):
+            up.device(*arena(tmp_path, number))
+        result = result_of(run)
+        told = all_told(up.cluster, job)
+    assert result["weights_sha256"] == undisturbed()["weights_sha256"]
+    assert result["steps"] == STEPS
+    states = sorted((one["device"], one["step"], one["source"]) for one in result["states"])
+    assert states == [(1, STEP - 1, "its own arena"), (2, STEP - 1, "its own arena")]
+    waited = [one.told["waiting"] for one in told if one.kind == "scattered"]
+    assert waited[0] == [1, 2]
+    assert steps_told(told) == list(range(STEPS))
+    audited = audit(tmp_path / "out")
+    assert audited.holds, audited
+
+
+def test_other_data_is_refused(tmp_path: Path) -> None:
+    """A device whose dataset is another one is named, with what to do, and the others go on without it."""
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    (jobs / "sized.py").write_text(SIZED)
+    with cluster_of(0, tmp_path) as up:
+        up.device("--id", "1", "--jobs", str(jobs))
+        up.cluster.wait_for_devices(1)
+        run = up.start("train", f"{jobs / 'sized.py'}:job", "--json", "--coordinator", up.address)
+        job = job_of(up.cluster)
+        until(up.cluster, job, "steps")
+        (jobs / "sized.py").write_text(SIZED.replace("seed(5)", "seed(6)"))
+        up.device("--id", "2", "--jobs", str(jobs))
+        until(up.cluster, job, "refused", device=2)
+        up.cluster.job(job).stop()
+        assert result_of(run)["devices"] == 1
+        told = all_told(up.cluster, job)
+    (refused,) = [one.told["text"] for one in told if one.kind == "refused"]
+    assert re.search(
+        r"device 2 .* has other data than job 1: .* of 64 samples .* put the same dataset on ", refused
+    )
+    assert "moved" not in {one.kind for one in told}
+
+
+SIZED = """
+import torch
+import hoop
+
+def model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(6, 3)
+
+def data():
+    inputs = torch.randn(64, 6, generator=torch.Generator().manual_seed(5))
+    found = hoop.TensorData(inputs, inputs.argmax(1) % 3)
+    return hoop.Splits(found, found)
+
+settings = {"epochs": 1_000_000, "batch_size": 8, "shards": 2, "evaluate_every": 0, "checkpoint_every": 0}
+job = hoop.Job(model, data, settings=settings)
+"""
