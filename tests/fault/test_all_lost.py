@@ -36,11 +36,11 @@ def arena(folder: Path, number: int) -> tuple[str, ...]:
 
 
 def all_killed(
-    up: Processes, strategy: Sequence[str], instructions: Sequence[str]
+    up: Processes, strategy: Sequence[str], instructions: Sequence[str], step: int = STEP
 ) -> tuple[int, subprocess.Popen[str]]:
     devices = [up.device(*arena(up.folder, number)) for number in (1, 2)]
     up.cluster.wait_for_devices(2)
-    told = [f"kill@rank={rank},step={STEP},instruction={one}" for rank, one in enumerate(instructions)]
+    told = [f"kill@rank={rank},step={step},instruction={one}" for rank, one in enumerate(instructions)]
     options = [*JOB, "--strategy", *strategy, *(word for one in told for word in ("--fault", one))]
     run = up.start("train", *options, "--json", "--coordinator", up.address, "--out", str(up.folder / "out"))
     job = job_of(up.cluster)
@@ -49,16 +49,27 @@ def all_killed(
     return job, run
 
 
+PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
+
+
 @pytest.mark.parametrize(
-    ("strategy", "instructions"),
-    [(["data"], ["reduce", "reduce"]), (["pipeline:1f1b", "--set", "cut=[1]"], ["forward", "recv-input"])],
-    ids=["data", "pipeline"],
+    ("strategy", "instructions", "coordinator"),
+    [
+        pytest.param(["data"], ["reduce", "reduce"], False, id="data"),
+        pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline"),
+        pytest.param(PIPELINE, ["forward", "recv-input"], True, id="long: and the coordinator"),
+    ],
 )
-def test_all_come_back(tmp_path: Path, strategy: list[str], instructions: list[str]) -> None:
+def test_all_come_back(
+    tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool
+) -> None:
     """Nothing is fetched and no step is lost: each has the state of the step before, or its part of it."""
     with cluster_of(0, tmp_path) as up:
         job, run = all_killed(up, strategy, instructions)
-        until(up.cluster, job, "scattered")
+        if coordinator:
+            up.kill(up.coordinator)
+            up.again()
+        until(up.cluster, job, "scattered", waiting=[1, 2])
         for number in (1, 2):
             up.device(*arena(tmp_path, number))
         result = result_of(run)
@@ -67,11 +78,34 @@ def test_all_come_back(tmp_path: Path, strategy: list[str], instructions: list[s
     assert result["steps"] == STEPS
     states = sorted((one["device"], one["step"], one["source"]) for one in result["states"])
     assert states == [(1, STEP - 1, "its own arena"), (2, STEP - 1, "its own arena")]
-    waited = [one.told["waiting"] for one in told if one.kind == "scattered"]
-    assert waited[0] == [1, 2]
-    assert steps_told(told) == list(range(STEPS))
+    assert steps_told(told)[-1] == STEPS - 1
     audited = audit(tmp_path / "out")
     assert audited.holds, audited
+    assert audited.steps == STEPS
+
+
+def test_torn_states_are_not_believed(tmp_path: Path) -> None:
+    """Long: killed within the same update, after an epoch: all go back to its snapshot, which was one device's."""
+    with cluster_of(0, tmp_path) as up:
+        two = ["data", "--set", "epochs=2"]
+        _, run = all_killed(up, two, ["update", "update"], STEPS + 3)
+        for number in (1, 2):
+            up.device(*arena(tmp_path, number))
+        result = result_of(run)
+    assert result["weights_sha256"] == undisturbed("--set", "epochs=2")["weights_sha256"]
+    states = {one["device"]: (one["step"], one["source"]) for one in result["states"]}
+    assert states == {1: (STEPS, "its own arena"), 2: (STEPS, "device 1")}
+
+
+def test_nobody_has_anything(tmp_path: Path) -> None:
+    """Long: killed within the same update, before any snapshot."""
+    with cluster_of(0, tmp_path) as up:
+        _, run = all_killed(up, ["data"], ["update", "update"])
+        for number in (1, 2):
+            up.device(*arena(tmp_path, number))
+        run.communicate(timeout=PATIENCE_S)
+        assert run.returncode == 3
+        assert "everything was lost: go on from its newest checkpoint" in (tmp_path / "train.err").read_text()
 
 
 def test_other_data_is_refused(tmp_path: Path) -> None:

@@ -90,9 +90,9 @@ class JobRecord:
 
     def refusal(self, info: DeviceInfo, told: Mapping[str, Any]) -> str:
         """Why a device that is ready cannot take part, or nothing."""
-        found = str(told.get("data", ""))
-        self.data = self.data or found
-        if found == self.data:
+        found = told.get("data")  # nothing where it took part before, and was only thought dead
+        self.data = self.data or found or ""
+        if found in (None, self.data):
             return ""
         return (
             f"{info} has other data than job {self.id}: {told.get('about')} with fingerprint {found}, where the others "

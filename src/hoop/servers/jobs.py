@@ -159,7 +159,8 @@ class Jobs:
     def _listen(self, job: JobRecord, device_id: int) -> None:
         """Watches a device's task, unless that is being done."""
         info = self._coordinator.state.member(device_id).info
-        if info.incarnation not in job.watches:
+        known = job.watches.get(info.incarnation)
+        if known is None or known.done():
             job.watches[info.incarnation] = self._coordinator.in_background(self._watch(job, info))
 
     async def _watch(self, job: JobRecord, info: DeviceInfo) -> None:

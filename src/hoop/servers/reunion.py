@@ -13,6 +13,7 @@ import json
 import time
 
 from hoop.errors import HoopError
+from hoop.membership.state import Health
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, first
 from hoop.servers.seating import AGAIN_S, Seating
@@ -20,12 +21,14 @@ from hoop.servers.seating import AGAIN_S, Seating
 
 async def reunite(coordinator: Coordinator, seating: Seating, job: JobRecord) -> bool:
     """Whether the job goes on, with those who came back; returns at once where nobody could."""
-    seconds, members = coordinator.config.reunion_s, job.communicator.members
-    awaited = {key for key in members if coordinator.state.members[key].info.keeps_memory}
+    seconds, state = coordinator.config.reunion_s, coordinator.state
+    # Those it began with too: the first that died of a machine may have been given up before the last one did.
+    took_part = {key: state.members[key] for key in (*state.jobs[job.id].devices, *job.communicator.members)}
+    awaited = {key for key, one in took_part.items() if one.info.keeps_memory and one.health != Health.LEFT}
     if not awaited or not seconds or not job.elastic or job.ended or job.failures:
         return False
     until = time.monotonic() + seconds
-    for key in (key for key in members if coordinator.state.members[key].usable):
+    for key in (key for key, one in took_part.items() if one.usable):
         coordinator.in_background(seating.invite(job, key))  # it was back before its loss was known
     told: set[int] | None = None
     while (left := until - time.monotonic()) > 0 and not job.abandoned.is_set():
@@ -53,7 +56,7 @@ async def _seated(coordinator: Coordinator, seating: Seating, job: JobRecord) ->
 
 def _tell(coordinator: Coordinator, job: JobRecord, missing: list[int], left: float) -> None:
     devices = ", ".join(f"device {key}" for key in missing)
-    text = f"all devices of job {job.id} were lost; waits {left:.0f} s more for {devices} to come back on its arena"
+    text = f"all devices of job {job.id} were lost; waits {left:.0f} s more for {devices} to come back"
     coordinator.events.publish("job_scattered", text, job=job.id)
     told = {"kind": "scattered", "waiting": missing, "seconds": left, "text": text}
     job.tell("scattered", json.dumps(told))
