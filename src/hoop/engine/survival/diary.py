@@ -37,7 +37,7 @@ class Diary:
         for step, loss in enumerate(losses, start=done - len(losses) + 1):
             row = self._rows[step % KEPT]
             row[0] = 0
-            row[1], row[2:] = loss, self._evidence.rows(step - 1, 1)[0]
+            row[1], row[2:] = loss, self._evidence.row(step - 1)
             row[0] = step
 
 

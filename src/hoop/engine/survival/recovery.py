@@ -71,7 +71,7 @@ def doubted(worker: Worker, communicator: Communicator, standing: Standing, time
     communicator.run(Operation("all_gather", 1, dtype("int64")), mine, seen, timeout)
     wrong = {rank for rank in standing.returned if seen[rank] != seen[standing.root]}
     done = tuple(NEW if rank in wrong else one for rank, one in enumerate(standing.done))
-    return replace(standing, done=done, returned=tuple(set(standing.returned) - wrong))
+    return replace(standing, done=done, returned=tuple(sorted(set(standing.returned) - wrong)))
 
 
 def _counted(held: Held) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
