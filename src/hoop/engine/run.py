@@ -89,8 +89,8 @@ class Run:
         if self._safe is not None:
             self._safe.hold(self._ready)
             return
-        self._own = InPlace(self._ready, self._vectors)
-        self._done = self._own.take_up(left) if joins else self._own.whole(self._done)
+        self._own = InPlace(self._ready, self._vectors, left, bool(tensors))
+        self._done = self._own.take_up() if joins else self._own.whole(self._done)
         self._ended = self._course.ended(self._done) if joins else self._done
 
     def _take(self, ready: Ready) -> None:

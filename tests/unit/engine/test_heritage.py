@@ -46,7 +46,11 @@ def test_the_newest_that_is_whole_is_found(arena: Arena) -> None:
     assert found[0] == 6
     assert torch.equal(found[1]["weight"], torch.arange(6.0).view(2, 3) + 6)
     assert found[1]["count"].item() == 10
-    assert newest({**wanted, "other": torch.zeros(1)}, left) is None
+    more = {**wanted, "other": torch.ones(1)}
+    assert newest(more, left) is None
+    made = newest(more, left, ["other"])
+    assert made is not None
+    assert made[1]["other"] is more["other"], "what is not trained is as the model is made"
 
 
 def test_one_that_is_being_written_is_not(arena: Arena) -> None:

@@ -8,7 +8,7 @@ All of it is copied out, and the arena's buffers are freed: what is trained from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,18 @@ def _sealed(arena: Arena, buffer: Buffer, run: str) -> Part | None:
     return part_of(tensors, int(metadata["steps"])) if run and metadata.get(RUN) == run else None
 
 
-def filled(wanted: Mapping[str, Tensor], part: Part) -> dict[str, Tensor] | None:
-    """These tensors as they are in a part, or None where it has not all of them, or others."""
+def filled(wanted: Mapping[str, Tensor], part: Part, made: Collection[str] = ()) -> dict[str, Tensor] | None:
+    """These tensors as they are in a part, or None where it has not all of them, or others.
+
+    ``made``: those that stay as they are where it has none.
+    """
     known = {one.name: one for one in part.pieces if not one.low}
     found = {}
     for name, like in wanted.items():
         piece = known.get(name)
+        if piece is None and name in made:
+            found[name] = like
+            continue
         if piece is None or (piece.elements, piece.bytes) != (
             like.numel(),
             like.numel() * like.element_size(),
@@ -70,7 +76,9 @@ def filled(wanted: Mapping[str, Tensor], part: Part) -> dict[str, Tensor] | None
     return found
 
 
-def newest(wanted: Mapping[str, Tensor], parts: Sequence[Part]) -> tuple[int, dict[str, Tensor]] | None:
+def newest(
+    wanted: Mapping[str, Tensor], parts: Sequence[Part], made: Collection[str] = ()
+) -> tuple[int, dict[str, Tensor]] | None:
     """Of parts in their order, the first that has all of these."""
-    tensors = ((one.step, filled(wanted, one)) for one in parts)
+    tensors = ((one.step, filled(wanted, one, made)) for one in parts)
     return next(((step, one) for step, one in tensors if one is not None), None)

@@ -28,8 +28,12 @@ _STAGE = "stage0."
 class InPlace:
     """A replica's state, as its arena tells of it."""
 
-    def __init__(self, ready: Ready, vectors: Vectors) -> None:
-        self._ready, self.worker = ready, ready.worker
+    def __init__(self, ready: Ready, vectors: Vectors, left: Sequence[Part], resumed: bool) -> None:
+        """``left``: what the device found in its arena, the newest first; ``resumed``: from a checkpoint.
+
+        What is not trained is as the model is made, and needs no copy; but for a run that was resumed.
+        """
+        self._ready, self.worker, self._left = ready, ready.worker, left
         held, names = ready.worker.held[0], names_of(ready.model)
         layout = held.layout
         told: list[Row] = []
@@ -45,11 +49,12 @@ class InPlace:
             told.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
         self._buffers = vectors.new("buffers", layout.state - layout.trained)
         self._moving = [Live(names[id(one)], 0, one.view(-1)) for one in layout.counters]
-        fixed = [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
-        self._counters, self._fixed = (
-            _room(vectors, name, state) for name, state in (("counters", self._moving), ("fixed", fixed))
-        )
-        self._frozen = fixed
+        frozen = [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
+        self._made = {one.name for one in frozen}
+        known = {piece.name for part in left for piece in part.pieces}
+        self._frozen = [one for one in frozen if resumed or one.name in known]
+        self._counters = _room(vectors, "counters", self._moving)
+        self._fixed = _room(vectors, "fixed", self._frozen)
         told += rows(self._counters.pieces, "counters") + rows(self._fixed.pieces, "fixed")
         self._claim = vectors.claim("state", told)
         self._diary = Diary(vectors, ready.role.evidence)
@@ -80,10 +85,10 @@ class InPlace:
         self._claim.step = step
         return step
 
-    def take_up(self, left: Sequence[Part]) -> int:
+    def take_up(self) -> int:
         """Goes on from the newest of what the device left in its arena; the steps done with it, or ``NEW``."""
         role, model = self._ready.role, self._ready.model
-        found = newest(role.wanted(model), left)
+        found = newest(role.wanted(model), self._left, self._made)
         if found is None:
             return NEW
         step, tensors = found
