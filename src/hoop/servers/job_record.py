@@ -88,6 +88,11 @@ class JobRecord:
         incarnation = state.members[device_id].info.incarnation
         return incarnation in self.watches and incarnation not in self.joining
 
+    def forget(self, info: DeviceInfo) -> None:
+        """It is gone, and may be asked again should it come back."""
+        self.ready.discard(info.device_id)
+        self.joining.discard(info.incarnation)
+
     def refusal(self, info: DeviceInfo, told: Mapping[str, Any]) -> str:
         """Why a device that is ready cannot take part, or nothing."""
         found = told.get("data")  # nothing where it took part before, and was only thought dead

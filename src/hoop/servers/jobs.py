@@ -182,7 +182,7 @@ class Jobs:
                 return
             if not answers and not await self._gone(info):
                 continue  # it lives: only the stream broke
-            job.ready.discard(device_id)
+            job.forget(info)
             job.losses.append(PeerLost(f"{info} was lost: {lost}"))
             told = {"kind": "lost", "device": device_id, "text": str(lost)}
             job.tell("lost", json.dumps(told), job.rank(device_id), device_id)

@@ -44,12 +44,10 @@ async def reunite(coordinator: Coordinator, seating: Seating, job: JobRecord) ->
 
 
 async def _seated(coordinator: Coordinator, seating: Seating, job: JobRecord) -> bool:
-    ready = set(job.ready)
     try:
         await seating.rebuild(job)
     except HoopError as error:  # one more was lost meanwhile
         coordinator.events.publish("job_failing", f"job {job.id}: {error}", job=job.id)
-        job.ready |= {key for key in ready if coordinator.state.members[key].usable}
         return False
     return True
 

@@ -93,7 +93,11 @@ class Seating:
         newcomers, job.ready = sorted(job.ready), set()
         there = [key for key in old.members if key in newcomers or job.seated(state, key)]
         gone = [key for key in old.members if key in job.leaving or key not in there]
-        job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        try:
+            job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        except HoopError:
+            job.ready |= set(newcomers)  # they are still waiting; who is gone has been, or will be, forgotten
+            raise
         await self._seats(job, job.communicator.members, planned=False)
         await self._release(job, [key for key in gone if key in job.leaving])
 
@@ -126,8 +130,8 @@ class Seating:
             )
             for rank, device_id in enumerate(members)
         }
-        await self._all("ReseatTask", requests)
         job.joining -= {self._coordinator.state.members[key].info.incarnation for key in members}
+        await self._all("ReseatTask", requests)
 
     async def _release(self, job: JobRecord, leaving: Sequence[int]) -> None:
         """No seat for those; the second time they hear it they go, for nobody needs them any more."""
