@@ -161,6 +161,7 @@ LONG = re.compile(
     r"|fault/.*(two of three|one leaves|newcomer_changes_nothing|lost_stage|long:)"  # see test_coming_and_going
     r"|fault/.*(one stops answering|a stage killed|is_found_again)"  # see test_lost_parts and their neighbours
     r"|fault/test_(coming_and_going|kept).*(comes_back|leader|full_disk)"
+    r"|fault/test_all_lost.*(torn|nobody)"
     r"|fault/test_placed_faults\.py.*(a_bit|a_slow)"  # see test_corruption, test_stragglers
     r"|process/test_authentication\.py.*of_its_own"
     r"|process/test_attach\.py.*outlives"

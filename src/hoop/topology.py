@@ -80,6 +80,8 @@ class DeviceInfo:
     """New each time the process starts, so that a restart is told from a hiccup."""
     shared_address: Address | None = None
     """Where devices with the same host part share their memory with it; None: only links."""
+    keeps_memory: bool = False
+    """In a file that outlives the process: it may come back with what it held."""
 
     @property
     def capacity(self) -> int:

@@ -8,6 +8,7 @@ died so is checked here: a fault that never fires fails the test.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -80,12 +81,21 @@ class Ended:
 
 
 def survive(
-    size: int, settings: Settings, job: Job, faults: Sequence[Fault], joins: int = 0, scheme: str = "shm"
+    size: int,
+    settings: Settings,
+    job: Job,
+    faults: Sequence[Fault],
+    joins: int = 0,
+    scheme: str = "shm",
+    hosts: str = "",
 ) -> dict[int, Ended]:
-    """Runs it; the ranks that are left in the end, by their first number (newcomers come after all others)."""
+    """Runs it; the ranks that are left in the end, by their first number (newcomers come after all others).
+
+    ``hosts``: each rank's machine, a letter each; empty: one.
+    """
     torch.set_num_threads(1)
     job.data()
-    ranks = Parent(scheme, settings, job, faults)
+    ranks = Parent(scheme, settings, job, faults, hosts)
     try:
         for number in range(size + joins):
             ranks.fork(number, joining=number >= size)
@@ -97,9 +107,11 @@ def survive(
 class Parent:
     """As the coordinator is to devices."""
 
-    def __init__(self, scheme: str, settings: Settings, job: Job, faults: Sequence[Fault]) -> None:
+    def __init__(
+        self, scheme: str, settings: Settings, job: Job, faults: Sequence[Fault], hosts: str = ""
+    ) -> None:
         self._child = partial(_rank, scheme, settings, job)
-        self._faults = faults
+        self._faults, self._hosts = faults, hosts
         self._links: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         self._addresses: dict[int, Any] = {}
@@ -172,7 +184,9 @@ class Parent:
         peers = [self._addresses[number] for number in members]
         for rank, number in enumerate(members):
             seat = {"generation": self._generation, "rank": rank, "peers": peers}
-            self._links[number].send_bytes(json.dumps(seat).encode())
+            seat["hosts"] = [self._hosts[one] for one in members] if self._hosts else []
+            with contextlib.suppress(BrokenPipeError):  # it is dying: its link's end tells so next
+                self._links[number].send_bytes(json.dumps(seat).encode())
 
     def _check_killed(self, number: int) -> None:
         _, status = os.waitpid(self._pids.pop(number), 0)
@@ -272,7 +286,8 @@ class _Seats:
 
         self.generation = generation
         whole = made[tuple(range(len(peers)))] = opened(number, rank, peers)
-        return World(self._arena, whole, group, (rank, len(peers)), reseated)
+        hosts = tuple(seat.get("hosts", ()))
+        return World(self._arena, whole, group, (rank, len(peers)), reseated, hosts=hosts)
 
     def close(self) -> None:
         with self._lock:

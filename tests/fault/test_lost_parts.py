@@ -85,6 +85,13 @@ def test_one_after_the_other(strategy: str, size: int, faults: list[Fault]) -> N
     check_lost(strategy, size, faults)
 
 
+def test_a_machine_is_lost() -> None:
+    """Two neighbouring ranks at once: their mirrors are on the other machine."""
+    changed, faults = settings("pipeline:1f1b", **EPOCH), [Fault(1, "keeps", 3), Fault(0, "keeps", 3)]
+    ended = survive(4, changed, JOBS["normed"], faults, hosts="aabb")
+    check(ended, alone("normed", tuple(EPOCH.items())), 2)
+
+
 PLACES = [
     ("begins", 1),
     ("instruction", 1),

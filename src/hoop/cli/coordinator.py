@@ -82,6 +82,12 @@ def coordinator(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
+    reunion: Annotated[
+        str,
+        typer.Option(
+            help="How long a job whose devices are all lost waits for those started with --arena to come back; 0s: not."
+        ),
+    ] = "60s",
     max_communicators: Annotated[int, typer.Option(min=1, help="Communicators in all.")] = 1024,
     communicators_per_client: Annotated[
         int, typer.Option(min=1, help="Communicators of one client: the address that it calls from.")
@@ -108,6 +114,7 @@ def coordinator(
     )
     config = replace(
         configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),
+        reunion_s=parse_duration(reunion, "--reunion"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),

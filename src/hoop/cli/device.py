@@ -32,7 +32,7 @@ def device(
     arena: Annotated[
         Path | None,
         typer.Option(
-            help="Keep this device's memory in this file: a restart on it finds id and buffers again."
+            help="Keep this device's memory in this file: a restart on it finds id, buffers and training state again."
         ),
     ] = None,
     id: Annotated[  # noqa: A002 - the option's name

@@ -103,8 +103,12 @@ class View(PlainView):
                 self._console.print(f"step {event['step']}: {event['fault']}, as asked")
             case "damaged":
                 self._console.print(f"damaged on the way, and sent again: {event['text']}")
-            case "away" | "back":
+            case "away" | "back" | "scattered" | "refused":
                 self._console.print(event["text"])
+            case "state":
+                self._console.print(
+                    f"step {event['step']}: device {event['device']} has its state from {event['source']}"
+                )
             case "moved":
                 self._started["devices"] = event["ranks"]
                 self._console.print(f"step {event['step']}: goes on with {_devices(event['ranks'])}")
@@ -192,6 +196,8 @@ class View(PlainView):
                 for one in result["stragglers"]
             )
             typer.echo(f"  stragglers: {slow}")
+        for one in result.get("states", ()):
+            typer.echo(f"  device {one['device']} came at step {one['step']}; state: from {one['source']}")
         if result.get("damaged"):
             typer.echo(f"  messages damaged on the way and sent again: {result['damaged']}")
         if result.get("prediction_error") is not None:

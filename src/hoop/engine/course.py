@@ -43,6 +43,10 @@ class Course:
         """Whether an epoch is over, or all of it."""
         return done % self.per_epoch == 0 or done == self.limit
 
+    def ended(self, done: int) -> int:
+        """The end of an epoch that was certainly dealt with, where it is known only that so many steps are done."""
+        return max(0, (done - 1) // self.per_epoch * self.per_epoch)
+
     def epoch(self, done: int) -> int:
         """Which one ends here, counted from 1."""
         return -(-done // self.per_epoch)

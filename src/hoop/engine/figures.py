@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from hoop.collectives.reduction import Array
 from hoop.engine.stages.evidence import KEPT, Evidence
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -50,6 +51,11 @@ class Figures:
             }
         )
         self._losses, self._seconds = [], []
+
+    def remember(self, done: int, losses: list[float], evidence: Iterable[Array]) -> None:
+        """The steps before ``done``, as they were written down before all began again."""
+        self._evidence.adopt(done - len(losses), evidence)
+        self.add(losses, 0.0)
 
     def forget(self, steps: int) -> None:
         """The last steps are done again, and told then."""

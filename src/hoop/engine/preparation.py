@@ -192,7 +192,7 @@ def _bounds(
         others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
     if settings.mirror and strategy.name != "data" and world.reseated is not None:
-        check_room(plan, found, costs, memory)
+        check_room(plan, found, costs, memory, world.hosts, world.outlives)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
         if any(first < bound <= second for bound in bounds):

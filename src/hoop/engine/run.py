@@ -23,13 +23,15 @@ from hoop.engine.preparation import Ready, prepare
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
+from hoop.engine.survival.arrival import Arrival
+from hoop.engine.survival.inplace import InPlace
 from hoop.engine.survival.keepsakes import Keepsakes
-from hoop.engine.survival.recovery import NEW, catch_up, compare, hand_over, rest_of_step
-from hoop.engine.survival.recut import StateLost
+from hoop.engine.survival.recovery import level, rest_of_step
 from hoop.engine.survival.safekeeping import Safekeeping
 from hoop.engine.survival.snapshot import unpacked
+from hoop.engine.survival.standing import NEW, Mine, StateLost
 from hoop.engine.world import World, settle
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, UserError
 from hoop.strategies.catalog import parse
 
 PATIENCE_S = 60.0
@@ -59,14 +61,15 @@ class Run:
         self._done = self._ended = 0
         self._stopped = self._moving = False
         self._missing: list[int] = []
-        self._keepsakes = Keepsakes(world.arena, prefix, emit)
+        self._arrival = Arrival(joins, emit, world, prefix)
+        self._keepsakes = Keepsakes(world.arena, prefix, emit, world.run, joins)
         self._evidence = Evidence(settings.micros)
         self._figures = Figures(emit, self._evidence)
-        self._vectors = Vectors(world.arena, prefix)
+        self._vectors = Vectors(world.arena, prefix, world.run)
         replicas = parse(settings.strategy).name == "data"
-        self._safe = None if replicas else Safekeeping(settings, job, self._data, self._vectors)
+        left = self._arrival.left
+        self._safe = None if replicas else Safekeeping(settings, job, self._data, self._vectors, left)
         self._elastic = replicas or settings.mirror
-        self._joins = joins
         self._loss: PeerError | None = None
         if joins and self._safe is not None:
             return  # there is nothing to get ready before it is known what this rank is to hold
@@ -85,12 +88,15 @@ class Run:
             self._role.restore(self._ready.model, tensors, self._done)
         if self._safe is not None:
             self._safe.hold(self._ready, self._done)
+            return
+        self._own = InPlace(self._ready, self._vectors, left, bool(tensors))
+        self._done = self._own.take_up() if joins else self._own.whole(self._done)
+        self._ended = self._course.ended(self._done) if joins else self._done
 
     def _take(self, ready: Ready) -> None:
         self._ready, self.worker, self._role = ready, ready.worker, ready.role
         self._role.testify(self._evidence)
-        crowding = self._world.crowding
-        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, crowding)
+        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, self._world.crowding)
 
     @property
     def reporter(self) -> bool:
@@ -101,9 +107,9 @@ class Run:
         """Trains until the epochs are over or somebody asks to stop."""
         if self._loss is not None:
             self._recover(self._loss)
-        if self.reporter and not self._joins:
-            told = {"kind": "started", "done": self._done, "seconds": time.perf_counter() - self._started}
-            self._emit({**told, **self._course.told, "data": self._data.train.checksum, **self._ready.told})
+        if self.reporter:
+            told = {"done": self._done, "seconds": time.perf_counter() - self._started}
+            self._arrival.start({**told, **self._course.told, **self._ready.told}, self._data)
         began, self._begun_at = time.perf_counter(), self._done
         while True:
             try:
@@ -149,9 +155,7 @@ class Run:
 
     def join(self) -> None:
         """Goes in where others are at work already: says that it is ready, and takes the first seat there is."""
-        if self._safe is None:
-            self._done = NEW
-        self._emit({"kind": "ready", "seconds": time.perf_counter() - self._started})
+        self._arrival.ready(self._data, time.perf_counter() - self._started)
         self._recover(FailedPrecondition("no seat came for a device that was ready"))
         self.go()
 
@@ -162,8 +166,7 @@ class Run:
             if world.reseated is None:
                 raise error
             if not self._elastic:
-                text = f"{error}; mirror is off, and its part was lost: {self._keepsakes.remedy}"
-                raise PeerLost(text) from error
+                raise self._keepsakes.over(f"{error}; mirror is off, and its part") from error
             try:
                 world = world.reseated(PATIENCE_S)
             except DeadlineExceeded:
@@ -172,8 +175,7 @@ class Run:
                 self._go_on(world) if self._safe is None else self._cut_anew(world, self._safe)
                 break
             except StateLost as lost:
-                text = f"with the devices that are gone {lost} was lost: {self._keepsakes.remedy}"
-                raise PeerLost(text) from error
+                raise self._keepsakes.over(f"with the devices that are gone {lost}") from error
             except PeerError as another:
                 error = another
         self._told_of("recovered", began, str(error))
@@ -203,9 +205,14 @@ class Run:
         self._take(ready)
         self._figures.forget(self._done - agreed.step)
         self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
+        self._arrival.there(self._done, world, agreed.source, agreed.afresh, self._figures)
         self._keep()
         safe.meet(world, self._stopping(), self._done, 0, None, self._evidence)
         safe.go_on(agreed)
+
+    def _lose(self) -> None:
+        """What this rank has, and remembers, is of long ago."""
+        self._done, self._figures = NEW, Figures(self._emit, self._evidence)
 
     def _count_late(self) -> None:
         """A step that was finished by the way."""
@@ -215,33 +222,29 @@ class Run:
 
     def _go_on(self, world: World, planned: bool = False) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
-        worker, settings, communicator = self.worker, self._settings, world.communicator
-        held, timeout_s = worker.held[0], settings.timeout_s
+        worker, settings, course = self.worker, self._settings, self._course
         worker.move(world)
         self._world = world
         if worker.updated > self._done > NEW:  # the news came between an update and its being counted
             self._count_late()
-        standing = compare(communicator, self._done, self._ended, worker.computed, settings.micros, timeout_s)
-        world.settled()
-        if world.rank in standing.new:  # it was away, and what it remembers is of long ago
-            self._figures = Figures(self._emit, self._evidence)
-        catch_up(worker, communicator, standing, self._course.rate(standing.lead - 1), timeout_s)
-        hand_over(worker, communicator, standing, timeout_s)
+        mine = Mine(self._done, self._ended, worker.computed, not self._arrival.comes, world.device)
+        standing = level(self._own, world, mine, course.rate, settings.timeout_s, self._lose)
         if world.rank in standing.behind:
             self._count_late()
         self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
+        self._arrival.there(self._done, world, standing.source(world.rank), standing.afresh, self._figures)
         self._ended = standing.ended
         if not planned:
-            held.another_room()
+            worker.held[0].another_room()
         usual = self._ready.strategy.plan(world.size, settings.micros)
         worker.follow(usual)
         if self._owes():
             self._end_of_epoch()
         self._missing = standing.missing(settings.micros)
         if any(standing.computed):
-            plan, holdings, kept = rest_of_step(standing, settings.micros, len(held.slots))
+            plan, holdings, kept = rest_of_step(standing, settings.micros, len(worker.held[0].slots))
             worker.follow(plan, holdings)
-            (work,) = self._course.next(self._done, self._role.stride)
+            (work,) = course.next(self._done, self._role.stride)
             worker.rate = work.rate
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._count_late()

@@ -38,6 +38,12 @@ class World:
     """The number by which a device is known to others; 0: only its rank is."""
     befall: Callable[[Any], None] | None = None
     """What is to go wrong with this rank's worker, which it is given: for tests. None: nothing."""
+    hosts: tuple[str, ...] = ()
+    """The machine of each rank, by rank; empty: all are on one."""
+    outlives: bool = False
+    """Whether the arena is there for who is restarted on it."""
+    run: str = ""
+    """This run's own name; empty: it has none, and nothing in the arena is believed to be of it."""
 
     @property
     def crowding(self) -> float:

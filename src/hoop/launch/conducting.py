@@ -65,6 +65,7 @@ class Conducting:
         self._prediction = Prediction(settings, costs)
         self._damaged = 0
         self._stragglers: list[Told] = []
+        self._states: list[Told] = []
         self._faults: list[str] = []
         self._full_disk = FullDisk(settings.placed, lambda: self._heard, self._faults.append)
         self._weights = ""
@@ -161,6 +162,8 @@ class Conducting:
                 self._stragglers.append(
                     {"rank": told["straggler"], "step": told["step"], "times": told["times"]}
                 )
+            case "state":
+                self._states.append({key: told[key] for key in ("device", "step", "source")})
             case "fault":
                 self._faults.append(told["fault"])
             case "snapshot":
@@ -253,6 +256,7 @@ class Conducting:
             "parameters": self._last.get("parameters"),
             "shards_moved": self._moves,
             "stragglers": self._stragglers,
+            "states": self._states,
             "damaged": self._damaged,
             "faults": self._faults,
             "stopped": any(one["stopped"] for one in accounts),

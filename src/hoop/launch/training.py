@@ -87,7 +87,8 @@ def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
         return _world(place.moved(), befall)
 
     where = place.arena, place.communicator, place.group, place.neighbours
-    return World(*where, reseated, place.moving, moved, place.settled, place.device, befall)
+    seats = reseated, place.moving, moved, place.settled
+    return World(*where, *seats, place.device, befall, place.hosts, place.outlives, place.run)
 
 
 def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:

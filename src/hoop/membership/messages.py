@@ -134,6 +134,7 @@ class JobStarted:
 
     job_id: int
     settings: str
+    run: str = ""
 
 
 @dataclass(frozen=True)

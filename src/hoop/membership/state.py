@@ -75,6 +75,8 @@ class JobState:
     error: str = ""
     """How it failed: an error's class, and its words; empty: it did not."""
     text: str = ""
+    run: str = ""
+    """Its own name, unlike any other job's: by it a device knows what its memory holds of it."""
 
 
 MAX_ENDED = 16

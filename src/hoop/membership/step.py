@@ -48,8 +48,8 @@ def step(state: State, message: m.Message) -> Result:
             return _with_communicator(state, one), (communicator_record(one),)
         case m.Destroyed():
             return _destroyed(state, message.communicator_id)
-        case m.JobStarted():
-            job = JobState(message.job_id, message.settings, state.communicator(message.job_id).members)
+        case m.JobStarted(job_id, settings, run):
+            job = JobState(job_id, settings, state.communicator(job_id).members, run=run)
             return replace(state, jobs=with_job(state.jobs, job)), (job_record(job),)
         case m.JobEnded():
             return _job_ended(state, message)
@@ -258,8 +258,8 @@ def _destroyed(state: State, communicator_id: int) -> Result:
 
 def _job_ended(state: State, message: m.JobEnded) -> Result:
     """Its end is written before its communicator's: a journal that ends between them must not start it again."""
-    members, settings = state.communicator(message.job_id).members, state.jobs[message.job_id].settings
-    job = JobState(message.job_id, settings, members, True, message.error, message.text)
+    old, devices = state.jobs[message.job_id], state.communicator(message.job_id).members
+    job = replace(old, devices=devices, ended=True, error=message.error, text=message.text)
     state, rest = _destroyed(replace(state, jobs=with_job(state.jobs, job)), job.id)
     return state, (job_record(job), *rest)
 

@@ -52,6 +52,8 @@ class CoordinatorConfig:
     timeout_s: float = 60.0
     """How long an operation may take, where the caller does not say."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
+    reunion_s: float = 60.0
+    """How long a job whose devices are all lost waits for those that keep their memory in a file; 0: not at all."""
     max_message: int = MAX_MESSAGE_BYTES
     max_communicators: int = MAX_COMMUNICATORS
     communicators_per_client: int = MAX_COMMUNICATORS // 2

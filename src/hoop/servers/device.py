@@ -82,7 +82,7 @@ class DeviceServer:
         self._runner = Runner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, config.max_streams)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
-        self._tasks = Tasks(self._arena, self._runner, trainer)
+        self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.damaged
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
         self._attendance = Attendance(config.coordinator, self._service.memory, config.credentials)
@@ -97,6 +97,7 @@ class DeviceServer:
             pid=os.getpid(),
             incarnation=incarnation,
             shared_address=self._shared.address if self._shared else None,
+            keeps_memory=self._keeps_arena,
         )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from hoop.errors import HoopError, PeerLost, UserError
 from hoop.events import Event, EventLog
 from hoop.membership.state import CommunicatorState, State
 from hoop.servers.tasks import TOLD_FIRST
+from hoop.topology import DeviceInfo
 
 JOB_ENDED = "job_ended"
 
@@ -23,6 +24,8 @@ class JobRecord:
 
     communicator: CommunicatorState
     settings: str
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Its own name: what devices' memories hold of it is known by that."""
     log: EventLog = field(default_factory=lambda: EventLog(100_000, TOLD_FIRST))
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     heard: set[str] = field(default_factory=set)
@@ -37,6 +40,10 @@ class JobRecord:
     """Whose task is watched, by incarnation: those who take part, and those who get ready."""
     ready: set[int] = field(default_factory=set)
     """Newcomers that wait for a seat."""
+    joining: set[str] = field(default_factory=set)
+    """Incarnations that were asked to get ready, and have no seat yet."""
+    data: str = ""
+    """What everybody's data must be like: a fingerprint; empty: it was not told yet."""
     leaving: set[int] = field(default_factory=set)
     """Members that asked for somebody to take over."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,6 +87,28 @@ class JobRecord:
         """Whether it is listened to; a watch that has ended may not have been cleared away yet."""
         watch = self.watches.get(state.members[device_id].info.incarnation)
         return watch is not None and not watch.done()
+
+    def seated(self, state: State, device_id: int) -> bool:
+        """Whether a member is in its seat as far as is known: one that was restarted has to be given one."""
+        return self.watched(state, device_id) and (
+            state.members[device_id].info.incarnation not in self.joining
+        )
+
+    def forget(self, info: DeviceInfo) -> None:
+        """It is gone, and may be asked again should it come back."""
+        self.ready.discard(info.device_id)
+        self.joining.discard(info.incarnation)
+
+    def refusal(self, info: DeviceInfo, told: Mapping[str, Any]) -> str:
+        """Why a device that is ready cannot take part, or nothing."""
+        found = told.get("data")  # nothing where it took part before, and was only thought dead
+        self.data = self.data or found or ""
+        if found in (None, self.data):
+            return ""
+        return (
+            f"{info} has other data than job {self.id}: {told.get('about')} with fingerprint {found}, where the others "
+            f"have {self.data}; put the same dataset on {info.host}, and start the device again"
+        )
 
     def tell(self, kind: str, text: str, rank: int = 0, device: int = 0, origin: str = "") -> None:
         """Adds to what it told; without an origin it is the coordinator's own word."""

@@ -26,6 +26,7 @@ from hoop.servers.coordinator import Coordinator
 from hoop.servers.following import following
 from hoop.servers.job_record import JOB_ENDED, JobRecord, is_over
 from hoop.servers.launching import seat
+from hoop.servers.reunion import reunite
 from hoop.servers.seating import START_S, Seating
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
@@ -51,7 +52,9 @@ class Jobs:
 
         def request(rank: int) -> pb.StartTaskRequest:
             place = seat(self._coordinator, one, rank)
-            return pb.StartTaskRequest(job_id=one.id, seat=place, settings=settings, resume=resume)
+            return pb.StartTaskRequest(
+                job_id=one.id, seat=place, settings=settings, resume=resume, run=job.run
+            )
 
         calls = [
             self._coordinator.call(device_id, "StartTask", request(rank), START_S)
@@ -61,7 +64,7 @@ class Jobs:
         try:
             if failures := [error for error in outcomes if isinstance(error, BaseException)]:
                 raise failures[0]
-            await self._coordinator.change(m.JobStarted(one.id, settings))
+            await self._coordinator.change(m.JobStarted(one.id, settings, job.run))
         except BaseException as error:
             await self._abort(job, str(error))
             await self._coordinator.change(m.Destroyed(one.id))
@@ -80,7 +83,7 @@ class Jobs:
         """The jobs that the journal names: those that run are followed again, of the others the end is known."""
         for known in self._coordinator.state.jobs.values():
             one = self._coordinator.state.communicators.get(known.id)
-            job = JobRecord(one or CommunicatorState(known.id, known.devices), known.settings)
+            job = JobRecord(one or CommunicatorState(known.id, known.devices), known.settings, known.run)
             self._jobs[known.id] = job
             self._coordinator.in_background(self._remember(job, known) if known.ended else self._find(job))
 
@@ -103,7 +106,9 @@ class Jobs:
             if isinstance(answer, BaseException):
                 continue  # the detector's business
             seats = [task.generation for task in answer.tasks if task.job_id == job.id]
-            if device_id in one.members and seats and seats[0] != one.generation:
+            if seats == [0]:  # it gets ready
+                job.joining.add(state.members[device_id].info.incarnation)
+            elif device_id in one.members and seats and seats[0] != one.generation:
                 job.uneven.set()
             if seats and device_id not in one.members:
                 self._seating.excuse([device_id])
@@ -118,21 +123,23 @@ class Jobs:
 
     async def _follow(self, job: JobRecord) -> None:
         """Until no member's task is under way any more; then writes how it ended."""
-        supervision = self._coordinator.in_background(self._seating.supervise(job))
         unsubscribe = self._coordinator.events.subscribe(partial(self._seating.welcome, job))
-        while self._under_way(job):
-            await asyncio.wait(job.watches.values(), return_when="FIRST_COMPLETED")
-            job.watches = {key: watch for key, watch in job.watches.items() if not watch.done()}
+        going = True
+        while going:
+            supervision = self._coordinator.in_background(self._seating.supervise(job))
+            while self._under_way(job):
+                await asyncio.wait(job.watches.values(), return_when="FIRST_COMPLETED")
+                job.watches = {key: watch for key, watch in job.watches.items() if not watch.done()}
+            job.uneven.set()  # whoever supervises sees that nobody is in a seat
+            await supervision
+            going = await reunite(self._coordinator, self._seating, job)
         unsubscribe()
         job.over.set()
-        await supervision
         error = job.outcome()
         try:
             words = (type(error).__name__, str(error)) if error else ("", "")
             await self._coordinator.change(m.JobEnded(job.id, *words))
-        except (
-            HoopError
-        ) as trouble:  # the journal's disk is full: whoever waits must hear of the end all the same
+        except HoopError as trouble:  # a full disk: whoever waits must hear of the end all the same
             self._coordinator.events.publish("coordinator_failing", str(trouble))
         self._tell_end(job, error)
         self._jobs = {key: one for key, one in self._jobs.items() if key in self._coordinator.state.jobs}
@@ -141,7 +148,7 @@ class Jobs:
 
     def _under_way(self, job: JobRecord) -> bool:
         state = self._coordinator.state
-        return any(job.watched(state, device_id) for device_id in job.communicator.members)
+        return any(job.seated(state, device_id) for device_id in job.communicator.members)
 
     def _tell_end(self, job: JobRecord, error: HoopError | None) -> None:
         told = {"kind": JOB_ENDED}
@@ -165,7 +172,7 @@ class Jobs:
                     heard = event.sequence
                     if event.origin not in job.heard:
                         job.heard.add(event.origin)
-                        await self._told(job, device_id, event)
+                        await self._told(job, info, event)
                 return
             except grpc.RpcError as error:
                 lost = translate(error, f"{info}")
@@ -174,6 +181,7 @@ class Jobs:
                 return
             if not answers and not await self._gone(info):
                 continue  # it lives: only the stream broke
+            job.forget(info)
             job.losses.append(PeerLost(f"{info} was lost: {lost}"))
             told = {"kind": "lost", "device": device_id, "text": str(lost)}
             job.tell("lost", json.dumps(told), job.rank(device_id), device_id)
@@ -181,12 +189,16 @@ class Jobs:
                 job.uneven.set()
             return
 
-    async def _told(self, job: JobRecord, device_id: int, event: pb.JobEvent) -> None:
+    async def _told(self, job: JobRecord, info: DeviceInfo, event: pb.JobEvent) -> None:
+        device_id = info.device_id
         rank, member = job.rank(device_id), device_id in job.communicator.members
+        member = member and info.incarnation not in job.joining
         match event.kind:
             case "failed" if not member:  # a newcomer that could not get ready: the others need not care
-                self._coordinator.events.publish("job_not_joined", event.json, job=job.id)
+                self._seating.without(job, info, json.loads(event.json)["text"])
                 return
+            case "started":
+                job.data = json.loads(event.json).get("same", "")
             case "failed":
                 told = json.loads(event.json)
                 text = f"rank {rank} (device {device_id}): {told['text']}"
@@ -199,6 +211,9 @@ class Jobs:
                 self._seating.excuse([device_id], 0.0)
                 return
             case "ready" if not member:
+                if refusal := job.refusal(info, json.loads(event.json)):
+                    self._seating.without(job, info, refusal)
+                    return
                 self._seating.excuse([device_id], 0.0)  # one that was only away has nothing to load
                 job.ready.add(device_id)
                 job.changed.set()
@@ -270,10 +285,11 @@ class Jobs:
         await self._seating.drain([job for job in self._jobs.values() if not job.over.is_set()], device_id)
 
     async def stop(self, job_id: int) -> None:
-        """Asks every rank to stop; they agree on the step by themselves."""
-        members = self._job(job_id).communicator.members
-        request = pb.StopTaskRequest(job_id=job_id)
-        calls = (self._coordinator.call(device_id, "StopTask", request, STOP_S) for device_id in members)
+        """Asks every rank to stop; they agree on the step by themselves. If all are lost, nobody is waited for."""
+        job, request = self._job(job_id), pb.StopTaskRequest(job_id=job_id)
+        if not self._under_way(job):
+            job.abandoned.set()
+        calls = (self._coordinator.call(key, "StopTask", request, STOP_S) for key in job.communicator.members)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, BaseException)]
         if len(errors) == len(outcomes):  # one who hears it tells all the others

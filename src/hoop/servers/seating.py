@@ -28,6 +28,7 @@ from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, first
 from hoop.servers.launching import seat
+from hoop.topology import DeviceInfo
 from hoop.wire.convert import describe
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -50,18 +51,18 @@ class Seating:
         self._coordinator, self._conductor, self._watch = coordinator, conductor, watch
 
     async def supervise(self, job: JobRecord) -> None:
-        """Gives out new seats whenever that is needed, until the job is over."""
-        while not job.over.is_set():
+        """Gives out new seats whenever that is needed, until the job is over, or all are lost."""
+        while self._goes_on(job):
             one = job.communicator
             broken = self._stop(job)
             if not self._broken(job):
                 await first(broken.wait(), job.over.wait(), job.changed.wait(), job.uneven.wait())
-            if job.over.is_set():
+            if not self._goes_on(job):
                 break
             job.changed.clear()
             try:
                 if self._broken(job) or not job.moves:
-                    await self._rebuild(job)
+                    await self.rebuild(job)
                 else:
                     await self._plan(job)
             except HoopError as error:
@@ -74,6 +75,10 @@ class Seating:
                 if job.communicator is not one:
                     self._coordinator.stops.pop((one.id, one.generation), None)
 
+    def _goes_on(self, job: JobRecord) -> bool:
+        members, state = job.communicator.members, self._coordinator.state
+        return not job.over.is_set() and any(job.seated(state, key) for key in members)
+
     def _stop(self, job: JobRecord) -> asyncio.Event:
         one = job.communicator
         return self._coordinator.stops.setdefault((one.id, one.generation), asyncio.Event())
@@ -81,13 +86,18 @@ class Seating:
     def _broken(self, job: JobRecord) -> bool:
         return job.uneven.is_set() or bool(self._coordinator.state.communicator(job.id).broken_by)
 
-    async def _rebuild(self, job: JobRecord) -> None:
+    async def rebuild(self, job: JobRecord) -> None:
         """At once, without whoever is lost, leaving, or has nothing to go on with."""
         job.uneven.clear()
         state, old = self._coordinator.state, job.communicator
         newcomers, job.ready = sorted(job.ready), set()
-        gone = [key for key in old.members if key in job.leaving or not job.watched(state, key)]
-        job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        there = [key for key in old.members if key in newcomers or job.seated(state, key)]
+        gone = [key for key in old.members if key in job.leaving or key not in there]
+        try:
+            job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        except HoopError:
+            job.ready |= set(newcomers)  # they are still waiting; who is gone has been, or will be, forgotten
+            raise
         await self._seats(job, job.communicator.members, planned=False)
         await self._release(job, [key for key in gone if key in job.leaving])
 
@@ -120,6 +130,7 @@ class Seating:
             )
             for rank, device_id in enumerate(members)
         }
+        job.joining -= {self._coordinator.state.members[key].info.incarnation for key in members}
         await self._all("ReseatTask", requests)
 
     async def _release(self, job: JobRecord, leaving: Sequence[int]) -> None:
@@ -151,23 +162,39 @@ class Seating:
     def welcome(self, job: JobRecord, event: Event) -> None:
         """A device that joins the cluster is asked to get ready for a job that can use it."""
         if event.kind == "device_joined" and job.elastic and not job.over.is_set():
-            self._coordinator.in_background(self._invite(job, int(event.fields["device"])))
+            self._coordinator.in_background(self.invite(job, int(event.fields["device"])))
 
-    async def _invite(self, job: JobRecord, device_id: int) -> None:
+    async def invite(self, job: JobRecord, device_id: int) -> None:
+        """Asks a device to get ready, unless it has been asked, or was only doubted and has its seat."""
         state = self._coordinator.state
-        if device_id in job.communicator.members and job.watched(state, device_id):
-            return  # it was only doubted, and has its seat
         info = state.member(device_id).info
+        seated = device_id in job.communicator.members and job.seated(state, device_id)
+        if seated or info.incarnation in job.joining:
+            return
+        job.joining.add(info.incarnation)
         self.excuse([device_id])
         alone = pb.Seat(communicator_id=job.id | 1 << 62, generation=1, rank=0, members=[describe(info)])
-        request = pb.StartTaskRequest(job_id=job.id, seat=alone, settings=job.settings, joining=True)
+        request = pb.StartTaskRequest(
+            job_id=job.id, seat=alone, settings=job.settings, joining=True, run=job.run
+        )
         try:
             await self._coordinator.call(device_id, "StartTask", request, START_S)  # (1)
         except HoopError as error:
-            self._coordinator.events.publish("job_not_joined", f"{info}: {error}", job=job.id)
+            job.joining.discard(info.incarnation)
+            self.without(job, info, f"{info}: {error}")
             return
         if not job.over.is_set():
             self._watch(job, device_id)
+
+    def without(self, job: JobRecord, info: DeviceInfo, why: str) -> None:
+        """A device cannot take part: whoever follows the job hears why, and the others go on."""
+        self._coordinator.events.publish("job_not_joined", why, job=job.id, device=info.device_id)
+        job.tell("refused", json.dumps({"kind": "refused", "device": info.device_id, "text": why}))
+        self._coordinator.in_background(self._send_away(job, info.device_id))
+
+    async def _send_away(self, job: JobRecord, device_id: int) -> None:
+        for _ in range(2):  # the second time it knows that nobody needs it any more
+            await self._release(job, [device_id])
 
     async def drain(self, jobs: Sequence[JobRecord], device_id: int) -> None:
         """Returns when none of these needs the device any more; or when nobody can take over, or it takes too long."""

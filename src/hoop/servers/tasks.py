@@ -46,8 +46,8 @@ class TaskPlace:
     arena: Arena
     communicator: Communicator
     group: Callable[[Sequence[int]], Communicator]
-    neighbours: tuple[int, int]
-    """Which of the job's devices on this host this is, and how many there are."""
+    hosts: tuple[str, ...]
+    """The machine of each rank, by rank."""
     reseated: Callable[[float], TaskPlace]
     """Waits so many seconds for the next seat, for whom this one has become useless."""
     moving: Callable[[], bool]
@@ -62,6 +62,17 @@ class TaskPlace:
     """The job runs already, among others; this is a place to get ready in, alone."""
     heard: Callable[[float], bool] = lambda patience: False
     """Waits so many seconds until whoever watches has been sent all that was told; whether it has."""
+    run: str = ""
+    """The run's own name, the same at every device for as long as it lasts."""
+    outlives: bool = False
+    """Whether the arena is there for who is restarted on it."""
+
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """Which of the job's devices on this host this is, and how many there are."""
+        rank = self.communicator.rank
+        same = [one for one, host in enumerate(self.hosts) if host == self.hosts[rank]]
+        return same.index(rank), len(same)
 
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -82,6 +93,7 @@ class Task:
     """Seats to be taken; None: there is none any more."""
     generation: int = 0
     """Of the newest seat it was given; 0: it gets ready alone."""
+    run: str = ""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
     thread: threading.Thread | None = None
@@ -124,8 +136,9 @@ class Task:
 class Tasks:
     """The jobs this device takes part in."""
 
-    def __init__(self, arena: Arena, runner: Runner, trainer: Trainer | None) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, runner: Runner, trainer: Trainer | None, outlives: bool) -> None:
+        """``outlives``: who is restarted finds the arena again."""
+        self._arena, self._outlives = arena, outlives
         self._runner = runner
         self._trainer = trainer
         self._tasks: OrderedDict[int, Task] = OrderedDict()
@@ -145,8 +158,8 @@ class Tasks:
             buffer = self._arena.buffer(request.resume)
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
-        task = Task()
-        self._clear(request.job_id)
+        task = Task(run=request.run)
+        self._clear(request.job_id, request.joining)
         place = self._place(request.job_id, task, request.seat, request.joining)
 
         def work() -> None:
@@ -169,11 +182,15 @@ class Tasks:
             self._tasks.popitem(last=False)
         task.thread.start()
 
-    def _clear(self, job_id: int) -> None:
-        """Frees what jobs have left that nobody here knows: this device was killed, and restarted on its memory."""
+    def _clear(self, job_id: int, joining: bool) -> None:
+        """Frees what jobs have left that nobody here knows: this device was killed, and restarted on its memory.
+
+        What it left of a job that it joins again is the trainer's to use, and to free.
+        """
         for buffer in self._arena.buffers():
             named = re.match(r"job(\d+)\.", buffer.name)
-            if named and (int(named[1]) == job_id or int(named[1]) not in self._tasks):
+            own = named is not None and int(named[1]) == job_id
+            if named and (not joining if own else int(named[1]) not in self._tasks):
                 self._arena.free(buffer.name)
 
     def _back(self, task: Task) -> None:
@@ -216,8 +233,8 @@ class Tasks:
 
         task.leave = leave
         device = seat.members[seat.rank].device_id
-        place = communicator, groups, _neighbours(seat), reseated, task.move.is_set, moved, before
-        return TaskPlace(job_id, self._arena, *place, device, joining, task.heard)
+        place = communicator, groups, _hosts(seat), reseated, task.move.is_set, moved, before
+        return TaskPlace(job_id, self._arena, *place, device, joining, task.heard, task.run, self._outlives)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
         """Another seat for a task that is under way; it takes it when the one it has is over, or when all move."""
@@ -289,10 +306,5 @@ class _Groups:
             one.close()
 
 
-def _neighbours(seat: Seat) -> tuple[int, int]:
-    def host(rank: int) -> str:
-        shared = seat.members[rank].shared_address
-        return shared.host if shared is not None else seat.members[rank].host
-
-    same = [rank for rank in range(len(seat.members)) if host(rank) == host(seat.rank)]
-    return same.index(seat.rank), len(same)
+def _hosts(seat: Seat) -> tuple[str, ...]:
+    return tuple(one.shared_address.host if one.shared_address else one.host for one in seat.members)

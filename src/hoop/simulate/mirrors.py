@@ -9,11 +9,11 @@ all meet. What replicas have does not travel; data parallel needs none at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition
-from hoop.plan.mirroring import holder_of, shares
+from hoop.plan.mirroring import holders, shares
 from hoop.plan.partition import Stage
 from hoop.plan.plan import Plan
 from hoop.simulate.costs import Costs
@@ -22,10 +22,17 @@ from hoop.simulate.costs import Costs
 class Mirrors:
     """What each rank does for mirrors under a plan, for a model that is cut into these stages."""
 
-    def __init__(self, plan: Plan, costs: Costs, stages: Sequence[Stage], synchronous: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        costs: Costs,
+        stages: Sequence[Stage],
+        synchronous: bool,
+        hosts: Sequence[Hashable] = (),
+    ) -> None:
         self._costs, self.follow = costs, synchronous
         self._shares = shares(plan, stages, costs.partition_blocks())
-        self._holders = [holder_of(rank, plan.size) for rank in range(plan.size)]
+        self._holders = holders(plan.size, hosts)
         self._owners: list[list[int]] = [[] for _ in range(plan.size)]
         for owner, holder in enumerate(self._holders):
             if self.sent(owner):

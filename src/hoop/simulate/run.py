@@ -113,7 +113,7 @@ class Simulation:
         self.mirrors = None
         self._memory = fitted.bytes
         if mirror and strategy.name != "data":
-            self.mirrors = Mirrors(plan, costs, fitted.stages, strategy.synchronous)
+            self.mirrors = Mirrors(plan, costs, fitted.stages, strategy.synchronous, cluster.host_of)
             self._memory = self.mirrors.memory(fitted.bytes, cluster.memory)
         self._groups: dict[tuple[int, ...], Group] = {}
         self.sums = self._summing(cluster, algorithm, most_messages)

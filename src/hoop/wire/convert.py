@@ -19,6 +19,7 @@ def describe(info: DeviceInfo) -> pb.DeviceDescription:
         pid=info.pid,
         incarnation=info.incarnation,
         shared_address=str(info.shared_address or ""),
+        keeps_memory=info.keeps_memory,
     )
 
 
@@ -42,6 +43,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         shared_address=Address.parse(message.shared_address, "device.shared_address")
         if message.shared_address
         else None,
+        keeps_memory=message.keeps_memory,
     )
 
 

@@ -12,6 +12,7 @@ update knows what went into it, and so does every survivor of a device that died
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -46,6 +47,7 @@ class Evidence:
     def __init__(self, shards: int) -> None:
         self.places = PLACES * shards
         self._steps: dict[int, Array] = {}
+        self._nothing: Array = np.zeros(self.places, np.float32)
 
     def note(self, step: int, summed: Array, more: bool = False) -> None:
         """What stands in these places of the sum that an update was made with; ``more``: one of several of a step."""
@@ -60,14 +62,15 @@ class Evidence:
         """These steps and later ones are done again."""
         self._steps = {one: found for one, found in self._steps.items() if one < step}
 
-    def rows(self, first: int, count: int) -> Array:
-        """Of so many steps, as sums; zeros where nothing is known."""
-        nothing = np.zeros(self.places, np.float32)
-        return np.array([self._steps.get(step, nothing) for step in range(first, first + count)]).reshape(
-            count, self.places
-        )
+    def row(self, step: int) -> Array:
+        """Of one step, as a sum; zeros where nothing is known."""
+        return self._steps.get(step, self._nothing)
 
-    def adopt(self, first: int, rows: Array) -> None:
+    def rows(self, first: int, count: int) -> Array:
+        """Of so many steps."""
+        return np.array([self.row(step) for step in range(first, first + count)]).reshape(count, self.places)
+
+    def adopt(self, first: int, rows: Iterable[Array]) -> None:
         """What another rank knows of these steps."""
         for step, row in enumerate(rows, start=first):
             self.note(step, row)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hoop.engine.stages.evidence import PLACES
 from hoop.errors import InvalidArgument
 from hoop.memory import Arena
+from hoop.memory.claims import Claim
 from hoop.memory.dtypes import dtype
 
 ALIGN = 16
@@ -31,6 +32,8 @@ LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
 SPEED = 5
 MOST_SPEEDS = TAIL - SPEED
 FLOAT32 = dtype("float32")
+Row = tuple[str, int, int, int, str, int]
+"""A piece of a state and where it lies: its name, first element, elements and bytes; the vector, and the byte in it."""
 
 
 def _padded(count: int, to: int) -> int:
@@ -91,9 +94,9 @@ class Layout:
 class Vectors:
     """Named float32 vectors in an arena, freed together."""
 
-    def __init__(self, arena: Arena, prefix: str) -> None:
-        self._arena = arena
-        self._prefix = prefix
+    def __init__(self, arena: Arena, prefix: str, run: str = "") -> None:
+        """``run``: whose they are, for who is restarted on the arena."""
+        self._arena, self._prefix, self._run = arena, prefix, run
         self._names: list[str] = []
 
     def new(self, name: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -113,7 +116,14 @@ class Vectors:
 
     def beside(self, prefix: str) -> Vectors:
         """Others in the same arena, whose names go on like this."""
-        return Vectors(self._arena, self._prefix + prefix)
+        return Vectors(self._arena, self._prefix + prefix, self._run)
+
+    def claim(self, name: str, rows: Iterable[Row]) -> Claim:
+        """Says of bytes of vectors here, should the device be restarted, which step of the run they hold."""
+        told = [(*row[:-2], self._prefix + row[-2], row[-1]) for row in rows]
+        claim = Claim(self._arena, self._prefix + name, self._run, {"rows": told})
+        self._names.append(claim.name)
+        return claim
 
     def free(self, but: str = "") -> None:
         """All of them, but for those whose name ends so."""

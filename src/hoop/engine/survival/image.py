@@ -18,7 +18,8 @@ import torch
 
 from hoop.engine.stages.optimizer import OptimizerSettings, go_on, updating
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.parts import NOTHING, Bytes, Flat, Live, Part, Piece, aligned, described
+from hoop.engine.survival.parts import Bytes, Flat, Live, Part, Piece, aligned, described
+from hoop.memory.claims import NOTHING
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Receive = Callable[[memoryview], None]

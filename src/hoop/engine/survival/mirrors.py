@@ -4,9 +4,9 @@
                                     all ranks meet                                        (2) it is done, everywhere
     each updates what it holds; and, while it waits for something else, its mirror        (3)
 
-Nobody updates before all have met, and who has come there has its neighbour's gradient. So when a device is lost,
-either nobody has updated, and every state is whole as it was before the step, here or in a mirror; or everybody can,
-and every state is whole as it is after it. ``recut`` finds out which.
+Nobody updates before all have met, and who has come there has another's gradient. So when a device is lost, either
+nobody has updated, and every state is whole as it was before the step, here or in a mirror; or everybody can, and every
+state is whole as it is after it. ``recut`` finds out which.
 
 Where ranks meet only every so many steps (asynchronous strategies) updates do not wait: each keeps a copy of what it
 had when all last met, and sends all of its state when they meet again, to where the mirror before the last one was.
@@ -17,7 +17,7 @@ What several ranks hold anyway, the replicas of a hybrid, need not travel.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import numpy as np
@@ -30,11 +30,13 @@ from hoop.engine.role import Role
 from hoop.engine.settings import Settings
 from hoop.engine.stages.weights import Vectors
 from hoop.engine.survival.image import Image, Mirror, Receive, imaged
-from hoop.engine.survival.parts import NOTHING, Bytes, Part, described, size_of
+from hoop.engine.survival.own import COPIES
+from hoop.engine.survival.parts import Bytes, Part, described, size_of
 from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
 from hoop.errors import FailedPrecondition
-from hoop.plan.mirroring import holder_of, shares
+from hoop.memory.claims import NOTHING
+from hoop.plan.mirroring import holders, shares
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
 from hoop.strategies.fitting import Fit
@@ -50,7 +52,8 @@ class Mirrors:
         """All ranks must make theirs together."""
         self._endpoint, self._timeout = world.communicator.endpoint, settings.timeout_s
         self._role, self._model, self._follows = role, model, follows(role)
-        self._holder = holder_of(world.rank, world.size)
+        holding = holders(world.size, world.hosts)
+        self._holder = holding[world.rank]
         image, arrays = self._imaged()
         self._sends = role.travels and self._holder != world.rank and bool(arrays)
         told = gathered(world.communicator, vars(image) if self._sends else None, self._timeout)
@@ -60,7 +63,7 @@ class Mirrors:
                 for turn in range(1 if self._follows else 2)
             ]
             for owner, said in enumerate(told)
-            if said is not None and holder_of(owner, world.size) == world.rank
+            if said is not None and holding[owner] == world.rank
         }
         seen = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
         self._seen: list[Bytes] = [one for one in seen if one is not None]
@@ -149,17 +152,24 @@ def follows(role: Role) -> bool:
     return role.stride == 1
 
 
-def check_room(plan: Plan, fit: Fit, blocks: Sequence[Block], memory: Sequence[int]) -> None:
-    """Raises where mirrors do not fit beside what is trained."""
-    each = shares(plan, fit.stages, blocks)
+def check_room(
+    plan: Plan,
+    fit: Fit,
+    blocks: Sequence[Block],
+    memory: Sequence[int],
+    hosts: Sequence[Hashable] = (),
+    outlives: bool = False,
+) -> None:
+    """Raises where mirrors, and copies for a device's next life, do not fit beside what is trained."""
     copies = [0] * plan.size
-    for rank, share in enumerate(each):
-        holder = holder_of(rank, plan.size)
+    each = zip(shares(plan, fit.stages, blocks), holders(plan.size, hosts), strict=True)
+    for rank, (share, holder) in enumerate(each):
         if fit.strategy.synchronous:
             copies[holder] += (share.state + share.change) * (holder != rank)
         else:
             copies[holder] += 2 * share.state * (holder != rank)
             copies[rank] += share.state
+        copies[rank] += COPIES * share.state * outlives
     for rank, (held, room) in enumerate(zip(fit.bytes, memory, strict=True)):
         if held + copies[rank] > room:
             raise FailedPrecondition(

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.engine.job import names_of
+from hoop.engine.stages.weights import Row
 from hoop.engine.survival.snapshot import MOMENT
+from hoop.memory.claims import NOTHING, Claim
 
 Bytes = npt.NDArray[np.uint8]
-NOTHING = -1
-"""The step of a part that is being written, or was never."""
 _ALIGN = 64
 
 
@@ -76,16 +76,47 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
+def rows(pieces: Sequence[Piece], vector: str) -> list[Row]:
+    """Where each lies in the vector of a part of these."""
+    starts = itertools.accumulate((size_of([one]) for one in pieces), initial=0)
+    return [(*one, vector, start) for one, start in zip(pieces, starts, strict=False)]
+
+
+def part_of(tensors: Mapping[str, Tensor], step: int) -> Part:
+    """Whole tensors, in memory of their own."""
+    return Part.of([Live(name, 0, one.detach().contiguous().view(-1)) for name, one in tensors.items()], step)
+
+
 class Part:
     """Some pieces, as they were after one step."""
 
     def __init__(
-        self, pieces: Sequence[Piece], data: Bytes, step: int = NOTHING, places: Sequence[int] | None = None
+        self,
+        pieces: Sequence[Piece],
+        data: Bytes,
+        step: int = NOTHING,
+        places: Sequence[int] | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """``places``: where each piece begins; without, they lie one after the other."""
-        self.pieces, self.data, self.step = list(pieces), data, step
+        """``places``: where each piece begins; without, they lie one after the other.
+
+        ``claim``: where the step is written down too, for who is restarted on the arena that this lies in.
+        """
+        self.pieces, self.data, self._claim = list(pieces), data, claim
+        self.step = step
         ends = itertools.accumulate((size_of([one]) for one in self.pieces), initial=0)
         self._places = dict(zip(self.pieces, places or ends, strict=False))
+
+    @property
+    def step(self) -> int:
+        """After which step it was so; ``NOTHING`` while it is being written, and before."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._claim is not None:
+            self._claim.step = step
 
     def take(self, state: Sequence[Live], step: int) -> None:
         """Becomes what this rank holds now."""

@@ -7,93 +7,93 @@
 Where a rank can be when the news reaches it: it computes or waits for the others with all its shards in their slots
 (nothing is lost), or it has updated while somebody else was still waiting to hear that all were done. Ranks are never
 further apart than that, because a sum needs everybody; one who is was thought dead, or restarted, and comes back
-with nothing that is worth keeping.
+with nothing that is worth keeping. One who returns with what its arena held has the state of a step and nothing else,
+no shards and no total: if that is where the others are, by a hash of all of it, it is used, else it is fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.shards import Holding, holding
+from hoop.engine.stages.held import Held
+from hoop.engine.survival.inplace import InPlace
+from hoop.engine.survival.standing import NEW, Mine, Standing, compare
 from hoop.engine.worker import Worker
+from hoop.engine.world import World
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan, split_evenly
 from hoop.strategies.data_parallel import whole_model
 
-NEW = -1
-"""The steps done by a rank that has just come."""
 
-
-@dataclass(frozen=True)
-class Standing:
-    """Where everybody is, after (1)."""
-
-    done: tuple[int, ...]
-    """Steps that each rank has done."""
-    computed: tuple[tuple[int, ...], ...]
-    """Shards of the step after the last one done that each rank holds, in the order it computed them."""
-    ended: int
-    """The end of an epoch up to which everybody has come: what came after is done again, together."""
-
-    @property
-    def lead(self) -> int:
-        return max(self.done)
-
-    @property
-    def behind(self) -> tuple[int, ...]:
-        return tuple(rank for rank, done in enumerate(self.done) if NEW < done < self.lead)
-
-    @property
-    def new(self) -> tuple[int, ...]:
-        """Those who have just come, and have nothing yet."""
-        return tuple(rank for rank, done in enumerate(self.done) if done == NEW)
-
-    def missing(self, shards: int) -> list[int]:
-        """Shards that nobody holds any more of a step that was under way; none, where the next one is begun anew."""
-        held = {shard for one in self.computed for shard in one}
-        return [shard for shard in range(shards) if shard not in held] if held else []
-
-
-def compare(
-    communicator: Communicator, done: int, ended: int, computed: Sequence[int], shards: int, timeout: float
+def level(
+    own: InPlace,
+    world: World,
+    mine: Mine,
+    rate: Callable[[int], float],
+    timeout: float,
+    lose: Callable[[], None],
 ) -> Standing:
-    """(1)"""
-    mine = np.full(2 + shards, -1, np.int64)
-    mine[:2] = done, ended
-    mine[2 : 2 + len(computed)] = computed
-    seen = np.zeros(communicator.size * mine.size, np.int64)
-    communicator.run(Operation("all_gather", mine.size, dtype("int64")), mine, seen, timeout)
-    rows = seen.reshape(communicator.size, -1).tolist()
-    lead = max(row[0] for row in rows)
-    for row in rows:
-        if lead - row[0] > 1:  # the others went on without it while it was away: it gets all it needs
-            row[0] = NEW
-    # What somebody behind has computed is of a step that is over.
-    held = tuple(tuple(shard for shard in row[2:] if shard >= 0) if row[0] == lead else () for row in rows)
-    together = min(row[1] for row in rows if row[0] != NEW)
-    return Standing(tuple(row[0] for row in rows), held, together)
+    """(1) and (2): all ranks have the same weights then. ``rate``: of the step after so many; ``lose``: what this rank
+    has is about to be overwritten, and must not be taken for anything should that be cut short."""
+    communicator, worker = world.communicator, own.worker
+    standing = compare(communicator, mine, worker.settings.micros, timeout)
+    world.settled()
+    catch_up(own, communicator, standing, rate(standing.lead - 1), timeout)
+    standing = doubted(worker, communicator, standing, timeout)
+    if communicator.rank in standing.new:
+        own.torn()
+        lose()
+    hand_over(worker, communicator, standing, timeout)
+    own.whole(standing.lead)
+    return standing
+
+
+def doubted(worker: Worker, communicator: Communicator, standing: Standing, timeout: float) -> Standing:
+    """Those who return must have what the others have, to the bit; whoever has not is new."""
+    if not standing.returned:
+        return standing
+    mine = np.zeros(1, np.int64)
+    if communicator.rank in (standing.root, *standing.returned):
+        held = worker.held[0]
+        digest = hashlib.sha256(held.state_array.data)
+        for vector in [*(one.numpy() for one in held.moments), _counted(held)]:
+            digest.update(vector.data)
+        mine[:] = np.frombuffer(digest.digest()[:8], np.int64)
+    seen = np.zeros(communicator.size, np.int64)
+    communicator.run(Operation("all_gather", 1, dtype("int64")), mine, seen, timeout)
+    wrong = {rank for rank in standing.returned if seen[rank] != seen[standing.root]}
+    done = tuple(NEW if rank in wrong else one for rank, one in enumerate(standing.done))
+    return replace(standing, done=done, returned=tuple(sorted(set(standing.returned) - wrong)))
+
+
+def _counted(held: Held) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.array([float(one) for one in held.layout.counters], np.float32)
 
 
 def catch_up(
-    worker: Worker, communicator: Communicator, standing: Standing, rate: float, timeout: float
+    own: InPlace, communicator: Communicator, standing: Standing, rate: float, timeout: float
 ) -> None:
     """(2): the total of the last step, as it was shortened, from one who has it to all who have not."""
     if not standing.behind:
         return
+    worker = own.worker
     held = worker.held[0]
-    root = standing.done.index(standing.lead)
     given = held.total.copy()
+    root = standing.root
     operation = Operation("broadcast", given.size, dtype("float32"), root=root)
     communicator.run(operation, given, given, timeout)
     if communicator.rank in standing.behind:
         held.total = held.room
         held.room[:] = given
+        own.torn()
         held.summed(standing.lead - 1, 1.0)
         held.finish(rate, standing.lead - 1)
         worker.updated = standing.lead
@@ -104,9 +104,9 @@ def hand_over(worker: Worker, communicator: Communicator, standing: Standing, ti
     if not standing.new:
         return
     held = worker.held[0]
-    root = standing.done.index(standing.lead)
+    root = standing.root
     vectors = [held.state_array, *(moment.numpy() for moment in held.moments)]
-    counters = np.array([float(one) for one in held.layout.counters], np.float32)
+    counters = _counted(held)
     for vector in [*vectors, counters]:
         if vector.size:
             given = (

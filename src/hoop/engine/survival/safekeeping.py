@@ -10,6 +10,7 @@ Until then it is: a second loss in the middle of it finds everything as it was.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -20,24 +21,33 @@ from hoop.engine.preparation import Ready, prepare
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import Vectors
+from hoop.engine.survival.diary import Diary
 from hoop.engine.survival.mirrors import Mirrors, follows
-from hoop.engine.survival.parts import NOTHING, Live, Part, whole_state
+from hoop.engine.survival.own import Own
+from hoop.engine.survival.parts import Part, part_of, whole_state
 from hoop.engine.survival.recut import Agreed, Told, agree, collect
 from hoop.engine.survival.word import vote
 from hoop.engine.world import World
+from hoop.memory.claims import NOTHING
 
 
 class Safekeeping:
     """One rank's copies, and its way to another part of the model."""
 
-    def __init__(self, settings: Settings, job: Job, data: Splits, vectors: Vectors) -> None:
+    def __init__(
+        self, settings: Settings, job: Job, data: Splits, vectors: Vectors, left: Sequence[Part] = ()
+    ) -> None:
+        """``left``: what a device that was restarted found in its arena."""
         self._settings, self._job, self._data = settings, job, data
         self._ready: Ready | None = None
         self._vectors = [vectors]
+        self._beside = vectors.beside("beside.")
+        self._diary: Diary | None = None
         self._mirrors: Mirrors | None = None
+        self._own: Own | None = None
         self._live = self._next = NOTHING
         """The step that what is held is of, and the one that it will be of once all have met."""
-        self._aside: list[Part] = []
+        self._aside = list(left)
         self._begins, self._new, self._turn = False, True, 0
 
     @property
@@ -49,8 +59,7 @@ class Safekeeping:
         """The run begins: with a checkpoint's tensors, after its step; or, where there are none, as models are made."""
         self._begins, self._new = not tensors, False
         if tensors:
-            state = [Live(name, 0, one.view(-1)) for name, one in tensors.items()]
-            self._aside = [Part.of(state, step)]
+            self._aside = [part_of(tensors, step)]
 
     def hold(self, ready: Ready, step: int) -> None:
         """What this rank holds, as it is after so many steps."""
@@ -66,6 +75,9 @@ class Safekeeping:
             self._mirrors = Mirrors(world, self._vectors[-1], ready.role, ready.model, self._settings)
             self._mirrors.keep(self._live, 0.0)
             ready.worker.owed.puts_off = follows(ready.role)
+            if world.outlives:
+                self._own = Own(self._vectors[-1], ready.role, ready.model)
+                self._own.take(self._live)
 
     def begin_steps(self) -> None:
         """What is held changes from now on, unless that is put off."""
@@ -94,6 +106,11 @@ class Safekeeping:
         met = self.meet(world, stop, done, steps, losses, evidence)
         ready.worker.owed.settle()
         self._live, self._next = done, NOTHING
+        if world.outlives and met[1]:
+            self._diary = self._diary or Diary(self._beside, ready.role.evidence)
+            self._diary.note(done, met[1])
+        if self._own is not None:
+            self._own.take(done)
         if self._mirrors is not None:
             ready.worker.post.meanwhile = self._mirrors.go_on
         self.let_go()
@@ -123,13 +140,17 @@ class Safekeeping:
         self._vectors.append(self._vectors[0].beside(f"cut{len(self._vectors)}."))
         ready = prepare(world, settings, self._job, self._data, self._vectors[-1], anew=True)
         parts = [(one.step, one.pieces) for one in self._aside]
-        mine = Told(done, ended, stopped, self._turn, self._begins, parts, self._new)
+        if self._new:
+            # Later than any before, should nobody remember which: there was one a generation at most.
+            self._turn = world.communicator.endpoint.generation
+        mine = Told(done, ended, stopped, self._turn, self._begins, parts, self._new, world.device)
         whole = whole_state(ready.model, settings.optimizer.slots)
         agreed = agree(world.communicator, mine, whole, timeout)
         if agreed.sources:
             wanted = ready.role.wanted(ready.model)
-            found = collect(world.communicator, agreed, self._aside, wanted, timeout)
+            found, whence = collect(world.communicator, agreed, self._aside, wanted, timeout)
             ready.role.restore(ready.model, found, agreed.step)
+            agreed = replace(agreed, source=whence if self._new else "")
         if self._ready is not None:
             ready.worker.clock.add(self._ready.worker.clock)
             ready.worker.sent = self._ready.worker.bytes_sent
@@ -147,7 +168,7 @@ class Safekeeping:
         self._live = self._next = NOTHING
         if self._mirrors is not None:
             self._aside += self._mirrors.apart()
-            self._mirrors = None
+            self._mirrors = self._own = None
         if ready is not None:
             ready.worker.close()
         for vectors in self._vectors:
@@ -163,5 +184,5 @@ class Safekeeping:
         self._aside = []
 
     def close(self) -> None:
-        for vectors in self._vectors:
+        for vectors in [*self._vectors, self._beside]:
             vectors.free()

@@ -36,7 +36,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,7 @@ class DeviceDescription(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHARED_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_MEMORY_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -55,7 +56,8 @@ class DeviceDescription(_message.Message):
     pid: int
     incarnation: str
     shared_address: str
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ...) -> None: ...
+    keeps_memory: bool
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
@@ -256,18 +258,20 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat", "settings", "resume", "joining")
+    __slots__ = ("job_id", "seat", "settings", "resume", "joining", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     seat: Seat
     settings: str
     resume: str
     joining: bool
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ...) -> None: ...
+    run: str
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
