@@ -24,11 +24,11 @@ from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
 from hoop.engine.survival.keepsakes import Keepsakes
-from hoop.engine.survival.recovery import NEW, catch_up, compare, hand_over, rest_of_step
+from hoop.engine.survival.recovery import NEW, UNSEATS, level, rest_of_step
 from hoop.engine.survival.recut import StateLost
 from hoop.engine.survival.safekeeping import Safekeeping
 from hoop.engine.survival.snapshot import unpacked
-from hoop.engine.world import World, settle
+from hoop.engine.world import World, alone, settle
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
 from hoop.strategies.catalog import parse
 
@@ -56,8 +56,8 @@ class Run:
         settle(world, settings.threads_per_device, settings.pin)
         self._data = job.data()
         self._course = Course(settings, len(self._data.train))
-        self._done = self._ended = 0
-        self._stopped = self._moving = False
+        self._done = self._ended = self._begun_at = 0
+        self._stopped = self._moving = self._leaves = False
         self._missing: list[int] = []
         self._keepsakes = Keepsakes(world.arena, prefix, emit)
         self._evidence = Evidence(settings.micros)
@@ -71,16 +71,18 @@ class Run:
         if joins and self._safe is not None:
             return  # there is nothing to get ready before it is known what this rank is to hold
         tensors, metadata = unpacked(resume) if resume is not None else ({}, {"steps": 0})
-        self._done = self._ended = int(metadata["steps"])
+        self._done = self._ended = self._begun_at = int(metadata["steps"])
         if self._safe is not None:
             self._safe.begin(tensors, self._done)
         try:
-            self._take(prepare(world, settings, job, self._data, self._vectors))
+            ready = prepare(world, settings, job, self._data, self._vectors)
         except PeerError as error:
-            if self._safe is None:
-                raise
             self._loss = error  # for ``go``, where it goes on like after any other
-            return
+            if self._safe is not None:
+                return
+            self._vectors.free()  # each rank has all that it needs to begin with, whoever is left
+            ready = prepare(alone(world), settings, job, self._data, self._vectors)
+        self._take(ready)
         if tensors:
             self._role.restore(self._ready.model, tensors, self._done)
         if self._safe is not None:
@@ -89,22 +91,12 @@ class Run:
     def _take(self, ready: Ready) -> None:
         self._ready, self.worker, self._role = ready, ready.worker, ready.role
         self._role.testify(self._evidence)
-        crowding = self._world.crowding
-        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, crowding)
-
-    @property
-    def reporter(self) -> bool:
-        """Whether this rank tells the figures."""
-        return self._role.reports
+        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, self._world.crowding)
 
     def go(self) -> None:
         """Trains until the epochs are over or somebody asks to stop."""
-        if self._loss is not None:
-            self._recover(self._loss)
-        if self.reporter and not self._joins:
-            told = {"kind": "started", "done": self._done, "seconds": time.perf_counter() - self._started}
-            self._emit({**told, **self._course.told, "data": self._data.train.checksum, **self._ready.told})
-        began, self._begun_at = time.perf_counter(), self._done
+        self._tell_begin() if self._loss is None else self._recover(self._loss)
+        began = time.perf_counter()
         while True:
             try:
                 if self._owes() and not self._stopped:
@@ -113,9 +105,17 @@ class Run:
                     self._end()
                     break
                 self._advance()
-            except PeerError as error:
-                self._recover(error)
+            except UNSEATS as error:
+                if self._leaves:
+                    raise
+                self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
         self._emit(account(self.worker, time.perf_counter() - began, self._done, self._stopped))
+
+    def _tell_begin(self) -> None:
+        """By whoever tells the figures; again, if it may be that nobody has."""
+        if self._role.reports and not self._joins and self._done - self._begun_at <= self._role.stride:
+            told = {"kind": "started", "done": self._begun_at, "seconds": time.perf_counter() - self._started}
+            self._emit({**told, **self._course.told, "data": self._data.train.checksum, **self._ready.told})
 
     def _advance(self) -> None:
         """The steps until ranks meet."""
@@ -147,6 +147,7 @@ class Run:
             self._done = NEW
         self._emit({"kind": "ready", "seconds": time.perf_counter() - self._started})
         self._recover(FailedPrecondition("no seat came for a device that was ready"))
+        self._begun_at = self._done
         self.go()
 
     def _recover(self, error: HoopError) -> None:
@@ -168,8 +169,9 @@ class Run:
             except StateLost as lost:
                 text = f"with the devices that are gone {lost} was lost: {self._keepsakes.remedy}"
                 raise PeerLost(text) from error
-            except PeerError as another:
+            except UNSEATS as another:
                 error = another
+        self._tell_begin()
         self._told_of("recovered", began, str(error))
 
     def _move(self) -> None:
@@ -177,13 +179,16 @@ class Run:
         began = time.perf_counter()
         self._tell(force=True)  # it may be another's business from now on
         assert self._world.moved is not None, "somebody asked to move"
-        self._go_on(self._world.moved(), planned=True)
+        self._leaves = True
+        world = self._world.moved()
+        self._leaves = False
+        self._go_on(world, planned=True)
         self._told_of("moved", began, "")
 
     def _told_of(self, kind: str, began: float, text: str) -> None:
-        if self.reporter:
-            told = {"step": self._done, "pause_s": time.perf_counter() - began, "missing": self._missing}
-            self._emit({"kind": kind, **told, "ranks": self._world.size, "text": text})
+        if self._role.reports:
+            told = {"kind": kind, "step": self._done, "pause_s": time.perf_counter() - began, "text": text}
+            self._emit({**told, "missing": self._missing, "ranks": self._world.size})
 
     def _cut_anew(self, world: World, safe: Safekeeping) -> None:
         """The last step of which everything is left, on the devices that are there now; see ``recut``."""
@@ -207,18 +212,15 @@ class Run:
 
     def _go_on(self, world: World, planned: bool = False) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
-        worker, settings, communicator = self.worker, self._settings, world.communicator
-        held, timeout_s = worker.held[0], settings.timeout_s
+        worker, settings, held = self.worker, self._settings, self.worker.held[0]
         worker.move(world)
         self._world = world
         if worker.updated > self._done > NEW:  # the news came between an update and its being counted
             self._count_late()
-        standing = compare(communicator, self._done, self._ended, worker.computed, settings.micros, timeout_s)
+        standing = level(worker, self._done, self._ended, self._course.rate)
         world.settled()
         if world.rank in standing.new:  # it was away, and what it remembers is of long ago
             self._figures = Figures(self._emit, self._evidence)
-        catch_up(worker, communicator, standing, self._course.rate(standing.lead - 1), timeout_s)
-        hand_over(worker, communicator, standing, timeout_s)
         if world.rank in standing.behind:
             self._count_late()
         self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
@@ -248,7 +250,7 @@ class Run:
             self._stopped = bool(last.tail[STOP] > 0)
             self._moving = self._safe is None and bool(last.tail[MOVE] > 0)
         if self._safe is not None:
-            known = losses if self.reporter else None
+            known = losses if self._role.reports else None
             met = self._safe.meet(self._world, self._stopping(), self._done, steps, known, self._evidence)
             self._stopped, losses = met
             self._safe.let_go()
@@ -259,11 +261,11 @@ class Run:
             plan = self._balance.after(last.tail)
             if plan is not None:
                 worker.follow(plan)
-            for told in self._balance.news(plan, self._done) if self.reporter else ():
+            for told in self._balance.news(plan, self._done) if self._role.reports else ():
                 self._emit(told)
 
     def _tell(self, force: bool = False) -> None:
-        self._figures.tell(self._done, self.worker.rate, self.reporter, force)
+        self._figures.tell(self._done, self.worker.rate, self._role.reports, force)
 
     def _end_of_epoch(self) -> None:
         settings, epoch = self._settings, self._course.epoch(self._done)
@@ -272,7 +274,7 @@ class Run:
         self._role.refresh()
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
             loss, accuracy = evaluate(self.worker, self._data.test)
-            if self.reporter:
+            if self._role.reports:
                 told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
                 self._emit({**told, "loss": loss, "accuracy": accuracy})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:

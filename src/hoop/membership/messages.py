@@ -77,6 +77,25 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class Complained:
+    """A member says that its link to another has failed, at a generation of their communicator."""
+
+    communicator_id: int
+    generation: int
+    device_id: int
+    peer_id: int
+    now: float
+
+
+@dataclass(frozen=True)
+class Worked:
+    """The members of a generation have all reached each other."""
+
+    communicator_id: int
+    generation: int
+
+
+@dataclass(frozen=True)
 class Created:
     """A communicator of these devices, in rank order."""
 
@@ -154,6 +173,8 @@ Message = (
     | Left
     | Excused
     | Tick
+    | Complained
+    | Worked
     | Created
     | Rebuilt
     | Started

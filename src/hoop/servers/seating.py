@@ -60,7 +60,7 @@ class Seating:
                 break
             job.changed.clear()
             try:
-                if self._broken(job) or not job.moves:
+                if self._broken(job) or broken.is_set() or not job.moves:
                     await self._rebuild(job)
                 else:
                     await self._plan(job)
@@ -86,9 +86,11 @@ class Seating:
         job.uneven.clear()
         state, old = self._coordinator.state, job.communicator
         newcomers, job.ready = sorted(job.ready), set()
+        evicted = [key for key in old.members if key in state.trouble(job.id).out]
         gone = [key for key in old.members if key in job.leaving or not job.watched(state, key)]
         job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
         await self._seats(job, job.communicator.members, planned=False)
+        self._coordinator.in_background(self._release(job, 2 * evicted))
         await self._release(job, [key for key in gone if key in job.leaving])
 
     async def _plan(self, job: JobRecord) -> None:
@@ -135,8 +137,20 @@ class Seating:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def unseated(self, job: JobRecord, generation: int) -> None:
-        """A member waits for another seat: if nobody was lost by then, its links failed, and all get new ones."""
+    def complained(self, job: JobRecord, generation: int, device_id: int, failed: int) -> None:
+        """A member waits for another seat, because its link to another device failed (0: it does not know which)."""
+        if failed:
+            place = job.id, generation, device_id, failed
+            self._coordinator.apply(m.Complained(*place, time.monotonic()))
+        self._coordinator.in_background(self._unseated(job, generation))
+
+    def settled(self, job: JobRecord) -> None:
+        """The members are at work in the seats that they were given last."""
+        self._coordinator.apply(m.Worked(job.id, job.communicator.generation))
+        job.moved.set()
+
+    async def _unseated(self, job: JobRecord, generation: int) -> None:
+        """If nothing was decided by then, all get new seats all the same."""
         await first(job.over.wait(), asyncio.sleep(self._coordinator.config.detector.lease_s))
         if generation == job.communicator.generation:
             job.uneven.set()
@@ -150,13 +164,16 @@ class Seating:
 
     def welcome(self, job: JobRecord, event: Event) -> None:
         """A device that joins the cluster is asked to get ready for a job that can use it."""
-        if event.kind == "device_joined" and job.elastic and not job.over.is_set():
+        forgiven = event.kind == "device_forgiven" and event.fields["communicator"] == str(job.id)
+        if (event.kind == "device_joined" or forgiven) and job.elastic and not job.over.is_set():
             self._coordinator.in_background(self._invite(job, int(event.fields["device"])))
 
     async def _invite(self, job: JobRecord, device_id: int) -> None:
         state = self._coordinator.state
         if device_id in job.communicator.members and job.watched(state, device_id):
             return  # it was only doubted, and has its seat
+        if device_id in state.trouble(job.id).out:
+            return  # it was evicted, and has to wait
         info = state.member(device_id).info
         self.excuse([device_id])
         alone = pb.Seat(communicator_id=job.id | 1 << 62, generation=1, rank=0, members=[describe(info)])

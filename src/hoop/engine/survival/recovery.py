@@ -12,7 +12,7 @@ with nothing that is worth keeping.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,11 +21,14 @@ from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.shards import Holding, holding
 from hoop.engine.worker import Worker
+from hoop.errors import MembershipChanged, PeerError
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan, split_evenly
 from hoop.strategies.data_parallel import whole_model
 
+UNSEATS = (PeerError, MembershipChanged)
+"""What makes a rank look for another seat: a peer or a link failed; or a peer has one of a later generation."""
 NEW = -1
 """The steps done by a rank that has just come."""
 
@@ -60,6 +63,17 @@ class Standing:
         return [shard for shard in range(shards) if shard not in held] if held else []
 
 
+def level(worker: Worker, done: int, ended: int, rate: Callable[[int], float]) -> Standing:
+    """(1) and (2): where everybody was; afterwards all have done as many steps."""
+    communicator, settings = worker.world.communicator, worker.settings
+    shards, timeout = settings.micros, settings.timeout_s
+    standing = compare(communicator, done, ended, worker.computed, shards, timeout)
+    if standing.behind:
+        catch_up(worker, communicator, standing, rate(standing.lead - 1), timeout)
+    hand_over(worker, communicator, standing, timeout)
+    return standing
+
+
 def compare(
     communicator: Communicator, done: int, ended: int, computed: Sequence[int], shards: int, timeout: float
 ) -> Standing:
@@ -84,8 +98,6 @@ def catch_up(
     worker: Worker, communicator: Communicator, standing: Standing, rate: float, timeout: float
 ) -> None:
     """(2): the total of the last step, and by what it was shortened, from one who has it to all who have not."""
-    if not standing.behind:
-        return
     held = worker.held[0]
     root = standing.done.index(standing.lead)
     given = np.append(held.total, np.float32(worker.last_scale)).astype(np.float32)
