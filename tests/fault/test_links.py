@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tcp_cluster import ENV, PATIENCE_S
+import pytest
+from tcp_cluster import ENV, PATIENCE_S, hoop_train
 
 DRIVER = Path(__file__).parent / "linked_driver.py"
 JOB = {"epochs": 2, "batch_size": 32, "shards": 4}
@@ -57,9 +58,24 @@ def test_links_that_fail_again_and_again_or_under_other_strategies() -> None:
         [
             ("data", "drop@rank=0,step=2; drop@rank=1,step=5; partition@rank=2,step=9"),
             ("data", "partition@rank=0,step=3; kill@rank=1,step=3"),
+            ("data", "kill@rank=0,step=1,instruction=load"),
+            ("data", "stop@rank=1,step=3,seconds=5"),
             ("pipeline", "partition@rank=0,step=1"),
             ("ring", "partition@rank=2,step=4"),
             ("ps:bsp", "partition@rank=0,step=4"),
             ("hybrid:replicas=2", "drop@rank=2,step=4"),
         ]
     )
+
+
+@pytest.mark.parametrize("strategy", ["data", "long:pipeline"])
+def test_a_device_that_is_lost_before_the_first_step_costs_nothing(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, job = tmp_path / "flag", [f"{Path(__file__).parent / 'unready_job.py'}:job"]
+    undisturbed = hoop_train(*job, "--devices", "1")
+    monkeypatch.setitem(ENV, "HOOP_TEST_FLAG", str(flag))
+    disturbed = hoop_train(*job, "--devices", "3", "--strategy", strategy.removeprefix("long:"))
+    assert flag.exists(), "nobody died"
+    assert disturbed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert disturbed["steps"] == undisturbed["steps"]

@@ -274,7 +274,7 @@ class Worker:
         """Computed since then; a device that is to be slow takes its time."""
         seconds = now() - started
         if self._drag:
-            time.sleep(self._drag * seconds)
+            time.sleep(min(self._drag * seconds, 2.0))  # one that was stopped did not compute all the time
         self._busy += (1 + self._drag) * seconds
 
     def _joined(self, instruction: Instruction) -> None:

@@ -152,7 +152,7 @@ class Jobs:
     def _listen(self, job: JobRecord, device_id: int) -> None:
         """Watches a device's task, unless that is being done."""
         info = self._coordinator.state.member(device_id).info
-        if info.incarnation not in job.watches:
+        if info.incarnation not in job.watches or job.watches[info.incarnation].done():
             job.watches[info.incarnation] = self._coordinator.in_background(self._watch(job, info))
 
     async def _watch(self, job: JobRecord, info: DeviceInfo) -> None:

@@ -170,8 +170,8 @@ class Seating:
 
     async def _invite(self, job: JobRecord, device_id: int) -> None:
         state = self._coordinator.state
-        if device_id in job.communicator.members and job.watched(state, device_id):
-            return  # it was only doubted, and has its seat
+        if device_id in state.communicator(job.id).members and job.watched(state, device_id):
+            return  # it was only doubted, and has its seat; or is about to get one
         if device_id in state.trouble(job.id).out:
             return  # it was evicted, and has to wait
         info = state.member(device_id).info

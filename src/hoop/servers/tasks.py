@@ -169,6 +169,7 @@ class Tasks:
         """It was thought dead, and the others went on without it: as good as one who has just come."""
         task.generation = 0
         task.leave()
+        task.tell({"kind": "loaded"})
         task.tell({"kind": "ready", "seconds": 0.0})
 
     def _place(
