@@ -63,7 +63,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Excused:
-    """These devices may be silent until then; 0: no longer."""
+    """These devices may be silent until then, and for a lease after."""
 
     device_ids: tuple[int, ...]
     until: float

@@ -85,10 +85,11 @@ class Seating:
         """At once, without whoever is lost, leaving, or has nothing to go on with."""
         job.uneven.clear()
         state, old = self._coordinator.state, job.communicator
-        newcomers, job.ready = sorted(job.ready), set()
+        newcomers = sorted(job.ready)
         evicted = [key for key in old.members if key in state.trouble(job.id).out]
         gone = [key for key in old.members if key in job.leaving or not job.watched(state, key)]
         job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        job.ready -= set(newcomers)  # not before: one that could not be seated has to be the next time
         await self._seats(job, job.communicator.members, planned=False)
         self._coordinator.in_background(self._release(job, 2 * evicted))
         await self._release(job, [key for key in gone if key in job.leaving])
@@ -158,9 +159,11 @@ class Seating:
     # ---- coming and going
 
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
-        """They load PyTorch and a job's data, in which Python may hold its breath; until they say that they have."""
-        until = time.monotonic() + seconds if seconds else 0.0
-        self._coordinator.apply(m.Excused(tuple(device_ids), until))
+        """They load PyTorch and a job's data, in which Python may hold its breath; until they say that they have.
+
+        Then each has a lease from now on: its last heartbeat may be of before.
+        """
+        self._coordinator.apply(m.Excused(tuple(device_ids), time.monotonic() + seconds))
 
     def welcome(self, job: JobRecord, event: Event) -> None:
         """A device that joins the cluster is asked to get ready for a job that can use it."""
