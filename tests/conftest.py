@@ -159,6 +159,8 @@ LONG = re.compile(
     r"|engine/.*\btcp\b"
     r"|engine/test_(rules_ring|parameter_server).*(normed|asynchronous_servers_go_on)"  # mlp is there
     r"|fault/.*(two of three|one leaves|newcomer_changes_nothing|lost_stage|long:)"  # see test_coming_and_going
+    r"|fault/test_links\.py.*other_strategies"
+    r"|fault/test_partitions\.py.*(one peer|leaves|comes)"
     r"|fault/.*(one stops answering|a stage killed|is_found_again)"  # see test_lost_parts and their neighbours
     r"|fault/test_(coming_and_going|kept).*(comes_back|leader|full_disk)"
     r"|fault/test_all_lost.*(torn|nobody)"

@@ -108,10 +108,12 @@ def until_step(cluster: Cluster, job: int, step: int) -> None:
     raise AssertionError(f"job {job} was over before step {step}")
 
 
-def until(cluster: Cluster, job: int, kind: str, **told: object) -> None:
-    """Until the job tells of this."""
+def until(cluster: Cluster, job: int, kind: str | tuple[str, ...], times: int = 1, **told: object) -> None:
+    """Until the job has told of this so many times."""
     for event in cluster.job(job).events(patience=PATIENCE_S):
-        if event.kind == kind and told.items() <= event.told.items():
+        if event.kind in ((kind,) if isinstance(kind, str) else kind) and told.items() <= event.told.items():
+            times -= 1
+        if not times:
             return
     raise AssertionError(f"job {job} was over before {kind} {told}")
 

@@ -63,7 +63,7 @@ PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
 def test_all_come_back(
     tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool
 ) -> None:
-    """No step is lost: each has the state of the step before, or its part of it, or that of the one whose seat it has."""
+    """No step is lost: each has the state of the step before, or its part of it, or the part of whose seat it has."""
     with cluster_of(0, tmp_path) as up:
         job, run = all_killed(up, strategy, instructions)
         if coordinator:

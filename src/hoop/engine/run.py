@@ -26,12 +26,12 @@ from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
 from hoop.engine.survival.arrival import Arrival
 from hoop.engine.survival.inplace import InPlace
 from hoop.engine.survival.keepsakes import Keepsakes
-from hoop.engine.survival.recovery import level, rest_of_step
+from hoop.engine.survival.recovery import UNSEATS, level, rest_of_step
 from hoop.engine.survival.safekeeping import Safekeeping
 from hoop.engine.survival.snapshot import unpacked
 from hoop.engine.survival.standing import NEW, Mine, StateLost
-from hoop.engine.world import World, settle
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, UserError
+from hoop.engine.world import World, alone, settle
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
 from hoop.strategies.catalog import parse
 
 PATIENCE_S = 60.0
@@ -58,32 +58,33 @@ class Run:
         settle(world, settings.threads_per_device, settings.pin)
         self._data = job.data()
         self._course = Course(settings, len(self._data.train))
-        self._done = self._ended = 0
-        self._stopped = self._moving = False
+        self._done = self._ended = self._begun_at = 0
+        self._stopped = self._moving = self._leaves = False
         self._missing: list[int] = []
         self._arrival = Arrival(joins, emit, world, prefix)
         self._keepsakes = Keepsakes(world.arena, prefix, emit, world.run, joins)
         self._evidence = Evidence(settings.micros)
         self._figures = Figures(emit, self._evidence)
         self._vectors = Vectors(world.arena, prefix, world.run)
-        replicas = parse(settings.strategy).name == "data"
-        left = self._arrival.left
+        replicas, left = parse(settings.strategy).name == "data", self._arrival.left
         self._safe = None if replicas else Safekeeping(settings, job, self._data, self._vectors, left)
         self._elastic = replicas or settings.mirror
         self._loss: PeerError | None = None
         if joins and self._safe is not None:
             return  # there is nothing to get ready before it is known what this rank is to hold
         tensors, metadata = unpacked(resume) if resume is not None else ({}, {"steps": 0})
-        self._done = self._ended = int(metadata["steps"])
+        self._done = self._ended = self._begun_at = int(metadata["steps"])
         if self._safe is not None:
             self._safe.begin(tensors, self._done)
         try:
-            self._take(prepare(world, settings, job, self._data, self._vectors))
+            ready = prepare(world, settings, job, self._data, self._vectors)
         except PeerError as error:
-            if self._safe is None:
-                raise
             self._loss = error  # for ``go``, where it goes on like after any other
-            return
+            if self._safe is not None:
+                return
+            self._vectors.free()  # each rank has all that it needs to begin with, whoever is left
+            ready = prepare(alone(world), settings, job, self._data, self._vectors)
+        self._take(ready)
         if tensors:
             self._role.restore(self._ready.model, tensors, self._done)
         if self._safe is not None:
@@ -98,19 +99,10 @@ class Run:
         self._role.testify(self._evidence)
         self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, self._world.crowding)
 
-    @property
-    def reporter(self) -> bool:
-        """Whether this rank tells the figures."""
-        return self._role.reports
-
     def go(self) -> None:
         """Trains until the epochs are over or somebody asks to stop."""
-        if self._loss is not None:
-            self._recover(self._loss)
-        if self.reporter:
-            told = {"done": self._done, "seconds": time.perf_counter() - self._started}
-            self._arrival.start({**told, **self._course.told, **self._ready.told}, self._data)
-        began, self._begun_at = time.perf_counter(), self._done
+        self._tell_begin() if self._loss is None else self._recover(self._loss)
+        began = time.perf_counter()
         while True:
             try:
                 if self._owes() and not self._stopped:
@@ -119,15 +111,23 @@ class Run:
                     self._end()
                     break
                 self._advance()
-            except PeerError as error:
-                self._recover(error)
+            except UNSEATS as error:
+                if self._leaves:
+                    raise
+                self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
         self._emit(account(self.worker, time.perf_counter() - began, self._done, self._stopped))
+
+    def _tell_begin(self) -> None:
+        """By whoever tells the figures; again, if it may be that nobody has."""
+        if self._role.reports and self._done - self._begun_at <= self._role.stride:
+            told = {"done": self._begun_at, "seconds": time.perf_counter() - self._started}
+            self._arrival.start({**told, **self._course.told, **self._ready.told}, self._data)
 
     def _advance(self) -> None:
         """The steps until ranks meet."""
         worker = self.worker
-        self._keep()
         if self._safe is not None:
+            self._safe.keep(self._world)
             self._safe.begin_steps()
         worker.clock.tracing = self._done - self._begun_at < self._settings.trace_steps
         begun = time.perf_counter()
@@ -136,18 +136,13 @@ class Run:
         worker.rate = works[-1].rate
         done = self._done + len(works)
         if self._safe is not None:
-            known = losses if self.reporter else None
+            known = losses if self._role.reports else None
             met = self._safe.commit(self._world, self._stopping(), done, len(works), known, self._evidence)
             self._stopped, losses = met
         self._done = done
         self._after(losses, begun)
         if self._moving and not self._stopped:
             self._move()
-
-    def _keep(self) -> None:
-        """Where ranks hold parts of the model: makes sure that the loss of one is not that of its part."""
-        if self._safe is not None:
-            self._safe.keep(self._world)
 
     def _owes(self) -> bool:
         """Whether the end of an epoch has come, and not been dealt with."""
@@ -157,6 +152,7 @@ class Run:
         """Goes in where others are at work already: says that it is ready, and takes the first seat there is."""
         self._arrival.ready(self._data, time.perf_counter() - self._started)
         self._recover(FailedPrecondition("no seat came for a device that was ready"))
+        self._begun_at = self._done
         self.go()
 
     def _recover(self, error: HoopError) -> None:
@@ -176,8 +172,9 @@ class Run:
                 break
             except StateLost as lost:
                 raise self._keepsakes.over(f"with the devices that are gone {lost}") from error
-            except PeerError as another:
+            except UNSEATS as another:
                 error = another
+        self._tell_begin()
         self._told_of("recovered", began, str(error))
 
     def _move(self) -> None:
@@ -185,13 +182,15 @@ class Run:
         began = time.perf_counter()
         self._tell(force=True)  # it may be another's business from now on
         assert self._world.moved is not None, "somebody asked to move"
-        self._go_on(self._world.moved(), planned=True)
+        self._leaves = True
+        world, self._leaves = self._world.moved(), False
+        self._go_on(world, planned=True)
         self._told_of("moved", began, "")
 
     def _told_of(self, kind: str, began: float, text: str) -> None:
-        if self.reporter:
-            told = {"step": self._done, "pause_s": time.perf_counter() - began, "missing": self._missing}
-            self._emit({"kind": kind, **told, "ranks": self._world.size, "text": text})
+        if self._role.reports:
+            told = {"kind": kind, "step": self._done, "pause_s": time.perf_counter() - began, "text": text}
+            self._emit({**told, "missing": self._missing, "ranks": self._world.size})
 
     def _cut_anew(self, world: World, safe: Safekeeping) -> None:
         """The last step of which everything is left, on the devices that are there now; see ``recut``."""
@@ -206,12 +205,11 @@ class Run:
         self._figures.forget(self._done - agreed.step)
         self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
         self._arrival.there(self._done, world, agreed.source, agreed.afresh, self._figures)
-        self._keep()
+        safe.keep(world)
         safe.meet(world, self._stopping(), self._done, 0, None, self._evidence)
         safe.go_on(agreed)
 
-    def _lose(self) -> None:
-        """What this rank has, and remembers, is of long ago."""
+    def _lose(self) -> None:  # what this rank has, and remembers, is of long ago
         self._done, self._figures = NEW, Figures(self._emit, self._evidence)
 
     def _count_late(self) -> None:
@@ -264,11 +262,11 @@ class Run:
             plan = self._balance.after(last.tail)
             if plan is not None:
                 worker.follow(plan)
-            for told in self._balance.news(plan, self._done) if self.reporter else ():
+            for told in self._balance.news(plan, self._done) if self._role.reports else ():
                 self._emit(told)
 
     def _tell(self, force: bool = False) -> None:
-        self._figures.tell(self._done, self.worker.rate, self.reporter, force)
+        self._figures.tell(self._done, self.worker.rate, self._role.reports, force)
 
     def _end_of_epoch(self) -> None:
         settings, epoch = self._settings, self._course.epoch(self._done)
@@ -277,7 +275,7 @@ class Run:
         self._role.refresh()
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
             loss, accuracy = evaluate(self.worker, self._data.test)
-            if self.reporter:
+            if self._role.reports:
                 told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
                 self._emit({**told, "loss": loss, "accuracy": accuracy})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:

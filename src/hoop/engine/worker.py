@@ -275,7 +275,7 @@ class Worker:
         """Computed since then; a device that is to be slow takes its time."""
         seconds = now() - started
         if self.drag:
-            time.sleep(self.drag * seconds)
+            time.sleep(min(self.drag * seconds, 2.0))  # one that was stopped did not compute all the time
         self._busy += (1 + self.drag) * seconds
 
     def _joined(self, instruction: Instruction) -> None:
@@ -287,8 +287,6 @@ class Worker:
         if instruction is self._final_gradient:
             seconds, asked = self._busy / max(1, self._share), (self._stop, self.world.moving())
             self.held[instruction.stage].tell(instruction.micro, self.rank, seconds, *asked)
-
-    # ---- totals and updates
 
     def _reduce(self, instruction: Instruction) -> None:
         self._waited = self._totals[instruction.stage](self._deadline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from hoop.collectives.communicator import Communicator
 from hoop.memory import Arena
+from hoop.topology import Address
+from hoop.transport.inproc import InprocTransport
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class World:
     @property
     def size(self) -> int:
         return self.communicator.size
+
+
+def alone(world: World) -> World:
+    """A place to get ready in, for one whose peers are in trouble: the same device, and nobody else."""
+    transport = InprocTransport(Address("alone", 0))
+    one = Communicator(transport.endpoint(0, 1, 0, [transport.address]))
+    return replace(world, communicator=one, group=lambda ranks: one, hosts=())
 
 
 def settle(world: World, threads: int, pin: bool) -> None:

@@ -33,6 +33,8 @@ DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
 AWAY_S = 60.0
 """How long whoever follows a job waits for a coordinator that is away; the job goes on meanwhile."""
+LOADS_LATE = "torch.fx.experimental.symbolic_shapes"
+"""Autograd's first backward imports it, which takes a second in which Python may hold its breath: better before."""
 Told = dict[str, Any]
 Stoppable = Callable[[Callable[[], None]], None]
 
@@ -70,6 +72,7 @@ def trainer(
     with blaming(f"in {wanted.job}"):
         job, prefix = job_for_a_device(wanted.job, RECIPES, jobs), f"job{place.job_id}."
         run = Run(world, wanted, job, emit, stopping, resume, prefix, place.joining)
+        importlib.import_module(LOADS_LATE)
         emit({"kind": "loaded"})
         try:
             run.join() if place.joining else run.go()
@@ -106,7 +109,7 @@ def preload() -> None:
         "hoop.engine.run",
         "hoop.launch.conducting",
         "hoop.launch.forked",
-        "torch.fx.experimental.symbolic_shapes",  # by autograd's first backward: a second, in every device
+        LOADS_LATE,
     ):
         importlib.import_module(module)
 

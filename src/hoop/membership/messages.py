@@ -63,7 +63,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Excused:
-    """These devices may be silent until then; 0: no longer."""
+    """These devices may be silent until then, and for a lease after."""
 
     device_ids: tuple[int, ...]
     until: float
@@ -74,6 +74,25 @@ class Tick:
     """Time passed."""
 
     now: float
+
+
+@dataclass(frozen=True)
+class Complained:
+    """A member says that its link to another has failed, at a generation of their communicator."""
+
+    communicator_id: int
+    generation: int
+    device_id: int
+    peer_id: int
+    now: float
+
+
+@dataclass(frozen=True)
+class Worked:
+    """The members of a generation have all reached each other."""
+
+    communicator_id: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -155,6 +174,8 @@ Message = (
     | Left
     | Excused
     | Tick
+    | Complained
+    | Worked
     | Created
     | Rebuilt
     | Started

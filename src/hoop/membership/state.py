@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hoop.errors import NotFound
 from hoop.membership.detector import DetectorConfig, Pulse
+from hoop.membership.trouble import Trouble
 from hoop.topology import DeviceInfo
 
 
@@ -100,6 +101,8 @@ class State:
     jobs: Mapping[int, JobState] = field(default_factory=dict)
     next_communicator: int = 1
     last_tick: float = 0.0
+    troubles: Mapping[int, Trouble] = field(default_factory=dict)
+    """By communicator. Not in the journal: whoever cannot reach a peer says so again."""
 
     def member(self, device_id: int) -> Member:
         if device_id not in self.members:
@@ -121,3 +124,15 @@ class State:
         return sorted(
             ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id)
         )
+
+    def trouble(self, communicator_id: int) -> Trouble:
+        return self.troubles.get(communicator_id, Trouble())
+
+    def with_member(self, member: Member) -> State:
+        return replace(self, members={**self.members, member.info.device_id: member})
+
+    def with_communicator(self, one: CommunicatorState) -> State:
+        return replace(self, communicators={**self.communicators, one.id: one})
+
+    def with_trouble(self, communicator_id: int, trouble: Trouble) -> State:
+        return replace(self, troubles={**self.troubles, communicator_id: trouble})

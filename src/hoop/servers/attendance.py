@@ -26,6 +26,8 @@ log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 CALL_S = 5.0
 HAND_OVER_S = 15.0
+STALLED = 1 / 3
+"""Of a lease: how long a task waits for others without a byte before the coordinator is asked to look into it."""
 RETURN_S = 0.2
 """How long at most a member waits before it knocks again: a restarted coordinator gives it one lease."""
 
@@ -38,12 +40,13 @@ class Attendance:
         coordinator: Address | Addresses,
         memory: Callable[[], pb.DeviceMemory],
         credentials: Credentials,
+        stalls: Callable[[float], list[pb.Stall]] = lambda patience: [],
     ) -> None:
         self.coordinator = coordinator
-        self._memory = memory
+        self._memory, self._stalls = memory, stalls
         self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
         self._stub = Stub(self._channel, SERVICE, credentials.metadata)
-        self._heartbeat_s = 0.1
+        self._heartbeat_s, self._patience_s = 0.1, 0.5
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
         self.info: DeviceInfo | None = None
@@ -60,7 +63,7 @@ class Attendance:
                 knocking.heard(error.details() or error.code().name)
                 await asyncio.sleep(pause)
                 continue
-            self._heartbeat_s = answer.heartbeat_s
+            self._heartbeat_s, self._patience_s = answer.heartbeat_s, STALLED * answer.lease_s
             self.info = dataclasses.replace(info, device_id=answer.device_id)
             return self.info
         raise knocking.failure()
@@ -88,7 +91,10 @@ class Attendance:
 
     async def _beats(self, info: DeviceInfo) -> AsyncIterator[pb.Heartbeat]:
         while True:
-            yield pb.Heartbeat(device_id=info.device_id, incarnation=info.incarnation, memory=self._memory())
+            stalls = self._stalls(self._patience_s)
+            yield pb.Heartbeat(
+                device_id=info.device_id, incarnation=info.incarnation, memory=self._memory(), stalls=stalls
+            )
             await asyncio.sleep(self._heartbeat_s)
 
     async def hand_over(self) -> None:

@@ -12,6 +12,7 @@ from hoop.membership.state import CommunicatorState, Member
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.copying import copy
+from hoop.servers.disputes import Disputes
 from hoop.servers.following import following
 from hoop.servers.groups import Groups
 from hoop.servers.jobs import Jobs
@@ -32,6 +33,7 @@ class CoordinatorService:
         self._groups = groups
         self.jobs = Jobs(coordinator, conductor)
         self._sessions = Sessions(coordinator)
+        self._disputes = Disputes(coordinator)
 
     # ---- devices
 
@@ -61,6 +63,7 @@ class CoordinatorService:
                     yield pb.HeartbeatAnswer(known=False)
                     return
                 self._coordinator.memory[beat.device_id] = beat.memory
+                self._disputes.hear(beat)
         finally:
             if last is not None:
                 self._coordinator.apply(m.LinkClosed(last.device_id, last.incarnation))

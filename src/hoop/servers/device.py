@@ -85,7 +85,9 @@ class DeviceServer:
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.damaged
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
-        self._attendance = Attendance(config.coordinator, self._service.memory, config.credentials)
+        self._attendance = Attendance(
+            config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
+        )
         self._server: grpc.aio.Server | None = None
         self._info = DeviceInfo(
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),

@@ -204,8 +204,8 @@ class Jobs:
                 text = f"rank {rank} (device {device_id}): {told['text']}"
                 await self._failed(job, named(told["error"], text))
             case "waiting":
-                generation = json.loads(event.json)["generation"]
-                self._coordinator.in_background(self._seating.unseated(job, generation))
+                waiting = json.loads(event.json)
+                self._seating.complained(job, waiting["generation"], device_id, waiting["failed"])
                 return
             case "loaded":
                 self._seating.excuse([device_id], 0.0)
@@ -218,7 +218,7 @@ class Jobs:
                 job.ready.add(device_id)
                 job.changed.set()
             case "moved" | "recovered":
-                job.moved.set()
+                self._seating.settled(job)
             case "ended":
                 job.ended = True
         job.tell(event.kind, event.json, rank, device_id, event.origin)

@@ -39,6 +39,11 @@ class Seat:
     communicator: Communicator | None = None
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """By rank, the machine."""
+        return tuple(one.shared_address.host if one.shared_address else one.host for one in self.members)
+
+    @property
     def incarnations(self) -> list[str]:
         return [member.incarnation for member in self.members]
 

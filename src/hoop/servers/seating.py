@@ -61,7 +61,7 @@ class Seating:
                 break
             job.changed.clear()
             try:
-                if self._broken(job) or not job.moves:
+                if self._broken(job) or broken.is_set() or not job.moves:
                     await self.rebuild(job)
                 else:
                     await self._plan(job)
@@ -90,15 +90,14 @@ class Seating:
         """At once, without whoever is lost, leaving, or has nothing to go on with."""
         job.uneven.clear()
         state, old = self._coordinator.state, job.communicator
-        newcomers, job.ready = sorted(job.ready), set()
+        newcomers = sorted(job.ready)
+        evicted = [key for key in old.members if key in state.trouble(job.id).out]
         there = [key for key in old.members if key in newcomers or job.seated(state, key)]
         gone = [key for key in old.members if key in job.leaving or key not in there]
-        try:
-            job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
-        except HoopError:
-            job.ready |= set(newcomers)  # they are still waiting; who is gone has been, or will be, forgotten
-            raise
+        job.communicator = await self._conductor.rebuild(job.id, newcomers, gone)
+        job.ready -= set(newcomers)  # not before: one that could not be seated has to be the next time
         await self._seats(job, job.communicator.members, planned=False)
+        self._coordinator.in_background(self._release(job, 2 * evicted))
         await self._release(job, [key for key in gone if key in job.leaving])
 
     async def _plan(self, job: JobRecord) -> None:
@@ -146,8 +145,20 @@ class Seating:
             if isinstance(outcome, BaseException):
                 raise outcome
 
-    async def unseated(self, job: JobRecord, generation: int) -> None:
-        """A member waits for another seat: if nobody was lost by then, its links failed, and all get new ones."""
+    def complained(self, job: JobRecord, generation: int, device_id: int, failed: int) -> None:
+        """A member waits for another seat, because its link to another device failed (0: it does not know which)."""
+        if failed:
+            place = job.id, generation, device_id, failed
+            self._coordinator.apply(m.Complained(*place, time.monotonic()))
+        self._coordinator.in_background(self._unseated(job, generation))
+
+    def settled(self, job: JobRecord) -> None:
+        """The members are at work in the seats that they were given last."""
+        self._coordinator.apply(m.Worked(job.id, job.communicator.generation))
+        job.moved.set()
+
+    async def _unseated(self, job: JobRecord, generation: int) -> None:
+        """If nothing was decided by then, all get new seats all the same."""
         await first(job.over.wait(), asyncio.sleep(self._coordinator.config.detector.lease_s))
         if generation == job.communicator.generation:
             job.uneven.set()
@@ -155,20 +166,25 @@ class Seating:
     # ---- coming and going
 
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
-        """They load PyTorch and a job's data, in which Python may hold its breath; until they say that they have."""
-        until = time.monotonic() + seconds if seconds else 0.0
-        self._coordinator.apply(m.Excused(tuple(device_ids), until))
+        """They load PyTorch and a job's data, in which Python may hold its breath; until they say that they have.
+
+        Then each has a lease from now on: its last heartbeat may be of before.
+        """
+        self._coordinator.apply(m.Excused(tuple(device_ids), time.monotonic() + seconds))
 
     def welcome(self, job: JobRecord, event: Event) -> None:
         """A device that joins the cluster is asked to get ready for a job that can use it."""
-        if event.kind == "device_joined" and job.elastic and not job.over.is_set():
+        forgiven = event.kind == "device_forgiven" and event.fields["communicator"] == str(job.id)
+        if (event.kind == "device_joined" or forgiven) and job.elastic and not job.over.is_set():
             self._coordinator.in_background(self.invite(job, int(event.fields["device"])))
 
     async def invite(self, job: JobRecord, device_id: int) -> None:
         """Asks a device to get ready, unless it has been asked, or was only doubted and has its seat."""
         state = self._coordinator.state
+        if device_id in state.trouble(job.id).out:
+            return  # it was evicted, and has to wait
         info = state.member(device_id).info
-        seated = device_id in job.communicator.members and job.seated(state, device_id)
+        seated = device_id in state.communicator(job.id).members and job.seated(state, device_id)
         if seated or info.incarnation in job.joining:
             return
         job.joining.add(info.incarnation)

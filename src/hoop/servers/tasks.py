@@ -15,6 +15,7 @@ import queue
 import re
 import secrets
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,8 @@ from hoop.collectives.communicator import Communicator
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, MembershipChanged, NotFound
 from hoop.events import Event, EventLog
 from hoop.memory import Arena
-from hoop.servers.runner import Runner, Seat
+from hoop.servers.runner import Runner
+from hoop.servers.seat_links import SeatLinks
 from hoop.wire.generated import hoop_pb2 as pb
 
 KEPT = 8
@@ -96,6 +98,8 @@ class Task:
     run: str = ""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
+    links: SeatLinks | None = None
+    """Those links."""
     thread: threading.Thread | None = None
     _sent: int = 0
     _sending: threading.Condition = field(default_factory=threading.Condition)
@@ -197,6 +201,7 @@ class Tasks:
         """It was thought dead, and the others went on without it: as good as one who has just come."""
         task.generation = 0
         task.leave()
+        task.tell({"kind": "loaded"})
         task.tell({"kind": "ready", "seconds": 0.0})
 
     def _place(
@@ -210,17 +215,18 @@ class Tasks:
         seat, communicator = self._runner.take(message)
         if not joining:
             task.generation = max(task.generation, seat.generation)
-        groups = _Groups(self._runner, message.communicator_id, seat, communicator)
+        links = SeatLinks(self._runner, message.communicator_id, seat, communicator)
 
         def leave() -> None:
-            groups.close()
-            communicator.close()
+            links.close()
             self._runner.release(message.communicator_id, seat)
 
         def reseated(patience: float) -> TaskPlace:
             before()
+            failed = links.failed()
             leave()
-            task.tell({"kind": "waiting", "generation": 0 if joining else seat.generation})
+            generation = 0 if joining else seat.generation
+            task.tell({"kind": "waiting", "generation": generation, "failed": failed})
             try:
                 return self._place(job_id, task, task.next_seat(patience))
             except queue.Empty:
@@ -231,9 +237,9 @@ class Tasks:
             self._runner.leave_open(message.communicator_id, seat)
             return self._place(job_id, task, message, before=leave)
 
-        task.leave = leave
+        task.leave, task.links = leave, links
         device = seat.members[seat.rank].device_id
-        place = communicator, groups, _hosts(seat), reseated, task.move.is_set, moved, before
+        place = communicator, links, seat.hosts, reseated, task.move.is_set, moved, before
         return TaskPlace(job_id, self._arena, *place, device, joining, task.heard, task.run, self._outlives)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
@@ -254,10 +260,19 @@ class Tasks:
 
     def under_way(self) -> list[pb.TaskDescription]:
         return [
-            pb.TaskDescription(job_id=job_id, generation=task.generation)
+            pb.TaskDescription(
+                job_id=job_id,
+                generation=task.generation,
+                links=task.links.describe() if task.links is not None else (),
+            )
             for job_id, task in self._tasks.items()
             if task.alive
         ]
+
+    def stalls(self, patience: float) -> list[pb.Stall]:
+        """Where tasks wait for others without a byte from them, for so long; to be asked again and again."""
+        links = [task.links for task in self._tasks.values() if task.alive and task.links is not None]
+        return [stall for one in links for stall in one.stalls(time.monotonic(), patience)]
 
     def task(self, job_id: int) -> Task:
         if job_id not in self._tasks:
@@ -282,29 +297,3 @@ class Tasks:
 def is_last(event: Event) -> bool:
     """Whether a task tells nothing after this."""
     return event.kind in (ENDED, FAILED, LEFT)
-
-
-class _Groups:
-    """Communicators of some of a job's ranks, made when first asked for."""
-
-    def __init__(self, runner: Runner, communicator_id: int, seat: Seat, whole: Communicator) -> None:
-        self._runner, self._id, self._seat, self._whole = runner, communicator_id, seat, whole
-        self._made: dict[tuple[int, ...], Communicator] = {}
-
-    def __call__(self, ranks: Sequence[int]) -> Communicator:
-        key = tuple(ranks)
-        if key == tuple(range(len(self._seat.members))):
-            return self._whole
-        if key not in self._made:
-            # Ranks of one job that form a group begin with different ranks or are equally many: that names it.
-            number = self._id | (1 + key[0] + (len(key) << 12)) << 32
-            self._made[key] = self._runner.group(number, self._seat, key)
-        return self._made[key]
-
-    def close(self) -> None:
-        for one in self._made.values():
-            one.close()
-
-
-def _hosts(seat: Seat) -> tuple[str, ...]:
-    return tuple(one.shared_address.host if one.shared_address else one.host for one in seat.members)

@@ -30,8 +30,6 @@ BLOCK = 64 * 1024
 """Bytes that are handed over at a time between devices that share memory."""
 _AWAKE = "awake"
 _MIRROR = "mirror"
-_PLACE = 8.0
-"""Bytes that say where something lies in memory that both see."""
 _LAST = frozenset({Kind.UPDATE, Kind.PUSH})
 _SEEN = frozenset({*SENDS, Kind.REDUCE, Kind.UPDATE})
 """What concerns others, or has its moment noted."""
@@ -241,28 +239,21 @@ class Device:
         """What this rank's holder needs of it, and what others' mirrors here need."""
         if self._put_off:
             yield from self._catch_up()
-        started, waited, rank, machine = self._clock.now, self._busy[IDLE], self._rank, self._machine
+        started, waited, rank = self._clock.now, self._busy[IDLE], self._rank
         if size := mirrors.sent(rank):
             holder = mirrors.holder(rank)
-            seen = self._seen(mirrors, holder)
-            told = _PLACE if seen else size
+            told = mirrors.told(rank, self._all.network.in_memory(rank, holder))
             later = self._after_arrival(holder, told)
-            yield machine.message(told) - later
+            yield self._machine.message(told) - later
             self._send(holder, _MIRROR, size)
             yield later
         for owner in mirrors.owners(rank):
             yield from self._await(_MIRROR)
-            size = mirrors.sent(owner)
-            seen = self._seen(mirrors, owner)
-            yield machine.message(_PLACE) + machine.copy(size) if seen else machine.message(size)
+            yield mirrors.hearing(owner, self._all.network.in_memory(owner, rank))
         took = self._clock.now - started - (self._busy[IDLE] - waited)
         self._busy[COMMUNICATE] += took
         if self._all.trace and took > 0:
             self.account.spans.append(Done("mirror", "send", self._clock.now - took, took))
-
-    def _seen(self, mirrors: Mirrors, other: int) -> bool:
-        """Whether a gradient is read where it lies, by ranks of one host, instead of being sent."""
-        return mirrors.follow and self._all.network.in_memory(self._rank, other)
 
     # ---- sums
 

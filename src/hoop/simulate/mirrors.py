@@ -18,6 +18,9 @@ from hoop.plan.partition import Stage
 from hoop.plan.plan import Plan
 from hoop.simulate.costs import Costs
 
+_PLACE = 8.0
+"""Bytes that say where something lies."""
+
 
 class Mirrors:
     """What each rank does for mirrors under a plan, for a model that is cut into these stages."""
@@ -45,6 +48,16 @@ class Mirrors:
         """Bytes that its holder gets: what a step's update is made with, or the state."""
         share = self._shares[rank]
         return (share.change if self.follow else share.state) if self.holder(rank) != rank else 0
+
+    def told(self, rank: int, near: bool) -> float:
+        """Bytes of the message about it: where it lies, for who is ``near`` and sees that memory."""
+        return _PLACE if near and self.follow else self.sent(rank)
+
+    def hearing(self, owner: int, near: bool) -> float:
+        """Seconds in which a holder gets it."""
+        machine = self._costs.machine
+        copied = machine.copy(self.sent(owner)) if near and self.follow else 0.0
+        return machine.message(self.told(owner, near)) + copied
 
     def owners(self, rank: int) -> list[int]:
         """Whose mirrors a rank holds."""

@@ -22,6 +22,7 @@ from types import TracebackType
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.mailbox import Bytes, Mailbox
+from hoop.transport.watch import LinkWatch
 
 
 class Pending(ABC):
@@ -51,6 +52,7 @@ class Endpoint(ABC):
         self.messages_damaged = 0
         """Messages that did not come as they were sent; each was asked for again, or is told by an error."""
         self.messages_repeated = 0
+        self.watch = LinkWatch()
 
     @property
     def size(self) -> int:

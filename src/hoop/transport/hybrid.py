@@ -77,6 +77,7 @@ class HybridEndpoint(SpanningEndpoint):
 
     def __init__(self, links: Endpoint, local: SharedEndpoint | None, hosts: Sequence[int]) -> None:
         super().__init__(links.communicator, links.generation, links.rank, links.peers)
+        self.watch = links.watch
         self.hosts = tuple(hosts)
         self.local = local
         team = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]

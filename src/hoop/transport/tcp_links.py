@@ -62,6 +62,7 @@ class TcpEndpoint(TcpRepeating):
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
         hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0)
+        self.watch.waits_for, self.watch.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._bell, deadline, lambda: self._error is not None)
             if self._key:
@@ -70,16 +71,21 @@ class TcpEndpoint(TcpRepeating):
             assert self._error is not None, "only an error stops it"
             raise self._error from None
         except TimeoutError:
+            self.watch.failed = peer
             raise self.overdue(peer, "connecting to") from None
         except PeerLost as error:
             raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)}: {error}") from None
         except (OSError, ValueError) as error:
+            self.watch.failed = peer
             raise self._error or PeerLost(
                 f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
             ) from None
+        finally:
+            self.watch.waits_for, self.watch.connecting = (), False
         link = Outgoing(sock, Kept() if self._checksum else None)
         if not self._key:
             link.queue.append(Parcel([memoryview(hello.pack())]))
+            link.taken = -HEADER_BYTES
         with self._lock:
             if self._error is None:
                 self._outgoing[peer] = link
@@ -177,7 +183,7 @@ class TcpEndpoint(TcpRepeating):
         if peer in self._outgoing:
             self._wait(peer, None, deadline, "waiting for")
             return
-        slept = self._sleep({}, min(deadline, time.monotonic() + _PATIENCE_S))
+        slept = self._sleep({}, min(deadline, time.monotonic() + _PATIENCE_S), (peer,))
         if not slept.happened and peer not in self._incoming:
             if time.monotonic() >= deadline:
                 raise self.overdue(peer, "waiting for")
@@ -207,6 +213,7 @@ class TcpEndpoint(TcpRepeating):
                 raise self._lost(peer, None)
             moved = self._hand_over() if self._pending else False
             if got > 0:
+                link.came += got
                 return got
             if not moved:
                 self._await_bytes(peer, link, deadline)

@@ -107,6 +107,7 @@ class TcpRepeating(TcpWaiting):
         assert link.kept is not None, "asked again for what is not kept"
         link.kept.tries += 1
         if link.kept.tries > TRIES:
+            self.watch.failed = peer
             raise LinkCorrupted(
                 f"link {self.rank} -> {peer} of communicator {self.communicator}: a message to "
                 f"{self.describe(peer)} was damaged {link.kept.tries} times"
@@ -185,6 +186,7 @@ class TcpRepeating(TcpWaiting):
         self.messages_damaged += 1
         self._tell(f"{damage} ({self.describe(peer)} sends it)")
         if self._checksum is None or link.plain or tries > TRIES:
+            self.watch.failed = peer
             raise LinkCorrupted(f"{damage}, {tries} times" if tries > 1 else str(damage))
         with self._lock:
             del self._incoming[peer]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import select
 import socket
+import termios
+from array import array
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +39,8 @@ class Outgoing:
         self.sock = sock
         self.sequence = 0
         self.queue: deque[Parcel] = deque()
+        self.taken = 0
+        """Bytes that the socket has taken, but for the greeting."""
         self.kept = kept
         """What may have to be sent again; None: nothing is."""
         self.again = False
@@ -55,6 +61,7 @@ class Outgoing:
                 except (BlockingIOError, InterruptedError):
                     break
                 moved += sent
+                self.taken += sent
                 parcel.advance(sent)
             if parcel.done:
                 self.queue.popleft()
@@ -106,6 +113,8 @@ class Incoming:
         self.sequence = 0
         self.plain = False
         """Whether its sender checks nothing, and so keeps nothing either."""
+        self.came = 0
+        """Bytes that were read."""
         self.confirmed = 0
         """Messages that came as they were sent."""
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -120,6 +129,14 @@ class Incoming:
     def ahead(self) -> int:
         """Bytes that were read and not taken yet."""
         return self._stop - self._start
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that have come, those included that nobody has read yet."""
+        waiting = array("i", [0])
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            fcntl.ioctl(self.sock, termios.FIONREAD, waiting)
+        return self.came + waiting[0]
 
     def read_ahead(self) -> int:
         """Reads what is there, up to a limit; 0 at the end of the link."""

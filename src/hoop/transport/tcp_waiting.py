@@ -22,6 +22,7 @@ from hoop.transport.base import Endpoint, remaining
 from hoop.transport.bell import spins_for
 from hoop.transport.kept import PIECE_BYTES
 from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing
+from hoop.transport.watch import LinkWatch
 from hoop.wire.frames import Kind
 
 _LOOKS = 100
@@ -51,6 +52,7 @@ class TcpWaiting(Endpoint):
         self._pending: dict[int, Outgoing] = {}
         """Links with something still to hand over."""
         self._error: HoopError | None = None
+        self.watch = LinkWatch(self._moved)
         self._woken = False
         self._promised: set[int] = set()
         """Peers that are gone, and have said that a link of theirs is on the way."""
@@ -62,21 +64,30 @@ class TcpWaiting(Endpoint):
         here = [address for address in self.peers if address.host == self.peers[rank].host]
         self._looks = _LOOKS if spins_for(len(here)) else 0
 
+    def _moved(self, peer: int) -> tuple[int, int]:
+        out, come = self._outgoing.get(peer), self._incoming.get(peer)
+        return out.taken if out is not None else 0, come.arrived if come is not None else 0
+
     # ---- waiting
 
     def _await_bytes(self, peer: int, link: Incoming, deadline: float) -> None:
         """Sleeps until an incoming link may have something, or a pending message moved on."""
         if self._pending:
             self._wait(peer, link.sock, deadline, "waiting for")
-        elif not self._poll(link.readable, deadline, self._looks) and time.monotonic() >= deadline:
-            raise self.overdue(peer, "waiting for")
+            return
+        self.watch.waits_for = (peer,)
+        try:
+            if not self._poll(link.readable, deadline, self._looks) and time.monotonic() >= deadline:
+                raise self.overdue(peer, "waiting for")
+        finally:
+            self.watch.waits_for = ()
 
     def _wait(self, peer: int, readable: socket.socket | None, deadline: float, doing: str) -> None:
         """Sleeps until something moved, for the sake of ``peer``."""
         # A peer that refused us, or died before it dialled, shows on our own link to it.
         link = self._outgoing.get(peer)
         sock = readable or (link.sock if link and peer not in self._promised else None)
-        slept = self._sleep({sock.fileno(): peer} if sock else {}, deadline)
+        slept = self._sleep({sock.fileno(): peer} if sock else {}, deadline, (peer,))
         if readable is None and slept.ready and link is not None:
             words = link.last_words()
             if _only_talks(link):
@@ -97,7 +108,7 @@ class TcpWaiting(Endpoint):
                 found = [peer for peer, link in links.items() if isinstance(link, Incoming) and link.ahead]
                 watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
                 at_once = bool(found) or self._woken  # but others have their turn as well
-                slept = self._sleep(watched, time.monotonic() if at_once else deadline)
+                slept = self._sleep(watched, time.monotonic() if at_once else deadline, tuple(peers))
                 broken = [peer for peer in slept.broken if not self._mended(peer)]
                 for peer in broken:
                     self._pending.pop(peer).queue.clear()
@@ -115,8 +126,8 @@ class TcpWaiting(Endpoint):
         with contextlib.suppress(OSError):
             self._ringer.send(b"!")
 
-    def _sleep(self, watched: dict[int, int], deadline: float) -> _Slept:
-        """Watches these descriptors (each of a peer), and hands over pending messages."""
+    def _sleep(self, watched: dict[int, int], deadline: float, peers: tuple[int, ...]) -> _Slept:
+        """For the sake of these peers: watches descriptors (each of one), and hands over pending messages."""
         if self._error is not None:
             raise self._error
         poll = select.poll()
@@ -126,7 +137,12 @@ class TcpWaiting(Endpoint):
             reads, writes = descriptor in watched, descriptor in handing
             poll.register(descriptor, select.POLLIN * reads | select.POLLOUT * writes)
         slept = _Slept()
-        for descriptor, events in self._poll(poll, deadline):
+        self.watch.waits_for = peers
+        try:
+            happened = self._poll(poll, deadline)
+        finally:
+            self.watch.waits_for = ()
+        for descriptor, events in happened:
             slept.happened = True
             if descriptor in watched and events & ~select.POLLOUT:
                 slept.ready.append(watched[descriptor])
@@ -188,6 +204,8 @@ class TcpWaiting(Endpoint):
         words = link.last_words() if link is not None else None
         if words is not None and words[0].kind == Kind.REFUSAL:
             return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
+        if words is None and error is not None:
+            self.watch.failed = peer
         gave_up = words is not None and words[1].startswith(GAVE_UP)
         why = f", {words[1]}" if words and gave_up else f" ({error.strerror})" if error else ""
         where = f"communicator {self.communicator}, generation {self.generation}"

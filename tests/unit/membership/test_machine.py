@@ -37,6 +37,13 @@ class Membership(RuleBasedStateMachine):
         self.generations: dict[int, int] = {}
         """The highest of each communicator that there ever was."""
         self.destroyed: set[int] = set()
+        self.seatings: dict[tuple[int, int], tuple[int, ...]] = {}
+        """Who the members of each generation of each communicator are."""
+        self.seats: dict[tuple[int, int], int] = {}
+        """The generation at which each device is, by communicator."""
+        self.committed: dict[int, int] = {}
+        """Steps of each communicator, and how many of them each device has."""
+        self.done: dict[tuple[int, int], int] = {}
 
     def send(self, message: m.Message) -> None:
         old, members, communicators = self.state, dict(self.state.members), dict(self.state.communicators)
@@ -63,7 +70,14 @@ class Membership(RuleBasedStateMachine):
                 assert stop.members == before.members
                 assert stop.lost_device == (now.broken_by if now is not None and broke else 0)
         for further in (stop for left in told.values() for stop in left):
-            assert new.communicators[further.communicator_id].broken_by, "a stop of something that goes on"
+            number = further.communicator_id
+            if new.trouble(number).closed > old.trouble(number).closed:
+                assert further.lost_device in (
+                    0,
+                    new.communicators[number].broken_by,
+                )  # for the sake of new links
+                continue
+            assert new.communicators[number].broken_by, "a stop of something that goes on"
             assert further.lost_device in further.members
 
     def picked(self, pick: int) -> int:
@@ -128,9 +142,78 @@ class Membership(RuleBasedStateMachine):
             self.send(m.Created(tuple(chosen)))
             assert len(self.state.communicators) == count + 1
 
+    @rule(pick=picks, joining=st.lists(device_ids, max_size=1).map(tuple), reached=st.integers(0, 5))
+    def rebuild(self, pick: int, joining: tuple[int, ...], reached: int) -> None:
+        old = self.state.communicators.get(self.picked(pick))
+        if old is not None and not any(self.state.members[one].usable for one in old.members):
+            joining = ()  # with the last of them everything is gone, whoever comes
+        self.send(m.Rebuilt(self.picked(pick), joining))
+        self.give_seats(reached)
+
+    # ---- links fail while nobody dies
+
+    @rule(pick=picks, late=st.sampled_from([0, 0, 0, 1, -1]), accuser=device_ids, peer=device_ids)
+    def complain(self, pick: int, late: int, accuser: int, peer: int) -> None:
+        communicator_id = self.picked(pick)
+        one, before = self.state.communicators.get(communicator_id), self.state
+        generation = self.generations.get(communicator_id, 1) - late
+        self.send(m.Complained(communicator_id, generation, accuser, peer, self.now))
+        if one is None or generation != one.generation or not {accuser, peer} <= set(one.members):
+            assert self.state == before, "a complaint of another generation, or of strangers, was heard"
+
+    @rule(pick=picks, late=st.sampled_from([0, 0, 1]))
+    def work(self, pick: int, late: int) -> None:
+        communicator_id = self.picked(pick)
+        self.send(m.Worked(communicator_id, self.generations.get(communicator_id, 1) - late))
+
+    @rule(data=st.data())
+    def the_living_complain_until_it_is_decided(self, data: st.DataObject) -> None:
+        """Two members that cannot talk: within two generations one of them is out, and exactly one."""
+        self.everybody_beats()
+        pairs = [
+            one for one in self.state.communicators.values() if not one.broken_by and len(one.members) > 1
+        ]
+        if not pairs:
+            return
+        chosen = data.draw(st.sampled_from(pairs))
+        low, high = sorted(chosen.members)[:2]
+        for _ in range(2):
+            one = self.state.communicators[chosen.id]
+            self.send(m.Complained(one.id, one.generation, low, high, self.now))
+            for _ in range(4):
+                self.now += CONFIG.heartbeat_s
+                self.everybody_beats()
+                self.send(m.Tick(self.now))
+            self.send(m.Rebuilt(chosen.id))
+            self.give_seats()
+        left = self.state.communicators[chosen.id].members
+        assert not {low, high} <= set(left), "they still have to talk to each other"
+        assert set(chosen.members) - set(left) <= {low, high}, "somebody else went"
+        assert left, "nobody is left"
+
+    # ---- what members make of it: each has the seat that reached it last, and a step needs everybody of one
+
+    def give_seats(self, reached: int = 100) -> None:
+        for one in self.state.communicators.values():
+            members = self.seatings.setdefault((one.id, one.generation), one.members)
+            assert members == one.members, "two members disagree on a generation"
+            for device_id in one.members[:reached]:
+                held = self.seats.get((one.id, device_id), 0)
+                self.seats[one.id, device_id] = max(held, one.generation)
+
+    @rule(reached=st.integers(0, 3))
+    def some_are_seated(self, reached: int) -> None:
+        self.give_seats(reached)
+
     @rule(pick=picks)
-    def rebuild(self, pick: int) -> None:
-        self.send(m.Rebuilt(self.picked(pick)))
+    def commit(self, pick: int) -> None:
+        """At every generation whose members are all in their seats: there is one of them at most, and it has it all."""
+        for (key, generation), members in self.seatings.items():
+            if key == self.picked(pick) and all(self.seats.get((key, one)) == generation for one in members):
+                lead = max(self.done.get((key, one), 0) for one in members)
+                assert lead == self.committed.get(key, 0), "a committed step was lost, or two sides commit"
+                self.committed[key] = lead + 1
+                self.done |= {(key, one): lead + 1 for one in members}
 
     @rule(pick=picks)
     def start(self, pick: int) -> None:

@@ -82,7 +82,7 @@ def test_joining_again_starts_with_a_clean_record() -> None:
 
 
 def test_as_many_devices_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hoop.membership.step.MAX_DEVICES", 2)
+    monkeypatch.setattr("hoop.membership.devices.MAX_DEVICES", 2)
     state = cluster(1, 2)
     for one in (0, 3):
         with pytest.raises(ResourceExhausted, match="2 devices are known already"):

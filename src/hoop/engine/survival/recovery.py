@@ -27,10 +27,14 @@ from hoop.engine.survival.inplace import InPlace
 from hoop.engine.survival.standing import NEW, Mine, Standing, compare
 from hoop.engine.worker import Worker
 from hoop.engine.world import World
+from hoop.errors import MembershipChanged, PeerError
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan, split_evenly
 from hoop.strategies.data_parallel import whole_model
+
+UNSEATS = (PeerError, MembershipChanged)
+"""What makes a rank look for another seat: a peer or a link failed; or a peer has one of a later generation."""
 
 
 def level(
@@ -46,7 +50,8 @@ def level(
     communicator, worker = world.communicator, own.worker
     standing = compare(communicator, mine, worker.settings.micros, timeout)
     world.settled()
-    catch_up(own, communicator, standing, rate(standing.lead - 1), timeout)
+    if standing.behind:
+        catch_up(own, communicator, standing, rate(standing.lead - 1), timeout)
     standing = doubted(worker, communicator, standing, timeout)
     if communicator.rank in standing.new:
         own.torn()
@@ -82,8 +87,6 @@ def catch_up(
     own: InPlace, communicator: Communicator, standing: Standing, rate: float, timeout: float
 ) -> None:
     """(2): the total of the last step, as it was shortened, from one who has it to all who have not."""
-    if not standing.behind:
-        return
     worker = own.worker
     held = worker.held[0]
     given = held.total.copy()

@@ -76,12 +76,28 @@ class DescribeResponse(_message.Message):
     def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[TaskDescription, _Mapping]]] = ...) -> None: ...
 
 class TaskDescription(_message.Message):
-    __slots__ = ("job_id", "generation")
+    __slots__ = ("job_id", "generation", "links")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     generation: int
-    def __init__(self, job_id: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    links: _containers.RepeatedCompositeFieldContainer[LinkDescription]
+    def __init__(self, job_id: _Optional[int] = ..., generation: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkDescription, _Mapping]]] = ...) -> None: ...
+
+class LinkDescription(_message.Message):
+    __slots__ = ("communicator_id", "generation", "device_id", "sent", "received")
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    communicator_id: int
+    generation: int
+    device_id: int
+    sent: int
+    received: int
+    def __init__(self, communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., device_id: _Optional[int] = ..., sent: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AllocateRequest(_message.Message):
     __slots__ = ("name", "bytes", "alignment", "reuse")
@@ -354,14 +370,30 @@ class JoinResponse(_message.Message):
     def __init__(self, device_id: _Optional[int] = ..., heartbeat_s: _Optional[float] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("device_id", "incarnation", "memory")
+    __slots__ = ("device_id", "incarnation", "memory", "stalls")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     incarnation: str
     memory: DeviceMemory
-    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
+    stalls: _containers.RepeatedCompositeFieldContainer[Stall]
+    def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., stalls: _Optional[_Iterable[_Union[Stall, _Mapping]]] = ...) -> None: ...
+
+class Stall(_message.Message):
+    __slots__ = ("job_id", "communicator_id", "generation", "device_ids", "connecting")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONNECTING_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    communicator_id: int
+    generation: int
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    connecting: bool
+    def __init__(self, job_id: _Optional[int] = ..., communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., connecting: bool = ...) -> None: ...
 
 class HeartbeatAnswer(_message.Message):
     __slots__ = ("known",)

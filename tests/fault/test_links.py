@@ -1,0 +1,81 @@
+"""Links that break while nobody dies: the training goes on, and its weights are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tcp_cluster import ENV, PATIENCE_S, hoop_train
+
+DRIVER = Path(__file__).parent / "linked_driver.py"
+JOB = {"epochs": 2, "batch_size": 32, "shards": 4}
+
+
+def trained(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One process, and devices forked for each job, with nothing but TCP between them."""
+    done = subprocess.run(
+        [sys.executable, str(DRIVER)],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=ENV,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(cases: list[tuple[str, str]]) -> None:
+    """Each is a strategy, and what befalls its links."""
+    disturbed = [
+        {**JOB, "devices": 4 if "hybrid" in strategy else 3, "strategy": strategy, "faults": fault}
+        for strategy, fault in cases
+    ]
+    undisturbed, *found = trained([{**JOB, "devices": 1}, *disturbed])
+    for case, result in zip(cases, found, strict=True):
+        assert result.get("faults") == case[1].split("; "), f"{case}: {result}"
+        assert result["weights_sha256"] == undisturbed["weights_sha256"], case
+        assert result["steps"] == undisturbed["steps"], case
+
+
+def test_a_connection_that_is_reset_is_made_anew_and_a_device_nobody_hears_is_left_out() -> None:
+    check(
+        [
+            (strategy, f"{fault}@rank=1,step=4")
+            for strategy in ("data", "pipeline")
+            for fault in ("drop", "partition")
+        ]
+    )
+
+
+def test_links_that_fail_again_and_again_or_under_other_strategies() -> None:
+    check(
+        [
+            ("data", "drop@rank=0,step=2; drop@rank=1,step=5; partition@rank=2,step=9"),
+            ("data", "partition@rank=0,step=3; kill@rank=1,step=3"),
+            ("data", "kill@rank=0,step=1,instruction=load"),
+            ("data", "stop@rank=1,step=3,seconds=5"),
+            ("pipeline", "partition@rank=0,step=1"),
+            ("ring", "partition@rank=2,step=4"),
+            ("ps:bsp", "partition@rank=0,step=4"),
+            ("hybrid:replicas=2", "drop@rank=2,step=4"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["data", "long:pipeline"])
+def test_a_device_that_is_lost_before_the_first_step_costs_nothing(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag, job = tmp_path / "flag", [f"{Path(__file__).parent / 'unready_job.py'}:job"]
+    undisturbed = hoop_train(*job, "--devices", "1")
+    monkeypatch.setitem(ENV, "HOOP_TEST_FLAG", str(flag))
+    disturbed = hoop_train(*job, "--devices", "3", "--strategy", strategy.removeprefix("long:"))
+    assert flag.exists(), "nobody died"
+    assert disturbed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert disturbed["steps"] == undisturbed["steps"]

@@ -1,0 +1,85 @@
+"""Packets of one device are dropped by the kernel: it is evicted, and the others train on to the same weights."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import namespaces
+import pytest
+from fault_cluster import job_of, result_of, until, until_step
+from tcp_cluster import DRIVER, ENV, HOOP, PATIENCE_S, hoop_train
+
+import hoop
+
+pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+COORDINATOR, VICTIM, OTHER = 1, 3, 4
+"""Hosts; device n is on host n + 1."""
+PORT = "4021"
+JOB = [f"{DRIVER}:job", "--set", "epochs=1000", "--set", "evaluate_every=0", "--set", "checkpoint_every=0"]
+SLOWLY = ["--set", "slowdown=[20, 20, 20]"]
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Iterator[namespaces.Network]:
+    """A coordinator and three devices, each on a host of its own."""
+    with ExitStack() as ended:
+        net = ended.enter_context(namespaces.network(4))
+
+        def start(host: int, *arguments: str) -> None:
+            there = "--host", net.address(host), "--port", PORT, "--insecure"
+            with open(tmp_path / "errors", "ab") as errors:
+                process = subprocess.Popen(
+                    [*net.on(host), *HOOP, *arguments, *there],
+                    text=True,
+                    env=ENV,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                )
+            ended.callback(process.communicate, timeout=PATIENCE_S)
+            ended.callback(process.kill)
+            assert process.stdout is not None
+            assert process.stdout.readline()
+
+        start(COORDINATOR, "coordinator")
+        for host in (2, 3, 4):
+            data = "--data-port", "4022", "--advertise-data", f"{net.address(host)}:4022"  # no shared memory
+            where = "--join", f"{net.address(COORDINATOR)}:{PORT}", "--jobs", str(DRIVER.parent)
+            start(host, "device", *where, *data, "--id", str(host - 1))
+        yield net
+
+
+@pytest.mark.parametrize(
+    ("came", "left", "kind", "goes"),
+    [
+        ("", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}),
+        (f"10.251.77.{OTHER}", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}),
+        ("all", "all", "device_dead", {"2"}),
+        ("", "all", "device_dead", {"2"}),
+        ("all", "", "device_dead", {"2"}),
+    ],
+    ids=["one way to one peer", "from one peer", "cut off", "nothing leaves", "nothing comes"],
+)
+def test_a_partition_costs_a_device_and_no_bit(
+    net: namespaces.Network, came: str, left: str, kind: str, goes: set[str]
+) -> None:
+    address = f"{net.address(COORDINATOR)}:{PORT}"
+    with ExitStack() as ended:
+        command = [*HOOP, "train", *JOB, *SLOWLY, "--json", "--coordinator", address]
+        run = subprocess.Popen(command, text=True, env=ENV, stdout=subprocess.PIPE)
+        ended.callback(run.wait, PATIENCE_S)
+        ended.callback(run.kill)
+        with hoop.connect(address) as cluster:
+            job = job_of(cluster)
+            until_step(cluster, job, 3)
+            net.cut(VICTIM, came, left)
+            news = cluster.events(follow=True)
+            gone = next(one for one in news if one.kind in ("device_evicted", "device_dead"))
+            assert (gone.kind, gone.fields["device"] in goes) == (kind, True), gone
+            until(cluster, job, "recovered", ranks=2)
+            cluster.job(job).stop()
+            result = result_of(run)
+    alone = hoop_train(*JOB, "--devices", "1", "--set", f"max_steps={result['steps']}")
+    assert result["weights_sha256"] == alone["weights_sha256"]
