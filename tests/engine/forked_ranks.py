@@ -151,6 +151,7 @@ def _rank(
     memory: int,
 ) -> None:
     torch.set_num_threads(1)
+    vars(job.data().train).pop("seen", None)  # what a test read in the process that this one was forked from
     with tempfile.TemporaryDirectory() as folder:
         arena = Arena.create(f"{folder}/arena", memory)
         local = Address("127.0.0.1", 0)

@@ -90,7 +90,7 @@ class Run:
         if self._safe is not None:
             self._safe.hold(self._ready, self._done)
             return
-        self._own = InPlace(self._ready, self._vectors, left, bool(tensors))
+        self._own = InPlace(self._ready, self._vectors, left, bool(tensors), world.outlives)
         self._done = self._own.take_up() if joins else self._own.whole(self._done)
         self._ended = self._course.ended(self._done) if joins else self._done
 

@@ -19,7 +19,7 @@ from hoop.engine.survival.heritage import newest
 from hoop.engine.survival.parts import Live, Part, described, rows, size_of
 from hoop.engine.survival.snapshot import MOMENT
 from hoop.engine.survival.standing import NEW
-from hoop.memory.claims import NOTHING
+from hoop.memory.claims import NOTHING, Claim
 from hoop.plan.instructions import Instruction, Kind
 
 _STAGE = "stage0."
@@ -28,14 +28,22 @@ _STAGE = "stage0."
 class InPlace:
     """A replica's state, as its arena tells of it."""
 
-    def __init__(self, ready: Ready, vectors: Vectors, left: Sequence[Part], resumed: bool) -> None:
+    def __init__(
+        self, ready: Ready, vectors: Vectors, left: Sequence[Part], resumed: bool, outlives: bool
+    ) -> None:
         """``left``: what the device found in its arena, the newest first; ``resumed``: from a checkpoint.
 
-        What is not trained is as the model is made, and needs no copy; but for a run that was resumed.
+        ``outlives``: the arena is there for who is restarted on it; otherwise nothing is written for them. What is not
+        trained is as the model is made, and needs no copy; but for a run that was resumed.
         """
         self._ready, self.worker, self._left = ready, ready.worker, left
+        self._claim: Claim | None = None
         held, names = ready.worker.held[0], names_of(ready.model)
         layout = held.layout
+        frozen = [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
+        self._made = {one.name for one in frozen}
+        if not outlives:
+            return
         told: list[Row] = []
         for place, one in zip(layout.places, layout.parameters, strict=False):
             name, size, start = names[id(one)], one.numel(), 4 * place
@@ -49,8 +57,6 @@ class InPlace:
             told.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
         self._buffers = vectors.new("buffers", layout.state - layout.trained)
         self._moving = [Live(names[id(one)], 0, one.view(-1)) for one in layout.counters]
-        frozen = [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
-        self._made = {one.name for one in frozen}
         known = {piece.name for part in left for piece in part.pieces}
         self._frozen = [one for one in frozen if resumed or one.name in known]
         self._counters = _room(vectors, "counters", self._moving)
@@ -70,10 +76,13 @@ class InPlace:
 
     def torn(self) -> None:
         """From now on it is of no step."""
-        self._claim.step = NOTHING
+        if self._claim is not None:
+            self._claim.step = NOTHING
 
     def whole(self, step: int) -> int:
         """What is there is the state after so many steps."""
+        if self._claim is None:
+            return step
         self.torn()
         held = self.worker.held[0]
         if self._fixed.step == NOTHING:
