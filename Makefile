@@ -15,7 +15,7 @@ train: install ## Train the MNIST model on 4 devices
 	@$(BIN)/hoop train mnist --devices 4
 
 test: check ## Everything a change must pass: check, then the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: install ## Format, lint and types, changing nothing
 	@$(BIN)/python -m ruff format --check --quiet . || { echo "make format repairs this" >&2; exit 1; }

@@ -5,9 +5,11 @@ A fixture of a wider scope (a cluster for a module) is there before the test and
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
+import shutil
 import tempfile
 import threading
 import time
@@ -22,6 +24,11 @@ GRACE_S = 2.0
 MARK = "HOOP_TEST_SESSION"
 """Set in the environment, which children inherit, so that an orphan still shows whose it is."""
 os.environ[MARK] = str(os.getpid())
+
+# Tests that run at the same time (pytest-xdist) must not take each other's temporary files for their own.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 # Closed channels and stopped servers of grpcio leave no thread and no socket. Only grpc.aio's poller, with
 # its pair of sockets, belongs to the process: it goes with the last grpc.aio object, in a traceback perhaps.

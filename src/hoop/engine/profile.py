@@ -7,6 +7,7 @@ count each other's.
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -113,6 +114,10 @@ def _by_hand(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[
 
     The median of a few, without the first.
     """
+    with torch.no_grad():
+        functools.reduce(
+            lambda outputs, block: block(outputs), blocks, inputs
+        )  # a shape that does not fit is its own fault
     now = timer()
     stages = {index: ChainStage(layers) for index, one in enumerate(blocks) if (layers := layers_of([one]))}
     into = [[torch.empty_like(parameter) for parameter in block.parameters()] for block in blocks]

@@ -35,6 +35,8 @@ from hoop.wire.rpc import Stub, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5
+FINDING_S = 5.0
+"""How long members may need to find a coordinator that took over at another address."""
 JOURNAL_S = 2.0
 """How long a change waits for a journal that is away, before it is refused."""
 AGAIN_S = 0.1
@@ -199,11 +201,18 @@ class Coordinator:
 
         who = f"the coordinator at {self.address} (pid {os.getpid()} on {socket.gethostname()})"
 
+        waited = False
+
         def waiting(text: str) -> None:
+            nonlocal waited
+            waited = True
             self.events.publish("coordinator_waiting", text)
 
         self._journal = await open_journal(self.config.journal, self.config.detector, who, waiting, lost)
         self.state = self._journal.state
+        if waited:
+            there = tuple(key for key, one in self.state.members.items() if one.usable)
+            self.apply(m.Excused(there, time.monotonic() + FINDING_S))
 
     async def lost(self) -> None:
         """Waits for the journal to become another coordinator's, and raises that."""
