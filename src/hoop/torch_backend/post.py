@@ -62,9 +62,12 @@ class Post:
         self._endpoint.wake()
 
     def first_absent(self, seconds: float) -> tuple[int, str] | None:
-        """The rank that died first, or else left first, and which of the two; waits a moment for the news."""
+        """The rank that died first, or else left first, and which of the two; waits a moment for news of a death.
+
+        Who leaves in the middle of something may have heard of it before this rank has.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._absent or self._closing, seconds)
+            self._news.wait_for(lambda: self._dead or self._closing, seconds)
             first = self._dead[0] if self._dead else next(iter(self._absent), None)
             return None if first is None else (first, self._absent[first])
 
