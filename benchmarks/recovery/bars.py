@@ -64,17 +64,17 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _training(*more: str) -> Iterator[tuple[Fleet, Cluster, Watch]]:
+def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[Fleet, Cluster, Watch]]:
     """A cluster of processes on which MNIST is trained, for as long as it is needed."""
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Fleet(Path(scratch), DEVICES, MEMORY) as fleet,
+        Fleet(Path(scratch), devices, MEMORY) as fleet,
         connect(fleet.address) as cluster,
     ):
-        cluster.wait_for_devices(DEVICES, PATIENCE_S)
+        cluster.wait_for_devices(devices, PATIENCE_S)
         settings = ["--set", "evaluate_every=0", "--set", "checkpoint_every=0", "--set", "epochs=1000000"]
-        where = ["--coordinator", str(fleet.address), "--devices", str(DEVICES), "--json"]
-        watch = Watch(cluster, DEVICES)
+        where = ["--coordinator", str(fleet.address), "--devices", str(devices), "--json"]
+        watch = Watch(cluster, devices)
         fleet.start("train", "mnist", *settings, *more, *where)
         watch.event("started", 0)
         yield fleet, cluster, watch
@@ -113,12 +113,13 @@ def coordinator(turns: int) -> list[Bar]:
 
 
 def slow(turns: int) -> list[Bar]:
-    """The last rank computes much slower from one step on."""
-    last, bar = DEVICES - 1, Bar("a device becomes slow", "steps until it is named", 10, "steps")
+    """The last of as many ranks as there are cores (who shares one may have no shards to be slow with) becomes slow."""
+    devices = max(2, min(DEVICES, os.cpu_count() or 1))
+    last, bar = devices - 1, Bar("a device becomes slow", "steps until it is named", 10, "steps")
     healthy = Bar("a device becomes slow", "healthy ones that are named", 0, "names")
     for _ in range(turns):
         fault = f"slow@rank={last},step={SLOW_FROM},factor={SLOW_FACTOR}"
-        with _training("--fault", fault) as (_, _, watch):
+        with _training("--fault", fault, devices=devices) as (_, _, watch):
             struck = watch.event("fault", 0).told["step"]
 
             def named(since: int = struck, watch: Watch = watch) -> list[tuple[int, bool]]:
