@@ -52,7 +52,7 @@ class Settings:
     """Shards follow the devices' measured speed."""
     mirror: bool = True
     """Where devices hold parts of a model, another device has a mirror of each part, in case one is lost."""
-    slowdown: tuple[int, ...] = ()
+    slowdown: tuple[float, ...] = ()
     """For experiments: how many times slower than it is each rank computes."""
     faults: str = ""
     """For tests: what is to go wrong where, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
@@ -155,12 +155,22 @@ class Settings:
         return dataclasses.replace(self, optimizer=optimizer, **outer)
 
 
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list of whole numbers, such as [1, 2]",
+}
+
+
 def _like(field: str, value: Any, example: Any) -> Any:
     """The value in the type of what it replaces."""
     if isinstance(example, bool):
         fits = isinstance(value, bool)
     elif isinstance(example, tuple):
-        fits = isinstance(value, list | tuple) and all(type(one) is int for one in value)
+        kinds = (int, float) if field == "slowdown" else (int,)
+        fits = isinstance(value, list | tuple) and all(type(one) in kinds for one in value)
         value = tuple(value) if fits else value
     elif isinstance(example, float):
         fits = isinstance(value, int | float) and not isinstance(value, bool)
@@ -168,5 +178,5 @@ def _like(field: str, value: Any, example: Any) -> Any:
     else:
         fits = type(value) is type(example)
     if not fits:
-        raise InvalidArgument(f"{field}: {value!r} is not {type(example).__name__}")
+        raise InvalidArgument(f"{field}: {value!r} is not {_KINDS.get(type(example), 'of its kind')}")
     return value
