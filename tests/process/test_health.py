@@ -82,7 +82,8 @@ class Loop:
         """What it failed with."""
         self._thread.join(within)
         assert not self._thread.is_alive(), f"still at it after {within:g} s"
-        assert isinstance(self.error, PeerLost), self.error
+        # In the middle of one; or the next was begun when it was known already.
+        assert isinstance(self.error, PeerLost | FailedPrecondition), self.error
         return str(self.error)
 
 
