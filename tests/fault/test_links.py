@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tcp_cluster import ENV, PATIENCE_S, hoop_train
+from trainings import ENV, driven, hoop_train
 
 DRIVER = Path(__file__).parent / "linked_driver.py"
 JOB = {"epochs": 2, "batch_size": 32, "shards": 4}
-
-
-def trained(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One process, and devices forked for each job, with nothing but TCP between them."""
-    done = subprocess.run(
-        [sys.executable, str(DRIVER)],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=ENV,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def check(cases: list[tuple[str, str]]) -> None:
@@ -36,7 +17,7 @@ def check(cases: list[tuple[str, str]]) -> None:
         {**JOB, "devices": 4 if "hybrid" in strategy else 3, "strategy": strategy, "faults": fault}
         for strategy, fault in cases
     ]
-    undisturbed, *found = trained([{**JOB, "devices": 1}, *disturbed])
+    undisturbed, *found = driven(DRIVER, [{**JOB, "devices": 1}, *disturbed])
     for case, result in zip(cases, found, strict=True):
         assert result.get("faults") == case[1].split("; "), f"{case}: {result}"
         assert result["weights_sha256"] == undisturbed["weights_sha256"], case

@@ -10,7 +10,7 @@ from pathlib import Path
 import namespaces
 import pytest
 from fault_cluster import job_of, result_of, until, until_step
-from tcp_cluster import DRIVER, ENV, HOOP, PATIENCE_S, hoop_train
+from trainings import DRIVER, ENV, HOOP, PATIENCE_S, hoop_train
 
 import hoop
 

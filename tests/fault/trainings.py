@@ -1,4 +1,4 @@
-"""A coordinator and devices with nothing but TCP between them: each advertises an address, and shares no memory."""
+"""Trainings in processes of their own, and devices with nothing but TCP between them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,24 @@ def hoop_train(*arguments: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+def driven(driver: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a driver says of each job: it is one process, and forks devices for one after the other."""
+    done = subprocess.run(
+        [sys.executable, str(driver)],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=ENV,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
 @contextmanager
 def linked(devices: int) -> Iterator[str]:
-    """The coordinator's address."""
+    """The address of a coordinator whose devices each advertise an address, and share no memory."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
