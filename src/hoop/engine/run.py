@@ -66,9 +66,9 @@ class Run:
         self._evidence = Evidence(settings.micros)
         self._figures = Figures(emit, self._evidence)
         self._vectors = Vectors(world.arena, prefix, world.run)
-        replicas, left = parse(settings.strategy).name == "data", self._arrival.left
-        self._safe = None if replicas else Safekeeping(settings, job, self._data, self._vectors, left)
-        self._elastic = replicas or settings.mirror
+        replicas = parse(settings.strategy).name == "data"
+        keeping = settings, job, self._data, self._vectors, self._evidence, self._arrival.left
+        self._safe = None if replicas else Safekeeping(*keeping)
         self._loss: PeerError | None = None
         if joins and self._safe is not None:
             return  # there is nothing to get ready before it is known what this rank is to hold
@@ -90,7 +90,7 @@ class Run:
         if self._safe is not None:
             self._safe.hold(self._ready, self._done)
             return
-        self._own = InPlace(self._ready, self._vectors, left, bool(tensors), world.outlives)
+        self._own = InPlace(self._ready, self._vectors, self._arrival.left, bool(tensors), world.outlives)
         self._done = self._own.take_up() if joins else self._own.whole(self._done)
         self._ended = self._course.ended(self._done) if joins else self._done
 
@@ -137,7 +137,7 @@ class Run:
         done = self._done + len(works)
         if self._safe is not None:
             known = losses if self._role.reports else None
-            met = self._safe.commit(self._world, self._stopping(), done, len(works), known, self._evidence)
+            met = self._safe.commit(self._world, self._stopping(), done, len(works), known)
             self._stopped, losses = met
         self._done = done
         self._after(losses, begun)
@@ -161,7 +161,7 @@ class Run:
         while True:
             if world.reseated is None:
                 raise error
-            if not self._elastic:
+            if self._safe is not None and not self._settings.mirror:
                 raise self._keepsakes.over(f"{error}; mirror is off, and its part") from error
             try:
                 world = world.reseated(PATIENCE_S)
@@ -206,7 +206,7 @@ class Run:
         self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
         self._arrival.there(self._done, world, agreed.source, agreed.afresh, self._figures)
         safe.keep(world)
-        safe.meet(world, self._stopping(), self._done, 0, None, self._evidence)
+        safe.meet(world, self._stopping(), self._done)
         safe.go_on(agreed)
 
     def _lose(self) -> None:  # what this rank has, and remembers, is of long ago
@@ -288,7 +288,7 @@ class Run:
         self._role.refresh()
         self._snapshot(final=True)
         if self._safe is not None:
-            self._safe.meet(self._world, False, self._done, 0, None, self._evidence)
+            self._safe.meet(self._world, False, self._done)
 
     def _snapshot(self, final: bool) -> None:
         role, turn = self._role, self._safe.turn if self._safe is not None else 0

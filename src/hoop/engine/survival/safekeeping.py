@@ -35,10 +35,16 @@ class Safekeeping:
     """One rank's copies, and its way to another part of the model."""
 
     def __init__(
-        self, settings: Settings, job: Job, data: Splits, vectors: Vectors, left: Sequence[Part] = ()
+        self,
+        settings: Settings,
+        job: Job,
+        data: Splits,
+        vectors: Vectors,
+        evidence: Evidence,
+        left: Sequence[Part] = (),
     ) -> None:
         """``left``: what a device that was restarted found in its arena."""
-        self._settings, self._job, self._data = settings, job, data
+        self._settings, self._job, self._data, self._evidence = settings, job, data, evidence
         self._ready: Ready | None = None
         self._vectors = [vectors]
         self._beside = vectors.beside("beside.")
@@ -86,13 +92,7 @@ class Safekeeping:
             self._live = NOTHING
 
     def commit(
-        self,
-        world: World,
-        stop: bool,
-        done: int,
-        steps: int,
-        losses: Sequence[float] | None,
-        evidence: Evidence,
+        self, world: World, stop: bool, done: int, steps: int, losses: Sequence[float] | None
     ) -> tuple[bool, list[float]]:
         """After so many steps: mirrors get what these did, all ranks meet, and then it is done; returns as ``meet``."""
         ready = self._ready
@@ -103,11 +103,11 @@ class Safekeeping:
             self._live = done
         if self._mirrors is not None:
             self._mirrors.keep(done, ready.worker.rate)
-        met = self.meet(world, stop, done, steps, losses, evidence)
+        met = self.meet(world, stop, done, steps, losses)
         ready.worker.owed.settle()
         self._live, self._next = done, NOTHING
         if world.outlives and met[1]:
-            self._diary = self._diary or Diary(self._beside, ready.role.evidence)
+            self._diary = self._diary or Diary(self._beside, self._evidence)
             self._diary.note(done, met[1])
         if self._own is not None:
             self._own.take(done)
@@ -117,15 +117,10 @@ class Safekeeping:
         return met
 
     def meet(
-        self,
-        world: World,
-        stop: bool,
-        done: int,
-        steps: int,
-        losses: Sequence[float] | None,
-        evidence: Evidence,
+        self, world: World, stop: bool, done: int, steps: int = 0, losses: Sequence[float] | None = None
     ) -> tuple[bool, list[float]]:
         """All ranks: whether anybody wants to stop, and what one knew of the last steps (``losses``) all know then."""
+        evidence = self._evidence
         told = np.zeros((steps, 1 + evidence.places))
         if losses is not None:
             told[: len(losses), 0], told[:, 1:] = losses, evidence.rows(done - steps, steps)
