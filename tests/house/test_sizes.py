@@ -1,4 +1,4 @@
-"""Files stay short enough to read in one sitting, and each is named after the one thing it holds."""
+"""A file holds one thing, whole, and is named after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hoop"
-MOST_LINES = 300
+MOST_LINES = 900
+"""A file above this is not one thing any more. A class is never cut into two files to stay below it."""
 DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc"}
 """Names that say nothing: what is in such a file has a better one."""
 
@@ -43,11 +44,11 @@ def test_files_are_named_after_what_they_hold() -> None:
 
 
 def test_a_long_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "long.py").write_text("x = 1\n" * 301)
-    (tmp_path / "short.py").write_text("x = 1\n" * 300)
+    (tmp_path / "long.py").write_text("x = 1\n" * 901)
+    (tmp_path / "short.py").write_text("x = 1\n" * 900)
     (tmp_path / "generated").mkdir()
-    (tmp_path / "generated" / "long_pb2.py").write_text("x = 1\n" * 301)
-    assert long_files(tmp_path) == [f"{tmp_path / 'long.py'}: 301 lines, at most 300"]
+    (tmp_path / "generated" / "long_pb2.py").write_text("x = 1\n" * 901)
+    assert long_files(tmp_path) == [f"{tmp_path / 'long.py'}: 901 lines, at most 900"]
 
 
 def test_a_drawer_is_named(tmp_path: Path) -> None:
