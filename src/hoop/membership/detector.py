@@ -3,6 +3,9 @@
 Two witnesses, because each is blind where the other sees: a stopped process keeps its sockets open
 and only its heartbeats cease; a process whose server is broken may go on sending heartbeats.
 All times are values of a monotonic clock: a wall clock that jumps changes nothing.
+
+A coordinator that hears no device at all is the one in trouble (its network is cut, the machine was suspended): then
+neither witness counts, until a device is heard again or ``isolation_s`` has passed.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ class DetectorConfig:
     """X: this many failed calls …"""
     window: int = 5
     """… out of the last Y make a device dead."""
+    isolation_s: float = 60.0
+    """How long a coordinator that hears no device at all blames itself, before it believes that all are dead."""
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat_s < self.lease_s:

@@ -32,7 +32,7 @@ def joined(state: State, message: m.Joined) -> Result:
     restarted = known is not None and known.info.incarnation != info.incarnation
     returned = known is not None and known.info.incarnation == info.incarnation
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
-    state = state.with_member(Member(info, Pulse(message.now)))
+    state = _heard(state, message.now).with_member(Member(info, Pulse(message.now)))
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
     broken: tuple[m.Instruction, ...] = ()
     if restarted:
@@ -46,6 +46,7 @@ def beat(state: State, message: m.Beat) -> Result:
     if member is None or member.info.incarnation != message.incarnation or not member.usable:
         raise MembershipChanged(f"device {message.device_id} is not a member (any more): join again")
     recovered = member.health == Health.SUSPECT
+    state = _heard(state, message.now)
     member = replace(member, pulse=member.pulse.beat(message.now), health=Health.ALIVE, reason="")
     instructions = (announce("device_recovered", member, "answers again"),) if recovered else ()
     return state.with_member(member), instructions
@@ -55,6 +56,8 @@ def called(state: State, message: m.Called) -> Result:
     member = state.members.get(message.device_id)
     if member is None or not member.usable:
         return state, ()
+    if message.failure and _isolated_s(state, message.now):
+        return doubted(state, message.device_id, member.info.incarnation, message.failure)
     member = replace(member, pulse=member.pulse.called(not message.failure, state.config))
     state = state.with_member(member)
     if not message.failure:
@@ -79,7 +82,7 @@ def probed(state: State, message: m.Probed) -> Result:
     if member is None or member.info.incarnation != message.incarnation or not member.usable:
         return state, ()
     if message.failure:
-        return _died(state, member, message.failure)
+        return _died(state, replace(member, ended=True), message.failure)
     return state, ()  # it lives; its next heartbeat, or the end of its lease, decides
 
 
@@ -87,7 +90,7 @@ def left(state: State, message: m.Left) -> Result:
     member = state.members.get(message.device_id)
     if member is None or member.info.incarnation != message.incarnation or not member.usable:
         return state, ()
-    member = replace(member, health=Health.LEFT, reason="it left")
+    member = replace(member, health=Health.LEFT, reason="it left", ended=True)
     state, broken = _break(state.with_member(member), message.device_id, "it left")
     return state, in_order(lost_record(member), announce("device_left", member, "left"), broken)
 
@@ -108,13 +111,38 @@ def tick(state: State, now: float) -> Result:
         state = replace(state, members=members)
     state = replace(state, last_tick=now)
     instructions: tuple[m.Instruction, ...] = ()
+    believed = not 0 < _isolated_s(state, now) <= state.config.isolation_s
     for member in list(state.members.values()):
-        if member.usable and (verdict := member.pulse.silence(now, state.config)):
+        if believed and member.usable and (verdict := member.pulse.silence(now, state.config)):
             state, more = _died(state, member, verdict)
             instructions += more
         elif member.health == Health.SUSPECT:  # one that was just dying may have answered the first probe
             instructions += (m.Probe(member.info.device_id),)
     return state, instructions
+
+
+def _isolated_s(state: State, now: float) -> float:
+    """For how many seconds no device at all has been heard; 0: one was, within half a lease."""
+    last = max((one.pulse.last_beat for one in state.members.values() if one.usable), default=now)
+    return now - last if now - last > state.config.lease_s / 2 else 0.0
+
+
+def _heard(state: State, now: float) -> State:
+    """A device is heard. If it is the first after all were silent, their silence meanwhile is no evidence.
+
+    TCP's retransmission timer doubles while a network is cut, so the others may take as long again to be heard.
+    """
+    silence = _isolated_s(state, now)
+    if not silence:
+        return state
+    grace = min(silence, state.config.isolation_s) if silence > state.config.lease_s else 0.0
+    members = dict(state.members)
+    for key, one in state.members.items():
+        if one.usable:
+            pulse = one.pulse.excused(silence, now)
+            pulse = replace(pulse, excused_until=max(pulse.excused_until, now + grace))
+            members[key] = replace(one, pulse=pulse)
+    return replace(state, members=members)
 
 
 def _died(state: State, member: Member, reason: str) -> Result:

@@ -16,7 +16,8 @@ def joined_record(info: DeviceInfo) -> m.Record:
 
 def lost_record(member: Member) -> m.Record:
     """A device is gone."""
-    return m.Record({"kind": "device_gone", "device": member.info.device_id, "health": str(member.health)})
+    about = {"device": member.info.device_id, "health": str(member.health), "ended": member.ended}
+    return m.Record({"kind": "device_gone", **about})
 
 
 def communicator_record(one: CommunicatorState) -> m.Record:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from hoop.errors import FailedPrecondition
 from hoop.membership.detector import DetectorConfig, Pulse
-from hoop.membership.entries import communicator_entry, job_entry
+from hoop.membership.entries import communicator_entry, job_entry, lost_record
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
 from hoop.topology import Address, DeviceInfo
 
@@ -87,7 +87,10 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
             case "device_gone":
                 old = members[entry["device"]]
                 members[entry["device"]] = replace(
-                    old, health=Health(entry["health"]), reason="before a restart"
+                    old,
+                    health=Health(entry["health"]),
+                    reason="before a restart",
+                    ended=bool(entry.get("ended", False)),
                 )
             case "communicator":
                 one = CommunicatorState(
@@ -118,9 +121,7 @@ def snapshot(state: State) -> list[Entry]:
     for member in state.members.values():
         entries.append({"kind": "device_joined", "info": asdict(member.info)})
         if not member.usable:
-            entries.append(
-                {"kind": "device_gone", "device": member.info.device_id, "health": str(member.health)}
-            )
+            entries.append(lost_record(member).entry)
     if state.next_communicator > 1:
         entries.append({"kind": "communicator_destroyed", "id": state.next_communicator - 1})
     entries += [communicator_entry(one) for one in state.communicators.values()]

@@ -44,6 +44,8 @@ class Member:
     pulse: Pulse
     health: Health = Health.ALIVE
     reason: str = ""
+    ended: bool = False
+    """Its process is known to have ended, and its memory with it. A dead device may otherwise just be silent."""
 
     @property
     def usable(self) -> bool:

@@ -102,7 +102,8 @@ def test_all_that_a_device_said_of_itself_comes_back(shared: Address | None) -> 
 
 def test_after_a_restart_devices_have_one_lease_to_show_up() -> None:
     state = replay(entries_of(*HISTORY[:2]), CONFIG, NOW)
-    state = after(state, m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.0), m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
+    state = after(state, m.Beat(1, "a", NOW + 0.5), m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.0))
+    state = after(state, m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
     assert (state.member(1).health, state.member(2).health) == (Health.ALIVE, Health.DEAD)
 
 

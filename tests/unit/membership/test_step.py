@@ -156,31 +156,78 @@ def test_silence_while_the_watcher_was_away_is_nobodys_fault(gap: float) -> None
     assert state.last_tick == NOW + gap
 
 
-def test_after_an_absence_a_silent_device_has_no_more_than_a_lease() -> None:
+def test_after_an_absence_a_silent_device_has_no_more_than_two_leases() -> None:
     now = NOW + 3600
-    state = after(cluster(1), m.Tick(now))
-    for tenths in range(1, 16):
-        state = after(state, m.Tick(now + tenths / 10))
+    state = after(cluster(1, 2), m.Tick(now))
+    for tenths in range(1, 30):
+        state = after(state, m.Beat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
     assert state.member(1).health == Health.DEAD
 
 
 def test_the_first_tick_of_all_excuses_nothing() -> None:
-    state = after(State(CONFIG), m.Joined(device(1), NOW), m.Tick(NOW + 1.6))
+    beats = [m.Beat(2, "a", NOW + tenths / 10) for tenths in (5, 10, 15)]
+    state = after(
+        State(CONFIG), m.Joined(device(1), NOW), m.Joined(device(2), NOW), *beats, m.Tick(NOW + 1.6)
+    )
     assert state.member(1).health == Health.DEAD
 
 
 def test_an_excuse_does_not_reach_into_the_future() -> None:
     now = NOW + 100
-    state = after(cluster(1), m.Tick(NOW + 0.1), m.Beat(1, "a", now), m.Tick(now + 0.1))
+    state = after(cluster(1, 2), m.Tick(NOW + 0.1), m.Beat(1, "a", now), m.Tick(now + 0.1))
     assert state.member(1).pulse.last_beat <= now + 0.1
     for tenths in range(2, 40):
-        state = after(state, m.Tick(now + tenths / 10))
+        state = after(state, m.Beat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
     assert state.member(1).health == Health.DEAD
 
 
 def test_one_failed_call_after_an_absence_is_not_death() -> None:
     state = after(cluster(1), m.Tick(NOW + 0.1), m.Called(1, "connection reset", NOW + 100))
     assert state.member(1).health == Health.SUSPECT
+
+
+# ---- the coordinator hears nobody
+
+
+def silent(state: State, start: float, end: float) -> State:
+    """No device is heard in between; the coordinator looks every tenth of a second."""
+    for tenths in range(round(10 * start), round(10 * end) + 1):
+        state = after(state, m.Tick(NOW + tenths / 10))
+    return state
+
+
+def test_a_coordinator_that_hears_nobody_blames_itself() -> None:
+    """Its network was cut for 4.4 s, or all devices were stopped: nobody is dead, no communicator is broken."""
+    state = silent(after(cluster(1, 2, 3), m.Created((1, 2, 3))), 0.1, 4.4)
+    assert [one.health for one in state.members.values()] == [Health.ALIVE] * 3
+    for failed in range(5):
+        state = after(state, m.Called(2, "ping timeout", NOW + 4.4 + failed / 10))
+    assert state.member(2).health == Health.SUSPECT, "nor is one whose calls fail meanwhile"
+    state = silent(after(state, m.Beat(1, "a", NOW + 5.0)), 5.0, 5.5)
+    assert all(one.usable for one in state.members.values())
+    assert not state.communicator(1).broken_by
+
+
+def test_after_that_the_others_have_as_long_again_and_a_lease() -> None:
+    state = after(silent(cluster(1, 2), 0.1, 4.0), m.Beat(1, "a", NOW + 4.0))
+    for tenths in range(41, 96):
+        state = after(state, m.Beat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+    assert state.member(2).usable
+    for tenths in range(96, 98):
+        state = after(state, m.Beat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+    assert state.member(2).health == Health.DEAD
+
+
+def test_a_silence_of_all_that_does_not_end_is_death() -> None:
+    state = silent(cluster(1, 2), 0.1, CONFIG.isolation_s - 0.1)
+    assert all(one.usable for one in state.members.values())
+    state = silent(state, CONFIG.isolation_s, CONFIG.isolation_s + 0.5)
+    assert [one.health for one in state.members.values()] == [Health.DEAD] * 2
+
+
+def test_a_refused_connection_is_proof_whoever_is_heard() -> None:
+    state = after(silent(cluster(1, 2), 0.1, 2.0), dead(1))
+    assert (state.member(1).health, state.member(1).ended) == (Health.DEAD, True)
 
 
 # ---- suspicion
@@ -220,7 +267,7 @@ def test_who_cannot_be_reached_is_dead_and_breaks_its_communicators() -> None:
     broken = state.communicator(1)
     assert [one.entry for one in recorded(instructions)] == [
         communicator_entry(broken),
-        {"kind": "device_gone", "device": 1, "health": "dead"},
+        {"kind": "device_gone", "device": 1, "health": "dead", "ended": True},
     ]
     assert announced(instructions) == ["device_dead", "communicator_failed"]
     assert (broken.outcome, broken.broken_by, broken.generation) == (Outcome.FAILED, 1, 1)
@@ -295,7 +342,12 @@ def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
 def test_a_goodbye_is_not_a_death() -> None:
     state, instructions = step(after(cluster(1, 2), m.Created((1, 2))), m.Left(1, "a"))
     assert (state.member(1).health, state.member(1).usable) == (Health.LEFT, False)
-    assert recorded(instructions)[-1].entry == {"kind": "device_gone", "device": 1, "health": "left"}
+    assert recorded(instructions)[-1].entry == {
+        "kind": "device_gone",
+        "device": 1,
+        "health": "left",
+        "ended": True,
+    }
     assert announced(instructions) == ["device_left", "communicator_failed"]
     assert stops(instructions)[0].lost_device == 1
 
