@@ -17,6 +17,9 @@ train: install ## Train the MNIST model on 4 devices
 test: check ## Everything a change must pass: check, then the tests
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
+nightly: install ## 100,000 schedules of the recovery model; make test runs 5,000
+	@$(BIN)/python tests/model/explore.py --schedules 100000
+
 check: install ## Format, lint and types, changing nothing
 	@$(BIN)/python -m ruff format --check --quiet . || { echo "make format repairs this" >&2; exit 1; }
 	@$(BIN)/python -m ruff check --quiet .
@@ -43,4 +46,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
-.PHONY: help install train test check format proto clean
+.PHONY: help install train test nightly check format proto clean

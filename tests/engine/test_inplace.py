@@ -27,7 +27,7 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
 
         def world(number: int) -> World:
             one = Communicator(transport.endpoint(number, 1, 0, [transport.address]))
-            seats = lambda patience: world(number + 1)  # noqa: E731
+            seats = lambda patience, lacks=None: world(number + 1)  # noqa: E731
             return World(arena, one, lambda ranks: one, reseated=seats, outlives=True, run=RUN)
 
         told: list[dict[str, Any]] = []

@@ -40,7 +40,7 @@ from hoop.engine.survival.keepsakes import Keepsakes
 from hoop.engine.survival.mirrors import Mirrors
 from hoop.engine.survival.snapshot import packed, tensors_of, unpacked
 from hoop.engine.world import World
-from hoop.errors import DeadlineExceeded, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
@@ -278,7 +278,9 @@ class _Seats:
                 made[key] = opened(identity, key.index(rank), [peers[one] for one in key])
             return made[key]
 
-        def reseated(patience: float) -> World:
+        def reseated(patience: float, lacks: HoopError | None = None) -> World:
+            if lacks is not None:
+                raise lacks
             try:
                 return self.next(patience)
             except queue.Empty:

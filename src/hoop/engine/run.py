@@ -11,6 +11,7 @@ What is worth telling goes to ``emit``, as plain values; nothing here knows who 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 
 from hoop.engine.account import account
@@ -29,13 +30,21 @@ from hoop.engine.survival.keepsakes import Keepsakes
 from hoop.engine.survival.recovery import UNSEATS, level, rest_of_step
 from hoop.engine.survival.safekeeping import Safekeeping
 from hoop.engine.survival.snapshot import unpacked
-from hoop.engine.survival.standing import NEW, Mine, StateLost
 from hoop.engine.world import World, alone, settle
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, PeerError, PeerLost, UserError
+from hoop.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    HoopError,
+    InternalError,
+    PeerError,
+    PeerLost,
+    UserError,
+)
+from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.strategies.catalog import parse
 
-PATIENCE_S = 60.0
-"""How long a rank waits for a seat among those who are left."""
+PATIENCE_S = 600.0
+"""How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
 
 
 class Run:
@@ -156,24 +165,33 @@ class Run:
         self.go()
 
     def _recover(self, error: HoopError) -> None:
-        """Goes on among those who are left, once there are seats for them; raises the error if there never are."""
+        """Goes on at the generation that the coordinator assigns this rank to next.
+
+        Nothing that goes wrong meanwhile ends this rank's part in the job: its state may be the only copy. It reports
+        what the ranks lacked, and waits for the next generation; the coordinator decides whether the job is over.
+        """
         began, world = time.perf_counter(), self._world
+        lacks: HoopError | None = None
         while True:
             if world.reseated is None:
                 raise error
             if self._safe is not None and not self._settings.mirror:
                 raise self._keepsakes.over(f"{error}; mirror is off, and its part") from error
             try:
-                world = world.reseated(PATIENCE_S)
+                world = world.reseated(PATIENCE_S, lacks)
             except DeadlineExceeded:
-                raise error from None
+                raise lacks or error from None
             try:
                 self._go_on(world) if self._safe is None else self._cut_anew(world, self._safe)
                 break
             except StateLost as lost:
-                raise self._keepsakes.over(f"with the devices that are gone {lost}") from error
+                lacks = self._keepsakes.over(f"with the devices that are gone {lost}")
             except UNSEATS as another:
-                error = another
+                error, lacks = another, None
+            except HoopError as refused:
+                lacks = refused
+            except Exception as bug:
+                lacks = InternalError("".join(traceback.format_exception(bug)))
         self._tell_begin()
         self._told_of("recovered", began, str(error))
 
@@ -190,27 +208,28 @@ class Run:
     def _told_of(self, kind: str, began: float, text: str) -> None:
         if self._role.reports:
             told = {"kind": kind, "step": self._done, "pause_s": time.perf_counter() - began, "text": text}
-            self._emit({**told, "missing": self._missing, "ranks": self._world.size})
+            told |= {"missing": self._missing, "ranks": self._world.size}
+            self._emit({**told, "generation": self._world.communicator.endpoint.generation})
 
     def _cut_anew(self, world: World, safe: Safekeeping) -> None:
-        """The last step of which everything is left, on the devices that are there now; see ``recut``."""
+        """The last step of which everything is left, on the devices that are there now; see ``plan.recovery``."""
         self._world = world
         try:
-            ready, agreed = safe.cut_anew(world, self._done, self._ended, self._stopped)
+            ready, plan = safe.cut_anew(world, self._done, self._ended, self._stopped)
         except UserError as error:
             raise FailedPrecondition(f"{error}; {self._keepsakes.remedy}") from None
-        if agreed.step > self._done:  # who has met all others knows what it came to, and tells
+        if plan.step > self._done:  # who has met all others knows what it came to, and tells
             self._figures.forget(self._done)
         self._take(ready)
-        self._figures.forget(self._done - agreed.step)
-        self._done, self._ended, self._stopped = agreed.step, agreed.ended, agreed.stopped
-        self._arrival.there(self._done, world, agreed.source, agreed.afresh, self._figures)
+        self._figures.forget(self._done - plan.step)
+        self._done, self._ended, self._stopped = plan.step, plan.ended, plan.stopped
+        self._arrival.there(self._done, world, plan.source, plan.restarted, self._figures)
         safe.keep(world)
         safe.meet(world, self._stopping(), self._done)
-        safe.go_on(agreed)
+        safe.go_on(plan)
 
     def _lose(self) -> None:  # what this rank has, and remembers, is of long ago
-        self._done, self._figures = NEW, Figures(self._emit, self._evidence)
+        self._done, self._figures = NO_STATE, Figures(self._emit, self._evidence)
 
     def _count_late(self) -> None:
         """A step that was finished by the way."""
@@ -223,25 +242,34 @@ class Run:
         worker, settings, course = self.worker, self._settings, self._course
         worker.move(world)
         self._world = world
-        if worker.updated > self._done > NEW:  # the news came between an update and its being counted
+        if worker.updated > self._done > NO_STATE:  # the news came between an update and its being counted
             self._count_late()
-        mine = Mine(self._done, self._ended, worker.computed, not self._arrival.comes, world.device)
-        standing = level(self._own, world, mine, course.rate, settings.timeout_s, self._lose)
-        if world.rank in standing.behind:
+        self._arrival.comes = self._arrival.comes or world.left_out
+        mine = RankStatus(
+            world.device,
+            self._done,
+            self._ended,
+            stays=not self._arrival.comes,
+            offers=[(self._done, [WHOLE])] if self._done > NO_STATE else [],
+            computed=worker.computed,
+        )
+        plan = level(self._own, world, mine, course.rate, settings.timeout_s, self._lose)
+        if world.rank in plan.behind:
             self._count_late()
-        self._done, worker.computed = standing.lead, list(standing.computed[world.rank])
-        self._arrival.there(self._done, world, standing.source(world.rank), standing.afresh, self._figures)
-        self._ended = standing.ended
+        self._done, worker.computed = plan.step, list(plan.computed[world.rank])
+        source = plan.source_of(world.rank)
+        self._arrival.there(self._done, world, source, plan.restarted, self._figures)
+        self._ended = plan.ended
         if not planned:
             worker.held[0].another_room()
         usual = self._ready.strategy.plan(world.size, settings.micros)
         worker.follow(usual)
         if self._owes():
             self._end_of_epoch()
-        self._missing = standing.missing(settings.micros)
-        if any(standing.computed):
-            plan, holdings, kept = rest_of_step(standing, settings.micros, len(worker.held[0].slots))
-            worker.follow(plan, holdings)
+        self._missing = plan.missing_shards(settings.micros)
+        if any(plan.computed):
+            rest, holdings, kept = rest_of_step(plan, settings.micros, len(worker.held[0].slots))
+            worker.follow(rest, holdings)
             (work,) = course.next(self._done, self._role.stride)
             worker.rate = work.rate
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hoop.collectives.communicator import Communicator
+from hoop.errors import HoopError
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport.inproc import InprocTransport
@@ -28,8 +29,11 @@ class World:
     neighbours: tuple[int, int] = (0, 1)
     """Which of the job's devices on this host this is, and how many there are."""
 
-    reseated: Callable[[float], World] | None = None
-    """Waits so many seconds for a world without whoever was lost; None: nobody would make one."""
+    reseated: Callable[[float, HoopError | None], World] | None = None
+    """Waits, at most this many seconds, for a rank among the devices that are there now; None: nobody assigns ranks.
+
+    The error, if there is one, is what the ranks that met last could not go on without.
+    """
     moving: Callable[[], bool] = lambda: False
     """Whether there is another world to move to, for everybody, after a step that all agree on."""
     moved: Callable[[], World] | None = None
@@ -46,6 +50,8 @@ class World:
     """Whether the arena is there for who is restarted on it."""
     run: str = ""
     """This run's own name; empty: it has none, and nothing in the arena is believed to be of it."""
+    left_out: bool = False
+    """The others went on without this device: what it knows of the run may be of long ago."""
 
     @property
     def crowding(self) -> float:

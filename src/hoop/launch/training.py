@@ -83,15 +83,15 @@ def trainer(
 def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
     from hoop.engine.world import World
 
-    def reseated(patience: float) -> World:
-        return _world(place.reseated(patience), befall)
+    def reseated(patience: float, lacks: HoopError | None = None) -> World:
+        return _world(place.reseated(patience, lacks), befall)
 
     def moved() -> World:
         return _world(place.moved(), befall)
 
     where = place.arena, place.communicator, place.group, place.neighbours
     seats = reseated, place.moving, moved, place.settled
-    return World(*where, *seats, place.device, befall, place.hosts, place.outlives, place.run)
+    return World(*where, *seats, place.device, befall, place.hosts, place.outlives, place.run, place.left_out)
 
 
 def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,7 @@ class Coordinator:
         self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
         self._probing: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: dict[object, Callable[[], None]] = {}
         self._server: grpc.aio.Server | None = None
 
     # ---- the state machine's hands
@@ -104,7 +105,16 @@ class Coordinator:
                     if event := self.stops.get((instruction.communicator_id, instruction.generation)):
                         event.set()
                     self.in_background(self.abort(instruction))
-        return state
+        if instructions or isinstance(message, m.Tick):
+            for listener in list(self._listeners.values()):
+                listener()
+        return self.state
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Calls ``listener`` after every change of the state, and with every tick; returns the way out."""
+        key = object()
+        self._listeners[key] = listener
+        return lambda: self._listeners.pop(key, None) and None
 
     async def change(self, message: m.Message) -> State:
         """``apply``, for who can wait: a journal that is away is tried again, for a while."""

@@ -96,7 +96,9 @@ class DeviceService:
         )
 
     async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
-        self._runner.abort(request.communicator_id, request.generation, PeerLost(request.reason))
+        error = PeerLost(request.reason)
+        self._tasks.abort(request.communicator_id, request.generation, error)
+        self._runner.abort(request.communicator_id, request.generation, error)
         if request.lost_device:
             self._streams.lose(request.lost_device, request.reason)
         return pb.AbortResponse()

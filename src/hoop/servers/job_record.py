@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hoop.errors import HoopError, PeerLost, UserError
 from hoop.events import Event, EventLog
-from hoop.membership.state import CommunicatorState, State
+from hoop.membership.state import CommunicatorState
 from hoop.servers.tasks import TOLD_FIRST
 from hoop.topology import DeviceInfo
 
@@ -20,7 +20,7 @@ JOB_ENDED = "job_ended"
 
 @dataclass
 class JobRecord:
-    """What a job told, who takes part, and what is to be changed about that."""
+    """What a job told, and how it went; who takes part is in ``membership.job_membership``."""
 
     communicator: CommunicatorState
     settings: str
@@ -35,25 +35,10 @@ class JobRecord:
     """Devices that were lost on the way."""
     ended: bool = False
     """Whether some device came to the end."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
     watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Whose task is watched, by incarnation: those who take part, and those who get ready."""
-    ready: set[int] = field(default_factory=set)
-    """Newcomers that wait for a seat."""
-    joining: set[str] = field(default_factory=set)
-    """Incarnations that were asked to get ready, and have no seat yet."""
+    """By incarnation, the watch of the task of a device that takes part, or gets ready."""
     data: str = ""
     """What everybody's data must be like: a fingerprint; empty: it was not told yet."""
-    leaving: set[int] = field(default_factory=set)
-    """Members that asked for somebody to take over."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when somebody is ready, or leaving."""
-    uneven: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a member is known not to be in its seat: all get new ones."""
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the members are in the seats that they were given last."""
-    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when all members want to leave: nobody can take over."""
     _own: int = 0
 
     @property
@@ -83,21 +68,10 @@ class JobRecord:
         members = self.communicator.members
         return members.index(device_id) if device_id in members else 0
 
-    def watched(self, state: State, device_id: int) -> bool:
+    def watched(self, incarnation: str) -> bool:
         """Whether it is listened to; a watch that has ended may not have been cleared away yet."""
-        watch = self.watches.get(state.members[device_id].info.incarnation)
+        watch = self.watches.get(incarnation)
         return watch is not None and not watch.done()
-
-    def seated(self, state: State, device_id: int) -> bool:
-        """Whether a member is in its seat as far as is known: one that was restarted has to be given one."""
-        return self.watched(state, device_id) and (
-            state.members[device_id].info.incarnation not in self.joining
-        )
-
-    def forget(self, info: DeviceInfo) -> None:
-        """It is gone, and may be asked again should it come back."""
-        self.ready.discard(info.device_id)
-        self.joining.discard(info.incarnation)
 
     def refusal(self, info: DeviceInfo, told: Mapping[str, Any]) -> str:
         """Why a device that is ready cannot take part, or nothing."""
@@ -134,13 +108,3 @@ def _weight(error: HoopError) -> int:
     if isinstance(error, PeerLost):
         return 2 if " was lost: " in str(error) else 3
     return 1
-
-
-async def first(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Returns when one of these does."""
-    tasks = [asyncio.ensure_future(one) for one in waits]
-    try:
-        await asyncio.wait(tasks, return_when="FIRST_COMPLETED")
-    finally:
-        for task in tasks:
-            task.cancel()

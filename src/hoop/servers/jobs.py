@@ -4,8 +4,8 @@ client ── StartJob ──▶ coordinator ── StartTask ──▶ each dev
                        coordinator ◀── WatchTask ── each device      (2) kept in the job's log
 client ◀── WatchJob ── coordinator                                   (3) from any event on, as often as wanted
 
-No step waits for it. Who takes part is decided in ``seating``. It may be killed and started again: its journal names
-the jobs, and the devices, which went on, tell again what they told.
+No step waits for it. Who takes part is decided in ``membership.job_membership``. It may be killed and started again:
+its journal names the jobs, and the devices, which went on, send their events again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ import grpc
 
 from hoop.errors import HoopError, NotFound, PeerLost, named
 from hoop.events import Event
+from hoop.membership import job_membership as jm
 from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.following import following
 from hoop.servers.job_record import JOB_ENDED, JobRecord, is_over
+from hoop.servers.job_supervisor import START_S, JobSupervisor
 from hoop.servers.launching import seat
-from hoop.servers.reunion import reunite
-from hoop.servers.seating import START_S, Seating
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.rpc import translate, unreachable
 
 STOP_S = 5.0
+DRAIN_S = 10.0
+"""How long a device that leaves is asked to wait for the others to take over: a step, mostly."""
+LAST_EVENTS_S = 5.0
+"""How long the last events of a job that is over are waited for."""
 
 
 class Jobs:
@@ -42,13 +46,15 @@ class Jobs:
         self._coordinator = coordinator
         self._conductor = conductor
         self._jobs: dict[int, JobRecord] = {}
-        self._seating = Seating(coordinator, conductor, self._listen)
+        self._supervisors: dict[int, JobSupervisor] = {}
+        """Of the jobs that run."""
 
     async def start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
         """Starts a job on these devices; it is on all of them when this returns, or on none."""
         one = await self._conductor.create(device_ids, 0)
         job = JobRecord(one, settings)
-        self._seating.excuse(one.members)
+        supervisor = JobSupervisor(self._coordinator, job, self._listen)
+        supervisor.excuse(one.members)
 
         def request(rank: int) -> pb.StartTaskRequest:
             place = seat(self._coordinator, one, rank)
@@ -66,15 +72,19 @@ class Jobs:
                 raise failures[0]
             await self._coordinator.change(m.JobStarted(one.id, settings, job.run))
         except BaseException as error:
+            supervisor.close()
             await self._abort(job, str(error))
             await self._coordinator.change(m.Destroyed(one.id))
             raise
-        self._jobs[one.id] = job
+        self._jobs[one.id], self._supervisors[one.id] = job, supervisor
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_started", f"job {one.id} on devices {devices}", job=one.id)
         for device_id in one.members:
             self._listen(job, device_id)
-        self._coordinator.in_background(self._follow(job))
+            info = self._coordinator.state.member(device_id).info
+            supervisor.handle(jm.TaskFound(device_id, info.incarnation, one.generation))
+        supervisor.handle(jm.Found())
+        self._coordinator.in_background(self._follow(supervisor))
         return one.id
 
     # ---- after a restart
@@ -89,7 +99,6 @@ class Jobs:
 
     async def _remember(self, job: JobRecord, known: JobState) -> None:
         """What the devices still know of a job that has ended."""
-        job.over.set()
         for device_id in known.devices:
             self._listen(job, device_id)
         if job.watches:
@@ -97,58 +106,57 @@ class Jobs:
         self._tell_end(job, named(known.error, known.text) if known.error else None)
 
     async def _find(self, job: JobRecord) -> None:
-        """Asks everybody what it runs: members that are not in their seats, newcomers that were getting ready."""
+        """Asks everybody what it runs: members that have no rank of the newest generation, newcomers that load."""
         one, state = job.communicator, self._coordinator.state
+        supervisor = JobSupervisor(self._coordinator, job, self._listen, state.jobs[job.id].devices)
+        self._supervisors[job.id] = supervisor
         usable = [device_id for device_id, member in state.members.items() if member.usable]
         calls = (self._coordinator.call(key, "Describe", pb.DescribeRequest(), STOP_S) for key in usable)
         answers = await asyncio.gather(*calls, return_exceptions=True)
+        ended: list[asyncio.Task[None]] = []
         for device_id, answer in zip(usable, answers, strict=True):
-            if isinstance(answer, BaseException):
-                continue  # the detector's business
-            seats = [task.generation for task in answer.tasks if task.job_id == job.id]
-            if seats == [0]:  # it gets ready
-                job.joining.add(state.members[device_id].info.incarnation)
-            elif device_id in one.members and seats and seats[0] != one.generation:
-                job.uneven.set()
-            if seats and device_id not in one.members:
-                self._seating.excuse([device_id])
+            if isinstance(answer, BaseException) and device_id not in one.members:
+                continue  # it arrives when it is heard from
+            generations = [one.generation]  # a member that cannot be asked is the detector's business
+            if not isinstance(answer, BaseException):
+                generations = [task.generation for task in answer.tasks if task.job_id == job.id]
+            for generation in generations:
+                if device_id not in one.members:
+                    supervisor.excuse([device_id])
                 self._listen(job, device_id)
-        for device_id in one.members:
-            self._listen(job, device_id)
+                incarnation = self._coordinator.state.members[device_id].info.incarnation
+                supervisor.handle(jm.TaskFound(device_id, incarnation, generation))
+            if not generations and device_id in one.members:  # it may have come to the end meanwhile
+                self._listen(job, device_id)
+                ended.append(job.watches[state.members[device_id].info.incarnation])
+        if ended:
+            await asyncio.wait(ended, timeout=STOP_S)
+        supervisor.handle(jm.Found())
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_found", f"job {job.id} on devices {devices}", job=job.id)
-        await self._follow(job)
+        await self._follow(supervisor)
 
     # ---- while it runs
 
-    async def _follow(self, job: JobRecord) -> None:
-        """Until no member's task is under way any more; then writes how it ended."""
-        unsubscribe = self._coordinator.events.subscribe(partial(self._seating.welcome, job))
-        going = True
-        while going:
-            supervision = self._coordinator.in_background(self._seating.supervise(job))
-            while self._under_way(job):
-                await asyncio.wait(job.watches.values(), return_when="FIRST_COMPLETED")
-                job.watches = {key: watch for key, watch in job.watches.items() if not watch.done()}
-            job.uneven.set()  # whoever supervises sees that nobody is in a seat
-            await supervision
-            going = await reunite(self._coordinator, self._seating, job)
-        unsubscribe()
-        job.over.set()
+    async def _follow(self, supervisor: JobSupervisor) -> None:
+        """Until the job is over; then writes how it ended."""
+        job = supervisor.record
+        await supervisor.over.wait()
+        if job.watches:  # what its tasks still have to tell
+            await asyncio.wait(job.watches.values(), timeout=LAST_EVENTS_S)
+        for watch in job.watches.values():
+            watch.cancel()
+        self._supervisors.pop(job.id, None)
         error = job.outcome()
         try:
             words = (type(error).__name__, str(error)) if error else ("", "")
             await self._coordinator.change(m.JobEnded(job.id, *words))
-        except HoopError as trouble:  # a full disk: whoever waits must hear of the end all the same
+        except HoopError as trouble:  # a full disk: clients that wait must hear of the end all the same
             self._coordinator.events.publish("coordinator_failing", str(trouble))
         self._tell_end(job, error)
         self._jobs = {key: one for key, one in self._jobs.items() if key in self._coordinator.state.jobs}
         how = f"failed: {error}" if error else "ended"
         self._coordinator.events.publish(JOB_ENDED, f"job {job.id} {how}", job=job.id)
-
-    def _under_way(self, job: JobRecord) -> bool:
-        state = self._coordinator.state
-        return any(job.seated(state, device_id) for device_id in job.communicator.members)
 
     def _tell_end(self, job: JobRecord, error: HoopError | None) -> None:
         told = {"kind": JOB_ENDED}
@@ -159,7 +167,7 @@ class Jobs:
     def _listen(self, job: JobRecord, device_id: int) -> None:
         """Watches a device's task, unless that is being done."""
         info = self._coordinator.state.member(device_id).info
-        if not job.watched(self._coordinator.state, device_id):
+        if not job.watched(info.incarnation):
             job.watches[info.incarnation] = self._coordinator.in_background(self._watch(job, info))
 
     async def _watch(self, job: JobRecord, info: DeviceInfo) -> None:
@@ -177,25 +185,34 @@ class Jobs:
             except grpc.RpcError as error:
                 lost = translate(error, f"{info}")
                 answers = not unreachable(error)  # and has no such task: it was restarted
-            if job.over.is_set():
+            if job.id not in self._supervisors:
                 return
             if not answers and not await self._gone(info):
                 continue  # it lives: only the stream broke
-            job.forget(info)
-            job.losses.append(PeerLost(f"{info} was lost: {lost}"))
-            told = {"kind": "lost", "device": device_id, "text": str(lost)}
-            job.tell("lost", json.dumps(told), job.rank(device_id), device_id)
-            if answers:
-                job.uneven.set()
+            self._task_lost(job, info, lost)
             return
 
+    def _task_lost(self, job: JobRecord, info: DeviceInfo, lost: HoopError) -> None:
+        supervisor = self._supervisors.get(job.id)
+        if supervisor is None or supervisor.view.over:
+            return
+        job.losses.append(PeerLost(f"{info} was lost: {lost}"))
+        told = {"kind": "lost", "device": info.device_id, "text": str(lost)}
+        job.tell("lost", json.dumps(told), job.rank(info.device_id), info.device_id)
+        supervisor.handle(jm.TaskLost(info.device_id, info.incarnation))
+
     async def _told(self, job: JobRecord, info: DeviceInfo, event: pb.JobEvent) -> None:
+        """One event of a device's task: for the log, and for the job's membership where it is about that."""
         device_id = info.device_id
-        rank, member = job.rank(device_id), device_id in job.communicator.members
-        member = member and info.incarnation not in job.joining
+        task: tuple[int, str] = (device_id, info.incarnation)
+        supervisor = self._supervisors.get(job.id)
+        if supervisor is None:  # the job has ended: only what it told is of interest
+            job.tell(event.kind, event.json, job.rank(device_id), device_id, event.origin)
+            return
+        rank, member = job.rank(device_id), supervisor.has_rank(device_id)
         match event.kind:
             case "failed" if not member:  # a newcomer that could not get ready: the others need not care
-                self._seating.without(job, info, json.loads(event.json)["text"])
+                supervisor.refuse(info, json.loads(event.json)["text"])
                 return
             case "started":
                 job.data = json.loads(event.json).get("same", "")
@@ -203,24 +220,29 @@ class Jobs:
                 told = json.loads(event.json)
                 text = f"rank {rank} (device {device_id}): {told['text']}"
                 await self._failed(job, named(told["error"], text))
+                supervisor.handle(jm.TaskFinished(*task, failed=True))
             case "waiting":
-                waiting = json.loads(event.json)
-                self._seating.complained(job, waiting["generation"], device_id, waiting["failed"])
+                told = json.loads(event.json)
+                supervisor.complained(told["generation"], device_id, told["failed"])
+                lacks = told.get("lacks", ""), told.get("error", "")
+                supervisor.handle(jm.TaskWaiting(*task, told["generation"], *lacks))
                 return
             case "loaded":
-                self._seating.excuse([device_id], 0.0)
+                supervisor.excuse([device_id], 0.0)
                 return
             case "ready" if not member:
                 if refusal := job.refusal(info, json.loads(event.json)):
-                    self._seating.without(job, info, refusal)
+                    supervisor.refuse(info, refusal)
                     return
-                self._seating.excuse([device_id], 0.0)  # one that was only away has nothing to load
-                job.ready.add(device_id)
-                job.changed.set()
+                supervisor.excuse([device_id], 0.0)  # one that was only away has nothing to load
+                supervisor.handle(jm.TaskReady(*task))
             case "moved" | "recovered":
-                self._seating.settled(job)
+                supervisor.resumed(int(json.loads(event.json)["generation"]))
             case "ended":
                 job.ended = True
+                supervisor.handle(jm.TaskFinished(*task, finished=True))
+            case "left":
+                supervisor.handle(jm.TaskFinished(*task))
         job.tell(event.kind, event.json, rank, device_id, event.origin)
 
     async def _gone(self, info: DeviceInfo) -> bool:
@@ -242,9 +264,8 @@ class Jobs:
         return True
 
     async def _failed(self, job: JobRecord, error: HoopError) -> None:
-        first = not job.failures
         job.failures.append(error)
-        if first and not job.over.is_set():
+        if len(job.failures) == 1:
             await self._abort(job, str(error))
 
     async def _abort(self, job: JobRecord, reason: str) -> None:
@@ -281,18 +302,23 @@ class Jobs:
         return found
 
     async def drain(self, device_id: int) -> None:
-        """Returns when no job needs this device any more, or nobody could take over."""
-        await self._seating.drain([job for job in self._jobs.values() if not job.over.is_set()], device_id)
+        """Returns when no job needs this device any more, nobody can take over, or it takes too long."""
+        waits = []
+        for supervisor in list(self._supervisors.values()):
+            waits += supervisor.drain(device_id)
+        if waits:
+            await asyncio.wait([asyncio.ensure_future(one) for one in waits], timeout=DRAIN_S)
 
     async def stop(self, job_id: int) -> None:
         """Asks every rank to stop; they agree on the step by themselves. If all are lost, nobody is waited for."""
         job, request = self._job(job_id), pb.StopTaskRequest(job_id=job_id)
-        if not self._under_way(job):
-            job.abandoned.set()
+        supervisor = self._supervisors.get(job_id)
+        if supervisor is not None:
+            supervisor.handle(jm.StopRequested())
         calls = (self._coordinator.call(key, "StopTask", request, STOP_S) for key in job.communicator.members)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, BaseException)]
-        if len(errors) == len(outcomes):  # one who hears it tells all the others
+        if len(errors) == len(outcomes):  # one device that hears it tells all the others
             raise errors[0]
 
 

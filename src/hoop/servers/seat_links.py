@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hoop.collectives.communicator import Communicator
+from hoop.errors import HoopError
 from hoop.servers.runner import Runner, Seat
 from hoop.transport.watch import LinkWatch
 from hoop.wire.generated import hoop_pb2 as pb
@@ -17,6 +18,7 @@ class SeatLinks:
         self._runner, self._id, self._seat = runner, communicator_id, seat
         everyone = tuple(range(len(seat.members)))
         self._made: dict[tuple[int, ...], tuple[int, Communicator]] = {everyone: (communicator_id, whole)}
+        self._error: HoopError | None = None
 
     def __call__(self, ranks: Sequence[int]) -> Communicator:
         key = tuple(ranks)
@@ -24,7 +26,15 @@ class SeatLinks:
             # Ranks of one job that form a group begin with different ranks or are equally many: that names it.
             number = self._id | (1 + key[0] + (len(key) << 12)) << 32
             self._made[key] = number, self._runner.group(number, self._seat, key)
+            if self._error is not None:  # aborted while this one was being made
+                self._made[key][1].endpoint.abort(self._error)
         return self._made[key][1]
+
+    def abort(self, error: HoopError) -> None:
+        """Fails what is under way on every one of them, and whatever is tried later; called by another thread."""
+        self._error = error
+        for _, one in list(self._made.values()):
+            one.endpoint.abort(error)
 
     def close(self) -> None:
         for _, one in self._made.values():

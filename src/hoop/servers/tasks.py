@@ -9,9 +9,7 @@ coordinator ── StopTask ───▶ (5) it stops after a step that all rank
 
 from __future__ import annotations
 
-import contextlib
 import json
-import queue
 import re
 import secrets
 import threading
@@ -20,11 +18,22 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, MembershipChanged, NotFound
+from hoop.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    HoopError,
+    MembershipChanged,
+    NotFound,
+    PeerError,
+    PeerLost,
+)
 from hoop.events import Event, EventLog
+from hoop.membership import task_membership as ranks
+from hoop.membership.task_membership import NextStep, TaskRanks
 from hoop.memory import Arena
 from hoop.servers.runner import Runner
 from hoop.servers.seat_links import SeatLinks
@@ -36,6 +45,7 @@ ENDED, FAILED, LEFT = "ended", "failed", "left"
 """The kinds of a task's last event."""
 HANDOVER_S = 5.0
 """How long one who leaves a job stays at most, for those who have not moved on yet."""
+HANDED_OVER = "this device has handed over, and leaves the job"
 TOLD_FIRST = ("started",)
 """What a log never forgets: whoever comes late must know what it is about."""
 
@@ -50,8 +60,13 @@ class TaskPlace:
     group: Callable[[Sequence[int]], Communicator]
     hosts: tuple[str, ...]
     """The machine of each rank, by rank."""
-    reseated: Callable[[float], TaskPlace]
-    """Waits so many seconds for the next seat, for whom this one has become useless."""
+    reseated: Callable[[float, HoopError | None], TaskPlace]
+    """Waits, at most this many seconds, for a rank in a newer generation; the links of this one are closed.
+
+    The error, if there is one, is what the ranks of this generation could not go on without: a part of the state, or
+    memory for it. The coordinator then waits for more devices, or ends the job with it. Raises ``MembershipChanged``
+    when the coordinator has released this device, and ``DeadlineExceeded`` when the time is over.
+    """
     moving: Callable[[], bool]
     """Whether everybody has a seat of the next generation, to be taken after a step that all agree on."""
     moved: Callable[[], TaskPlace]
@@ -68,6 +83,8 @@ class TaskPlace:
     """The run's own name, the same at every device for as long as it lasts."""
     outlives: bool = False
     """Whether the arena is there for who is restarted on it."""
+    left_out: bool = False
+    """The others went on without this device: what it knows of the run may be of long ago."""
 
     @property
     def neighbours(self) -> tuple[int, int]:
@@ -90,23 +107,31 @@ class Task:
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Of this log: with an event's number it names the event for good."""
     stop: threading.Event = field(default_factory=threading.Event)
-    move: threading.Event = field(default_factory=threading.Event)
-    seats: queue.Queue[pb.Seat | None] = field(default_factory=queue.Queue)
-    """Seats to be taken; None: there is none any more."""
-    generation: int = 0
-    """Of the newest seat it was given; 0: it gets ready alone."""
+    ranks: TaskRanks = field(default_factory=TaskRanks)
+    assignment: pb.Seat | None = None
+    """The newest one."""
+    why: str = "its generation is over"
+    """What the coordinator last said of that."""
     run: str = ""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
     links: SeatLinks | None = None
     """Those links."""
     thread: threading.Thread | None = None
+    finished: bool = False
+    """It came to the end of the training, or to where all ranks agreed to stop."""
     _sent: int = 0
     _sending: threading.Condition = field(default_factory=threading.Condition)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def alive(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
+
+    def check_links(self) -> None:
+        """Fails whatever the task does on its links, if they are of no use any more."""
+        if self.links is not None and ranks.outdated(self.ranks):
+            self.links.abort(PeerLost(self.why))
 
     def tell(self, told: Mapping[str, Any]) -> None:
         self.log.publish(str(told["kind"]), json.dumps(told))
@@ -122,19 +147,38 @@ class Task:
         with self._sending:
             return self._sending.wait_for(lambda: self._sent >= last, patience)
 
-    def next_seat(self, patience: float) -> pb.Seat:
-        """The newest seat there is, waiting for one; raises ``MembershipChanged`` if there is none any more."""
-        found = self.seats.get(timeout=patience)
-        while not self.seats.empty():
-            found = self.seats.get_nowait()
-        self.move.clear()
-        if found is None:
-            with contextlib.suppress(
-                queue.Empty
-            ):  # until the others have moved: they may still read what is here
-                self.seats.get(timeout=HANDOVER_S)
-            raise MembershipChanged("this device has handed over, and leaves the job")
-        return found
+    def change(self, change: Callable[[TaskRanks], TaskRanks], assignment: pb.Seat | None = None) -> None:
+        """Applies what the coordinator said; wakes the training thread if it waits."""
+        with self._changed:
+            self.ranks = change(self.ranks)
+            if assignment is not None and assignment.generation == self.ranks.newest:
+                self.assignment = assignment
+            self._changed.notify_all()
+
+    def _recalled(self) -> bool:
+        return ranks.next_step(self.ranks) != NextStep.HAND_OVER
+
+    def next_assignment(self, patience: float) -> pb.Seat:
+        """The newest assignment that was not taken yet, waiting for one.
+
+        Raises ``MembershipChanged`` when the coordinator has released this device.
+        """
+        deadline = time.monotonic() + patience
+        with self._changed:
+            while True:
+                match ranks.next_step(self.ranks):
+                    case NextStep.TAKE:
+                        assert self.assignment is not None, "an assignment is pending"
+                        return self.assignment
+                    case NextStep.HAND_OVER:
+                        # Until the others have moved: they may still read what is here, or need it after all.
+                        if not self._changed.wait_for(self._recalled, HANDOVER_S):
+                            raise MembershipChanged(HANDED_OVER)
+                    case NextStep.LEAVE:
+                        raise MembershipChanged(HANDED_OVER)
+                    case NextStep.WAIT:
+                        if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                            raise DeadlineExceeded(f"no rank in a newer generation within {patience:g} s")
 
 
 class Tasks:
@@ -155,6 +199,8 @@ class Tasks:
         if known is not None and known.alive and request.joining:
             self._back(known)
             return
+        if known is not None and known.finished and request.joining:
+            return  # it came to the end, which the coordinator has not heard yet: the result is in memory here
         if known is not None and not request.joining:
             raise FailedPrecondition(f"job {request.job_id} is on this device already")
         resume = None
@@ -170,6 +216,7 @@ class Tasks:
             last: dict[str, Any] = {"kind": ENDED}
             try:
                 trainer(place, request.settings, task.tell, task.stop.is_set, resume)
+                task.finished = True
             except MembershipChanged as error:
                 last = {"kind": LEFT, "text": str(error)}
             except HoopError as error:
@@ -199,7 +246,7 @@ class Tasks:
 
     def _back(self, task: Task) -> None:
         """It was thought dead, and the others went on without it: as good as one who has just come."""
-        task.generation = 0
+        task.change(ranks.rejoined)
         task.leave()
         task.tell({"kind": "loaded"})
         task.tell({"kind": "ready", "seconds": 0.0})
@@ -213,56 +260,95 @@ class Tasks:
         before: Callable[[], None] = lambda: None,
     ) -> TaskPlace:
         seat, communicator = self._runner.take(message)
+        left_out = task.ranks.left_out
         if not joining:
-            task.generation = max(task.generation, seat.generation)
+            task.change(partial(ranks.took, generation=seat.generation))
         links = SeatLinks(self._runner, message.communicator_id, seat, communicator)
+        generation = 0 if joining else seat.generation
 
         def leave() -> None:
             links.close()
             self._runner.release(message.communicator_id, seat)
 
-        def reseated(patience: float) -> TaskPlace:
+        def reseated(patience: float, lacks: HoopError | None = None) -> TaskPlace:
             before()
             failed = links.failed()
             leave()
-            generation = 0 if joining else seat.generation
-            task.tell({"kind": "waiting", "generation": generation, "failed": failed})
-            try:
-                return self._place(job_id, task, task.next_seat(patience))
-            except queue.Empty:
-                raise DeadlineExceeded(f"job {job_id}: no other seat within {patience:g} s") from None
+            return self._reassigned(job_id, task, generation, failed, patience, lacks)
 
         def moved() -> TaskPlace:
-            message = task.next_seat(0.0)
+            message = task.next_assignment(0.0)
             self._runner.leave_open(message.communicator_id, seat)
             return self._place(job_id, task, message, before=leave)
 
         task.leave, task.links = leave, links
+        task.check_links()  # its end may have been said while they were being made
         device = seat.members[seat.rank].device_id
-        place = communicator, links, seat.hosts, reseated, task.move.is_set, moved, before
-        return TaskPlace(job_id, self._arena, *place, device, joining, task.heard, task.run, self._outlives)
+        place = communicator, links, seat.hosts, reseated, lambda: task.ranks.move, moved, before
+        about = device, joining, task.heard, task.run, self._outlives, left_out
+        return TaskPlace(job_id, self._arena, *place, *about)
+
+    def _reassigned(
+        self,
+        job_id: int,
+        task: Task,
+        generation: int,
+        failed: int,
+        patience: float,
+        lacks: HoopError | None,
+    ) -> TaskPlace:
+        """Says that the task waits, and takes the newest rank there is; a stale one is dropped for the next."""
+        about = {"lacks": str(lacks), "error": type(lacks).__name__} if lacks is not None else {}
+        task.tell({"kind": "waiting", "generation": generation, "failed": failed, **about})
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                message = task.next_assignment(deadline - time.monotonic())
+            except DeadlineExceeded:
+                raise DeadlineExceeded(
+                    f"job {job_id}: the coordinator assigned no rank in a generation after {generation} "
+                    f"within {patience:g} s"
+                ) from None
+            try:
+                return self._place(job_id, task, message)
+            except MembershipChanged:  # a newer generation is known already, and on its way here
+                task.change(partial(ranks.took, generation=message.generation))
+            except (PeerError, OSError) as error:  # no descriptor left, a listener that is closing
+                task.change(partial(ranks.took, generation=message.generation))
+                told = {"kind": "waiting", "generation": message.generation, "failed": 0, "text": str(error)}
+                task.tell(told)
 
     def reseat(self, request: pb.ReseatTaskRequest) -> None:
-        """Another seat for a task that is under way; it takes it when the one it has is over, or when all move."""
+        """A rank in a newer generation for a task that is under way, or none any more.
+
+        The task takes it when its links fail, or when all ranks move. Where it is not planned, its links fail now.
+        """
         task = self.task(request.job_id)
         if not task.alive:
             raise FailedPrecondition(f"job {request.job_id} has ended on this device")
         if not request.HasField("seat"):
-            task.seats.put(None)
-            return
-        if request.seat.generation <= task.generation:
-            raise MembershipChanged(f"job {request.job_id} is at generation {task.generation} on this device")
-        task.generation = request.seat.generation
-        task.seats.put(request.seat)
+            task.change(partial(ranks.released, final=request.final))
+        else:
+            assigned = partial(ranks.assigned, generation=request.seat.generation, planned=request.planned)
+            task.change(assigned, request.seat)
+        task.check_links()
 
     def move(self, job_id: int) -> None:
-        self.task(job_id).move.set()
+        self.task(job_id).change(ranks.moving)
+
+    def abort(self, communicator_id: int, generation: int, error: HoopError) -> None:
+        """The generation is over: whatever the task does on its links, and those of its groups, ends at once."""
+        task = self._tasks.get(communicator_id)  # a job's communicator has its number
+        if task is not None and task.alive:
+            task.why = str(error)
+            task.change(partial(ranks.stopped, generation=generation))
+            task.check_links()
 
     def under_way(self) -> list[pb.TaskDescription]:
         return [
             pb.TaskDescription(
                 job_id=job_id,
-                generation=task.generation,
+                generation=task.ranks.generation,
                 links=task.links.describe() if task.links is not None else (),
             )
             for job_id, task in self._tasks.items()

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from hoop.engine.survival.keepsakes import RUN, SNAPSHOT
-from hoop.engine.survival.parts import Part, Piece, part_of, size_of
+from hoop.engine.survival.parts import Part, part_of, size_of
 from hoop.engine.survival.snapshot import unpacked
 from hoop.errors import FailedPrecondition
 from hoop.memory import Arena, Buffer
 from hoop.memory.claims import claims
+from hoop.plan.recovery import Piece
 
 
 def inherited(arena: Arena, prefix: str, run: str) -> list[Part]:

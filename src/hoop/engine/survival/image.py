@@ -18,8 +18,9 @@ import torch
 
 from hoop.engine.stages.optimizer import OptimizerSettings, go_on, updating
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.parts import Bytes, Flat, Live, Part, Piece, aligned, described
+from hoop.engine.survival.parts import Bytes, Flat, Live, Part, aligned, described
 from hoop.memory.claims import NOTHING
+from hoop.plan.recovery import Piece
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Receive = Callable[[memoryview], None]

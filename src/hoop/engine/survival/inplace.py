@@ -18,9 +18,9 @@ from hoop.engine.survival.diary import Diary
 from hoop.engine.survival.heritage import newest
 from hoop.engine.survival.parts import Live, Part, described, rows, size_of
 from hoop.engine.survival.snapshot import MOMENT
-from hoop.engine.survival.standing import NEW
 from hoop.memory.claims import NOTHING, Claim
 from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.recovery import NO_STATE
 
 _STAGE = "stage0."
 
@@ -95,11 +95,11 @@ class InPlace:
         return step
 
     def take_up(self) -> int:
-        """Goes on from the newest of what the device left in its arena; the steps done with it, or ``NEW``."""
+        """Goes on from the newest of what the device left in its arena; the steps done with it, or ``NO_STATE``."""
         role, model = self._ready.role, self._ready.model
         found = newest(role.wanted(model), self._left, self._made)
         if found is None:
-            return NEW
+            return NO_STATE
         step, tensors = found
         role.restore(model, tensors, step)
         self.worker.updated = step

@@ -6,7 +6,7 @@
 
 Nobody updates before all have met, and who has come there has another's gradient. So when a device is lost, either
 nobody has updated, and every state is whole as it was before the step, here or in a mirror; or everybody can, and every
-state is whole as it is after it. ``recut`` finds out which.
+state is whole as it is after it. ``plan.recovery`` finds out which.
 
 Where ranks meet only every so many steps (asynchronous strategies) updates do not wait: each keeps a copy of what it
 had when all last met, and sends all of its state when they meet again, to where the mirror before the last one was.

@@ -13,7 +13,8 @@ from torch import nn
 
 from hoop.engine.role import Role
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.parts import Part, Piece, described, rows, size_of
+from hoop.engine.survival.parts import Part, described, rows, size_of
+from hoop.plan.recovery import Piece
 
 COPIES = 2
 

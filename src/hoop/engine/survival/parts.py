@@ -22,6 +22,7 @@ from hoop.engine.job import names_of
 from hoop.engine.stages.weights import Row
 from hoop.engine.survival.snapshot import MOMENT
 from hoop.memory.claims import NOTHING, Claim
+from hoop.plan.recovery import Piece
 
 Bytes = npt.NDArray[np.uint8]
 _ALIGN = 64
@@ -44,19 +45,6 @@ class Flat(NamedTuple):
     moments: list[Tensor]
     total: Array
     """What the update of this step is made with."""
-
-
-class Piece(NamedTuple):
-    """What is known of a piece without its elements."""
-
-    name: str
-    low: int
-    elements: int
-    bytes: int
-
-    @property
-    def high(self) -> int:
-        return self.low + self.elements
 
 
 def described(state: Iterable[Live]) -> list[Piece]:
@@ -156,19 +144,3 @@ def whole_state(model: nn.Module, moments: int) -> dict[str, int]:
         if tensor.requires_grad:
             found |= {f"{MOMENT}{index}.{name}": tensor.numel() for index in range(moments)}
     return found
-
-
-def missing(whole: Mapping[str, int], pieces: Iterable[Piece]) -> list[str]:
-    """Tensors of a state that these pieces do not cover."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for one in pieces:
-        found.setdefault(one.name, []).append((one.low, one.high))
-    lost = []
-    for name, count in whole.items():
-        reached = 0
-        for low, high in sorted(found.get(name, [])):
-            if low <= reached:
-                reached = max(reached, high)
-        if reached < count or name not in found:
-            lost.append(name)
-    return lost

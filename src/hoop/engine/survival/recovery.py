@@ -24,13 +24,14 @@ from hoop.collectives.communicator import Communicator
 from hoop.collectives.shards import Holding, holding
 from hoop.engine.stages.held import Held
 from hoop.engine.survival.inplace import InPlace
-from hoop.engine.survival.standing import NEW, Mine, Standing, compare
+from hoop.engine.survival.recut import agreed
 from hoop.engine.worker import Worker
 from hoop.engine.world import World
 from hoop.errors import MembershipChanged, PeerError
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan, split_evenly
+from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, RecoveryPlan
 from hoop.strategies.data_parallel import whole_model
 
 UNSEATS = (PeerError, MembershipChanged)
@@ -40,33 +41,33 @@ UNSEATS = (PeerError, MembershipChanged)
 def level(
     own: InPlace,
     world: World,
-    mine: Mine,
+    mine: RankStatus,
     rate: Callable[[int], float],
     timeout: float,
     lose: Callable[[], None],
-) -> Standing:
+) -> RecoveryPlan:
     """(1) and (2): all ranks have the same weights then. ``rate``: of the step after so many; ``lose``: what this rank
     has is about to be overwritten, and must not be taken for anything should that be cut short."""
     communicator, worker = world.communicator, own.worker
-    standing = compare(communicator, mine, worker.settings.micros, timeout)
+    plan = agreed(communicator, mine, {WHOLE.name: WHOLE.elements}, timeout)
     world.settled()
-    if standing.behind:
-        catch_up(own, communicator, standing, rate(standing.lead - 1), timeout)
-    standing = doubted(worker, communicator, standing, timeout)
-    if communicator.rank in standing.new:
+    if plan.behind:
+        catch_up(own, communicator, plan, rate(plan.step - 1), timeout)
+    plan = doubted(worker, communicator, plan, timeout)
+    if communicator.rank in plan.new:
         own.torn()
         lose()
-    hand_over(worker, communicator, standing, timeout)
-    own.whole(standing.lead)
-    return standing
+    hand_over(worker, communicator, plan, timeout)
+    own.whole(plan.step)
+    return plan
 
 
-def doubted(worker: Worker, communicator: Communicator, standing: Standing, timeout: float) -> Standing:
+def doubted(worker: Worker, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> RecoveryPlan:
     """Those who return must have what the others have, to the bit; whoever has not is new."""
-    if not standing.returned:
-        return standing
+    if not plan.returned:
+        return plan
     mine = np.zeros(1, np.int64)
-    if communicator.rank in (standing.root, *standing.returned):
+    if communicator.rank in (plan.root, *plan.returned):
         held = worker.held[0]
         digest = hashlib.sha256(held.state_array.data)
         for vector in [*(one.numpy() for one in held.moments), _counted(held)]:
@@ -74,9 +75,9 @@ def doubted(worker: Worker, communicator: Communicator, standing: Standing, time
         mine[:] = np.frombuffer(digest.digest()[:8], np.int64)
     seen = np.zeros(communicator.size, np.int64)
     communicator.run(Operation("all_gather", 1, dtype("int64")), mine, seen, timeout)
-    wrong = {rank for rank in standing.returned if seen[rank] != seen[standing.root]}
-    done = tuple(NEW if rank in wrong else one for rank, one in enumerate(standing.done))
-    return replace(standing, done=done, returned=tuple(sorted(set(standing.returned) - wrong)))
+    wrong = {rank for rank in plan.returned if seen[rank] != seen[plan.root]}
+    done = tuple(NO_STATE if rank in wrong else one for rank, one in enumerate(plan.done))
+    return replace(plan, done=done, returned=tuple(sorted(set(plan.returned) - wrong)))
 
 
 def _counted(held: Held) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
@@ -84,54 +85,52 @@ def _counted(held: Held) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
 
 
 def catch_up(
-    own: InPlace, communicator: Communicator, standing: Standing, rate: float, timeout: float
+    own: InPlace, communicator: Communicator, plan: RecoveryPlan, rate: float, timeout: float
 ) -> None:
     """(2): the total of the last step, as it was shortened, from one who has it to all who have not."""
     worker = own.worker
     held = worker.held[0]
     given = held.total.copy()
-    root = standing.root
+    root = plan.root
     operation = Operation("broadcast", given.size, dtype("float32"), root=root)
     communicator.run(operation, given, given, timeout)
-    if communicator.rank in standing.behind:
+    if communicator.rank in plan.behind:
         held.total = held.room
         held.room[:] = given
         own.torn()
-        held.summed(standing.lead - 1, 1.0)
-        held.finish(rate, standing.lead - 1)
-        worker.updated = standing.lead
+        held.summed(plan.step - 1, 1.0)
+        held.finish(rate, plan.step - 1)
+        worker.updated = plan.step
 
 
-def hand_over(worker: Worker, communicator: Communicator, standing: Standing, timeout: float) -> None:
+def hand_over(worker: Worker, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> None:
     """Weights, buffers, optimizer state and counters, from one who has them to those who have just come."""
-    if not standing.new:
+    if not plan.new:
         return
     held = worker.held[0]
-    root = standing.root
+    root = plan.root
     vectors = [held.state_array, *(moment.numpy() for moment in held.moments)]
     counters = _counted(held)
     for vector in [*vectors, counters]:
         if vector.size:
-            given = (
-                vector if communicator.rank == root or communicator.rank in standing.new else vector.copy()
-            )
+            given = vector if communicator.rank == root or communicator.rank in plan.new else vector.copy()
             operation = Operation("broadcast", given.size, dtype("float32"), root=root)
             communicator.run(operation, given, given, timeout)
-    if communicator.rank in standing.new:
+    if communicator.rank in plan.new:
         for one, value in zip(held.layout.counters, counters.tolist(), strict=True):
             one.fill_(value)
-        worker.updated = standing.lead
+        worker.updated = plan.step
 
 
 def rest_of_step(
-    standing: Standing, shards: int, room: int
+    plan: RecoveryPlan, shards: int, room: int
 ) -> tuple[Plan, list[Holding], list[tuple[int, ...]]]:
     """(3): what everybody does in addition, what everybody holds then, and what of it it has already.
 
     Where a rank has no room for what that leaves it with, all begin the step anew.
     """
-    size = len(standing.done)
-    kept = list(standing.computed)
+    size = len(plan.done)
+    kept = list(plan.computed)
     more = _dealt(kept, shards)
     holdings = [holding([*old, *new], shards) for old, new in zip(kept, more, strict=True)]
     if max(one.slots for one in holdings) > room:

@@ -25,10 +25,11 @@ from hoop.engine.survival.diary import Diary
 from hoop.engine.survival.mirrors import Mirrors, follows
 from hoop.engine.survival.own import Own
 from hoop.engine.survival.parts import Part, part_of, whole_state
-from hoop.engine.survival.recut import Agreed, Told, agree, collect
+from hoop.engine.survival.recut import agreed, collect
 from hoop.engine.survival.word import vote
 from hoop.engine.world import World
 from hoop.memory.claims import NOTHING
+from hoop.plan.recovery import NO_STATE, RankStatus, RecoveryPlan
 
 
 class Safekeeping:
@@ -54,7 +55,7 @@ class Safekeeping:
         self._live = self._next = NOTHING
         """The step that what is held is of, and the one that it will be of once all have met."""
         self._aside = list(left)
-        self._begins, self._new, self._turn = False, True, 0
+        self._begins, self._new, self._left_out, self._turn = False, True, False, 0
 
     @property
     def turn(self) -> int:
@@ -128,7 +129,7 @@ class Safekeeping:
         evidence.adopt(done - steps, told[:, 1:])
         return stops, told[:, 0].tolist()
 
-    def cut_anew(self, world: World, done: int, ended: int, stopped: bool) -> tuple[Ready, Agreed]:
+    def cut_anew(self, world: World, done: int, ended: int, stopped: bool) -> tuple[Ready, RecoveryPlan]:
         """The part of the model that is this rank's now, with the newest state that can be had."""
         settings, timeout = self._settings, self._settings.timeout_s
         self._make_room()
@@ -138,19 +139,31 @@ class Safekeeping:
         if self._new:
             # Later than any before, should nobody remember which: there was one a generation at most.
             self._turn = world.communicator.endpoint.generation
-        mine = Told(done, ended, stopped, self._turn, self._begins, parts, self._new, world.device)
+        self._left_out = self._left_out or world.left_out
+        if self._new:  # all that an arena or a checkpoint holds was done by all ranks
+            done = max((one.step for one in self._aside), default=NO_STATE)
+        mine = RankStatus(
+            world.device,
+            done,
+            ended,
+            stays=not self._new and not self._left_out,
+            offers=parts,
+            stopped=stopped,
+            turn=self._turn,
+            begins=self._begins,
+        )
         whole = whole_state(ready.model, settings.optimizer.slots)
-        agreed = agree(world.communicator, mine, whole, timeout)
-        if agreed.sources:
+        plan = agreed(world.communicator, mine, whole, timeout)
+        if plan.sources:
             wanted = ready.role.wanted(ready.model)
-            found, whence = collect(world.communicator, agreed, self._aside, wanted, timeout)
-            ready.role.restore(ready.model, found, agreed.step)
-            agreed = replace(agreed, source=whence if self._new else "")
+            found, whence = collect(world.communicator, plan, self._aside, wanted, timeout)
+            ready.role.restore(ready.model, found, plan.step)
+            plan = replace(plan, source="" if mine.stays else whence)
         if self._ready is not None:
             ready.worker.clock.add(self._ready.worker.clock)
             ready.worker.sent = self._ready.worker.bytes_sent
-        self.hold(ready, agreed.step)
-        return ready, agreed
+        self.hold(ready, plan.step)
+        return ready, plan
 
     def _make_room(self) -> None:
         """What is whole goes out of the arena, as it is and as it may be: who was lost may have said that it is."""
@@ -170,9 +183,9 @@ class Safekeeping:
             # One who was thought dead may still write to where totals went.
             vectors.free(but="total")
 
-    def go_on(self, agreed: Agreed) -> None:
+    def go_on(self, plan: RecoveryPlan) -> None:
         """Every rank has kept what it has now."""
-        self._new, self._turn = False, agreed.turn
+        self._new, self._left_out, self._turn = False, False, plan.turn
         self.let_go()
 
     def let_go(self) -> None:

@@ -294,14 +294,16 @@ class StartTaskResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ReseatTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat", "planned")
+    __slots__ = ("job_id", "seat", "planned", "final")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     SEAT_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     seat: Seat
     planned: bool
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., planned: bool = ...) -> None: ...
+    final: bool
+    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., planned: bool = ..., final: bool = ...) -> None: ...
 
 class ReseatTaskResponse(_message.Message):
     __slots__ = ()
