@@ -102,6 +102,22 @@ def test_an_access_that_nobody_ends_lapses() -> None:
     asyncio.run(run())
 
 
+def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there() -> None:
+    """A launch that runs longer than its time-out still writes: who gave up may not overtake it later."""
+
+    async def run() -> None:
+        order = MemoryOrder()
+        running = write(order, "a launch", 0, 8)
+        running.patience = 0.01
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match=r"Read waited .* for a launch"):
+                await order.behind("Read", [Span(1, 0, 8, False)]).turn(60)
+        order.end(running)
+        await order.behind("Read", [Span(1, 0, 8, False)]).turn(0)
+
+    asyncio.run(run())
+
+
 def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
     async def run() -> None:
         order = MemoryOrder()

@@ -1,4 +1,7 @@
-"""Gives communicators their work: in order on each, side by side on different ones."""
+"""Gives communicators their work: in order on each, side by side on different ones.
+
+Work of different communicators that touches the same memory runs in the order in which it was accepted.
+"""
 
 from __future__ import annotations
 

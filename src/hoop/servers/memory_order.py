@@ -11,6 +11,7 @@ the lab's streams) behind the launches it runs and behind those that the coordin
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -106,6 +107,8 @@ class Access:
     """Accepted before, conflicting, and not ended when this one was accepted."""
     deadline: float | None = None
     """When it is given up, by ``time.monotonic``; None: whoever accepted it always ends it."""
+    patience: float = math.inf
+    """How many seconds a later one waits for it at most."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def expired(self, now: float) -> bool:
@@ -116,7 +119,7 @@ class Access:
         began = time.monotonic()
         until = began + timeout
         for one in self.earlier:
-            limit = until if one.deadline is None else min(until, one.deadline)
+            limit = min(until, began + one.patience, math.inf if one.deadline is None else one.deadline)
             try:
                 await asyncio.wait_for(one.ended.wait(), max(0.0, limit - time.monotonic()))
             except TimeoutError:

@@ -157,6 +157,7 @@ class Runner:
         loop = asyncio.get_running_loop()
         what = f"a launch of communicator {request.seat.communicator_id} ({', '.join(_names(jobs))})"
         access = self._running.accept(what, (span for job in jobs for span in job.spans))
+        access.patience = request.timeout_s
         thread = loop.run_in_executor(self._threads, _run_all, communicator, jobs, request.timeout_s)
 
         def ended(done: asyncio.Future[list[Report]]) -> None:
