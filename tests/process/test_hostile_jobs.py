@@ -111,20 +111,19 @@ def until_ended(address: str, job: int) -> None:
     assert len(str(caught.value).encode()) <= 8192
 
 
+@pytest.mark.timeout(300)
 def test_a_hostile_job_fails_and_harms_nobody(restarted: Any, run_hoop: Run, tmp_path: Path) -> None:
-    """One job of each kind; then an ordinary training, on the same device and after a restart of the coordinator."""
+    """One job of each kind; then a restart of the coordinator, and an ordinary training on the same device."""
     coordinator, again = restarted(tmp_path / "journal")
     there = ("--coordinator", coordinator.address)
     jobs = [start_job(coordinator.address, settings) for settings in HOSTILE.values()]
     for job in jobs:
         until_ended(coordinator.address, job)
     all_is_well(coordinator.address, run_hoop, jobs)
-    before = run_hoop("train", JOB, *there, "--json", within=120)
-    assert before.returncode == 0, before.stderr
     again()
     all_is_well(coordinator.address, run_hoop, jobs)
-    after = run_hoop("train", JOB, *there, "--json", within=120)
-    assert after.returncode == 0, after.stderr
+    trained = run_hoop("train", JOB, *there, "--json", within=120)
+    assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "journal").stat().st_size < 400 * KIB
 
 
