@@ -23,11 +23,20 @@ back, on the other side.
 
 from __future__ import annotations
 
+from hoop.texts import printable
+
 
 class HoopError(Exception):
-    """Any error that Hoop raises on purpose."""
+    """Any error that Hoop raises on purpose.
+
+    Its text names values that came from outside, and goes to callers, events, the journal and terminals: it is always
+    printable, and at most 8 KiB.
+    """
 
     code = "UNKNOWN"
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UserError(HoopError):

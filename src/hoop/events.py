@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from hoop.texts import LONGEST, printable
+
 CAPACITY = 10_000
 
 
@@ -31,8 +33,9 @@ class Event:
 class EventLog:
     """A bounded, thread-safe list of events with waiting and subscription."""
 
-    def __init__(self, capacity: int = CAPACITY, pinned: Collection[str] = ()) -> None:
-        """``pinned`` kinds never fall out."""
+    def __init__(self, capacity: int = CAPACITY, pinned: Collection[str] = (), longest: int = 0) -> None:
+        """``pinned`` kinds never fall out. ``longest``: bytes of a text or a field; 0: as long as it comes."""
+        self._longest = longest
         self._events: deque[Event] = deque(maxlen=capacity)
         self._pinned, self._kept = frozenset(pinned), list[Event]()
         self._last = 0
@@ -40,11 +43,12 @@ class EventLog:
         self._listeners: dict[object, Callable[[Event], None]] = {}
 
     def publish(self, kind: str, text: str, **fields: object) -> Event:
+        """Adds an event. Its texts are made printable: whoever reads them may be a terminal, or protobuf."""
+        kind, text = self._clean(kind), self._clean(text)
+        shown = {key: self._clean(str(value)) for key, value in fields.items()}
         with self._changed:
             self._last += 1
-            event = Event(
-                self._last, time.time(), kind, text, {key: str(value) for key, value in fields.items()}
-            )
+            event = Event(self._last, time.time(), kind, text, shown)
             if len(self._events) == self._events.maxlen and self._events[0].kind in self._pinned:
                 self._kept.append(self._events[0])
             self._events.append(event)
@@ -53,6 +57,9 @@ class EventLog:
         for listener in listeners:
             listener(event)
         return event
+
+    def _clean(self, text: str) -> str:
+        return printable(text, self._longest or max(LONGEST, 8 * len(text)))
 
     @property
     def last(self) -> int:

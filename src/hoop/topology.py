@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
 
-_HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]+)\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
+_HOST_PORT = re.compile(
+    r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII
+)
 
 
 def _is_v6(text: str) -> bool:

@@ -43,7 +43,7 @@ def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callabl
     kept.append(cluster.communicator(1))
 
     with pytest.raises(ResourceExhausted, match=r"larger than max.*--max-message"):
-        cluster.start_job("x" * (2 << 20), [1])
+        cluster.copy((1, "x" * (2 << 20)), (1, 0), 8)
 
     with grpc.insecure_channel(device.address, options=channel_options()) as channel:
         begin = Stub(channel, LAB_DEVICE).BeginReceive

@@ -156,6 +156,10 @@ def create(*device_ids: int, devices: int = 0) -> Any:
     return pb.CreateCommunicatorRequest(device_ids=device_ids, devices=devices)
 
 
+def start_job(settings: str, resume: str = "") -> Any:
+    return pb.StartJobRequest(settings=settings, resume=resume, device_ids=[HUGE])
+
+
 def copy(**fields: Any) -> Any:
     plain = {"source_device": 1, "destination_device": 2, "bytes": 8}
     places = {"source": {"address": LOW}, "destination": {"address": LOW}}
@@ -193,6 +197,15 @@ COORDINATOR_CASES: list[Case] = [
     ("Coordinator.CreateCommunicator", "FAILED_PRECONDITION", "devices", create(devices=2**32 - 1)),
     ("Coordinator.CreateCommunicator", "NOT_FOUND", str(HUGE), create(1, HUGE)),
     ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "twice", create(1, 1)),
+    *(
+        ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "session", pb.CreateCommunicatorRequest(session=name))
+        for name in NAMES
+    ),
+    *(("Coordinator.Hold", "INVALID_ARGUMENT", "session", pb.HoldRequest(session=name)) for name in NAMES),
+    *(("Coordinator.StartJob", "INVALID_ARGUMENT", "settings", start_job(text)) for text in ("", "[]", "x" * MIB)),
+    ("Coordinator.StartJob", "INVALID_ARGUMENT", "resume", start_job("{}", "x" * MIB)),
+    ("Coordinator.StartJob", "NOT_FOUND", str(HUGE), start_job("{}")),
+    ("Coordinator.GetJob", "NOT_FOUND", str(HUGE), pb.GetJobRequest(job_id=HUGE)),
     ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "device_ids", create(*[HUGE] * 100_000)),
     ("Coordinator.Run", "NOT_FOUND", "0", pb.RunRequest()),
     ("Coordinator.Run", "NOT_FOUND", str(HUGE), run(communicator_id=HUGE)),
@@ -255,6 +268,12 @@ def launch(times: int = 1, at: Any = None, timeout_s: float = 0.2, round: Any = 
     return build
 
 
+def reserve(**fields: Any) -> Any:
+    """A reservation of a few bytes that lapses soon, right but for what is given."""
+    plain = {"reservation_id": next(fresh), "timeout_s": 0.05, "ranges": [{"location": HERE, "bytes": 8}]}
+    return ask(pb.ReserveRequest, **{**plain, **fields})
+
+
 def write(*parts: tuple[Any, bytes]) -> Any:
     """A stream of places and data."""
     return [ask(pb.WriteRequest, location=place, data=data) for place, data in parts]
@@ -309,6 +328,13 @@ DEVICE_CASES: list[Case] = [
     ("Device.Launch", "INVALID_ARGUMENT", "count", launch(count=2**63)),
     ("Device.Launch", "OUT_OF_RANGE", "", launch(count=2**48)),
     ("Device.Launch", "UNAVAILABLE", "does not answer", launch()),
+    *(("Device.Reserve", "INVALID_ARGUMENT", "timeout_s", reserve(timeout_s=time)) for time in (0.0, *TIMES)),
+    ("Device.Reserve", "INVALID_ARGUMENT", "reservation_id", reserve(reservation_id=0)),
+    ("Device.Reserve", "INVALID_ARGUMENT", "ranges", reserve(ranges=[{}] * 5000)),
+    ("Device.Reserve", "INVALID_ARGUMENT", "location", reserve(ranges=[{}])),
+    ("Device.Reserve", "OUT_OF_RANGE", "", reserve(ranges=[{"location": LAST, "bytes": 2}])),
+    ("Device.Reserve", "OUT_OF_RANGE", "", reserve(ranges=[{"location": HERE, "bytes": HUGE}])),
+    ("Device.Reserve", "NOT_FOUND", "no-such", reserve(ranges=[{"location": {"buffer": "no-such"}, "bytes": 1}])),
     *(("Device.Launch", "UNAVAILABLE INVALID_ARGUMENT", "", launch(at=beside(host))) for host in NO_HOSTS),
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ did not answer · 130 Ctrl-C, 143 SIGTERM.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -33,6 +34,7 @@ from hoop.cli import (
     up,
 )
 from hoop.errors import HoopError, PeerError, UserError
+from hoop.texts import printable
 
 app = typer.Typer(
     name="hoop",
@@ -79,6 +81,8 @@ def _options(
 
 def main() -> None:
     """The entry point."""
+    # gRPC's own log repeats what a peer sent, escape characters included. Errors come back with the call.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except KeyboardInterrupt:
@@ -89,5 +93,5 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        typer.echo(f"hoop: {error.filename}: {error.strerror}", err=True)  # a path that was given
+        typer.echo(printable(f"hoop: {error.filename}: {error.strerror}"), err=True)  # a path that was given
         sys.exit(2)

@@ -9,6 +9,7 @@ import typer
 
 from hoop.cli import options
 from hoop.config import format_size, parse_duration
+from hoop.texts import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -77,7 +78,7 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
         "jobs": [
             {
                 "id": one.id,
-                "job": _name(one),
+                "job": one.name,
                 "devices": list(one.device_ids),
                 "status": one.status,
                 "reason": one.reason,
@@ -119,7 +120,7 @@ def _print(found: pb.GetStatusResponse) -> None:
     rows = [
         {
             "job": str(one.id),
-            "of": _name(one),
+            "of": one.name,
             "devices": " ".join(map(str, one.device_ids)),
             "status": one.status,
             "why": one.reason,
@@ -128,14 +129,6 @@ def _print(found: pb.GetStatusResponse) -> None:
     ]
     if rows:
         console.print(_table(rows))
-
-
-def _name(job: pb.Job) -> str:
-    """A job's name, out of its settings."""
-    try:
-        return str(json_module.loads(job.settings)["job"])
-    except (ValueError, KeyError, TypeError):
-        return "?"
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
@@ -148,5 +141,5 @@ def _table(rows: list[dict[str, str]]) -> Table:
     for name in names:
         table.add_column(name, overflow="fold", no_wrap=name != "why")
     for row in rows:
-        table.add_row(*(row[name] for name in names))
+        table.add_row(*(printable(row[name]) for name in names))
     return table

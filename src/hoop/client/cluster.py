@@ -19,13 +19,14 @@ from hoop.client.jobs import JobHandle
 from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
+from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.channels import STAGING, Knocking, channel_options
 from hoop.wire.convert import device_info
 from hoop.wire.credentials import Credentials, find
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, translate, unreachable
+from hoop.wire.rpc import Stub, said_by, translate, unreachable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
@@ -59,7 +60,7 @@ class Cluster:
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.address}") from None
-                knocking.heard(error.details() or error.code().name)
+                knocking.heard(said_by(error))
                 time.sleep(pause)
         raise knocking.failure()
 
@@ -128,6 +129,10 @@ class Cluster:
             self._stub, settings, list(device_ids), resume, self._timeout, whom, self.knock
         )
 
+    def job_settings(self, job_id: int) -> str:
+        """The settings (JSON) that a job was started with."""
+        return str(self._call("GetJob", pb.GetJobRequest(job_id=job_id)).job.settings)
+
     def job(self, job_id: int) -> JobHandle:
         """A job that somebody started."""
         return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.knock)
@@ -137,7 +142,8 @@ class Cluster:
         stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
         try:
             for event in stream:
-                yield Event(event.sequence, event.time, event.kind, event.text, dict(event.fields))
+                fields = {printable(key): printable(value) for key, value in event.fields.items()}
+                yield Event(event.sequence, event.time, printable(event.kind), printable(event.text), fields)
         except grpc.RpcError as error:
             raise translate(error, f"the coordinator at {self.address}") from None
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ import grpc
 
 from hoop.client.calls import call
 from hoop.errors import DeadlineExceeded, PeerLost, named
+from hoop.texts import cleaned, parse_json
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub, translate, unreachable
+from hoop.wire.job_settings import check_settings
+from hoop.wire.rpc import Stub, said_by, translate, unreachable
 
 START_S = 60.0
 Knock = Callable[[float], None]
@@ -51,6 +52,7 @@ class JobHandle:
         knock: Knock,
     ) -> JobHandle:
         """Starts a job on exactly these devices, in rank order."""
+        check_settings(settings)
         request = pb.StartJobRequest(settings=settings, device_ids=device_ids, resume=resume)
         answer = call(stub.StartJob, request, max(timeout, START_S), whom)
         return cls(stub, answer.job_id, timeout, whom, knock)
@@ -72,7 +74,7 @@ class JobHandle:
             except grpc.RpcError as error:
                 if not patience or not unreachable(error):
                     raise translate(error, self._whom) from None
-                reason = error.details() or error.code().name
+                reason = said_by(error)
             yield _own("away", f"{self._whom} is away ({reason}); job {self.id} goes on without it")
             try:
                 self._knock(patience)
@@ -98,7 +100,12 @@ class JobHandle:
 
 
 def _event(event: pb.JobEvent) -> JobEvent:
-    told = json.loads(event.json)
+    try:
+        told = cleaned(parse_json(event.json))
+    except (ValueError, RecursionError) as error:
+        told = error
+    if not isinstance(told, dict):
+        raise PeerLost(f"job event {event.sequence} of kind {event.kind!r} is not a JSON object: {told}")
     if event.kind == "job_ended" and "error" in told:
         raise named(told["error"], told["text"])
     return JobEvent(event.sequence, event.time, event.rank, event.device_id, event.kind, told)

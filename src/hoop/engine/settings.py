@@ -11,6 +11,7 @@ from typing import Any
 from hoop.engine.stages.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
 from hoop.plan.faults import Fault, parse_faults
+from hoop.texts import parse_json
 
 PRECISIONS = ("float32", "bfloat16")
 ACCELERATORS = ("cpu", "cuda", "auto", "mirror")
@@ -118,7 +119,7 @@ class Settings:
     @classmethod
     def from_json(cls, text: str) -> Settings:
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if not isinstance(data, dict):
                 raise TypeError("not an object")
         except (ValueError, TypeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def attach(
     """
     with connect(address) as cluster:
         job = find(cluster, job_id)
-        settings = Settings.from_json(job.settings)
+        settings = Settings.from_json(cluster.job_settings(job.id))
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
             raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
         conducting = Conducting(
@@ -51,7 +50,7 @@ def attach(
         yield {
             "kind": "attached",
             "job": job.id,
-            "name": json.loads(job.settings)["job"],
+            "name": job.name,
             "status": job.status,
         }
         yield from conducting.events()

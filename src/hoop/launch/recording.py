@@ -33,6 +33,7 @@ from hoop.report.tensorboard import TensorBoardLog
 from hoop.report.timeline import Timeline
 from hoop.report.trace import Trace
 from hoop.report.training import training_chart
+from hoop.texts import parse_json
 
 FLUSH_S = 600.0
 """How long the disk may take for the last checkpoint."""
@@ -202,7 +203,7 @@ def saved_settings(out: Path) -> tuple[Settings, int]:
     """The settings a run was started with, and its number of devices."""
     path = out / _CONFIG
     try:
-        config = json.loads(path.read_text("utf-8"))
+        config = parse_json(path.read_text("utf-8"))
         devices = int(config.pop("devices"))
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise FailedPrecondition(

@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from hoop.errors import FailedPrecondition
+from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.detector import DetectorConfig, Pulse
 from hoop.membership.entries import communicator_entry, job_entry, lost_record
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
+from hoop.texts import parse_json, printable
 from hoop.topology import Address, DeviceInfo
+from hoop.wire.job_settings import check_settings
 
 Entry = Mapping[str, Any]
 MOVE_AWAY = "move the file away to start without it"
@@ -52,8 +54,8 @@ def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = Fa
             check, body = line[:8], line[9:]
             if int(check, 16) != zlib.crc32(body):
                 raise ValueError("the checksum does not hold")
-            entries.append(json.loads(body))
-        except (ValueError, RecursionError) as error:
+            entries.append(parse_json(body))
+        except ValueError as error:
             if number == len(lines) and not tail and not whole:
                 break
             raise FailedPrecondition(f"journal {where}, line {number}: {error}; {remedy}") from None
@@ -98,7 +100,7 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
                     tuple(entry["members"]),
                     entry["generation"],
                     Outcome.FAILED if entry["broken_by"] else Outcome.IN_PROGRESS,
-                    entry["reason"],
+                    printable(entry["reason"]),
                     entry["broken_by"],
                     entry["finalized"],
                 )
@@ -108,10 +110,10 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
                 communicators.pop(entry["id"], None)
                 last = max(last, entry["id"])
             case "job":
-                plain = {key: value for key, value in entry.items() if key != "kind"}
-                jobs = with_job(jobs, JobState(**{**plain, "devices": tuple(entry["devices"])}))
-                if entry["ended"]:
-                    communicators.pop(entry["id"], None)
+                job = _job(entry)
+                jobs = with_job(jobs, job)
+                if job.ended:
+                    communicators.pop(job.id, None)
     return replace(state, members=members, communicators=communicators, jobs=jobs, next_communicator=last + 1)
 
 
@@ -127,6 +129,22 @@ def snapshot(state: State) -> list[Entry]:
     entries += [communicator_entry(one) for one in state.communicators.values()]
     entries += [job_entry(one) for one in state.jobs.values()]
     return entries
+
+
+def _job(entry: Entry) -> JobState:
+    """A job out of a journal. Older versions wrote settings of any size and kind, and errors that hold anything.
+
+    A job with settings that no coordinator takes any more has ended; it failed, if it had not ended before.
+    """
+    plain = {key: value for key, value in entry.items() if key != "kind"}
+    job = JobState(**{**plain, "devices": tuple(entry["devices"]), "text": printable(entry.get("text", ""))})
+    try:
+        check_settings(job.settings)
+    except InvalidArgument as error:
+        job = replace(job, settings="{}", run="")
+        if not job.ended:
+            job = replace(job, ended=True, error=type(error).__name__, text=str(error))
+    return job
 
 
 def _info(plain: Mapping[str, Any]) -> DeviceInfo:

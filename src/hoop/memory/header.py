@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from hoop.errors import InvalidArgument, ResourceExhausted
 from hoop.memory.allocator import MAX_NAME, Allocator, Span
 from hoop.memory.geometry import PAGE, Geometry, damaged
+from hoop.texts import parse_json
 
 _SLOT = struct.Struct("<QQ")  # sequence, payload length
 _CRC = struct.Struct("<I")  # of those two and the payload
@@ -103,7 +104,7 @@ class Header:
         if _CRC.unpack_from(record, _SLOT.size) != (zlib.crc32(payload, zlib.crc32(record[: _SLOT.size])),):
             raise ValueError("does not match its checksum")
         try:
-            table = json.loads(payload)
+            table = parse_json(payload)
             spans = [Span(str(name), int(offset), int(size)) for name, offset, size in table["buffers"]]
             labels = {str(key): str(value) for key, value in table["labels"].items()}
         except (TypeError, KeyError, AttributeError, OverflowError) as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import GRADIENT_KINDS, WITH_PEER, Instruction
+from hoop.texts import parse_json
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """The inverse of ``to_json``; what is missing or malformed is named."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             micros, holders, ranks = data["micros"], data["holders"], data["ranks"]
             return cls(
                 int(micros),

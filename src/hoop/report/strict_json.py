@@ -32,8 +32,11 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """What ``dumps`` was given, the words turned back into numbers."""
-    return _numbered(json.loads(text))
+    """What ``dumps`` was given, the words turned back into numbers; raises ``ValueError`` for anything else."""
+    try:
+        return _numbered(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from hoop.wire.convert import describe
 from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, translate, unreachable
+from hoop.wire.rpc import Stub, said_by, translate, unreachable
 
 log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -60,7 +60,7 @@ class Attendance:
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.coordinator}") from None
-                knocking.heard(error.details() or error.code().name)
+                knocking.heard(said_by(error))
                 await asyncio.sleep(pause)
                 continue
             self._heartbeat_s, self._patience_s = answer.heartbeat_s, STALLED * answer.lease_s

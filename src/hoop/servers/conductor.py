@@ -1,4 +1,7 @@
-"""Gives communicators their work: in order on each, side by side on different ones."""
+"""Gives communicators their work: in order on each, side by side on different ones.
+
+Work of different communicators that touches the same memory runs in the order in which it was accepted.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from hoop.membership.state import CommunicatorState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.drivers import relay, stepped
 from hoop.servers.launching import launch, seat
+from hoop.servers.memory_order import Access
+from hoop.servers.reservation import Reservation
 from hoop.servers.runner import MAX_OPERATIONS, MAX_TIMEOUT_S
 from hoop.servers.work import Work
 from hoop.wire.generated import hoop_pb2 as pb
@@ -125,26 +130,78 @@ class Conductor:
     def begin(
         self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0
     ) -> asyncio.Task[Reports]:
-        """Queues checked work: the communicator is in progress when this returns."""
-        self._coordinator.apply(m.Started(communicator_id))
-        return self._coordinator.in_background(self._perform(communicator_id, works, timeout))
+        """Queues checked work: the communicator is in progress when this returns.
 
-    async def _perform(self, communicator_id: int, works: Sequence[Work], timeout: float) -> Reports:
+        From here on whatever the coordinator accepts and touches the same memory waits for this work.
+        """
+        return self._begin(communicator_id, works, timeout)[0]
+
+    async def begin_announced(self, communicator_id: int, works: Sequence[Work]) -> asyncio.Task[Reports]:
+        """``begin``, for a caller that will not wait for the end.
+
+        When this returns, the devices know of the work too: what a client asks them for directly waits for it.
+        """
+        task, reservation = self._begin(communicator_id, works, 0.0, announce=True)
+        if reservation is not None:
+            await asyncio.shield(reservation.announced)
+        return task
+
+    def _begin(
+        self, communicator_id: int, works: Sequence[Work], timeout: float, announce: bool = False
+    ) -> tuple[asyncio.Task[Reports], Reservation | None]:
+        coordinator, timeout = self._coordinator, timeout or self._coordinator.config.timeout_s
+        one = coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
+        what = f"{', '.join(_names(works))} of communicator {communicator_id}"
+        spans = {span for work in works for span in work.spans(one) if span.start < span.stop}
+        access = coordinator.order.accept(what, spans)
+        reservation = Reservation(coordinator, one, spans, what, timeout) if announce and works else None
+        task = coordinator.in_background(self._perform(communicator_id, works, timeout, access, reservation))
+
+        def ended(_: asyncio.Task[Reports]) -> None:
+            coordinator.order.end(access)
+            if reservation is not None:
+                reservation.release()
+
+        task.add_done_callback(ended)
+        return task, reservation
+
+    async def _perform(
+        self,
+        communicator_id: int,
+        works: Sequence[Work],
+        timeout: float,
+        access: Access,
+        reservation: Reservation | None,
+    ) -> Reports:
         async with self._turns[communicator_id]:
             one = self._coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
             reports: Reports = []
             try:
-                for driver, batch in groupby(works, key=lambda work: work.driver):
-                    reports += await self._drive(one, driver, list(batch), timeout)
+                await access.turn(timeout)
+                if reservation is not None:
+                    await reservation.announced  # a launch must not end before its reservation comes
+                batches = [
+                    (driver, list(batch)) for driver, batch in groupby(works, key=lambda work: work.driver)
+                ]
+                whole = reservation.id if reservation is not None and len(batches) == 1 else 0
+                for driver, batch in batches:
+                    reports += await self._drive(one, driver, batch, timeout, whole)
             except HoopError as error:
                 await self._coordinator.change(m.Finished(one.id, one.generation, str(error)))
                 raise
             self._coordinator.apply(m.Finished(one.id, one.generation))
             return reports
 
-    async def _drive(self, one: CommunicatorState, driver: str, works: list[Work], timeout: float) -> Reports:
-        timeout = timeout or self._coordinator.config.timeout_s
+    async def _drive(
+        self, one: CommunicatorState, driver: str, works: list[Work], timeout: float, reservation_id: int
+    ) -> Reports:
         if driver == "devices":
-            return await launch(self._coordinator, one, works, timeout)
+            return await launch(self._coordinator, one, works, timeout, reservation_id=reservation_id)
         drive = {"stepped": stepped, "relay": relay}[driver]
         return [await drive(self._coordinator, one, work, timeout) for work in works]
+
+
+def _names(works: Sequence[Work]) -> list[str]:
+    """The operations, for people; of many the first few."""
+    names = [str(work.operation) for work in works[:3]]
+    return [*names, f"{len(works) - 3} more"] if len(works) > 3 else names

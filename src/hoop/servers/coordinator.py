@@ -25,13 +25,15 @@ from hoop.membership.journal import Journal
 from hoop.membership.state import State
 from hoop.membership.step import MAX_COMMUNICATORS, step
 from hoop.servers.journals import JournalPlace, open_journal
+from hoop.servers.memory_order import MemoryOrder
 from hoop.servers.serving import check_exposure, serve
+from hoop.texts import LONGEST
 from hoop.topology import Address
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, translate, unreachable
+from hoop.wire.rpc import Stub, said_by, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5
@@ -71,7 +73,7 @@ class Coordinator:
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self.address = Address(config.host, config.port)
-        self.events = EventLog()
+        self.events = EventLog(longest=LONGEST)
         self.memory: dict[int, pb.DeviceMemory] = {}
         self.state = State(config.detector, last_tick=time.monotonic())
         self._journal: Journal | None = None
@@ -80,6 +82,8 @@ class Coordinator:
         self._over = asyncio.Event()
         self.stops: dict[tuple[int, int], asyncio.Event] = {}
         """Set when a communicator's generation must stop what it does."""
+        self.order = MemoryOrder()
+        """Collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
         self._probing: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -189,7 +193,7 @@ class Coordinator:
             answer = await getattr(self.device(device_id), method)(request, timeout=timeout)
         except grpc.RpcError as error:
             if unreachable(error):
-                failure = error.details() or error.code().name
+                failure = said_by(error)
                 with contextlib.suppress(DeadlineExceeded):  # the journal is away: silence tells it again
                     self.apply(m.Called(device_id, failure, time.monotonic()))
                 raise PeerLost(f"{member.info} was lost during {method}: {failure}") from None

@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import AsyncIterator
 
-from hoop.errors import InvalidArgument, MembershipChanged
+from hoop.errors import InvalidArgument, MembershipChanged, NotFound
 from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState, Member
+from hoop.memory.allocator import MAX_NAME
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.copying import copy
@@ -16,10 +17,11 @@ from hoop.servers.disputes import Disputes
 from hoop.servers.following import following
 from hoop.servers.groups import Groups
 from hoop.servers.jobs import Jobs
-from hoop.servers.sessions import Sessions
+from hoop.servers.sessions import Sessions, check_session
 from hoop.servers.work import Work
 from hoop.wire.convert import describe, device_info, event_message
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.job_settings import check_settings
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
@@ -115,8 +117,21 @@ class CoordinatorService:
     # ---- jobs
 
     async def start_job(self, request: pb.StartJobRequest) -> pb.StartJobResponse:
+        check_settings(request.settings)
+        if len(request.resume) > MAX_NAME:
+            raise InvalidArgument(
+                f"resume: {len(request.resume)} characters name no buffer; at most {MAX_NAME}"
+            )
         job_id = await self.jobs.start(request.settings, tuple(request.device_ids), request.resume)
         return pb.StartJobResponse(job_id=job_id)
+
+    async def get_job(self, request: pb.GetJobRequest) -> pb.GetJobResponse:
+        found = next((one for one in self.jobs.messages() if one.id == request.job_id), None)
+        if found is None:
+            known = sorted(self._coordinator.state.jobs) or "none"
+            raise NotFound(f"job_id: {request.job_id} is unknown here; known: {known}")
+        found.settings = self._coordinator.state.jobs[found.id].settings
+        return pb.GetJobResponse(job=found)
 
     async def watch_job(self, request: pb.WatchJobRequest) -> AsyncIterator[pb.JobEvent]:
         async for event in self.jobs.events(request.job_id, request.after):
@@ -141,6 +156,8 @@ class CoordinatorService:
             yield answer
 
     async def create_communicator(self, request: pb.CreateCommunicatorRequest) -> pb.CommunicatorResponse:
+        if request.session:
+            check_session(request.session)
         one = await self._conductor.create(tuple(request.device_ids), request.devices)
         if request.session:
             self._sessions.made(request.session, one.id)

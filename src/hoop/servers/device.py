@@ -22,6 +22,7 @@ from hoop.servers.runner import Runner
 from hoop.servers.serving import check_exposure, serve
 from hoop.servers.streams import MAX_OPEN, StreamTable
 from hoop.servers.tasks import Tasks, Trainer
+from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.transport.shm import share
 from hoop.transport.tcp import TcpTransport
@@ -80,7 +81,7 @@ class DeviceServer:
             raise
         self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
         self._runner = Runner(self._arena, self._transport, self._shared)
-        self._streams = StreamTable(self._arena, config.max_streams)
+        self._streams = StreamTable(self._arena, self._runner.behind, config.max_streams)
         self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.damaged
@@ -95,7 +96,7 @@ class DeviceServer:
             data_address=config.advertise_data or self._transport.address,
             min_address=self._arena.min_address,
             max_address=self._arena.max_address,
-            host=socket.gethostname(),
+            host=printable(socket.gethostname(), 256),
             pid=os.getpid(),
             incarnation=incarnation,
             shared_address=self._shared.address if self._shared else None,

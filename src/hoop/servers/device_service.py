@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from hoop.errors import InvalidArgument, PeerLost
 from hoop.memory import Arena, Buffer
 from hoop.servers.following import following
-from hoop.servers.runner import Runner, locate
+from hoop.servers.runner import MAX_TIMEOUT_S, Runner, locate
 from hoop.servers.streams import StreamTable
 from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo
@@ -56,16 +56,19 @@ class DeviceService:
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
         place: pb.Location | None = None
-        written = 0
+        written, ordered = 0, False
         async for request in requests:
             if place is None:
-                place = request.location
+                place, ordered = request.location, request.ordered
             elif request.HasField("location"):
                 raise InvalidArgument("location: only the first message of a Write names it")
             at = pb.Location()
             at.CopyFrom(place)
             at.offset += written
-            self._arena.write(locate(self._arena, at, len(request.data)), request.data)
+            address = locate(self._arena, at, len(request.data))
+            turn = self._runner.behind("Write", address, len(request.data), True, ordered)
+            await turn.turn(MAX_TIMEOUT_S)
+            self._arena.write(address, request.data)
             written += len(request.data)
         if place is None:
             raise InvalidArgument("location: the stream ended before its first message")
@@ -73,6 +76,8 @@ class DeviceService:
 
     async def read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
         address = locate(self._arena, request.location, request.bytes)
+        turn = self._runner.behind("Read", address, request.bytes, False, request.ordered)
+        await turn.turn(MAX_TIMEOUT_S)
         view = self._arena.view(address, request.bytes)
         for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
             yield pb.ReadResponse(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
@@ -80,6 +85,14 @@ class DeviceService:
     async def seat(self, request: pb.SeatRequest) -> pb.SeatResponse:
         self._runner.seat(request.seat)
         return pb.SeatResponse()
+
+    async def reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        self._runner.reserve(request)
+        return pb.ReserveResponse()
+
+    async def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        self._runner.release_reservation(request.reservation_id)
+        return pb.ReleaseResponse()
 
     async def launch(self, request: pb.LaunchRequest) -> pb.LaunchResponse:
         reports = await self._runner.launch(request)

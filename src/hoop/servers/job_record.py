@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from hoop.errors import HoopError, PeerLost, UserError
 from hoop.events import Event, EventLog
 from hoop.membership.state import CommunicatorState
 from hoop.servers.tasks import TOLD_FIRST
+from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
 
 JOB_ENDED = "job_ended"
@@ -58,7 +58,7 @@ class JobRecord:
     @property
     def _settings(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.settings)
+            found = parse_json(self.settings)
         except ValueError:
             found = None
         return found if isinstance(found, dict) else {"strategy": "", "mirror": False}

@@ -30,6 +30,7 @@ from hoop.servers.job_supervisor import START_S, JobSupervisor
 from hoop.servers.launching import seat
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.job_settings import job_name
 from hoop.wire.rpc import translate, unreachable
 
 STOP_S = 5.0
@@ -293,7 +294,7 @@ class Jobs:
             found.append(
                 pb.Job(
                     id=one.id,
-                    settings=one.settings,
+                    name=job_name(one.settings),
                     device_ids=devices,
                     status=status,
                     reason=one.text[:1000],

@@ -6,8 +6,9 @@ from hoop.errors import InvalidArgument
 from hoop.membership.state import Outcome
 from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.copying import check_fits, read, write
+from hoop.servers.copying import check_fits, check_range, read, write
 from hoop.servers.groups import Groups
+from hoop.servers.memory_order import Span
 from hoop.servers.work import Work
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
@@ -61,7 +62,7 @@ class LabCoordinator:
         self._coordinator.state.communicator(request.commId)
         works = self._groups.end(request.commId)
         self._conductor.check(request.commId, works)
-        task = self._conductor.begin(request.commId, works)
+        task = await self._conductor.begin_announced(request.commId, works)
         # Its outcome is the communicator's status; nobody awaits it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return lab.GroupEndResponse(success=True)
@@ -99,22 +100,34 @@ class LabCoordinator:
         )
 
     async def memcpy(self, request: lab.MemcpyRequest) -> lab.MemcpyResponse:
-        timeout = self._coordinator.config.timeout_s
+        """Waits for the work on the same bytes that was accepted before it, up to the time-out."""
         match request.WhichOneof("either"):
             case "hostToDevice":
                 to = request.hostToDevice
-                place = pb.Location(address=to.dstMemAddr.value)
-                await write(self._coordinator, to.dstDeviceId.value, place, to.hostSrcData, timeout)
+                await self._to_device(to.dstDeviceId.value, to.dstMemAddr.value, to.hostSrcData)
                 return lab.MemcpyResponse(hostToDevice=lab.MemcpyHostToDeviceResponse(success=True))
             case "deviceToHost":
                 by = request.deviceToHost
-                place = pb.Location(address=by.srcMemAddr.value)
-                self._coordinator.state.member(by.srcDeviceId.value)
-                check_fits(by.numBytes, self._coordinator.config.max_message)
-                data = await read(self._coordinator, by.srcDeviceId.value, place, by.numBytes, timeout)
+                data = await self._to_host(by.srcDeviceId.value, by.srcMemAddr.value, by.numBytes)
                 return lab.MemcpyResponse(deviceToHost=lab.MemcpyDeviceToHostResponse(dstData=data))
             case _:
                 raise InvalidArgument("either: neither hostToDevice nor deviceToHost is set")
+
+    async def _to_device(self, device_id: int, address: int, data: bytes) -> None:
+        place, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
+        check_range(self._coordinator, device_id, place, len(data))
+        span = Span(device_id, address, address + len(data), writes=True)
+        async with self._coordinator.order.turn(f"Memcpy to {span}", [span], timeout):
+            await write(self._coordinator, device_id, place, data, timeout)
+
+    async def _to_host(self, device_id: int, address: int, size: int) -> bytes:
+        place, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
+        self._coordinator.state.member(device_id)
+        check_fits(size, self._coordinator.config.max_message)
+        check_range(self._coordinator, device_id, place, size)
+        span = Span(device_id, address, address + size, writes=False)
+        async with self._coordinator.order.turn(f"Memcpy from {span}", [span], timeout):
+            return await read(self._coordinator, device_id, place, size, timeout)
 
     async def comm_finalize(self, request: lab.CommFinalizeRequest) -> lab.CommFinalizeResponse:
         self._groups.forget(request.commId)

@@ -76,6 +76,7 @@ class LabDevice:
                 yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
         try:
+            await stream.turn()
             async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
                 call = Stub(channel, SERVICE, self._credentials.metadata).StreamSend(chunks())
                 sending = asyncio.ensure_future(_outcome(call))

@@ -36,8 +36,12 @@ async def launch(
     timeout: float,
     round_index: int | None = None,
     release: bool = False,
+    reservation_id: int = 0,
 ) -> list[pb.OperationReport]:
-    """Runs the works as one launch; ``round_index`` runs that round of their plans alone."""
+    """Runs the works as one launch; ``round_index`` runs that round of their plans alone.
+
+    ``reservation_id``: these works are all that was reserved under it; each device ends it with its launch.
+    """
 
     def request(rank: int) -> pb.LaunchRequest:
         operations = [
@@ -45,7 +49,13 @@ async def launch(
             for work in works
         ]
         place = seat(coordinator, one, rank)
-        return pb.LaunchRequest(seat=place, operations=operations, timeout_s=timeout, release=release)
+        return pb.LaunchRequest(
+            seat=place,
+            operations=operations,
+            timeout_s=timeout,
+            release=release,
+            reservation_id=reservation_id,
+        )
 
     stopped = coordinator.stops.setdefault((one.id, one.generation), asyncio.Event())
     stop = asyncio.ensure_future(stopped.wait())

@@ -1,6 +1,7 @@
 """A device's part in collectives: its seats in communicators, and the launches it runs.
 
 coordinator ── Seat ────▶ (1) remembered: rank, generation, who the others are
+coordinator ── Reserve ─▶     remembered: which bytes work will touch that was accepted and comes later
 coordinator ── Launch ──▶ (2) every operand is checked, then all operations run on a thread of
                           their own, chunks going device to device; one answer at the end
 coordinator ── Abort ───▶ (3) the links of that generation close, the thread comes back at once
@@ -9,15 +10,25 @@ coordinator ── Abort ───▶ (3) the links of that generation close, th
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.reduction import Array
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged, PeerLost
+from hoop.errors import (
+    FailedPrecondition,
+    HoopError,
+    InvalidArgument,
+    MembershipChanged,
+    PeerLost,
+    ResourceExhausted,
+)
 from hoop.memory import Arena
-from hoop.servers.work import operation_from
+from hoop.servers.memory_order import Access, MemoryOrder, Span
+from hoop.servers.work import operand_places, operation_from
+from hoop.texts import printable
 from hoop.topology import DeviceInfo
 from hoop.transport import Endpoint, Transport
 from hoop.transport.hybrid import endpoint_for
@@ -27,6 +38,8 @@ from hoop.wire.generated import hoop_pb2 as pb
 MAX_TIMEOUT_S = 3600.0
 MAX_OPERATIONS = 1024
 MAX_MEMBERS = 4096
+MAX_RESERVATIONS = 4096
+"""Launches that were announced to a device and have not ended."""
 
 
 @dataclass
@@ -54,6 +67,8 @@ class _Job:
     source: Array
     destination: Array
     round: int | None
+    spans: tuple[Span, ...]
+    """The bytes of this device that it reads and writes."""
 
 
 class Runner:
@@ -64,6 +79,9 @@ class Runner:
         self._links = links
         self._shared = shared
         self._seats: dict[int, Seat] = {}
+        self._running, self._announced = MemoryOrder(), MemoryOrder()
+        """Launches that run here; and those that the coordinator has announced, by their reservations."""
+        self._reservations: dict[int, Access] = {}
         # A thread a communicator that is at work: one that waits for its peers must not hold up another.
         self._threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="hoop-launch")
 
@@ -137,10 +155,22 @@ class Runner:
                 raise _in(with_name, error) from error
             jobs.append(job)
         loop = asyncio.get_running_loop()
+        what = f"a launch of communicator {request.seat.communicator_id} ({', '.join(_names(jobs))})"
+        access = self._running.accept(what, (span for job in jobs for span in job.spans))
+        access.patience = request.timeout_s
+        thread = loop.run_in_executor(self._threads, _run_all, communicator, jobs, request.timeout_s)
+
+        def ended(done: asyncio.Future[list[Report]]) -> None:
+            self._running.end(access)
+            self.release_reservation(request.reservation_id)
+            if not done.cancelled():
+                done.exception()  # where the caller went away nobody else asks for it
+
+        thread.add_done_callback(ended)
         try:
-            reports = await loop.run_in_executor(
-                self._threads, _run_all, communicator, jobs, request.timeout_s
-            )
+            reports = await asyncio.shield(
+                thread
+            )  # a caller that goes away does not end what the thread writes
         except HoopError:
             # The links may hold half a message: whoever is at the other end must not wait for the rest.
             self._leave(request.seat.communicator_id, seat)
@@ -186,23 +216,63 @@ class Runner:
         size, rank = communicator.size, communicator.rank
         operation.check(size)
         wanted = operation.extents(size, rank)
-        operand = message.operand
-        destination = operand.destination if operand.HasField("destination") else operand.source
-        places = (operand.source if operand.HasField("source") else destination, destination)
-        source, into = (
+        places = operand_places(message.operand)
+        (at, source), (to, into) = (
             self._locate(place, operation, count) for place, count in zip(places, wanted, strict=True)
         )
+        spans = Span(0, at, at + source.nbytes, False), Span(0, to, to + into.nbytes, True)
         round_index = message.round if message.HasField("round") else None
         rounds = len(operation.plan(size, rank).rounds)
         if round_index is not None and round_index >= rounds:
             raise InvalidArgument(f"round: {round_index} is not in 0..{rounds - 1}")
-        return _Job(operation, source, into, round_index)
+        return _Job(operation, source, into, round_index, spans)
 
-    def _locate(self, place: pb.Location, operation: Operation, count: int) -> Array:
-        size = count * operation.dtype.itemsize
-        if not count and not place.WhichOneof("base"):
-            return self._arena.array(self._arena.min_address, operation.dtype, 0)
-        return self._arena.array(locate(self._arena, place, size), operation.dtype, count)
+    def _locate(self, place: pb.Location, operation: Operation, count: int) -> tuple[int, Array]:
+        """The address of these elements, and the elements."""
+        address = self._arena.min_address
+        if count or place.WhichOneof("base"):
+            address = locate(self._arena, place, count * operation.dtype.itemsize)
+        return address, self._arena.array(address, operation.dtype, count)
+
+    # ---- work that was accepted and is not here yet
+
+    def reserve(self, request: pb.ReserveRequest) -> None:
+        """The coordinator has accepted work on these bytes; it ends by its launch, Release, or its time-out."""
+        if not 0 < request.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
+            raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
+        if not request.reservation_id or len(request.ranges) > 2 * MAX_OPERATIONS:
+            raise InvalidArgument(
+                f"reservation_id, ranges: {request.reservation_id} with {len(request.ranges)} ranges; use an id other "
+                f"than 0 and at most {2 * MAX_OPERATIONS} ranges"
+            )
+        now = time.monotonic()
+        self._reservations = {key: one for key, one in self._reservations.items() if not one.expired(now)}
+        if len(self._reservations) >= MAX_RESERVATIONS:
+            raise ResourceExhausted(f"{MAX_RESERVATIONS} reservations are open here; wait for some to end")
+        spans = []
+        for one in request.ranges:
+            start = locate(self._arena, one.location, one.bytes)
+            spans.append(Span(0, start, start + one.bytes, one.writes))
+        self.release_reservation(request.reservation_id)
+        access = self._announced.accept(printable(request.what, 200), spans, now + request.timeout_s)
+        self._reservations[request.reservation_id] = access
+
+    def release_reservation(self, reservation_id: int) -> None:
+        access = self._reservations.pop(reservation_id, None)
+        if access is not None:
+            self._announced.end(access)
+
+    def behind(self, what: str, address: int, size: int, writes: bool, ordered: bool = False) -> Access:
+        """A read or write of these bytes, which must wait for all work on them that was accepted before.
+
+        ``ordered``: the coordinator has put it in its order. It must not wait for what was announced, which may be
+        waiting for it.
+        """
+        spans = [Span(0, address, address + size, writes)]
+        access = self._running.behind(what, spans)
+        if not ordered:
+            access.earlier += self._announced.behind(what, spans).earlier
+        return access
 
     # ---- (3)
 
@@ -245,6 +315,12 @@ def _run_all(communicator: Communicator, jobs: list[_Job], timeout: float) -> li
                 f"rank {communicator.rank}: no link could be made for {job.operation}: {error}"
             ) from error
     return reports
+
+
+def _names(jobs: list[_Job]) -> list[str]:
+    """The operations, for people; of many the first few."""
+    names = [str(job.operation) for job in jobs[:3]]
+    return [*names, f"{len(jobs) - 3} more"] if len(jobs) > 3 else names
 
 
 def _in(where: str, error: HoopError) -> HoopError:

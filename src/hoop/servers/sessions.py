@@ -22,6 +22,12 @@ GRACE_S = 2.0
 FREE_S = 2.0
 
 
+def check_session(session: str) -> None:
+    """Raises unless this is a name that a client's session may have."""
+    if not re.fullmatch(r"[0-9a-f]{16}", session):
+        raise InvalidArgument(f"session: {session[:40]!r} is not 16 hexadecimal digits")
+
+
 class Sessions:
     """Every client that holds one."""
 
@@ -31,8 +37,7 @@ class Sessions:
         self._made: defaultdict[str, set[int]] = defaultdict(set)
 
     async def hold(self, session: str) -> AsyncIterator[pb.HoldAnswer]:
-        if not re.fullmatch(r"[0-9a-f]{16}", session):
-            raise InvalidArgument(f"session: {session[:40]!r} is not 16 hexadecimal digits")
+        check_session(session)
         self._open[session] += 1
         try:
             yield pb.HoldAnswer()  # it is known here from now on
@@ -43,7 +48,7 @@ class Sessions:
 
     def made(self, session: str, communicator_id: int) -> None:
         """This communicator is that client's; one that holds nothing looks after it itself."""
-        if self._open[session]:
+        if self._open.get(session):
             self._made[session].add(communicator_id)
 
     async def _end(self, session: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from hoop.errors import (
@@ -26,6 +26,9 @@ from hoop.errors import (
     ResourceExhausted,
 )
 from hoop.memory import Arena
+from hoop.servers.memory_order import Access
+from hoop.servers.runner import MAX_TIMEOUT_S
+from hoop.texts import printable
 from hoop.wire.generated import gpu_sim_pb2 as lab
 
 MAX_OPEN = 4096
@@ -48,19 +51,31 @@ class Stream:
     address: int = 0
     claimed: bool = False
     """A receive whose sender has come."""
+    behind: Access | None = None
+    """Work on these bytes that was accepted before: the transfer touches them when it has ended."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def turn(self) -> None:
+        """Returns when no work that was accepted before the transfer uses its bytes; raises if that takes too long."""
+        if self.behind is not None:
+            await self.behind.turn(MAX_TIMEOUT_S)
 
     def end(self, reason: str = "") -> None:
         if not self.ended.is_set():
-            self.status, self.reason = (lab.FAILED if reason else lab.SUCCESS), reason
+            self.status, self.reason = (lab.FAILED if reason else lab.SUCCESS), printable(reason)
             self.ended.set()
+
+
+Behind = Callable[[str, int, int, bool], Access]
+"""A transfer (its name, address, size, whether it writes), put behind the work that was accepted before it."""
 
 
 class StreamTable:
     """Every transfer that this device takes part in."""
 
-    def __init__(self, arena: Arena, most: int = MAX_OPEN) -> None:
+    def __init__(self, arena: Arena, behind: Behind, most: int = MAX_OPEN) -> None:
         self._arena = arena
+        self._behind = behind
         self._most = most
         self._sends: OrderedDict[int, Stream] = OrderedDict()
         self._receives: OrderedDict[int, Stream] = OrderedDict()
@@ -77,7 +92,8 @@ class StreamTable:
     def begin_send(self, address: int, size: int, peer_device: int) -> tuple[Stream, memoryview]:
         """(1)"""
         view = self._arena.view(address, size)
-        stream = Stream(secrets.randbits(62) + 1, size, peer_device)
+        turn = self._behind("BeginSend", address, size, False)
+        stream = Stream(secrets.randbits(62) + 1, size, peer_device, behind=turn)
         self._remember(self._sends, stream)
         return stream, view
 
@@ -88,7 +104,8 @@ class StreamTable:
         if stream_id in self._receives:
             raise FailedPrecondition(f"streamId: stream {stream_id} has been begun here already")
         self._arena.check(address, size)
-        stream = Stream(stream_id, size, peer_device, address=address)
+        turn = self._behind("BeginReceive", address, size, True)
+        stream = Stream(stream_id, size, peer_device, address=address, behind=turn)
         self._remember(self._receives, stream)
         async with self._arrived:
             self._arrived.notify_all()
@@ -170,6 +187,7 @@ class StreamTable:
         return stream
 
     async def _fill(self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]) -> None:
+        await stream.turn()
         got = 0
         chunk: lab.DataChunk | None = first
         while chunk is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hoop.collectives.catalog import Operation
 from hoop.errors import InvalidArgument, OutOfRange
 from hoop.membership.state import CommunicatorState, State
 from hoop.memory import dtype
+from hoop.servers.memory_order import Span
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -64,6 +65,18 @@ class Work:
         for rank, device_id in enumerate(one.members):
             self._check_operand(state.member(device_id).info, rank, operation, size)
 
+    def spans(self, one: CommunicatorState) -> Iterator[Span]:
+        """The bytes that it touches, on every member."""
+        operation, size = self.operation, len(one.members)
+        for rank, device_id in enumerate(one.members):
+            operand = self.operands.get(rank, pb.Operand())
+            places = operand_places(operand)
+            counts = operation.extents(size, rank)
+            for place, count, writes in zip(places, counts, (False, True), strict=True):
+                start = place.offset + place.address  # a buffer's address is not known here, and 0
+                stop = start + count * operation.dtype.itemsize
+                yield Span(device_id, start, stop, writes, place.buffer)
+
     def _check_operand(self, info: DeviceInfo, rank: int, operation: Operation, size: int) -> None:
         wanted = dict(zip(("source", "destination"), operation.extents(size, rank), strict=True))
         operand = self.operands.get(rank, pb.Operand())
@@ -74,6 +87,12 @@ class Work:
             place: pb.Location = getattr(operand, name)
             if in_place[name] and place.WhichOneof("base") == "address":
                 _check_range(info, rank, place.address + place.offset, count, operation)
+
+
+def operand_places(operand: pb.Operand) -> tuple[pb.Location, pb.Location]:
+    """Source and destination; where one is absent, the operation is in place."""
+    destination = operand.destination if operand.HasField("destination") else operand.source
+    return operand.source if operand.HasField("source") else destination, destination
 
 
 def _check_range(info: DeviceInfo, rank: int, address: int, count: int, operation: Operation) -> None:

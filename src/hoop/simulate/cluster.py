@@ -164,7 +164,7 @@ def read_cluster(path: Path) -> Cluster:
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise NotFound(f"--cluster: there is no file {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{path}: not TOML: {error}") from None
     _known(data, ("link", "inside", "host"), str(path))
     hosts = data.get("host", [])

@@ -16,6 +16,7 @@ from typing import Any
 from hoop.errors import InvalidArgument, NotFound
 from hoop.plan.partition import Block
 from hoop.simulate.machine import FREE, USUAL, Machine, read_machine
+from hoop.texts import parse_json
 
 __all__ = ["FREE", "BlockCost", "Costs", "Line", "Machine", "read_costs"]
 
@@ -132,7 +133,7 @@ class Costs:
     def from_json(cls, text: str, where: str = "costs") -> Costs:
         """The inverse of ``to_json``; what is missing or malformed is named."""
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data.pop("format", None) != FORMAT:
                 raise InvalidArgument(f"{where}: not of format {FORMAT}; make it anew with: hoop calibrate")
             blocks = tuple(_block(one) for one in data.pop("blocks"))

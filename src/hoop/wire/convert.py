@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hoop.errors import InvalidArgument
 from hoop.events import Event
+from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -15,7 +16,7 @@ def describe(info: DeviceInfo) -> pb.DeviceDescription:
         data_address=str(info.data_address),
         min_address=info.min_address,
         max_address=info.max_address,
-        host=info.host,
+        host=printable(info.host, 256),
         pid=info.pid,
         incarnation=info.incarnation,
         shared_address=str(info.shared_address or ""),
@@ -29,8 +30,13 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         raise InvalidArgument(
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
         )
-    if not message.incarnation or len(message.incarnation) > 64 or len(message.host) > 256:
-        raise InvalidArgument(f"device {message.device_id}: incarnation or host is missing or too long")
+    texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
+    for name, (text, least, most) in texts.items():
+        if not least <= len(text) <= most or not text.isprintable():
+            raise InvalidArgument(
+                f"device {message.device_id}: {name}: {text[:40]!r} has {len(text)} characters; {least} to {most} are "
+                "allowed, all of them printable"
+            )
     return DeviceInfo(
         device_id=message.device_id,
         address=Address.parse(message.address, "device.address"),

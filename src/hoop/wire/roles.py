@@ -20,12 +20,12 @@ class Role(StrEnum):
 # A service, a role that may call it, and the methods that it may call.
 _TABLE = """
     hoop.v1.Coordinator     device       Join Attend Leave
-    hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob WatchJob StopJob Hold
+    hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob Hold
     hoop.v1.Coordinator     client       CreateCommunicator GetCommunicator RebuildCommunicator DestroyCommunicator
     gpu_sim.GPUCoordinator  client       CommInit CommDestroy CommFinalize GetCommStatus GroupStart GroupEnd
     gpu_sim.GPUCoordinator  client       AllReduceRing NaiveAllReduce Memcpy
     hoop.v1.Device          coordinator  Seat Launch Abort StartTask ReseatTask MoveTask WatchTask StopTask
-    hoop.v1.Device          coordinator  Describe Write Read
+    hoop.v1.Device          coordinator  Reserve Release Describe Write Read
     hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers
     gpu_sim.GPUDevice       device       StreamSend
     gpu_sim.GPUDevice       client       GetDeviceMetadata BeginSend BeginReceive GetStreamStatus

@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, named
+from hoop.texts import printable
 
 log = logging.getLogger("hoop")
 MARK = "hoop-error"
@@ -83,6 +84,11 @@ def handlers(service: Any, servicer: object) -> Any:
         method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+def said_by(error: grpc.RpcError) -> str:
+    """What came back with a failed call, or its status; printable, whoever answered."""
+    return printable(error.details() or error.code().name, _LONGEST)
 
 
 def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
@@ -171,6 +177,7 @@ def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
             grpc.StatusCode.INTERNAL,
             f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}",
         )
+    text = printable(text)
     half = _LONGEST // (2 if text.isascii() else 6)
     if len(text) > 2 * half:
         text = f"{text[:half]} ... {text[-half:]}"

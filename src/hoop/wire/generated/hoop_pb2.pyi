@@ -138,12 +138,14 @@ class ListBuffersResponse(_message.Message):
     def __init__(self, buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
-    __slots__ = ("location", "data")
+    __slots__ = ("location", "data", "ordered")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    ORDERED_FIELD_NUMBER: _ClassVar[int]
     location: Location
     data: bytes
-    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    ordered: bool
+    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., data: _Optional[bytes] = ..., ordered: bool = ...) -> None: ...
 
 class WriteResponse(_message.Message):
     __slots__ = ("bytes",)
@@ -152,12 +154,14 @@ class WriteResponse(_message.Message):
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("location", "bytes")
+    __slots__ = ("location", "bytes", "ordered")
     LOCATION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    ORDERED_FIELD_NUMBER: _ClassVar[int]
     location: Location
     bytes: int
-    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ...) -> None: ...
+    ordered: bool
+    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ..., ordered: bool = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("data",)
@@ -217,17 +221,55 @@ class Operand(_message.Message):
     destination: Location
     def __init__(self, source: _Optional[_Union[Location, _Mapping]] = ..., destination: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
 
+class MemoryRange(_message.Message):
+    __slots__ = ("location", "bytes", "writes")
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITES_FIELD_NUMBER: _ClassVar[int]
+    location: Location
+    bytes: int
+    writes: bool
+    def __init__(self, location: _Optional[_Union[Location, _Mapping]] = ..., bytes: _Optional[int] = ..., writes: bool = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("reservation_id", "ranges", "timeout_s", "what")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    ranges: _containers.RepeatedCompositeFieldContainer[MemoryRange]
+    timeout_s: float
+    what: str
+    def __init__(self, reservation_id: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[MemoryRange, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., what: _Optional[str] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("reservation_id",)
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    def __init__(self, reservation_id: _Optional[int] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LaunchRequest(_message.Message):
-    __slots__ = ("seat", "operations", "timeout_s", "release")
+    __slots__ = ("seat", "operations", "timeout_s", "release", "reservation_id")
     SEAT_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     seat: Seat
     operations: _containers.RepeatedCompositeFieldContainer[LaunchOperation]
     timeout_s: float
     release: bool
-    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ...) -> None: ...
+    reservation_id: int
+    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ..., reservation_id: _Optional[int] = ...) -> None: ...
 
 class LaunchOperation(_message.Message):
     __slots__ = ("operation", "operand", "round")
@@ -436,18 +478,20 @@ class GetStatusResponse(_message.Message):
     def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "settings", "device_ids", "status", "reason")
+    __slots__ = ("id", "settings", "device_ids", "status", "reason", "name")
     ID_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     id: int
     settings: str
     device_ids: _containers.RepeatedScalarFieldContainer[int]
     status: str
     reason: str
-    def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("device", "state", "reason", "memory", "silent_s")
@@ -628,6 +672,18 @@ class WatchJobRequest(_message.Message):
     job_id: int
     after: int
     def __init__(self, job_id: _Optional[int] = ..., after: _Optional[int] = ...) -> None: ...
+
+class GetJobRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: int
+    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+
+class GetJobResponse(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: Job
+    def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ...) -> None: ...
 
 class StopJobRequest(_message.Message):
     __slots__ = ("job_id",)

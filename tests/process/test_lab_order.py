@@ -1,0 +1,260 @@
+"""Copies and streams are ordered behind launched work: a lab client that never polls reads the right values.
+
+GroupEnd returns before its operations have run. Whatever touches the same bytes afterwards must see their effect.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from lab_cluster import Cluster, LabClient, channel_to, hoop_up, lab, refused, wait_for
+
+import hoop
+from hoop.wire.generated import gpu_sim_pb2 as sim
+from hoop.wire.rpc import Stub
+
+COUNT = 512
+DEVICE = sim.DESCRIPTOR.services_by_name["GPUDevice"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with hoop_up(3) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def channel(cluster: Cluster) -> Iterator[grpc.Channel]:
+    with channel_to(cluster.address) as channel:
+        yield channel
+
+
+def launch(
+    comm: LabClient, addresses: list[int], count: int = COUNT, times: int = 1, op: int = lab.SUM
+) -> None:
+    """A group that is started and not waited for."""
+    comm.on_all("GroupStart")
+    for _ in range(times):
+        comm.all_reduce(op, addresses, count)
+    comm.on_all("GroupEnd")
+
+
+def rounds_without_polling(comm: LabClient, offset: int, rounds: int) -> None:
+    """Every round overwrites two vectors, reduces both in one group, and reads them back, rank by rank."""
+    ranks = range(len(comm.devices))
+    for turn in range(rounds):
+        expected = []
+        places = [
+            [comm.address(rank, offset + vector * 16 * COUNT + 8 * rank) for rank in ranks]
+            for vector in range(2)
+        ]
+        for vector, addresses in enumerate(places):
+            values = [np.arange(COUNT) + 1000 * vector + 7 * turn + rank for rank in ranks]
+            for rank, address in enumerate(addresses):
+                comm.write(rank, address, values[rank].astype("<f8"))
+            expected.append(sum(values).astype("<f8"))
+        comm.on_all("GroupStart")
+        for addresses in places:
+            comm.all_reduce(lab.SUM, addresses, COUNT)
+        comm.on_all("GroupEnd")
+        for vector in reversed(range(2)):
+            for rank in ranks:
+                found = comm.read(rank, places[vector][rank], COUNT)
+                np.testing.assert_array_equal(
+                    found, expected[vector], f"round {turn}, vector {vector}, rank {rank}"
+                )
+
+
+def test_a_client_that_never_polls_reads_the_result(channel: grpc.Channel) -> None:
+    comm = LabClient(channel, 3)
+    rounds_without_polling(comm, 0, 40)
+    comm.on_all("CommDestroy")
+
+
+def test_clients_that_never_poll_beside_each_other(cluster: Cluster) -> None:
+    """Six communicators on the same devices, each in memory of its own."""
+
+    def client(number: int) -> None:
+        with channel_to(cluster.address) as channel:
+            comm = LabClient(channel, 1 + number % 3)
+            rounds_without_polling(comm, (1 + number) << 20, 15)
+            comm.on_all("CommDestroy")
+
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(client, range(6)))
+
+
+def test_a_late_result_does_not_land_in_the_next_vector(channel: grpc.Channel) -> None:
+    """A group is overwritten at once, by the copies of the next communicator in the same memory."""
+    for turn in range(20):
+        comm = LabClient(channel, 3)
+        addresses = [comm.address(rank) for rank in range(3)]
+        for rank, address in enumerate(addresses):
+            comm.write(rank, address, np.full(COUNT, 2.0 + turn))
+        launch(comm, addresses, times=4)
+        after = LabClient(channel, 3)
+        for rank, address in enumerate(addresses):
+            after.write(rank, address, np.full(COUNT, float(turn)))
+        for rank, address in enumerate(addresses):
+            np.testing.assert_array_equal(after.read(rank, address, COUNT), np.full(COUNT, float(turn)))
+        comm.on_all("CommDestroy")
+        after.on_all("CommDestroy")
+
+
+def test_work_of_communicators_on_the_same_bytes_runs_in_the_order_of_acceptance(
+    channel: grpc.Channel,
+) -> None:
+    """MAX, then SUM by another communicator, then PROD by a third; none is waited for."""
+    for turn in range(15):
+        comms = [LabClient(channel, 3) for _ in range(3)]
+        addresses = [comms[0].address(rank) for rank in range(3)]
+        for rank, address in enumerate(addresses):
+            comms[0].write(rank, address, np.full(COUNT, turn + rank, "<f8"))
+        for comm, op in zip(comms, (lab.MAX, lab.SUM, lab.PROD), strict=True):
+            launch(comm, addresses, op=op)
+        for rank, address in enumerate(addresses):
+            expected = np.full(COUNT, (3.0 * (turn + 2)) ** 3)
+            np.testing.assert_array_equal(comms[0].read(rank, address, COUNT), expected)
+        for comm in comms:
+            comm.on_all("CommDestroy")
+
+
+def test_the_relayed_all_reduce_is_ordered_too(channel: grpc.Channel) -> None:
+    comm = LabClient(channel, 3)
+    addresses = [comm.address(rank) for rank in range(3)]
+    for _ in range(10):
+        for rank, address in enumerate(addresses):
+            comm.write(rank, address, np.full(COUNT, 1.0))
+        comm.on_all("GroupStart")
+        comm.all_reduce(lab.SUM, addresses, COUNT, "NaiveAllReduce")
+        comm.all_reduce(lab.SUM, addresses, COUNT)
+        comm.on_all("GroupEnd")
+        launch(comm, addresses)
+        for rank, address in enumerate(addresses):
+            np.testing.assert_array_equal(comm.read(rank, address, COUNT), np.full(COUNT, 27.0))
+    comm.on_all("CommDestroy")
+
+
+def test_copies_made_at_a_device_itself_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
+    """Hoop's Read, Write and Copy, right after GroupEnd: the device itself has heard of the work by then."""
+    with hoop.connect(cluster.address) as connected:
+        comm = LabClient(channel, 3)
+        addresses = [comm.address(rank) for rank in range(3)]
+        devices = [connected.device(one.deviceId.value) for one in comm.devices]
+        for turn in range(20):
+            for device, address in zip(devices, addresses, strict=True):
+                device.write(address, np.full(COUNT, float(turn)).tobytes())
+            launch(comm, addresses, times=2)
+            found = [
+                np.frombuffer(one.read(to, 8 * COUNT)) for one, to in zip(devices, addresses, strict=True)
+            ]
+            np.testing.assert_array_equal(found, np.full((3, COUNT), 9.0 * turn))
+            launch(comm, addresses)
+            away = comm.address(1, 1 << 20)
+            connected.copy((devices[0].id, addresses[0]), (devices[1].id, away), 8 * COUNT)
+            np.testing.assert_array_equal(comm.read(1, away, COUNT), np.full(COUNT, 27.0 * turn))
+        comm.on_all("CommDestroy")
+
+
+def test_streams_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
+    """BeginSend sends the result of the group before it; BeginReceive does not write into its operands."""
+    told = {one["id"]: one["address"] for one in cluster.status()["devices"]}
+    comm = LabClient(channel, 2)
+    ids = [one.deviceId.value for one in comm.devices]
+    with channel_to(told[ids[0]]) as source, channel_to(told[ids[1]]) as destination:
+        here, there = Stub(source, DEVICE), Stub(destination, DEVICE)
+        addresses = [comm.address(rank) for rank in range(2)]
+        for turn in range(15):
+            for rank, address in enumerate(addresses):
+                comm.write(rank, address, np.full(COUNT, 1.0 + turn))
+            launch(comm, addresses, times=3)
+            send = sim.BeginSendRequest(
+                sendBuffAddr={"value": addresses[0]}, numBytes=8 * COUNT, dstRank={"value": 1}, commId=comm.id
+            )
+            stream = here.BeginSend(send, timeout=20).streamId
+            receive = sim.BeginReceiveRequest(
+                streamId=stream, recvBuffAddr={"value": addresses[1] + 4 * COUNT}, numBytes=8 * COUNT
+            )
+            there.BeginReceive(receive, timeout=20)
+            assert ended(there, stream) == sim.SUCCESS
+            summed = np.full(COUNT, 8.0 * (1 + turn))
+            np.testing.assert_array_equal(comm.read(1, addresses[1] + 4 * COUNT, COUNT), summed)
+            np.testing.assert_array_equal(comm.read(1, addresses[1], COUNT // 2), summed[: COUNT // 2])
+    comm.on_all("CommDestroy")
+
+
+def ended(device: Stub, stream: Any) -> int:
+    def status() -> int:
+        return int(device.GetStreamStatus(sim.GetStreamStatusRequest(streamId=stream), timeout=20).status)
+
+    return wait_for(lambda: status() if status() != sim.IN_PROGRESS else 0, "the end of the stream")
+
+
+# ---- while the work lasts, and when it fails
+
+LARGE, OFTEN = 400_000, 1000
+"""A group that no machine is done with in two seconds."""
+
+
+def launch_long(comm: LabClient) -> list[int]:
+    addresses = [comm.address(rank) for rank in range(len(comm.devices))]
+    launch(comm, addresses, LARGE, OFTEN, lab.MAX)
+    return addresses
+
+
+def test_other_bytes_are_not_delayed() -> None:
+    """Copies beside a group pass while it runs, of other communicators and by every way in."""
+    with (
+        hoop_up(3) as cluster,
+        channel_to(cluster.address) as channel,
+        hoop.connect(cluster.address) as connected,
+    ):
+        comm, other = LabClient(channel, 3), LabClient(channel, 3)
+        addresses = launch_long(comm)
+        beside = [address + 8 * LARGE for address in addresses]
+        for rank, address in enumerate(beside):
+            other.write(rank, address, np.full(COUNT, 5.0))
+            assert (other.read(rank, address, COUNT) == 5).all()
+        other.all_reduce(lab.SUM, beside, COUNT)
+        device = connected.device(other.devices[0].deviceId.value)
+        device.write(beside[0], np.full(COUNT, 7.0).tobytes())
+        connected.copy((device.id, beside[0]), (other.devices[1].deviceId.value, beside[1]), 8 * COUNT)
+        assert (other.read(1, beside[1], COUNT) == 7).all()
+        assert comm.call("GetCommStatus", commId=comm.id).status == lab.IN_PROGRESS
+
+
+def test_a_copy_waits_no_longer_than_the_time_out() -> None:
+    """It gives up with a sentence that says what it waited for."""
+    with hoop_up(3, "--timeout", "2s", quiet=False) as cluster, channel_to(cluster.address) as channel:
+        comm = LabClient(channel, 3)
+        for _ in range(3):
+            addresses = launch_long(comm)
+        words = rf"Memcpy from .* of device \d+ waited .* all_reduce.* of communicator {comm.id}"
+        with refused("DEADLINE_EXCEEDED", words=words) as said:
+            comm.read(0, addresses[0], COUNT)
+        assert "--timeout" in said[0]
+
+
+def test_a_killed_device_does_not_hang_a_copy() -> None:
+    with hoop_up(3, quiet=False) as cluster, channel_to(cluster.address) as channel:
+        comm = LabClient(channel, 3)
+        pids = {one["id"]: one["pid"] for one in cluster.status()["devices"]}
+        with ThreadPoolExecutor(1) as thread, hoop.connect(cluster.address) as connected:
+            device = connected.device(comm.devices[1].deviceId.value)
+            addresses = launch_long(comm)
+            read = thread.submit(comm.read, 0, addresses[0], COUNT)
+            os.kill(pids[comm.devices[2].deviceId.value], signal.SIGKILL)
+            assert len(read.result(30)) == COUNT
+            assert len(device.read(addresses[1], 8 * COUNT)) == 8 * COUNT
+        assert comm.wait() == lab.FAILED
+        comm.write(0, addresses[0], np.full(COUNT, 3.0))
+        assert (comm.read(0, addresses[0], COUNT) == 3).all()
+        with refused("FAILED_PRECONDITION", "UNAVAILABLE"):
+            comm.read(2, addresses[2], COUNT)

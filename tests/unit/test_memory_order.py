@@ -1,0 +1,143 @@
+"""Who waits for whom: accesses that share a byte of which one writes, in the order in which they were accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hoop.errors import DeadlineExceeded
+from hoop.servers.memory_order import Access, Footprint, MemoryOrder, Span
+
+spans = st.builds(
+    lambda device, start, size, writes: Span(device, start, start + size, writes),
+    st.integers(1, 2),
+    st.integers(0, 12),
+    st.integers(0, 4),
+    st.booleans(),
+)
+
+
+@given(st.lists(spans, max_size=6), st.lists(spans, max_size=6))
+def test_conflicts_are_those_of_the_bytes(one: list[Span], other: list[Span]) -> None:
+    def touched(all_: list[Span], writes: bool) -> set[tuple[int, int]]:
+        wanted = [span for span in all_ if span.writes or not writes]
+        return {(span.device_id, at) for span in wanted for at in range(span.start, span.stop)}
+
+    expected = touched(one, True) & touched(other, False) or touched(one, False) & touched(other, True)
+    assert Footprint(one).conflicts(Footprint(other)) == bool(expected)
+    assert Footprint(other).conflicts(Footprint(one)) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("other", "conflict"),
+    [
+        (Span(1, 0, 8, True, "x"), True),
+        (Span(1, 8, 16, True, "x"), False),
+        (Span(1, 0, 8, True, "y"), False),
+        (Span(2, 0, 8, True, "x"), False),
+        (Span(1, 9999, 10000, True), True),
+        (Span(2, 9999, 10000, True), False),
+    ],
+)
+def test_named_buffers(other: Span, conflict: bool) -> None:
+    """Of the same name by their offsets, of different names never; a name and an address may be the same bytes."""
+    assert Footprint([Span(1, 0, 8, False, "x")]).conflicts(Footprint([other])) == conflict
+
+
+def write(order: MemoryOrder, name: str, start: int, stop: int) -> Access:
+    return order.accept(name, [Span(1, start, stop, True)])
+
+
+def test_they_take_turns_in_the_order_of_acceptance() -> None:
+    async def run() -> list[str]:
+        order, done = MemoryOrder(), []
+        accesses = [write(order, name, start, stop) for name, start, stop in writes]
+
+        async def take(access: Access) -> None:
+            await access.turn(20)
+            done.append(access.what)
+            await asyncio.sleep(0)
+            order.end(access)
+
+        await asyncio.gather(*(take(one) for one in reversed(accesses)))
+        assert not len(order)
+        return done
+
+    writes = [("a", 0, 8), ("b", 4, 12), ("c", 10, 14), ("d", 100, 108), ("e", 0, 200)]
+    done = asyncio.run(run())
+    assert set(done) == set("abcde")
+    assert [one for one in done if one in "abce"] == list("abce")
+    assert done.index("d") < done.index("e")
+
+
+def test_who_waits_in_vain_says_for_what() -> None:
+    async def run() -> None:
+        order = MemoryOrder()
+        first = write(order, "the first", 0, 8)
+        second = write(order, "the second", 0, 8)
+        with pytest.raises(DeadlineExceeded, match=r"the second waited .* s for the first"):
+            await second.turn(0.01)
+        third = write(order, "the third", 0, 8)
+        order.end(second)
+        order.end(first)
+        await third.turn(0)
+
+    asyncio.run(run())
+
+
+def test_an_access_that_nobody_ends_lapses() -> None:
+    async def run() -> None:
+        order = MemoryOrder()
+        order.accept("announced", [Span(1, 0, 8, True)], time.monotonic() + 0.01)
+        waiting = order.behind("Read", [Span(1, 0, 8, False)])
+        with pytest.raises(DeadlineExceeded, match=r"Read waited .* for announced"):
+            await waiting.turn(60)
+        await order.behind("Read", [Span(1, 0, 8, False)]).turn(0)
+        assert not len(order)
+
+    asyncio.run(run())
+
+
+def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there() -> None:
+    """A launch that runs longer than its time-out still writes: who gave up may not overtake it later."""
+
+    async def run() -> None:
+        order = MemoryOrder()
+        running = write(order, "a launch", 0, 8)
+        running.patience = 0.01
+        for _ in range(2):
+            with pytest.raises(DeadlineExceeded, match=r"Read waited .* for a launch"):
+                await order.behind("Read", [Span(1, 0, 8, False)]).turn(60)
+        order.end(running)
+        await order.behind("Read", [Span(1, 0, 8, False)]).turn(0)
+
+    asyncio.run(run())
+
+
+def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
+    async def run() -> None:
+        order = MemoryOrder()
+        reads = [order.accept("read", [Span(1, 0, 8, False)]) for _ in range(3)]
+        for one in reads:
+            await one.turn(0)
+        behind = write(order, "write", 0, 8)
+
+        async def enter() -> None:
+            async with order.turn("cancelled", [Span(1, 0, 8, True)], 60):
+                raise AssertionError("it is not its turn")
+
+        task = asyncio.ensure_future(enter())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for one in reads:
+            order.end(one)
+        await behind.turn(0)
+        order.end(behind)
+        assert not len(order)
+
+    asyncio.run(run())

@@ -1,0 +1,147 @@
+"""Text from outside: printable, short, and parsed without a crash, wherever it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hoop.engine.settings import Settings
+from hoop.errors import HoopError, InvalidArgument, named
+from hoop.events import EventLog
+from hoop.launch.recording import saved_settings
+from hoop.plan.plan import Plan
+from hoop.report import strict_json
+from hoop.simulate.cluster import read_cluster
+from hoop.simulate.costs import Costs
+from hoop.texts import LONGEST, cleaned, parse_json, printable
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name
+
+ANY_TEXT = st.text(st.characters(), max_size=300)
+"""Every code point there is, surrogates included."""
+
+
+@given(ANY_TEXT, st.integers(0, 400))
+def test_any_text_can_go_anywhere(text: str, longest: int) -> None:
+    shown = printable(text, longest)
+    assert len(shown.encode()) <= max(longest, 0)
+    assert all(one.isprintable() or one in "\n\t" for one in shown)
+    assert printable(shown, longest) == shown
+    assert pb.Job(reason=shown).SerializeToString() is not None
+
+
+@given(ANY_TEXT)
+def test_what_is_printable_and_short_stays(text: str) -> None:
+    plain = "".join(one for one in text if one.isprintable() or one in "\n\t")
+    assert printable(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\ud800", r"\ud800"),
+        ("a\udcffb", r"a\udcffb"),
+        ("\x1b[31m", r"\x1b[31m"),
+        ("\x9b2J\r\0", r"\x9b2J\r\x00"),
+        ("\u202eabc", r"\u202eabc"),
+        ("Zürich\n\tα", "Zürich\n\tα"),
+    ],
+)
+def test_escapes(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_of_a_long_text_both_ends_stay() -> None:
+    shown = printable("begin" + "x" * (1 << 20) + "end")
+    assert (shown[:5], shown[-3:], len(shown)) == ("begin", "end", LONGEST)
+
+
+@given(ANY_TEXT)
+def test_errors_and_events_are_printable_by_themselves(text: str) -> None:
+    log = EventLog(longest=LONGEST)
+    event = log.publish("kind" + text, text * 100, field=text)
+    for kind in ("PeerLost", "NotFound", "OutOfMemory", "INTERNAL", "UNKNOWN"):
+        assert str(named(kind, text)) == printable(text)
+    pb.Event(kind=event.kind, text=event.text, fields=event.fields).SerializeToString()
+    assert max(map(len, (event.kind, event.text, *event.fields.values()))) <= LONGEST
+
+
+def test_a_log_without_a_limit_keeps_json_whole() -> None:
+    told = json.dumps({"samples": list(range(50_000)), "text": "\ud800"})
+    assert EventLog().publish("steps", told).text == told
+
+
+def test_parsed_json_is_cleaned_in_every_place() -> None:
+    assert cleaned(json.loads(r'{"\ud800":["\u001b",{"a":1.5}],"b":null}')) == {
+        r"\ud800": [r"\x1b", {"a": 1.5}],
+        "b": None,
+    }
+
+
+# ---- JSON that is nested too deep: an error of the kind that each reader always raises
+
+
+DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 50_000 + "]" * 50_000]
+
+
+def _recording(text: str, folder: Path) -> object:
+    (folder / "config.json").write_text(text)
+    return saved_settings(folder)
+
+
+def _cluster(text: str, folder: Path) -> object:
+    (folder / "cluster.toml").write_text(f"host = {text}")
+    return read_cluster(folder / "cluster.toml")
+
+
+READERS: dict[str, tuple[Callable[[str, Path], object], type[Exception]]] = {
+    "parse_json": (lambda text, _: parse_json(text), ValueError),
+    "strict_json": (lambda text, _: strict_json.loads(text), ValueError),
+    "job settings": (lambda text, _: check_settings(text), InvalidArgument),
+    "engine settings": (lambda text, _: Settings.from_json(text), InvalidArgument),
+    "plan": (lambda text, _: Plan.from_json(text), InvalidArgument),
+    "costs": (lambda text, _: Costs.from_json(text), InvalidArgument),
+    "a run's config": (_recording, HoopError),
+    "a cluster file": (_cluster, HoopError),
+}
+
+
+@pytest.mark.parametrize("text", DEEP, ids=["list", "object", "closed list"])
+@pytest.mark.parametrize("reader", READERS)
+def test_no_reader_is_crashed_by_nesting(reader: str, text: str, tmp_path: Path) -> None:
+    read, kind = READERS[reader]
+    with pytest.raises(kind):
+        read(text, tmp_path)
+
+
+# ---- job settings
+
+
+def test_settings_of_exactly_the_limit_are_taken() -> None:
+    text = json.dumps({"job": "x" * (MAX_SETTINGS_BYTES - 11)})
+    assert len(text) == MAX_SETTINGS_BYTES
+    check_settings(text)
+    with pytest.raises(InvalidArgument, match=f"{MAX_SETTINGS_BYTES + 1} bytes are more than"):
+        check_settings(text + " ")
+    with pytest.raises(InvalidArgument, match="bytes are more than"):
+        check_settings('{"job":"' + "é" * (MAX_SETTINGS_BYTES // 2) + '"}')  # bytes count, not characters
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ('{"job": "mnist"}', "mnist"),
+        ('{"job": 7}', "?"),
+        ("{}", "?"),
+        ("[" * 9, "?"),
+        (r'{"job": "\ud800\u001b"}', r"\ud800\x1b"),
+        (json.dumps({"job": "x" * 1000}), "x" * 125 + " [...] " + "x" * 124),
+    ],
+)
+def test_a_jobs_name(settings: str, name: str) -> None:
+    assert job_name(settings) == name
