@@ -87,6 +87,45 @@ def test_odd_settings_on_one_device_and_on_three() -> None:
     assert len(set(checksums.values())) == len(checksums), checksums  # they are settings, not decoration
 
 
+def test_a_loss_of_the_users_own_means_what_it_says() -> None:
+    """As ``hoop.train`` is given it: a mean as the loss of that name, a sum as the mean at a rate times the batch."""
+    plain = {
+        "model": "plain",
+        "optimizer": "sgd",
+        "schedule": "constant",
+        "lr": 0.1,
+        "batch_size": 29,
+    }  # 203 is 7 times 29
+    told = [{"loss": "mean"}, {"loss": "none"}, {"loss": "sum", "lr": 0.1 / 29}]
+    jobs = [{**plain, **one, "devices": devices} for one in [{}, *told] for devices in (1, 3)]
+    found = train(jobs)
+    assert [one["text"] for one in found if "error" in one] == []
+    for one, three in zip(found[::2], found[1::2], strict=True):
+        assert one["weights_sha256"] == three["weights_sha256"]
+    named, mean, none, total = found[::2]
+    assert mean["loss"] == pytest.approx(named["loss"], rel=1e-4)
+    assert none["loss"] == pytest.approx(named["loss"], rel=1e-4)
+    assert total["loss"] == pytest.approx(50 * named["loss"], rel=1e-4)  # of all 50 test samples
+    assert {one["accuracy"] for one in found} == {named["accuracy"]}
+
+
+def test_a_loss_that_shards_do_not_add_up_to_is_refused() -> None:
+    weighted, number, stated = train(
+        [
+            {"loss": "weighted"},
+            {"loss": "a number"},
+            {"loss": "a number", "reduction": "mean"},  # on the devices, where it is called first
+        ]
+    )
+    for one, text in (
+        (weighted, "has class weights"),
+        (number, "returned float"),
+        (stated, "returned float"),
+    ):
+        assert one["error"] == "InvalidArgument"
+        assert text in one["text"]
+
+
 def test_a_run_goes_on_to_the_bit_also_with_other_devices_and_strategies(tmp_path: Path) -> None:
     at = [tmp_path / name for name in ("a", "b", "c", "d")]
     first = [{"out": str(one), "max_steps": steps} for one, steps in zip(at, (7, 9, 1, 14), strict=True)]

@@ -20,6 +20,7 @@ from hoop.engine.evaluation import evaluate
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
 from hoop.engine.preparation import Ready, prepare
+from hoop.engine.reduction import with_criterion
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
@@ -57,6 +58,7 @@ class Run:
         self._started = time.perf_counter()
         settle(world, settings.threads_per_device, settings.pin)
         self._data = job.data()
+        job = with_criterion(job, self._data.train, settings.seed)
         self._course = Course(settings, len(self._data.train))
         self._done = self._ended = self._begun_at = 0
         self._stopped = self._moving = self._leaves = False
