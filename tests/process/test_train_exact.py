@@ -126,6 +126,20 @@ def test_a_loss_that_shards_do_not_add_up_to_is_refused() -> None:
         assert text in one["text"]
 
 
+def test_without_test_data_nothing_is_called_a_test(tmp_path: Path) -> None:
+    alone, tested = train([{"untested": True, "out": str(tmp_path / "a")}, {"out": str(tmp_path / "b")}])
+    assert (alone["split"], tested["split"]) == ("train", "test")
+    assert alone["repr"].startswith("<training accuracy ")
+    assert tested["repr"].startswith("<accuracy ")
+    assert alone["weights_sha256"] == tested["weights_sha256"]
+    for name in ("metrics.jsonl", "result.json", "curve.svg"):
+        assert ">test<" not in (tmp_path / "a" / name).read_text()
+        assert "test_accuracy" not in (tmp_path / "a" / name).read_text()
+    assert '"train_accuracy"' in (tmp_path / "a" / "metrics.jsonl").read_text()
+    assert '"test_accuracy"' in (tmp_path / "b" / "metrics.jsonl").read_text()
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["split"] == "train"
+
+
 def test_a_run_goes_on_to_the_bit_also_with_other_devices_and_strategies(tmp_path: Path) -> None:
     at = [tmp_path / name for name in ("a", "b", "c", "d")]
     first = [{"out": str(one), "max_steps": steps} for one, steps in zip(at, (7, 9, 1, 14), strict=True)]

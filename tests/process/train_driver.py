@@ -103,10 +103,13 @@ def main() -> None:
     for given in json.load(sys.stdin):
         model = MODELS[given.pop("model", "chain")](0)
         given["loss"] = LOSSES.get(given.get("loss", ""), "cross_entropy")
+        splits = data()
+        untested = splits.train.inputs, splits.train.targets
         try:
-            result = hoop.train(model, data(), **given)
+            result = hoop.train(model, untested if given.pop("untested", False) else splits, **given)
             right = (result.model.eval()(data().test.inputs).argmax(1) == data().test.targets).float().mean()
             told = {**result.summary, "right": float(right), "same_module": result.model is model}
+            told["repr"] = repr(result)
         except hoop.HoopError as error:
             told = {"error": type(error).__name__, "text": str(error)}
         print(json.dumps(told), flush=True)

@@ -279,7 +279,7 @@ class Run:
             loss, accuracy = evaluate(self.worker, self._data.test)
             if self._role.reports:
                 told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
-                self._emit({**told, "loss": loss, "accuracy": accuracy})
+                self._emit({**told, "split": self._data.evaluated, "loss": loss, "accuracy": accuracy})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._ended = self._done

@@ -64,7 +64,10 @@ def trained(place: Path) -> Trained:
 
 
 def measure(one: Trained) -> dict[str, Any]:
-    """Loss and accuracy on the test samples, computed in this process by the model as it is."""
+    """Loss and accuracy on the test samples, computed in this process by the model as it is.
+
+    On the training samples where the job has no others; ``split`` says which.
+    """
     with blaming(f"evaluating {one.settings.job}"):
         splits = one.job.data()
         data = splits.test
@@ -77,6 +80,7 @@ def measure(one: Trained) -> dict[str, Any]:
         "checkpoint": str(one.found.path),
         "passed_over": list(one.found.passed_over),
         "steps": one.steps,
+        "split": splits.evaluated,
         "samples": len(data),
         "accuracy": right / len(data),
         "loss": loss / len(data),

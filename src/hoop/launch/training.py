@@ -256,7 +256,8 @@ def train(
     """Trains a model on devices of this machine and returns what came of it.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
-    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. ``loss`` is
+    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets; without test data
+    the model is measured on the training data, and ``result.split`` says so. ``loss`` is
     ``cross_entropy``, ``mse``, or a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``. It trains as it
     does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
     out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
