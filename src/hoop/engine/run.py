@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from hoop.engine.account import account
 from hoop.engine.balance import balance_for
-from hoop.engine.course import Course
+from hoop.engine.course import Course, check_faults
 from hoop.engine.evaluation import evaluate
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
@@ -60,6 +60,8 @@ class Run:
         self._data = job.data()
         job = with_criterion(job, self._data.train, settings.seed)
         self._course = Course(settings, len(self._data.train))
+        if not joins:
+            check_faults(settings, world.size, len(self._data.train), world.linked)
         self._done = self._ended = self._begun_at = 0
         self._stopped = self._moving = self._leaves = False
         self._missing: list[int] = []

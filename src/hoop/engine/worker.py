@@ -199,6 +199,10 @@ class Worker:
         self._handlers = {kind: partial(seen, handler) for kind, handler in self._handlers.items()}
         self._joint = None
 
+    def at(self, position: Position) -> None:
+        """What follows belongs to this step, for whoever looks at instructions; ``begin`` implies it."""
+        self._position = position
+
     def do(self, instruction: Instruction) -> None:
         """One instruction, for whoever decides what comes next."""
         self._handlers[instruction.kind](instruction)

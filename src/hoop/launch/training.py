@@ -17,6 +17,7 @@ from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.launch.result import Result
 from hoop.launch.user_code import blaming
+from hoop.plan.faults import OF_FILES
 from hoop.servers.tasks import Emit, TaskPlace
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class Training:
     """A job under way, seen from this process."""
 
     def __init__(self, launch: Launch, save: Path | None = None) -> None:
+        for fault in launch.settings.placed:
+            if fault.kind == OF_FILES and launch.out is None:
+                raise InvalidArgument(
+                    f"fault {fault}: no file of this run is written; name a folder with out (--out)"
+                )
         self._launch = launch
         self._save = save
         self._asked = False
@@ -268,6 +274,7 @@ def train(
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
     """
+    from hoop.engine.course import check_faults
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES
     from hoop.engine.reduction import with_criterion
@@ -288,6 +295,7 @@ def train(
     with blaming("trying the loss"):
         loaded = job.data()  # before the fork: devices share what is loaded now
         job = with_criterion(job, loaded.train, wanted.seed)
+    check_faults(wanted, devices, len(loaded.train))
     if not isinstance(model, str):
         INHERITED.append(job)
     folder = None if out is None else Path(out)
