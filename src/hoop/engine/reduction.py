@@ -54,7 +54,9 @@ def with_criterion(job: Job, data: Dataset, seed: int, model: nn.Module | None =
     if job.criterion is not None:
         return job
     function: Any = job.loss
-    model = job.model(seed) if model is None else model
+    if model is None:
+        with _undisturbed():
+            model = job.model(seed)
     indices = np.linspace(0, len(data) - 1, SAMPLES).astype(np.int64)
     inputs, targets = data.batch(indices, epoch=0, seed=seed)
     with _undisturbed(model, function), torch.no_grad():

@@ -292,8 +292,8 @@ def train(
         name = f"inherited:{len(INHERITED)}"
     spec = strategy if isinstance(strategy, str) else strategy.spec
     wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
-    with blaming("trying the loss"):
-        loaded = job.data()  # before the fork: devices share what is loaded now
+    loaded = job.data()  # before the fork: devices share what is loaded now
+    with blaming("calling the loss before the first step"):
         job = with_criterion(job, loaded.train, wanted.seed)
     check_faults(wanted, devices, len(loaded.train))
     if not isinstance(model, str):
