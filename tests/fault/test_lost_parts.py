@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from itertools import product
 
@@ -9,7 +10,7 @@ import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
 from mortal_ranks import Ended, Fault, survive
 from small_jobs import JOBS, STEPS, alone, settings
-from torch import Tensor
+from torch import Tensor, nn
 
 from hoop.engine.survival.mirrors import check_room
 from hoop.errors import FailedPrecondition
@@ -51,6 +52,15 @@ def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object)
 )
 def test_a_part_is_lost(strategy: str, size: int, faults: list[Fault]) -> None:
     check_lost(strategy, size, faults)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_part_is_lost_under_a_loss_of_the_users_own(reduction: str) -> None:
+    """Its reduction is found out once, with the first weights."""
+    job = dataclasses.replace(JOBS["normed"], loss=nn.CrossEntropyLoss(reduction=reduction))
+    how = {**EPOCH, "optimizer": "sgd", "lr": 0.001}
+    wanted = tensors_in(checkpoint(train("shm", 1, settings("data", **how), job)))
+    check(survive(3, settings("pipeline:1f1b", **how), job, [Fault(1, "instruction", 60)]), wanted, 2)
 
 
 def test_over_links_the_gradients_travel() -> None:

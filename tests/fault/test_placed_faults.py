@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from trainings import DRIVER, driven, hoop_train, linked
+import json
+import subprocess
+
+from trainings import DRIVER, ENV, HOOP, PATIENCE_S, driven, hoop_train, linked
 
 JOB = {"model": "plain", "epochs": 2, "batch_size": 32, "shards": 4}
 FAULTS = [
@@ -42,6 +45,58 @@ def test_a_slow_device_is_named_and_a_wrong_fault_is_refused() -> None:
     named, refused = driven(DRIVER, [slow, {**JOB, "devices": 2, "faults": "kill@instruction=think"}])
     assert 1 in [one["rank"] for one in named["stragglers"]]
     assert refused["error"] == "InvalidArgument"
+
+
+NEVER = {
+    "kill@rank=9,step=2": "rank 9 is not there, the job begins with ranks 0..1",
+    "kill@rank=0,step=8": "step 8 never comes, the job has 7 steps",
+    "kill@rank=0,step=2,instruction=push": "rank 0 has no push",
+    "corrupt@rank=1,step=2": "corrupt needs TCP connections",
+    "disk-full@step=2": "no file of this run is written",
+}
+
+
+def refused(*arguments: str) -> str:
+    """What a training that ends as a mistake of the user's says, which has not begun."""
+    done = subprocess.run(
+        [*HOOP, "train", *arguments], capture_output=True, text=True, timeout=PATIENCE_S, env=ENV, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "parameters on" not in done.stderr, "it has begun"
+    return done.stderr
+
+
+def test_a_fault_that_can_never_happen_is_refused() -> None:
+    job = {**JOB, "epochs": 1, "devices": 2}
+    for (fault, text), found in zip(
+        NEVER.items(), driven(DRIVER, [{**job, "faults": fault} for fault in NEVER]), strict=True
+    ):
+        assert found.get("error") == "InvalidArgument", f"{fault}: {found}"
+        assert f"fault {fault}" in found["text"]
+        assert text in found["text"]
+
+
+def test_the_command_line_refuses_it() -> None:
+    job = [f"{DRIVER}:job", "--epochs", "1", "--fault", "kill@rank=9,step=2", "--devices", "2"]
+    assert "fault kill@rank=9,step=2: rank 9 is not there, the job begins with ranks 0..1" in refused(*job)
+
+
+def test_devices_of_a_cluster_refuse_it() -> None:
+    """They have the data, and know how many they are."""
+    job = [f"{DRIVER}:job", "--epochs", "1"]
+    with linked(2) as address:
+        for fault in ("kill@rank=9,step=2", "kill@rank=0,step=8"):
+            assert NEVER[fault] in refused(*job, "--fault", fault, "--coordinator", address)
+
+
+def test_a_fault_of_a_server_that_follows_a_rule_happens_in_its_step() -> None:
+    """Without barriers, servers and their workers know by the messages which step they are in."""
+    faults = "slow@rank=2,step=7,factor=2,instruction=take; slow@rank=0,step=7,factor=2,instruction=get"
+    (found,) = driven(
+        DRIVER,
+        [{**JOB, "epochs": 1, "devices": 3, "strategy": "ps:asp", "faults": faults, "max_steps": 7}],
+    )
+    assert len(found.get("faults", [])) == 2, json.dumps(found)
 
 
 def test_a_bit_that_a_link_flips_does_not_change_the_weights() -> None:

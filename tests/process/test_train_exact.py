@@ -87,6 +87,59 @@ def test_odd_settings_on_one_device_and_on_three() -> None:
     assert len(set(checksums.values())) == len(checksums), checksums  # they are settings, not decoration
 
 
+def test_a_loss_of_the_users_own_means_what_it_says() -> None:
+    """As ``hoop.train`` is given it: a mean as the loss of that name, a sum as the mean at a rate times the batch."""
+    plain = {
+        "model": "plain",
+        "optimizer": "sgd",
+        "schedule": "constant",
+        "lr": 0.1,
+        "batch_size": 29,
+    }  # 203 is 7 times 29
+    told = [{"loss": "mean"}, {"loss": "none"}, {"loss": "sum", "lr": 0.1 / 29}]
+    jobs = [{**plain, **one, "devices": devices} for one in [{}, *told] for devices in (1, 3)]
+    found = train(jobs)
+    assert [one["text"] for one in found if "error" in one] == []
+    for one, three in zip(found[::2], found[1::2], strict=True):
+        assert one["weights_sha256"] == three["weights_sha256"]
+    named, mean, none, total = found[::2]
+    assert mean["loss"] == pytest.approx(named["loss"], rel=1e-4)
+    assert none["loss"] == pytest.approx(named["loss"], rel=1e-4)
+    assert total["loss"] == pytest.approx(50 * named["loss"], rel=1e-4)  # of all 50 test samples
+    assert {one["accuracy"] for one in found} == {named["accuracy"]}
+
+
+def test_a_loss_that_shards_do_not_add_up_to_is_refused() -> None:
+    weighted, number, stated = train(
+        [
+            {"loss": "weighted"},
+            {"loss": "a number"},
+            {"loss": "a number", "reduction": "mean"},  # on the devices, where it is called first
+        ]
+    )
+    for one, text in (
+        (weighted, "has class weights"),
+        (number, "returned float"),
+        (stated, "returned float"),
+    ):
+        assert one["error"] == "InvalidArgument"
+        assert text in one["text"]
+
+
+def test_without_test_data_nothing_is_called_a_test(tmp_path: Path) -> None:
+    alone, tested = train([{"untested": True, "out": str(tmp_path / "a")}, {"out": str(tmp_path / "b")}])
+    assert (alone["split"], tested["split"]) == ("train", "test")
+    assert alone["repr"].startswith("<training accuracy ")
+    assert tested["repr"].startswith("<accuracy ")
+    assert alone["weights_sha256"] == tested["weights_sha256"]
+    for name in ("metrics.jsonl", "result.json", "curve.svg"):
+        assert ">test<" not in (tmp_path / "a" / name).read_text()
+        assert "test_accuracy" not in (tmp_path / "a" / name).read_text()
+    assert '"train_accuracy"' in (tmp_path / "a" / "metrics.jsonl").read_text()
+    assert '"test_accuracy"' in (tmp_path / "b" / "metrics.jsonl").read_text()
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["split"] == "train"
+
+
 def test_a_run_goes_on_to_the_bit_also_with_other_devices_and_strategies(tmp_path: Path) -> None:
     at = [tmp_path / name for name in ("a", "b", "c", "d")]
     first = [{"out": str(one), "max_steps": steps} for one, steps in zip(at, (7, 9, 1, 14), strict=True)]

@@ -61,6 +61,13 @@ def plain(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, CLASSES))
 
 
+LOSSES = {
+    "mean": nn.CrossEntropyLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "none": nn.CrossEntropyLoss(reduction="none"),
+    "weighted": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+    "a number": lambda outputs, targets: 7.0,
+}
 MODELS = {"chain": chain, "plain": plain, "whole": lambda seed: Whole()}
 job = hoop.Job(chain, data, settings={"epochs": 2, "batch_size": 32, "shards": 4, "lr": 0.01})
 """What ``hoop train …/train_driver.py:job`` trains."""
@@ -95,10 +102,14 @@ slow = hoop.Job(
 def main() -> None:
     for given in json.load(sys.stdin):
         model = MODELS[given.pop("model", "chain")](0)
+        given["loss"] = LOSSES.get(given.get("loss", ""), "cross_entropy")
+        splits = data()
+        untested = splits.train.inputs, splits.train.targets
         try:
-            result = hoop.train(model, data(), **given)
+            result = hoop.train(model, untested if given.pop("untested", False) else splits, **given)
             right = (result.model.eval()(data().test.inputs).argmax(1) == data().test.targets).float().mean()
             told = {**result.summary, "right": float(right), "same_module": result.model is model}
+            told["repr"] = repr(result)
         except hoop.HoopError as error:
             told = {"error": type(error).__name__, "text": str(error)}
         print(json.dumps(told), flush=True)

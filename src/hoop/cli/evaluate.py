@@ -14,7 +14,7 @@ Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or
 
 
 def evaluate(run: Run, json: options.Json = False) -> None:
-    """Measure a trained model on the test samples, in this process.
+    """Measure a trained model on the test samples, in this process; where its job has none, on the training samples.
 
     Of a run's folder the newest checkpoint that is whole is taken.
     """
@@ -27,8 +27,11 @@ def evaluate(run: Run, json: options.Json = False) -> None:
     if json:
         typer.echo(json_module.dumps(found))
         return
+    training = found["split"] == "train"
+    which = "training samples: the job has no test data" if training else "test samples"
     typer.echo(
-        f"accuracy {found['accuracy']:.2%}  loss {found['loss']:.4f}  on {found['samples']:,} test samples"
+        f"{'training ' if training else ''}accuracy {found['accuracy']:.2%}  loss {found['loss']:.4f}  on "
+        f"{found['samples']:,} {which}"
     )
     typer.echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
     typer.echo(f"  weights sha256 {found['weights_sha256']}")

@@ -224,10 +224,11 @@ def _launch(
     address_file: Path | None,
 ) -> Launch:
     """Everything that can be wrong is found out here, before anything runs."""
+    from hoop.engine.course import check_faults
     from hoop.launch.checkpoints import newest_checkpoint
     from hoop.launch.named import job_named, resolved
     from hoop.launch.recording import saved_settings
-    from hoop.launch.training import Launch
+    from hoop.launch.training import DEFAULT_DEVICES, Launch
 
     found = None
     if resume:
@@ -245,6 +246,8 @@ def _launch(
     known = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     _check_strategy(settings, devices, coordinator is None)
+    if settings.faults and coordinator is None:  # on a cluster the devices do, which have the data
+        check_faults(settings, devices or DEFAULT_DEVICES, len(known.data().train))
     launch = Launch(settings, devices, memory, out, coordinator=coordinator, address_file=address_file)
     if found is None:
         return launch

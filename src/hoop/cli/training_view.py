@@ -165,18 +165,19 @@ class View(PlainView):
         )
 
     def _evaluated(self, event: dict[str, Any]) -> None:
-        self._accuracy = f"accuracy {event['accuracy']:.2%}"
+        self._accuracy = f"{_accuracy(event['split'])} {event['accuracy']:.2%}"
         self._printed = time.monotonic()
         trained = f"loss {sum(self._losses) / len(self._losses):.4f}  " if self._losses else ""
         self._losses = []
         self._console.print(
-            f"epoch {event['epoch']:>3}  {trained}test loss {event['loss']:.4f}  accuracy {event['accuracy']:.2%}"
-            f"  {self._speed()}"
+            f"epoch {event['epoch']:>3}  {trained}{'test' if event['split'] == 'test' else 'training'} loss "
+            f"{event['loss']:.4f}  {self._accuracy}  {self._speed()}"
         )
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
         """What came of it, in a few lines on standard output."""
-        accuracy = f"accuracy {result['accuracy']:.2%}  " if result.get("accuracy") is not None else ""
+        measured = result.get("accuracy") is not None
+        accuracy = f"{_accuracy(result['split'])} {result['accuracy']:.2%}  " if measured else ""
         stopped = f"stopped after {result['steps']}" if result["stopped"] else f"{result['steps']}"
         typer.echo(
             f"{accuracy}{stopped} steps in {result['seconds']:.1f} s  "
@@ -212,6 +213,11 @@ class View(PlainView):
             typer.echo(f"  kept in {out}{again}")
         elif result["stopped"]:
             typer.echo("  nothing was kept: no --out was given")
+
+
+def _accuracy(split: str) -> str:
+    """What an accuracy on these samples is called: that of the training data never passes for the test data's."""
+    return "accuracy" if split == "test" else "training accuracy"
 
 
 def _devices(count: int) -> str:

@@ -50,10 +50,18 @@ class Dataset(Protocol):
 
 
 class Splits(NamedTuple):
-    """What a model learns from, and what it is measured on."""
+    """What a model learns from, and what it is measured on: where there is no test data, the training data again."""
 
     train: Dataset
     test: Dataset
+
+    @property
+    def evaluated(self) -> str:
+        """Which of the two evaluations are on: ``test``, or ``train`` where both have the same samples."""
+        same = self.test is self.train or (
+            len(self.test) == len(self.train) and self.test.checksum == self.train.checksum
+        )
+        return "train" if same else "test"
 
 
 def fingerprint(data: Splits) -> str:

@@ -6,6 +6,15 @@ from hoop.data.order import Order
 from hoop.engine.feed import Position
 from hoop.engine.role import Work
 from hoop.engine.settings import Settings
+from hoop.plan.faults import check_reachable
+from hoop.strategies.catalog import parse
+
+
+def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
+    """Raises if a fault that is placed can never happen in a job that begins with so many devices and samples."""
+    if faults := settings.placed:
+        plan = parse(settings.strategy).plan(devices, settings.micros)
+        check_reachable(faults, plan, Course(settings, samples).limit, linked)
 
 
 class Course:

@@ -23,7 +23,7 @@ CHUNK = 500
 
 
 def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
-    """The mean loss and the share of samples that are right; every rank must call it and gets the same."""
+    """The loss of all samples and the share of them that are right; every rank must call it and gets the same."""
     chunks = -(-len(data) // CHUNK)
     figures = np.zeros((chunks, 2), np.float64)
     deadline = time.monotonic() + worker.settings.timeout_s
@@ -53,7 +53,9 @@ def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
                 if stage == worker.last:
                     targets = data.batch(samples, epoch=0, seed=0, out=out)[1]
                     with torch.no_grad():
-                        figures[chunk] = float(worker.loss(value, targets)), hits(value, targets)
+                        loss = float(worker.criterion.value(value, targets))
+                    loss = worker.criterion.figure(loss, len(samples), len(data))
+                    figures[chunk] = loss, hits(value, targets)
                 elif chain[stage + 1] != rank:
                     leaving = Instruction(Kind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
                     worker.post.send(leaving, value, deadline)

@@ -47,8 +47,8 @@ class Feed:
         """How many micro-batches of the step have samples."""
         self.prints: dict[int, int] = {}
         """Of the micro-batches of the step that were read here, what samples they are: see ``evidence``."""
-        self.scale = 1.0
-        """One over the size of the global batch."""
+        self.batch_size = 1
+        """How many samples the global batch of the step has."""
 
     def begin(self, position: Position, samples: Indices, micros: int) -> None:
         """The samples of a step, cut into micro-batches."""
@@ -59,7 +59,7 @@ class Feed:
         self.prints.clear()
         self._samples = [shard(samples, micro, micros) for micro in range(micros)]
         self.full = min(micros, len(samples))
-        self.scale = 1.0 / len(samples)
+        self.batch_size = len(samples)
 
     def empty(self, micro: int) -> bool:
         return not len(self._samples[micro])

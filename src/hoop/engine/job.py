@@ -15,7 +15,7 @@ from torch import nn
 
 from hoop.data.dataset import Splits
 from hoop.engine.settings import Settings
-from hoop.engine.stages.losses import Loss, loss_named
+from hoop.engine.stages.losses import LOSSES, MEAN, REDUCTIONS, SUM, Criterion, Loss, loss_named
 from hoop.errors import InvalidArgument, NotFound
 
 INHERITED: list[Job] = []
@@ -30,17 +30,54 @@ class Job:
     """A model, its data and its loss, with the settings that suit them.
 
     ``model(seed)`` makes the model, the same for the same seed; an ``nn.Sequential`` is cut between its blocks.
+    ``loss`` is a name, or a function of (outputs, targets) that returns the mean or the sum over the samples, or a
+    value a sample. It trains as it does in PyTorch on the whole batch: the mean, the sum, or the mean of the values.
+    ``reduction`` states which of them it is, ``mean``, ``sum`` or ``none``, where Hoop cannot find it out.
     """
 
     model: Callable[[int], nn.Module]
     data: Callable[[], Splits]
-    loss: str | Loss = "cross_entropy"
+    loss: str | Loss | Criterion = "cross_entropy"
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
+    reduction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction is not None and self.reduction not in REDUCTIONS:
+            raise InvalidArgument(
+                f"reduction: {self.reduction!r} is unknown; known: {', '.join(REDUCTIONS)}, what the loss returns"
+            )
+        if isinstance(self.loss, str):
+            loss_named(self.loss)
+        elif isinstance(self.loss, type):
+            raise InvalidArgument(
+                f"loss: {self.loss.__name__} is a class; give an object of it, {self.loss.__name__}()"
+            )
+        elif not callable(self.loss) and not isinstance(self.loss, Criterion):
+            known = ", ".join(LOSSES)
+            raise InvalidArgument(
+                f"loss: {self.loss!r} is neither a function of (outputs, targets) nor one of {known}"
+            )
+        own = getattr(self.loss, "reduction", None) if isinstance(self.loss, nn.Module) else None
+        if self.reduction is not None and own in REDUCTIONS and own != self.reduction:
+            raise InvalidArgument(
+                f"reduction: {self.reduction!r} is stated, {self.loss} has {own!r}; leave it out, or change the loss"
+            )
 
     @property
     def loss_function(self) -> Loss:
-        return loss_named(self.loss) if isinstance(self.loss, str) else self.loss
+        if isinstance(self.loss, str):
+            return loss_named(self.loss)
+        return self.loss.function if isinstance(self.loss, Criterion) else self.loss
+
+    @property
+    def criterion(self) -> Criterion | None:
+        """The loss with its reduction; None where that is to be found out, by ``reduction.with_criterion``."""
+        if isinstance(self.loss, Criterion):
+            return self.loss
+        if isinstance(self.loss, str):
+            return Criterion(loss_named(self.loss), SUM, SUM if self.reduction == SUM else MEAN)
+        return None if self.reduction is None else Criterion.of(self.loss, self.reduction)
 
     def defaults(self, name: str) -> Settings:
         """This job's settings, where nobody says otherwise."""

@@ -97,7 +97,11 @@ def prepare(
     check_role(strategy, plan, settings)
     if problems := check(plan):
         raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
-    _agree(world, settings, None if anew else model, data)
+    criterion = job.criterion
+    if criterion is None:
+        raise InternalError("a job is prepared before the reduction of its loss is known")
+    reduction = f"{criterion.returns} {criterion.minimised}"
+    _agree(world, settings, None if anew else model, data, reduction)
     rows = -(-settings.batch_size // settings.micros)
     sample = data.train.batch(
         np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
@@ -105,9 +109,7 @@ def prepare(
     found = profile(blocks, sample, settings.optimizer, settings.micros, accelerator=accelerator)
     costs = _shared(world, settings, found)
     bounds, spare = _bounds(world, settings, strategy, costs, plan, blocks)
-    worker = Worker(
-        world, settings, blocks, bounds, plan, data.train, job.loss_function, vectors, accelerator
-    )
+    worker = Worker(world, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
     if strategy.name == "data" and layers_of(blocks) is not None:
         worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)
@@ -132,9 +134,9 @@ def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Rea
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 
-def _agree(world: World, settings: Settings, model: nn.Module | None, data: Splits) -> None:
-    """All ranks have the same settings, first weights (of a ``model``) and data, or an error says who differs."""
-    digest = hashlib.sha256(settings.to_json().encode())
+def _agree(world: World, settings: Settings, model: nn.Module | None, data: Splits, reduction: str) -> None:
+    """All ranks have the same settings, loss, first weights (of a ``model``) and data, or an error says who differs."""
+    digest = hashlib.sha256(settings.to_json().encode() + reduction.encode())
     digest.update(data.train.checksum.encode() + data.test.checksum.encode())
     with torch.no_grad():
         for tensor in model.state_dict().values() if model is not None else ():
@@ -144,9 +146,9 @@ def _agree(world: World, settings: Settings, model: nn.Module | None, data: Spli
     world.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, seen, settings.timeout_s)
     if len(set(seen.tolist())) > 1:
         raise FailedPrecondition(
-            f"job {settings.job}: rank {world.rank} has other settings, first weights or data than some other rank "
-            f"(fingerprints {[f'{one & 0xFFFF:04x}' for one in seen.tolist()]}); use the same Hoop, PyTorch, job code "
-            "and datasets on every machine"
+            f"job {settings.job}: rank {world.rank} has another loss, other settings, first weights or data than "
+            f"some other rank (fingerprints {[f'{one & 0xFFFF:04x}' for one in seen.tolist()]}); use the same Hoop, "
+            "PyTorch, job code and datasets on every machine"
         )
 
 

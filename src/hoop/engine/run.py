@@ -16,11 +16,12 @@ from collections.abc import Callable
 
 from hoop.engine.account import account
 from hoop.engine.balance import balance_for
-from hoop.engine.course import Course
+from hoop.engine.course import Course, check_faults
 from hoop.engine.evaluation import evaluate
 from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
 from hoop.engine.preparation import Ready, prepare
+from hoop.engine.reduction import with_criterion
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import LOSS, MOVE, SAMPLES, STOP, Vectors
@@ -66,7 +67,10 @@ class Run:
         self._started = time.perf_counter()
         settle(world, settings.threads_per_device, settings.pin)
         self._data = job.data()
+        job = with_criterion(job, self._data.train, settings.seed)
         self._course = Course(settings, len(self._data.train))
+        if not joins:
+            check_faults(settings, world.size, len(self._data.train), world.linked)
         self._done = self._ended = self._begun_at = 0
         self._stopped = self._moving = self._leaves = False
         self._missing: list[int] = []
@@ -305,7 +309,7 @@ class Run:
             loss, accuracy = evaluate(self.worker, self._data.test)
             if self._role.reports:
                 told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
-                self._emit({**told, "loss": loss, "accuracy": accuracy})
+                self._emit({**told, "split": self._data.evaluated, "loss": loss, "accuracy": accuracy})
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._ended = self._done

@@ -29,7 +29,7 @@ from hoop.engine.stages.clipping import Norm
 from hoop.engine.stages.flow import Flow
 from hoop.engine.stages.held import NOTHING, Figures, Held
 from hoop.engine.stages.joint import Joint, grouped, joinable
-from hoop.engine.stages.losses import Loss, Objective
+from hoop.engine.stages.losses import Criterion, Objective
 from hoop.engine.stages.mirrored import holder
 from hoop.engine.stages.totals import Totals
 from hoop.engine.stages.weights import Vectors
@@ -49,11 +49,11 @@ class Worker:
         cut: Sequence[int],
         plan: Plan,
         data: Dataset,
-        loss: Loss,
+        criterion: Criterion,
         vectors: Vectors,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.world, self.settings, self.loss, self.rank = world, settings, loss, world.rank
+        self.world, self.settings, self.criterion, self.rank = world, settings, criterion, world.rank
         self.clock, self.last = Clockwork(), plan.stages - 1
         self.owed = Owed(self.clock)
         rows = -(-settings.batch_size // plan.micros)
@@ -67,7 +67,7 @@ class Worker:
             self.held[stage] = hold(vectors, blocks[low:high], low, *how)
         self._lowest = min(self.held, default=0)
         self._norm = Norm(world, settings, blocks, bounds)
-        self._objective = Objective(loss)
+        self._objective = Objective(criterion)
         self._totals: dict[int, Totals] = {}
         self._handlers: dict[Kind, Callable[[Instruction], None]] = {
             Kind.LOAD: self.flow.load,
@@ -199,6 +199,10 @@ class Worker:
         self._handlers = {kind: partial(seen, handler) for kind, handler in self._handlers.items()}
         self._joint = None
 
+    def at(self, position: Position) -> None:
+        """What follows belongs to this step, for whoever looks at instructions; ``begin`` implies it."""
+        self._position = position
+
     def do(self, instruction: Instruction) -> None:
         """One instruction, for whoever decides what comes next."""
         self._handlers[instruction.kind](instruction)
@@ -218,7 +222,7 @@ class Worker:
     def _measure(self, micro: int, outputs: Tensor) -> None:
         """The loss of a micro-batch and the gradient it starts backward with."""
         targets = self.held[self.last].near(self.feed.targets(micro))
-        loss, gradient = self._objective(outputs, targets, self.feed.scale)
+        loss, gradient = self._objective(outputs, targets, self.feed.batch_size)
         self._figures[micro] = (loss, 0.0, float(len(targets)))
         self.flow.gradients[self.last, micro] = gradient
 

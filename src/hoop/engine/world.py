@@ -14,6 +14,7 @@ from hoop.collectives.communicator import Communicator
 from hoop.errors import HoopError
 from hoop.memory import Arena
 from hoop.topology import Address
+from hoop.transport.base import SharedEndpoint
 from hoop.transport.inproc import InprocTransport
 
 
@@ -65,6 +66,11 @@ class World:
     @property
     def size(self) -> int:
         return self.communicator.size
+
+    @property
+    def linked(self) -> bool:
+        """Whether ranks have connections between them, and not memory that they share alone."""
+        return self.size > 1 and not isinstance(self.communicator.endpoint, SharedEndpoint)
 
 
 def alone(world: World) -> World:

@@ -246,6 +246,7 @@ class Conducting:
             "steps": steps,
             "accuracy": self._evaluated.get("accuracy"),
             "loss": self._evaluated.get("loss"),
+            "split": self._evaluated.get("split"),
             "seconds": seconds,
             "samples_per_second": samples / seconds if seconds else 0.0,
             "weights_sha256": self._weights,

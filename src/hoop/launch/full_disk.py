@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hoop import files
-from hoop.plan.faults import Fault
+from hoop.plan.faults import OF_FILES, Fault
 
 
 class FullDisk:
     """Each fault makes the first checkpoint at its step or later find no room, once."""
 
     def __init__(self, faults: Sequence[Fault], done: Callable[[], int], tell: Callable[[str], None]) -> None:
-        self._due = [fault for fault in faults if fault.kind == "disk-full"]
+        self._due = [fault for fault in faults if fault.kind == OF_FILES]
         self._done, self._tell = done, tell
         if self._due:
             files.BEFORE_WRITING.append(self._look)

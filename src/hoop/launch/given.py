@@ -18,11 +18,13 @@ from hoop.engine.survival.snapshot import unpacked
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 
-def job_from(model: nn.Module | Callable[[int], nn.Module], data: Any, loss: str | Loss) -> Job:
+def job_from(
+    model: nn.Module | Callable[[int], nn.Module], data: Any, loss: str | Loss, reduction: str | None = None
+) -> Job:
     """A module (or a function of a seed) and data as a job."""
     splits = splits_from(data)
     build = (lambda seed: model) if isinstance(model, nn.Module) else model
-    return Job(build, lambda: splits, loss)
+    return Job(build, lambda: splits, loss, reduction=reduction)
 
 
 def splits_from(data: Any) -> Splits:

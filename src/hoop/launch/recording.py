@@ -76,8 +76,12 @@ class Recording:
 
     def last_evaluation(self) -> dict[str, Any] | None:
         """The newest one noted so far, for a run that goes on after it."""
-        found = [row for row in read_metrics(self._out / _METRICS) if "test_loss" in row]
-        return {"loss": found[-1]["test_loss"], "accuracy": found[-1]["test_accuracy"]} if found else None
+        for row in reversed(read_metrics(self._out / _METRICS)):
+            for split in ("test", "train"):
+                if f"{split}_loss" in row:
+                    measured = {name: row[f"{split}_{name}"] for name in ("loss", "accuracy")}
+                    return {"split": split, **measured}
+        return None
 
     def note(self, told: Mapping[str, Any]) -> None:
         """Writes down what a job told."""
@@ -114,10 +118,10 @@ class Recording:
                 self._metrics.log(step, loss=loss, seconds=seconds)
                 self._board.scalar("loss", loss, step, told["time"])
         elif told["kind"] == "evaluated":
-            values = {"test_loss": told["loss"], "test_accuracy": told["accuracy"], "epoch": told["epoch"]}
-            self._metrics.log(told["steps"], **values)
-            for tag in ("test_loss", "test_accuracy"):
-                self._board.scalar(tag, values[tag], told["steps"], told["time"])
+            values = {f"{told['split']}_{name}": told[name] for name in ("loss", "accuracy")}
+            self._metrics.log(told["steps"], **values, epoch=told["epoch"])
+            for tag, value in values.items():
+                self._board.scalar(tag, value, told["steps"], told["time"])
 
     def warn(self, text: str) -> None:
         """Who follows the run is told, once for each text."""

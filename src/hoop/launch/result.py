@@ -20,14 +20,20 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of test samples that are right, at the last evaluation; None before the first."""
+        """The share of samples that are right, at the last evaluation; None before the first. See ``split``."""
         found: float | None = self.summary["accuracy"]
         return found
 
     @property
     def loss(self) -> float | None:
-        """The mean loss on the test samples, at the last evaluation; None before the first."""
+        """The loss of the samples, at the last evaluation; None before the first. See ``split``."""
         found: float | None = self.summary["loss"]
+        return found
+
+    @property
+    def split(self) -> str | None:
+        """What ``accuracy`` and ``loss`` are of: ``test``, or ``train`` where no test data was given."""
+        found: str | None = self.summary["split"]
         return found
 
     @property
@@ -61,5 +67,6 @@ class Result:
         return float(self.summary["idle_fraction"])
 
     def __repr__(self) -> str:
-        accuracy = "" if self.accuracy is None else f"accuracy {self.accuracy:.4f}, "
+        training = "training " if self.split == "train" else ""
+        accuracy = "" if self.accuracy is None else f"{training}accuracy {self.accuracy:.4f}, "
         return f"<{accuracy}{self.steps} steps in {self.seconds:.1f} s, weights {self.weights_sha256[:12]}>"

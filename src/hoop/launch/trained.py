@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from hoop.data.dataset import Dataset
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
+from hoop.engine.reduction import with_criterion
 from hoop.engine.settings import Settings
-from hoop.engine.stages.losses import hits
+from hoop.engine.stages.losses import Criterion, hits
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.launch.checkpoints import Found, newest_checkpoint, read
@@ -63,16 +64,23 @@ def trained(place: Path) -> Trained:
 
 
 def measure(one: Trained) -> dict[str, Any]:
-    """Loss and accuracy on the test samples, computed in this process by the model as it is."""
+    """Loss and accuracy on the test samples, computed in this process by the model as it is.
+
+    On the training samples where the job has no others; ``split`` says which.
+    """
     with blaming(f"evaluating {one.settings.job}"):
-        data = one.job.data().test
+        splits = one.job.data()
+        data = splits.test
         one.model.eval()
-        loss, right = _figures(one, data)
+        job = with_criterion(one.job, splits.train, one.settings.seed, one.model)
+        assert job.criterion is not None, "it was found, or it was not told apart and raised"
+        loss, right = _figures(one, data, job.criterion)
     return {
         "job": one.settings.job,
         "checkpoint": str(one.found.path),
         "passed_over": list(one.found.passed_over),
         "steps": one.steps,
+        "split": splits.evaluated,
         "samples": len(data),
         "accuracy": right / len(data),
         "loss": loss / len(data),
@@ -80,7 +88,7 @@ def measure(one: Trained) -> dict[str, Any]:
     }
 
 
-def _figures(one: Trained, data: Dataset) -> tuple[float, float]:
+def _figures(one: Trained, data: Dataset, criterion: Criterion) -> tuple[float, float]:
     loss = right = 0.0
     half = one.settings.precision == "bfloat16"
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -88,7 +96,8 @@ def _figures(one: Trained, data: Dataset) -> tuple[float, float]:
             samples = np.arange(low, min(len(data), low + CHUNK), dtype=np.int64)
             inputs, targets = data.batch(samples, epoch=0, seed=0)
             outputs = one.model(inputs).float()
-            loss += float(one.job.loss_function(outputs, targets))
+            value = float(criterion.value(outputs, targets))
+            loss += criterion.figure(value, len(samples), len(data))
             right += hits(outputs, targets)
     return loss, right
 

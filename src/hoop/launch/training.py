@@ -17,6 +17,7 @@ from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.launch.result import Result
 from hoop.launch.user_code import blaming
+from hoop.plan.faults import OF_FILES
 from hoop.servers.tasks import Emit, TaskPlace
 
 if TYPE_CHECKING:
@@ -140,6 +141,11 @@ class Training:
     """A job under way, seen from this process."""
 
     def __init__(self, launch: Launch, save: Path | None = None) -> None:
+        for fault in launch.settings.placed:
+            if fault.kind == OF_FILES and launch.out is None:
+                raise InvalidArgument(
+                    f"fault {fault}: no file of this run is written; name a folder with out (--out)"
+                )
         self._launch = launch
         self._save = save
         self._asked = False
@@ -250,13 +256,17 @@ def train(
     resume: bool = False,
     progress: Callable[[Told], None] | None = None,
     loss: str | Callable[[Any, Any], Any] = "cross_entropy",
+    reduction: str | None = None,
     **settings: Any,
 ) -> Result:
     """Trains a model on devices of this machine and returns what came of it.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
-    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. ``loss`` is
-    ``cross_entropy``, ``mse``, or a function of (outputs, targets) that returns the sum over the samples.
+    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets; without test data
+    the model is measured on the training data, and ``result.split`` says so. ``loss`` is
+    ``cross_entropy``, ``mse``, or a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``. It trains as it
+    does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
+    out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
     ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr, optimizer, seed …
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` it goes on from the newest checkpoint there.
     ``progress`` is called with every event.
@@ -264,20 +274,30 @@ def train(
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
     """
+    from hoop.engine.course import check_faults
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES
+    from hoop.engine.reduction import with_criterion
     from hoop.launch.checkpoints import FOLDER, newest_checkpoint
     from hoop.launch.given import job_from, load_into
 
+    if reduction is not None and isinstance(model, str | Job):
+        raise InvalidArgument(
+            f"reduction: {reduction!r} is for a loss that is given here; a job states its own"
+        )
     if isinstance(model, str):
         job, name = find_job(model, RECIPES), model
     else:
-        job = model if isinstance(model, Job) else job_from(model, data, loss)
-        INHERITED.append(job)
-        name = f"inherited:{len(INHERITED) - 1}"
+        job = model if isinstance(model, Job) else job_from(model, data, loss, reduction)
+        name = f"inherited:{len(INHERITED)}"
     spec = strategy if isinstance(strategy, str) else strategy.spec
     wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
-    job.data()  # before the fork: devices share what is loaded now
+    loaded = job.data()  # before the fork: devices share what is loaded now
+    with blaming("calling the loss before the first step"):
+        job = with_criterion(job, loaded.train, wanted.seed)
+    check_faults(wanted, devices, len(loaded.train))
+    if not isinstance(model, str):
+        INHERITED.append(job)
     folder = None if out is None else Path(out)
     if resume and folder is None:
         raise InvalidArgument("resume: it needs out, the folder of the run to go on with")

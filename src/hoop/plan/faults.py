@@ -9,16 +9,19 @@
     disk-full@step=7                          the next file that is written for the run finds no room
 
 A fault happens once, before the first such instruction of its step or a later one; the rank is the one with which the
-job began, whichever it has become. Several are written with a semicolon between.
+job began, whichever it has become. A device that joins later has no faults. Several are written with a semicolon
+between. ``check_reachable`` refuses a fault that cannot happen in the job that begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Kind
+from hoop.plan.plan import Plan
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "kill": ("rank", "step", "instruction"),
@@ -30,7 +33,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "disk-full": ("step",),
 }
 """What can go wrong, and what is said of it."""
+OF_LINKS = frozenset({"corrupt", "drop", "partition"})
+"""Faults of TCP connections."""
+OF_FILES = "disk-full"
+"""The fault of whoever writes the run's files, which no rank does."""
 _INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in Kind}
+"""Each kind of instruction, as it is written in a fault."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Fault:
             raise InvalidArgument(
                 f"fault {self.kind}: instruction {self.instruction!r} is unknown; there are {', '.join(_INSTRUCTIONS)}"
             )
-        if self.rank < 0 or self.step < 1 or self.seconds < 0 or self.factor < 1:
+        finite = math.isfinite(self.seconds) and math.isfinite(self.factor)
+        if self.rank < 0 or self.step < 1 or self.seconds < 0 or self.factor < 1 or not finite:
             raise InvalidArgument(
                 f"fault {self}: rank is 0 or more, step and factor 1 or more, seconds not negative"
             )
@@ -66,7 +75,61 @@ class Fault:
 
     def is_due(self, step: int, kind: Kind) -> bool:
         """Whether it happens before an instruction of this kind, in this step."""
-        return step >= self.step and self.instruction in ("", kind.name.lower().replace("_", "-"))
+        return step >= self.step and self.instruction in ("", _name(kind))
+
+
+def check_reachable(faults: Sequence[Fault], plan: Plan, steps: int, linked: bool = True) -> None:
+    """Raises if one of them can never happen: called before the first step, with the plan that the job begins with.
+
+    ``steps``: how many the job has in all. ``linked``: whether ranks have TCP connections between them.
+    """
+    for fault in faults:
+        if fault.step > steps:
+            remedy = (
+                f"name one of 1..{steps}, or train for longer (epochs, max_steps)"
+                if steps
+                else "train for some"
+            )
+            raise InvalidArgument(
+                f"fault {fault}: step {fault.step} never comes, the job has {steps} steps; {remedy}"
+            )
+        if fault.kind == OF_FILES:
+            continue
+        if fault.rank >= plan.size:
+            raise InvalidArgument(
+                f"fault {fault}: rank {fault.rank} is not there, the job begins with ranks 0..{plan.size - 1}, and no "
+                f"fault is placed at a device that joins later; name one of these, or use {fault.rank + 1} devices"
+            )
+        if fault.kind in OF_LINKS and not linked:
+            raise InvalidArgument(
+                f"fault {fault}: {fault.kind} needs TCP connections, and the devices of this job share memory; use "
+                "devices on several hosts, or started with --advertise-data"
+            )
+        _check_instruction(fault, plan)
+
+
+def _check_instruction(fault: Fault, plan: Plan) -> None:
+    """Of ranks that hold the same stages each may get the others' shards, when those are moved to faster devices."""
+    own = plan.held_by(fault.rank)
+    alike = [rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)]
+    there = [_name(kind) for kind in Kind if kind in {one.kind for rank in alike for one in plan.ranks[rank]}]
+    if not there:
+        raise InvalidArgument(
+            f"fault {fault}: rank {fault.rank} does nothing in this job, it stands by; name another rank"
+        )
+    if fault.instruction and fault.instruction not in there:
+        wanted = _INSTRUCTIONS[fault.instruction]
+        ranks = [
+            str(rank) for rank in range(plan.size) if any(one.kind is wanted for one in plan.ranks[rank])
+        ]
+        others = f"ranks {', '.join(ranks)} have it" if ranks else "no rank of this strategy has it"
+        raise InvalidArgument(
+            f"fault {fault}: rank {fault.rank} has no {fault.instruction}; it has {', '.join(there)}; {others}"
+        )
+
+
+def _name(kind: Kind) -> str:
+    return kind.name.lower().replace("_", "-")
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:

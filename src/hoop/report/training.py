@@ -17,7 +17,9 @@ def training_chart(
     subtitle: str = "",
     rules: Mapping[str, float] | None = None,
 ) -> Chart:
-    """``loss`` and ``accuracy`` of rows are of training, ``test_loss`` and ``test_accuracy`` of the test.
+    """``loss`` of rows is of a step, ``test_loss`` and ``test_accuracy`` are of the test data.
+
+    ``train_loss`` and ``train_accuracy`` are of the training data, evaluated where there is no test data.
 
     Accuracies are shares of one and shown as percentages; so are the ``rules``, levels to compare with. A panel
     that no row has values for is left out.
@@ -31,7 +33,8 @@ def training_chart(
 
 def _lines(rows: Sequence[Mapping[str, Any]], field: str, factor: float) -> list[Line]:
     lines = []
-    for name, key in (("training", field), ("test", f"test_{field}")):
+    evaluated = "training" if field == "accuracy" else "training, evaluated"
+    for name, key in (("training", field), (evaluated, f"train_{field}"), ("test", f"test_{field}")):
         points = [(row["step"], factor * row[key]) for row in rows if row.get(key) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) > _RAW:

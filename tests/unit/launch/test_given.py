@@ -26,18 +26,22 @@ INPUTS, TARGETS = torch.randn(6, 2), torch.zeros(6, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("data", "sizes"),
+    ("data", "sizes", "evaluated"),
     [
-        ((INPUTS, TARGETS), (6, 6)),
-        (((INPUTS, TARGETS), (INPUTS[:2], TARGETS[:2])), (6, 2)),
-        (TensorData(INPUTS, TARGETS), (6, 6)),
-        ((Rows(), TensorData(INPUTS, TARGETS)), (4, 6)),
-        (Splits(TensorData(INPUTS, TARGETS), TensorData(INPUTS[:1], TARGETS[:1])), (6, 1)),
+        ((INPUTS, TARGETS), (6, 6), "train"),
+        (((INPUTS, TARGETS), (INPUTS[:2], TARGETS[:2])), (6, 2), "test"),
+        (((INPUTS, TARGETS), (INPUTS.clone(), TARGETS.clone())), (6, 6), "train"),
+        (((INPUTS, TARGETS), (INPUTS + 1, TARGETS)), (6, 6), "test"),
+        (TensorData(INPUTS, TARGETS), (6, 6), "train"),
+        (Rows(), (4, 4), "train"),
+        ((Rows(), TensorData(INPUTS, TARGETS)), (4, 6), "test"),
+        (Splits(TensorData(INPUTS, TARGETS), TensorData(INPUTS[:1], TARGETS[:1])), (6, 1), "test"),
     ],
 )
-def test_data_in_every_form(data: Any, sizes: tuple[int, int]) -> None:
+def test_data_in_every_form(data: Any, sizes: tuple[int, int], evaluated: str) -> None:
     found = splits_from(data)
     assert (len(found.train), len(found.test)) == sizes
+    assert found.evaluated == evaluated
 
 
 def test_data_that_is_none_is_named() -> None:

@@ -23,7 +23,15 @@ STEPS: dict[str, Any] = {
     "fed": [None, None],
 }
 KEPT = 3
-EVALUATED = {"kind": "evaluated", "steps": 2, "epoch": 1, "loss": 0.5, "accuracy": 0.75, "time": 2.0}
+EVALUATED = {
+    "kind": "evaluated",
+    "steps": 2,
+    "epoch": 1,
+    "split": "test",
+    "loss": 0.5,
+    "accuracy": 0.75,
+    "time": 2.0,
+}
 
 
 def recording(out: Path, start: int = 0) -> Recording:
@@ -65,13 +73,20 @@ def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
         saved_settings(tmp_path)
 
 
-def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(tmp_path: Path) -> None:
-    one = recording(tmp_path)
-    for told in (STEPS, EVALUATED, {**STEPS, "first": 2}, {**EVALUATED, "steps": 4, "accuracy": 0.9}):
+@pytest.mark.parametrize(("split", "other"), [("test", "train"), ("train", "test")])
+def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(
+    tmp_path: Path, split: str, other: str
+) -> None:
+    one, evaluated = recording(tmp_path), {**EVALUATED, "split": split}
+    for told in (STEPS, evaluated, {**STEPS, "first": 2}, {**evaluated, "steps": 4, "accuracy": 0.9}):
         one.note(told)
     one.close()
     again = recording(tmp_path, start=3)
-    assert again.last_evaluation() == {"loss": 0.5, "accuracy": 0.75}
+    assert again.last_evaluation() == {"split": split, "loss": 0.5, "accuracy": 0.75}
     again.close()
-    rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [1, 2, 2, 3]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 2, 3]
+    assert rows[2] == {"step": 2, f"{split}_loss": 0.5, f"{split}_accuracy": 0.75, "epoch": 1}
+    board = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").iterdir())
+    assert f"{split}_accuracy".encode() in board
+    assert f"{other}_accuracy".encode() not in board

@@ -22,9 +22,10 @@ STARTED: dict[str, Any] = {
     "start_seconds": 3.2,
 }
 STEPS = [{"kind": "steps", "first": first, "loss": [2.0, 1.0]} for first in range(0, 10, 2)]
-EVALUATED = {"kind": "evaluated", "epoch": 1, "steps": 10, "loss": 0.25, "accuracy": 0.935}
+EVALUATED = {"kind": "evaluated", "epoch": 1, "steps": 10, "split": "test", "loss": 0.25, "accuracy": 0.935}
 RESULT: dict[str, Any] = {
     "accuracy": 0.935,
+    "split": "test",
     "steps": 20,
     "seconds": 2.0,
     "samples_per_second": 2560.0,
@@ -54,6 +55,14 @@ def test_without_a_terminal_there_are_lines_and_nothing_that_moves() -> None:
     assert lines[1].startswith("epoch   1  loss 1.5000  test loss 0.2500  accuracy 93.50%")
     assert len(lines) == 2
     assert "\x1b" not in text
+
+
+def test_figures_of_the_training_data_are_never_called_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(False, [STARTED, *STEPS, {**EVALUATED, "split": "train"}])
+    assert "training loss 0.2500  training accuracy 93.50%" in text
+    assert "test" not in text
+    View().summary({**RESULT, "split": "train"}, None)
+    assert capsys.readouterr().out.startswith("training accuracy 93.50%  20 steps")
 
 
 def test_on_a_terminal_progress_lives() -> None:

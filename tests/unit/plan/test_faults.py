@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.plan.faults import KINDS, Fault, parse_faults
+from hoop.plan.faults import KINDS, Fault, check_reachable, parse_faults
 from hoop.plan.instructions import Kind
+from hoop.strategies.catalog import parse
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,6 +33,8 @@ def test_a_fault_reads_as_in_the_documentation() -> None:
         ("kill@instruction=think", "instruction 'think' is unknown; there are load, forward"),
         ("kill@rank=-1", "rank is 0 or more"),
         ("slow@factor=0.5", "factor 1 or more"),
+        ("slow@factor=nan", "factor 1 or more"),
+        ("stop@seconds=inf", "seconds not negative"),
         ("disk-full@rank=1", "is none of step"),
     ],
 )
@@ -47,3 +50,78 @@ def test_a_fault_is_due_before_its_instruction_in_its_step_or_later() -> None:
     assert fault.is_due(3, Kind.REDUCE)
     assert fault.is_due(4, Kind.REDUCE)
     assert Fault("kill", step=3).is_due(3, Kind.LOAD)
+
+
+STEPS, SHARDS = 14, 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "fault"),
+    [
+        ("data", 4, "kill@rank=3,step=14"),
+        ("data", 4, "disk-full@step=14"),
+        ("data", 5, "kill@rank=4,instruction=forward"),  # it has no shard yet, and may get one
+        ("ps:bsp", 3, "kill@rank=2,instruction=take; kill@rank=0,instruction=push"),
+        ("ps:asp", 3, "kill@rank=2,step=14,instruction=update"),
+        ("ring", 3, "kill@rank=1,instruction=recv-input"),
+        ("pipeline", 3, "kill@rank=0,instruction=send-output; slow@rank=2,instruction=send-gradient"),
+        ("pipeline:zero-bubble", 2, "kill@rank=1,instruction=backward-weight"),
+        ("hybrid:replicas=2", 4, "corrupt@rank=3; drop@rank=0; partition@rank=1"),
+    ],
+)
+def test_a_fault_that_can_happen_passes(strategy: str, devices: int, fault: str) -> None:
+    check_reachable(parse_faults(fault), parse(strategy).plan(devices, SHARDS), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "fault", "complaint"),
+    [
+        (
+            "data",
+            4,
+            "kill@rank=9",
+            r"rank 9 is not there, the job begins with ranks 0\.\.3.* or use 10 devices",
+        ),
+        ("data", 4, "slow@rank=1; stop@rank=4,step=2", "stop@rank=4.*: rank 4 is not there"),
+        ("data", 4, "kill@step=15", r"step 15 never comes, the job has 14 steps; name one of 1\.\.14"),
+        ("data", 4, "disk-full@step=15", "step 15 never comes"),
+        (
+            "data",
+            2,
+            "kill@instruction=send-output",
+            "rank 0 has no send-output.*no rank of this strategy has it",
+        ),
+        (
+            "pipeline",
+            3,
+            "kill@rank=2,instruction=send-output",
+            "rank 2 has no send-output.*ranks 0, 1 have it",
+        ),
+        (
+            "pipeline",
+            3,
+            "kill@rank=1,instruction=load",
+            "rank 1 has no load; it has forward.*ranks 0 have it",
+        ),
+        (
+            "ps:bsp",
+            3,
+            "kill@rank=2,instruction=forward",
+            "it has reduce, update, take, give; ranks 0, 1 have it",
+        ),
+    ],
+)
+def test_a_fault_that_can_never_happen_is_refused(
+    strategy: str, devices: int, fault: str, complaint: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=complaint):
+        check_reachable(parse_faults(fault), parse(strategy).plan(devices, SHARDS), STEPS)
+
+
+def test_a_job_without_steps_or_links_has_no_faults_of_theirs() -> None:
+    plan = parse("data").plan(2, SHARDS)
+    with pytest.raises(InvalidArgument, match="step 1 never comes, the job has 0 steps"):
+        check_reachable(parse_faults("kill@rank=0"), plan, 0)
+    for kind in ("corrupt", "drop", "partition"):
+        with pytest.raises(InvalidArgument, match=f"{kind} needs TCP connections"):
+            check_reachable(parse_faults(f"{kind}@rank=0"), plan, STEPS, linked=False)

@@ -157,5 +157,9 @@ def test_the_training_chart_shows_what_the_rows_have() -> None:
     assert [panel.label for panel in chart.panels] == ["loss", "accuracy (%)"]
     assert [line.style for line in chart.panels[0].lines] == ["faint", "solid", "solid"]  # type: ignore[union-attr]
     assert {"training", "test", "paper"} <= set(words(parsed(chart)))
+    alone = training_chart([*rows[:-1], {"step": 499, "train_loss": 0.1, "train_accuracy": 0.98}], "mnist")
+    assert [panel.label for panel in alone.panels] == ["loss", "accuracy (%)"]
+    assert "training, evaluated" in words(parsed(alone))
+    assert "test" not in words(parsed(alone))
     assert [panel.label for panel in training_chart([], "empty").panels] == ["loss"]
     assert "no data" in words(parsed(training_chart([], "empty")))

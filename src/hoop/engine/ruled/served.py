@@ -39,7 +39,7 @@ class Served(Role):
         self._parts = slices(self._held.layout, len(worker.plan.servers))
         mine = worker.plan.computed_by(worker.rank, 0)
         self._nodes = [slot for _, slot in holding(mine, worker.plan.micros).nodes]
-        self._step = -1
+        self._step, self._got = -1, 0
         self._works: Sequence[Work] = ()
         self.stride = 1 if strategy.synchronous else SPAN
         worker.handle({Kind.GET: self._get, Kind.PUSH: self._push})
@@ -78,7 +78,7 @@ class Served(Role):
             for work in works:
                 worker.step(work.position, work.samples)
             return []
-        self._works, self._step = works, -1
+        self._works, self._step, self._got = works, -1, 0
         coming = due(worker.plan, worker.rank, len(works))
         timeout_s = worker.settings.timeout_s
         Ruled(rule, worker.post, coming, self._execute, worker.clock, timeout_s, landing=self._landing).run()
@@ -91,6 +91,9 @@ class Served(Role):
                 self._step = step
                 self.worker.begin(self._works[step].position, self._works[step].samples)
             one = one._replace(micro=micro)
+        elif one.kind is Kind.GET:  # a step begins with all slices
+            self.worker.at(self._works[self._got // len(self._parts)].position)
+            self._got += 1
         self.worker.do(one)
 
     def _landing(self, message: Instruction) -> Tensor:

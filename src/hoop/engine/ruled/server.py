@@ -104,10 +104,17 @@ class Server(Role):
         else:
             coming = due(worker.plan, worker.rank, len(works))
             timeout_s = worker.settings.timeout_s
-            Ruled(rule, worker.post, coming, worker.do, worker.clock, timeout_s, landing=self._landing).run()
+            Ruled(
+                rule, worker.post, coming, self._execute, worker.clock, timeout_s, landing=self._landing
+            ).run()
         if not self._last:
             return []
         return [total / len(work.samples) for total, work in zip(self._sums, works, strict=True)]
+
+    def _execute(self, one: Instruction) -> None:
+        if one.kind is Kind.TAKE:
+            self.worker.at(self._works[self._pushes[one.peer]].position)
+        self.worker.do(one)
 
     def _give(self, one: Instruction) -> None:
         pending = self.worker.post.send(one, torch.from_numpy(self._kept.weights), self.deadline())

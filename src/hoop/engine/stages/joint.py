@@ -78,7 +78,7 @@ class Joint:
         inputs, targets = map(self._held.near, feed.joint(micros))
         loaded = now()
         outputs = self._stage.forward(micros[0], inputs, 0)
-        losses, gradient = self._loss(outputs, targets, feed.scale)
+        losses, gradient = self._loss(outputs, targets, 1.0 / feed.batch_size)
         spent(loaded)
         forward = now()
         self._backward(micros, gradient, losses, run[2::3], spent, after)

@@ -127,7 +127,7 @@ class AutogradStage(Stage):
         ins, outs, seed = self._kept.pop(micro)
         if not outs:
             # What forward did to the buffers (batch norm's running statistics) must not happen twice.
-            with torch.enable_grad(), _buffers_restored(self._blocks):
+            with torch.enable_grad(), buffers_restored(self._blocks):
                 ins, outs = self._graphs(ins[0], seed)
         return ins, outs
 
@@ -183,7 +183,7 @@ def _put(gradients: Sequence[Tensor | None], into: Views) -> None:
             view.zero_()
 
 
-class _buffers_restored:  # noqa: N801 - reads like a statement
+class buffers_restored:  # noqa: N801 - reads like a statement
     """Copies take the buffers' places meanwhile: what is done to them is forgotten, and a graph may keep them."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:

@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 
 from hoop.engine.figures import Emit
 from hoop.engine.worker import Worker
-from hoop.plan.faults import Fault
+from hoop.plan.faults import OF_LINKS, Fault
 from hoop.plan.instructions import Instruction
 from hoop.transport.faulty import FaultyLinks
 
 TOLD_S = 1.0
 """A process that is to die tells of it first; if nobody has listened so long, nobody does."""
-_LINKS = {"corrupt", "drop", "partition"}
 
 
 class Misfortune:
@@ -32,7 +31,7 @@ class Misfortune:
         self._worker: Worker | None = None
         self._factor = 1.0
         self._links = FaultyLinks()
-        if any(fault.kind in _LINKS for fault in faults):
+        if any(fault.kind in OF_LINKS for fault in faults):
             self._links.install()
 
     def befall(self, worker: Worker) -> None:
