@@ -54,7 +54,7 @@ class TcpEndpoint(TcpRepeating):
 
     def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        header = Header(Kind.DATA, *place, payload.nbytes, 0, self.calls.stamp).pack()
         link.sequence += 1
         return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
@@ -159,7 +159,8 @@ class TcpEndpoint(TcpRepeating):
             self._await_link(peer, deadline)
         self._resume(peer, link)
         # Made before the wait, in which there is time for it.
-        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size)
+        place = (self.communicator, self.generation, peer, link.sequence)
+        due = Header(Kind.DATA, *place, size, 0, self.calls.stamp)
         packed = due.pack() if self._checksum is None else b""
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
@@ -174,7 +175,10 @@ class TcpEndpoint(TcpRepeating):
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
                 )
-            self._check(peer, link, due, size, start)
+            self._check(peer, link, due)
+            if due.call != self.calls.stamp:
+                raise self.calls.conflict(peer, deadline)
+            self._check_length(peer, due, size, start)
         link.sequence += 1
         return due
 
@@ -218,7 +222,7 @@ class TcpEndpoint(TcpRepeating):
             if not moved:
                 self._await_bytes(peer, link, deadline)
 
-    def _check(self, peer: int, link: Incoming, header: Header, expected: int, start: int) -> None:
+    def _check(self, peer: int, link: Incoming, header: Header) -> None:
         link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
@@ -236,11 +240,15 @@ class TcpEndpoint(TcpRepeating):
             )
         if header.kind != Kind.DATA and header.length > CHECKED_BYTES:
             raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
+
+    def _check_length(self, peer: int, header: Header, expected: int, start: int) -> None:
         length, part = start + header.length, header.kind == Kind.PART
         if length >= expected if part else length != expected:
+            if self.calls.stamp:
+                raise self.calls.wrong_length(peer, expected, f"{length}{' or more' * part}")
             raise LinkCorrupted(
-                f"{link_name}: message {header.sequence} has {length}{' or more' * part} bytes, expected {expected}; "
-                "do all ranks run the same operation?"
+                f"{self._link_from(peer)}: message {header.sequence} has {length}{' or more' * part} bytes, "
+                f"expected {expected}; do all ranks run the same operation?"
             )
 
     # ---- ending
