@@ -25,7 +25,7 @@ from hoop.transport.tcp_calls import Letter, nothing_under_way
 from hoop.transport.tcp_links import TcpEndpoint
 from hoop.transport.tcp_repeating import LOOK_S
 from hoop.transport.tcp_sockets import DAMAGED, last_words
-from hoop.wire.frames import Header, Kind
+from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 HELLO_SECONDS = 5.0
 LOBBY_SECONDS = 60.0
@@ -96,8 +96,8 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._endpoints: dict[_Seat, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
-        self._closed: OrderedDict[_Seat, None] = OrderedDict()
-        """Endpoints that were here, so that whoever dials one late is told."""
+        self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
+        """Endpoints that were here, so that whoever dials one late is told; with what they would answer."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -134,7 +134,7 @@ class TcpTransport(Transport):
         seat = (endpoint.communicator, endpoint.generation, endpoint.rank)
         with self._lock:
             if self._endpoints.pop(seat, None) is not None:
-                self._closed[seat] = None
+                self._closed[seat] = endpoint.calls.answer()
                 while len(self._closed) > LOBBY_LIMIT:
                     self._closed.popitem(last=False)
 
@@ -210,8 +210,9 @@ class TcpTransport(Transport):
         hello, letter = visitor.hello, visitor.letter
         assert hello is not None, "who is answered has asked"
         with self._lock:
-            endpoint = self._endpoints.get((hello.communicator, hello.generation, hello.sequence))
-        answer = nothing_under_way()
+            seat = (hello.communicator, hello.generation, hello.sequence)
+            endpoint = self._endpoints.get(seat)
+            answer = self._closed.get(seat, nothing_under_way())
         if endpoint is not None and letter is not None and letter.header is not None:
             answer = endpoint.calls.hear(letter.header.call, letter.text)
         elif endpoint is not None:
@@ -227,7 +228,7 @@ class TcpTransport(Transport):
         with self._lock:
             newest = self._newest.get(hello.communicator, 0)
             known = _seat(hello) in self._endpoints
-            closed = _seat(hello) in self._closed
+            closed = self._closed.get((hello.communicator, hello.generation, hello.sequence), b"")
             if not known and hello.generation < newest:
                 refusal = _over(hello, newest)
             elif closed:
@@ -237,7 +238,11 @@ class TcpTransport(Transport):
             elif not known:
                 visitor.until = time.monotonic() + LOBBY_SECONDS
                 self._lobby.append(visitor)
-        if refusal:
+        if closed and not known and Header.unpack(closed[:HEADER_BYTES]).kind == Kind.MISMATCH:
+            with contextlib.suppress(OSError):
+                visitor.sock.send(closed)
+            visitor.sock.close()
+        elif refusal:
             self._refuse(visitor, refusal, Kind.GOODBYE if closed else Kind.REFUSAL)
         elif known:
             self._hand_over(visitor)

@@ -4,6 +4,8 @@
     a long wait in a collective     the rank asks the listener of the rank it waits for, now and then (2)
     a mismatch was found            the rank that found it tells every other rank's listener          (3)
 
+A rank that could not be told learns it from the last words on the links between the two, when they close.
+
 (2) is for ranks that wait for each other, so that no message ever comes. In a collective in which every rank needs
 something of every other, no rank ends while calls differ; so whoever does not find the mismatch is still there for (3).
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from math import inf
@@ -29,7 +32,10 @@ from hoop.wire.frames import HEADER_BYTES, Header, Kind
 FIRST_QUESTION_S = 0.2
 """How long a rank waits in a collective before it asks for the first time; twice as long before each further time."""
 _LAST_QUESTION_S = 2.0
-_ANSWER_S = 1.0
+_ANSWER_S = 2.0
+_LOST_S = 0.5
+_TOLD_S = 5.0
+"""How long a rank that has found a mismatch stays to tell the others, before it raises."""
 _VERDICT_BYTES = 8192
 _ENDED = "another operation, which it has left"
 
@@ -90,6 +96,8 @@ class CallCheck:
         self._call: tuple[int, Call] | None = None
         self._verdict: tuple[int, CollectiveMismatch] | None = None
         """What another rank has found, and the stamp of the collective that it was in."""
+        self._told = threading.Event()
+        """Set when another rank has told this one."""
         self._ask_at = 0.0
 
     # ---- from the rank's thread
@@ -120,13 +128,28 @@ class CallCheck:
             return self._mismatch_with(peer, text)
         return None
 
+    def ended_by(self, peer: int) -> CollectiveMismatch | None:
+        """The mismatch, if that is why ``peer`` closed its links: its last words may have been lost with them.
+
+        Where its process has ended nobody listens, and the answer is there at once.
+        """
+        if self._call is None:
+            return None
+        answer = self._answer_of(peer, time.monotonic() + _LOST_S)
+        if self._verdict is not None:
+            return self._verdict[1]
+        return answer if isinstance(answer, CollectiveMismatch) else None
+
     def conflict(self, peer: int, deadline: float) -> CollectiveMismatch:
         """(1) The mismatch behind a message of ``peer`` that is not part of this rank's collective."""
         answer = self._answer_of(peer, deadline)
-        if isinstance(answer, CollectiveMismatch):
+        if self._verdict is None and isinstance(answer, CollectiveMismatch):
             return answer
-        known = answer is not None and answer[0] not in (0, self.stamp)
-        return self._mismatch_with(peer, answer[1] if answer is not None and known else _ENDED)
+        if self._verdict is None and isinstance(answer, tuple) and answer[0] not in (0, self.stamp):
+            return self._mismatch_with(peer, answer[1])
+        # The peer is not there any more: somebody told it why, and tells this rank.
+        self._told.wait(min(_ANSWER_S, max(0.0, deadline - time.monotonic())))
+        return self._verdict[1] if self._verdict is not None else self._mismatch_with(peer, _ENDED)
 
     def wrong_length(self, peer: int, expected: int, came: str) -> CollectiveMismatch:
         """For a message of the same collective that is not as long as it should be."""
@@ -159,14 +182,16 @@ class CallCheck:
         self._verdict = stamp, error
         text = str(error).encode()[:_VERDICT_BYTES]
         letter = Header(Kind.MISMATCH, *self._place, 0, len(text), call=stamp).pack() + text
-        for peer in range(len(self._peers)):
-            if peer != self._place[2]:
-                until = time.monotonic() + _ANSWER_S
-                with (
-                    contextlib.suppress(OSError, ValueError, HoopError),
-                    self._dialled(peer, Kind.MISMATCH, until) as sock,
-                ):
-                    sock.sendmsg([memoryview(letter)])
+        until = time.monotonic() + _TOLD_S
+        with contextlib.ExitStack() as opened:
+            told: list[socket.socket] = []
+            for peer in range(len(self._peers)):
+                if peer != self._place[2]:
+                    with contextlib.suppress(OSError, ValueError, HoopError):
+                        told.append(opened.enter_context(self._dialled(peer, Kind.MISMATCH, until)))
+                        told[-1].sendmsg([memoryview(letter)])
+            for sock in told:
+                with contextlib.suppress(OSError, ValueError, HoopError):
                     read_exactly(sock, HEADER_BYTES, self._bell, until, _never)
 
     def _dialled(self, peer: int, kind: Kind, until: float) -> contextlib.closing[socket.socket]:
@@ -192,6 +217,7 @@ class CallCheck:
         """Another rank has found a mismatch in the collective of this stamp; what is answered."""
         # Noted first, compared then; ``begin`` counts first and looks then: one of the two sees it.
         self._verdict = self._verdict or (stamp, CollectiveMismatch(text))
+        self._told.set()
         self._heed()
         return self._frame(Kind.MISMATCH, "", stamp)
 

@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
+from hoop.errors import (
+    CollectiveMismatch,
+    HoopError,
+    InvalidArgument,
+    LinkCorrupted,
+    MembershipChanged,
+    PeerLost,
+)
 from hoop.transport.base import Pending
 from hoop.transport.kept import CHECKED_BYTES, PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
@@ -170,8 +177,10 @@ class TcpEndpoint(TcpRepeating):
                 due = Header.unpack(came)
             except LinkCorrupted as error:
                 raise Damaged(f"{self._link_from(peer)}: {error}") from None
-            if due.kind == Kind.GOODBYE:
+            if due.kind in (Kind.GOODBYE, Kind.MISMATCH):
                 why = bytes(link.take(due.length)).decode(errors="replace")
+                if due.kind == Kind.MISMATCH:
+                    raise self._error or CollectiveMismatch(why)
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
                 )
@@ -265,16 +274,20 @@ class TcpEndpoint(TcpRepeating):
                 self._linger()
             self._busy.release()
         words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
+        kind = Kind.GOODBYE
+        if isinstance(self._error, CollectiveMismatch):
+            kind, words = Kind.MISMATCH, str(self._error)
+        gave_up = self._error is not None
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:
             for peer, incoming in self._incoming.items():
                 sent = self._outgoing[peer].sequence if peer in self._outgoing else 0
                 with contextlib.suppress(OSError):
-                    incoming.sock.send(last_words(Kind.GOODBYE, words, sent))
+                    incoming.sock.send(last_words(kind, words, sent))
             for link in self._outgoing.values():
-                if words.startswith(GAVE_UP) and not link.queue:
+                if gave_up and not link.queue:
                     with contextlib.suppress(OSError):
-                        link.sock.send(last_words(Kind.GOODBYE, words))
+                        link.sock.send(last_words(kind, words))
             socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
             socks += self._given_up.values()
             self._incoming.clear()

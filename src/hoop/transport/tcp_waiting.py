@@ -233,6 +233,10 @@ class TcpWaiting(Endpoint):
         words = link.last_words() if link is not None else None
         if words is not None and words[0].kind == Kind.REFUSAL:
             return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
+        if words is not None and words[0].kind == Kind.MISMATCH:
+            return CollectiveMismatch(words[1])
+        if words is None and (found := self.calls.ended_by(peer)) is not None:
+            return self._error or found
         if words is None and error is not None:
             self.watch.failed = peer
         gave_up = words is not None and words[1].startswith(GAVE_UP)

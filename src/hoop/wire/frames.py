@@ -52,7 +52,8 @@ class Kind(IntEnum):
     """The answer to ASK: the stamp of that collective (0: none) in ``call``, its text as the payload."""
     MISMATCH = 12
     """As the answer to ASK: calls did not match, the payload says which. As the first frame of a connection, like
-    HELLO: the sender has found that; a frame of the same kind follows with the payload, and one comes back."""
+    HELLO: the sender has found that; a frame of the same kind follows with the payload, and one comes back. On a link:
+    in the place of GOODBYE, where that is why the endpoint ends."""
     CHALLENGE = 16
     """The answer to a HELLO on a link that authenticates: random bytes, and a proof of one's own."""
 
