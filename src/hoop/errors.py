@@ -6,6 +6,7 @@
     │   ├── OutOfRange               an address or a range outside a device's memory
     │   ├── NotFound                 an unknown device, communicator, buffer or stream
     │   ├── FailedPrecondition       right call, wrong moment
+    │   ├── CollectiveMismatch       ranks of a communicator called different collectives; it cannot go on
     │   ├── ResourceExhausted        a limit is reached
     │   │   └── OutOfMemory              a device's arena is full
     │   ├── Unauthenticated          nobody knows who is asking
@@ -63,6 +64,16 @@ class NotFound(UserError, LookupError):
 
 class FailedPrecondition(UserError):
     """The right call at the wrong moment."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class CollectiveMismatch(UserError):
+    """Ranks of a communicator called collectives that do not match; every rank gets this error, with the calls.
+
+    The communicator (or process group) cannot run any more operations and must be made again. What the operation's
+    destination holds is undefined.
+    """
 
     code = "FAILED_PRECONDITION"
 

@@ -11,11 +11,11 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 from exchange import until_started
-from ranks import LONG_S, PROMPT_S, URIS, Ranks, endpoints_of, outcomes
+from ranks import LONG_S, PROMPT_S, SHARED, URIS, Ranks, endpoints_of, outcomes
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator, Report
-from hoop.errors import DeadlineExceeded, HoopError, LinkCorrupted, MembershipChanged, PeerError, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.transport import open_transport
 
 N, COUNT = 4, 1000
@@ -122,25 +122,11 @@ def test_a_rank_that_never_comes_is_named(four: Ranks) -> None:
     errors = failures(four.start(job), but=2)
     assert isinstance(errors[0], DeadlineExceeded)
     assert re.match(r"rank 0: waiting for rank 2 at \S+ passed its deadline", str(errors[0]))
-    assert f", at instruction 3 of 8 of {operation}" in str(errors[0])
+    # Ranks that share memory meet before the first message, the others miss it when its message is due.
+    at = 1 if four.scheme in SHARED else 3
+    assert f", at instruction {at} of 8 of {operation}" in str(errors[0])
     for rank in (1, 3):
         assert assert_located(rank, errors[rank], operation) == 0
-
-
-def test_different_operations_are_noticed(four: Ranks) -> None:
-    """A rank that runs something else is refused, not summed."""
-
-    def job(one: Communicator) -> Report:
-        count = COUNT - 100 if one.rank == 2 else COUNT
-        return take_part(one, Operation("all_reduce", count, algorithm="ring"))
-
-    errors = outcomes(four.start(job))
-    assert all(isinstance(error, PeerError) for error in errors), errors
-    corrupted = [str(error) for error in errors if isinstance(error, LinkCorrupted)]
-    assert corrupted
-    assert all(
-        re.search(r"expected \d+.*, at instruction \d+ of \d+ of all_reduce", text) for text in corrupted
-    )
 
 
 def test_an_abort_wakes_every_rank(four: Ranks) -> None:

@@ -28,7 +28,7 @@ from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, Member
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.tcp import TcpTransport
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, VERSION, Header, Kind
 
 MIB = 1 << 20
 Dial = Callable[..., socket.socket]
@@ -329,9 +329,10 @@ def test_who_speaks_another_version_is_told_so(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(hoop.wire.frames, "VERSION", 2)
+        newer.setattr(hoop.wire.frames, "VERSION", VERSION + 1)
         words = hello()
-    assert refusal(raw(transports[0], words)) == "frame version 2, this side speaks 1: update the older one"
+    expected = f"frame version {VERSION + 1}, this side speaks {VERSION}: update the older one"
+    assert refusal(raw(transports[0], words)) == expected
 
 
 def test_strangers_do_not_disturb_an_exchange(transports: list[Transport], pair: Pair, raw: Dial) -> None:

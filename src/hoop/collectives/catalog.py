@@ -202,10 +202,23 @@ class Operation:
         return CATALOG[self.collective].source(Shape(size, 1, self.root, self.peer), self.root)
 
     def __str__(self) -> str:
+        """Everything that all ranks must agree on: where these texts differ, the operations do not match."""
         what = f" {self.op}" if CATALOG[self.collective].reduces else ""
+        where = f" from {self.root}" if self.collective in ("broadcast", "scatter", "send") else ""
+        where += f" to {self.root}" if self.collective in ("reduce", "gather") else ""
+        where += f" to {self.peer}" if self.collective == "send" else ""
         how = f" by {self.algorithm}" if self.algorithm else ""
+        how += f" in chunks of {self.chunk_bytes} bytes" if self.chunk_bytes else ""
         how += f" in {self.compression}" if self.compression else ""
-        return f"{self.collective}{what} of {self.count} {self.dtype.name}{how}"
+        data = f" of {self.count} {self.dtype.name}" if self.collective != "barrier" else ""
+        return f"{self.collective}{what}{data}{where}{how}"
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether no rank can end it before every other rank has begun it, by any algorithm: each rank's result depends
+        on something of every other rank."""
+        needs_all = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        return self.collective == "barrier" or (self.collective in needs_all and self.count > 0)
 
 
 @functools.lru_cache(maxsize=256)

@@ -12,15 +12,16 @@ import numpy as np
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.choose import LinkCost, choose
 from hoop.collectives.compressed import Compressed
-from hoop.collectives.execute import over_links
+from hoop.collectives.execute import confirm, over_links, together
 from hoop.collectives.lane import Handle, Lane
 from hoop.collectives.measure import measure
 from hoop.collectives.ready import Ready, named
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.sharing import Move, Sharing
 from hoop.collectives.spanning import Spanning
-from hoop.errors import HoopError, InvalidArgument, MembershipChanged, PeerError
+from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, MembershipChanged, PeerError
 from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
+from hoop.transport.calls import Call
 
 _KEPT = 512
 """Operations that are kept ready; the one that was made first goes first."""
@@ -64,7 +65,8 @@ class Communicator:
     """One rank's place among others, at one generation.
 
     Every rank must run the same operations in the same order. When one fails with a ``PeerError``, the
-    links are in no defined state: close this communicator and go on with the next generation.
+    links are in no defined state: close this communicator and go on with the next generation. Operations that do not
+    match are a ``CollectiveMismatch`` at every rank, and so is every later one on this communicator.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -74,55 +76,79 @@ class Communicator:
         """What a link costs, where it was measured; decides between algorithms. Set before the first operation."""
         self.lane = Lane(f"hoop-{endpoint.communicator}-lane")
         """Where operations queue; whoever runs a ``ready`` one by itself enters it first."""
-        self._ready: dict[Operation, Ready] = {}
+        self._ready: dict[tuple[Operation, str], Ready] = {}
         self._broken: HoopError | None = None
         self._scratch: Array = np.empty(0, np.uint8)
         self._sharing = Sharing(endpoint) if isinstance(endpoint, SharedEndpoint) else None
         self._spanning = Spanning(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
 
-    def ready(self, operation: Operation) -> Ready:
-        """The operation, to be called with buffers and a deadline as often as one likes."""
-        found = self._ready.get(operation)
+    def ready(self, operation: Operation, text: str = "") -> Ready:
+        """The operation, to be called with buffers and a deadline as often as one likes.
+
+        ``text``: how mismatches name it and what all ranks must agree on, where it is part of something larger.
+        """
+        found = self._ready.get((operation, text))
         if found is None:
-            found = self._ready[operation] = Ready(self.endpoint, operation, self._plan)
+            call = self.call(text or str(operation))
+            found = self._ready[operation, text] = Ready(self.endpoint, operation, call, self._plan)
             if len(self._ready) > _KEPT:
                 del self._ready[next(iter(self._ready))]
         return found
+
+    def call(self, text: str) -> Call:
+        """What the ranks of this communicator compare when they run something of this description."""
+        return Call(text, self.size)
 
     def check(self, operation: Operation, source: Array, destination: Array) -> None:
         """Raises if these buffers do not fit the operation; nothing has moved then."""
         self.ready(operation).check(source, destination)
 
-    def _plan(self, operation: Operation, deadline: float) -> tuple[str, Move]:
+    def _plan(self, operation: Operation, call: Call, deadline: float) -> tuple[str, Move]:
         """Which algorithm, and the operation by it."""
         endpoint = self.endpoint
         if operation.compression:
-            return operation.compression, Compressed(operation, self.size, self.ready)
+            return operation.compression, Compressed(operation, self.size, partial(self._part, call))
         if isinstance(endpoint, SharedEndpoint):
             endpoint.gather(deadline)  # what they share decides
-        self._weigh(operation, deadline)
+        self._weigh(operation, call, deadline)
         algorithm, entry = choose(operation, endpoint, self.cost), CATALOG[operation.collective]
         if self._sharing is not None and algorithm in entry.shared:
-            return algorithm, self._sharing.move(operation, algorithm)
+            return algorithm, self._sharing.move(operation, algorithm, call)
         if self._spanning is not None and algorithm in entry.spanning:
-            return algorithm, partial(self._spanning.run, operation, algorithm)
+            return algorithm, partial(self._spanning.run, operation, algorithm, call)
         plan = operation.plan(self.size, self.rank, algorithm)
         instructions, reduction = tuple(plan), Reduction(operation.op, operation.dtype)
 
+        confirmed = not operation.synchronizes and operation.collective != "send"
+
         def move(source: Array, destination: Array, deadline: float) -> None:
-            buffers = source, destination, np.empty(plan.scratch, source.dtype)
-            over_links(endpoint, operation, instructions, buffers, reduction, deadline)
+            def run() -> None:
+                buffers = source, destination, np.empty(plan.scratch, source.dtype)
+                begin = partial(endpoint.begin, call, deadline)
+                over_links(endpoint, operation, begin, instructions, buffers, reduction, deadline)
+                if confirmed:
+                    confirm(endpoint, deadline)
+
+            together(endpoint, run)
 
         return algorithm, move
 
-    def _weigh(self, operation: Operation, deadline: float) -> None:
+    def _part(self, call: Call, operation: Operation) -> Ready:
+        """An operation that is part of another one, and is named as that."""
+        return self.ready(operation, call.text)
+
+    def _weigh(self, operation: Operation, call: Call, deadline: float) -> None:
         """Measures the links before the first choice that depends on them; every rank comes here with the same."""
         # Between hosts that are several ranks each, an error while measuring would not name who was lost first.
         alike = self._sharing is None and self._spanning is None and self.size > 2
         if self.cost is None and alike and operation.collective == "all_reduce" and not operation.algorithm:
             sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
-            self.cost = measure(self.endpoint, deadline)
+            together(self.endpoint, partial(self._measure, call, deadline))
             self.endpoint.messages_sent, self.endpoint.bytes_sent = sent  # no operation's
+
+    def _measure(self, call: Call, deadline: float) -> None:
+        self.endpoint.begin(call, deadline)
+        self.cost = measure(self.endpoint, deadline)
 
     # ---- running
 
@@ -173,6 +199,9 @@ class Communicator:
             raise type(self._broken)(f"rank {self.rank}: {operation} was not run: {self._broken}")
         try:
             return self._report(job, timeout, algorithm)
+        except CollectiveMismatch as error:
+            self._broken = error
+            raise
         except (PeerError, MembershipChanged) as error:
             self._broken = named(error, operation)
             raise self._broken from error
@@ -197,7 +226,12 @@ class Communicator:
             self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
         reduction = Reduction(operation.op, operation.dtype)
         buffers = source, destination, self._scratch
-        over_links(self.endpoint, operation, plan.rounds[index], buffers, reduction, deadline)
+        begin = partial(self.endpoint.begin, self.call(str(operation)), deadline, resumed=index > 0)
+        steps = plan.rounds[index]
+        together(
+            self.endpoint,
+            partial(over_links, self.endpoint, operation, begin, steps, buffers, reduction, deadline),
+        )
 
     # ---- again and again
 
@@ -212,19 +246,19 @@ class Communicator:
         self.check(operation, source, destination)
         if operation.collective != "all_reduce":
             raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
-        deadline = time.monotonic() + timeout
+        deadline, call = time.monotonic() + timeout, self.call(str(operation))
         if self._sharing is not None and not operation.algorithm and not operation.compression:
-            algorithm, run = self._sharing.prepare(operation, source, destination, deadline)
+            algorithm, run = self._sharing.prepare(operation, call, source, destination, deadline)
         else:
-            algorithm, move = self._plan(operation, deadline)
+            algorithm, move = self._plan(operation, call, deadline)
             run = partial(move, source, destination)
         return Prepared(self, operation, algorithm, run)
 
     def exchange(
-        self, source: Array, destination: Array, deadline: float
+        self, source: Array, destination: Array, deadline: float, call: Call
     ) -> tuple[list[Array], list[Array]] | None:
         """Everybody's source and destination, mapped here; None where not all of them are in shared arenas."""
-        return self._sharing.exchange(source, destination, deadline) if self._sharing else None
+        return self._sharing.exchange(source, destination, deadline, call) if self._sharing else None
 
     def close(self) -> None:
         self.endpoint.close()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from hoop.collectives.catalog import Operation
 from hoop.collectives.plan import Combine, Copy, Finish, Instruction, Range, Recv, Reduce, Send
 from hoop.collectives.reduction import Array, Reduction
-from hoop.errors import DeadlineExceeded, LinkCorrupted, PeerLost
-from hoop.transport.base import Endpoint, Pending
+from hoop.errors import CollectiveMismatch, DeadlineExceeded, LinkCorrupted, PeerLost
+from hoop.transport.base import Endpoint, Pending, SharedEndpoint
 
 
 class Execution:
@@ -95,15 +95,45 @@ class Execution:
 def over_links(
     endpoint: Endpoint,
     operation: Operation,
+    begin: Callable[[], None],
     instructions: Sequence[Instruction],
     buffers: tuple[Array, Array, Array],
     reduction: Reduction,
     deadline: float,
 ) -> None:
-    """An operation by messages; an error says how far it had come."""
+    """An operation by messages, which ``begin`` opens; an error says how far it had come."""
     execution = Execution(endpoint, *buffers, reduction, deadline)
     try:
+        begin()
         execution.run(instructions)
     except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
         at = f"instruction {execution.done + 1} of {len(instructions)}"
         raise type(error)(f"{error}, at {at} of {operation}") from error
+
+
+def together(endpoint: Endpoint, run: Callable[[], None]) -> None:
+    """Runs a collective, from the endpoint's ``begin`` on; a mismatch is told to every rank before it is raised."""
+    try:
+        run()
+    except CollectiveMismatch as error:
+        endpoint.tell(error)
+        raise
+    finally:
+        endpoint.end()
+
+
+def confirm(endpoint: Endpoint, deadline: float) -> None:
+    """Returns when every rank has begun the collective under way: log2 n empty messages a rank.
+
+    Ends collectives that do not synchronize by themselves: the root of a broadcast needs nothing of the others, and
+    would not learn that their calls do not match. Ranks that share memory have met when it began.
+    """
+    if isinstance(endpoint, SharedEndpoint):
+        return
+    sent = endpoint.messages_sent, endpoint.bytes_sent
+    n, rank, nothing = endpoint.size, endpoint.rank, memoryview(bytearray())
+    for level in range((n - 1).bit_length()):
+        endpoint.send((rank + (1 << level)) % n, nothing, deadline)
+        endpoint.recv_into((rank - (1 << level)) % n, nothing, deadline)
+    endpoint.flush(deadline)
+    endpoint.messages_sent, endpoint.bytes_sent = sent  # a report counts what carries the vector

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.execute import Execution
+from hoop.collectives.execute import Execution, together
 from hoop.collectives.plan import (
     DESTINATION,
     SCRATCH,
@@ -31,6 +31,7 @@ from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.shards import Holding, Leaf, Sum, expression
 from hoop.memory.dtypes import dtype
 from hoop.transport.base import SharedEndpoint
+from hoop.transport.calls import Call
 
 _BLOCK = 64 * 1024
 """Elements that are summed at a time, so that what is added is still in the cache when it is written."""
@@ -127,7 +128,7 @@ class OrderedSum:
         self.moved = 0
         """Bytes that went through others' memory so far; what goes over links, their endpoint counts."""
         self._each = 0
-        self._meet: Callable[[float], None] | None = None
+        self._meet: Callable[[float, Call | None], None] | None = None
         if communicator.size == 1:
             if isinstance(total, Leaf) and span in (None, (0, count)):
                 self.result = slots[total.slot]
@@ -135,10 +136,12 @@ class OrderedSum:
             else:
                 self._add = _summing(total, [slots], [room], slice(low, high))
             return
-        seen = communicator.exchange(slots.reshape(-1), room, deadline)
+        self._call = communicator.call(_text(holdings, count, (low, high), room))
+        preparing = communicator.call(f"prepare {self._call.text}")
+        seen = communicator.exchange(slots.reshape(-1), room, deadline, preparing)
         if seen is None:
             plan = linked_plan(total, holdings, count, communicator.rank, (low, high))
-            self._add = _linked(communicator, plan, slots, room)
+            self._add = _linked(communicator, self._call, plan, slots, room)
             return
         assert isinstance(communicator.endpoint, SharedEndpoint), "who sees others' memory can meet them"
         self._meet = communicator.endpoint.meet
@@ -154,10 +157,10 @@ class OrderedSum:
             self._add(deadline)
             return 0.0
         started = time.perf_counter()
-        self._meet(deadline)
+        self._meet(deadline, self._call)
         waited = time.perf_counter() - started
         self._add(deadline)
-        self._meet(deadline)
+        self._meet(deadline, None)
         self.moved += self._each
         return waited
 
@@ -166,12 +169,22 @@ def _nothing(deadline: float) -> None:
     """One rank that holds the whole sum already."""
 
 
-def _linked(communicator: Communicator, plan: Plan, slots: Array, room: Array) -> Step:
+def _text(holdings: Sequence[Holding], count: int, span: tuple[int, int], room: Array) -> str:
+    """What all ranks must agree on."""
+    held = " | ".join(" ".join(map(str, one.order)) for one in holdings)
+    return f"ordered all_reduce of {count} {room.dtype}, elements {span[0]} to {span[1]}, of shards {held}"
+
+
+def _linked(communicator: Communicator, call: Call, plan: Plan, slots: Array, room: Array) -> Step:
     scratch = np.empty(plan.scratch, room.dtype)
     endpoint, source = communicator.endpoint, slots.reshape(-1)
 
     def run(deadline: float) -> None:
-        Execution(endpoint, source, room, scratch, _SUM, deadline).run(plan)
+        def add() -> None:
+            endpoint.begin(call, deadline)
+            Execution(endpoint, source, room, scratch, _SUM, deadline).run(plan)
+
+        together(endpoint, add)
 
     return run
 

@@ -13,6 +13,7 @@ from hoop.collectives.sharing import Move
 from hoop.collectives.staged import Staged
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, LinkCorrupted, PeerLost
 from hoop.transport.base import Endpoint
+from hoop.transport.calls import Call
 
 _IN_PLACE = {"all_gather": -1, "gather": -1, "reduce_scatter": 1, "scatter": 1}
 """Where a destination may overlap its source: so many of this rank's blocks further on; elsewhere at the same place."""
@@ -28,10 +29,15 @@ class Ready:
     """What was chosen, once it has run."""
 
     def __init__(
-        self, endpoint: Endpoint, operation: Operation, plan: Callable[[Operation, float], tuple[str, Move]]
+        self,
+        endpoint: Endpoint,
+        operation: Operation,
+        call: Call,
+        plan: Callable[[Operation, Call, float], tuple[str, Move]],
     ) -> None:
+        """``call``: what all ranks must agree on."""
         operation.check(endpoint.size)
-        self.operation = operation
+        self.operation, self.call = operation, call
         self._plan = plan
         self._move: Move | None = None
         self._rank, self._alone = endpoint.rank, endpoint.size == 1
@@ -46,7 +52,7 @@ class Ready:
         self.check(source, destination)
         try:
             if self._move is None:
-                self.algorithm, self._move = self._plan(self.operation, deadline)
+                self.algorithm, self._move = self._plan(self.operation, self.call, deadline)
             self._move(source, destination, deadline)
         except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
             raise named(error, self.operation) from error

@@ -19,6 +19,7 @@ from hoop.collectives.staged import Staged
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import DType
 from hoop.transport.base import SharedEndpoint
+from hoop.transport.calls import Call
 from hoop.transport.mailbox import SLOT_BYTES, STAGE_BYTES
 
 FLAT_BYTES = 8 * 1024
@@ -35,24 +36,25 @@ class Sharing:
         self._endpoint = endpoint
         self._views: dict[tuple[str, DType], list[list[Array]]] = {}
 
-    def move(self, operation: Operation, algorithm: str) -> Move:
+    def move(self, operation: Operation, algorithm: str, call: Call) -> Move:
         """The operation, worked out for any buffers; ``gather`` has been called."""
         if operation.collective == "barrier":
-            return lambda source, destination, deadline: self._endpoint.meet(deadline)
+            return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
         if algorithm == "direct":
-            return partial(self._direct, operation, Reduction(operation.op, operation.dtype), [])
-        return self._staged(operation, algorithm)
+            return partial(self._direct, operation, call, Reduction(operation.op, operation.dtype), [])
+        return self._staged(operation, algorithm, call)
 
     # ---- through windows
 
-    def _staged(self, operation: Operation, algorithm: str) -> Move:
-        if not operation.count:
-            return _nothing
+    def _staged(self, operation: Operation, algorithm: str, call: Call | None) -> Move:
+        """``call``: compared at the first meeting, if it was not before."""
+        if not operation.count:  # nothing moves, but the ranks meet: another may have something to move
+            return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
         kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
         where, room = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
         width = max(1, room // kind.itemsize // blocks)
-        return Staged(self._endpoint, operation, algorithm, self._windows(where, kind), width)
+        return Staged(self._endpoint, operation, algorithm, self._windows(where, kind), width, call)
 
     def _windows(self, where: str, kind: DType) -> list[list[Array]]:
         """Everybody's slots or stages, as vectors of this type, for each turn."""
@@ -74,9 +76,9 @@ class Sharing:
         return start if start >= 0 and start + array.nbytes <= arena.nbytes else None
 
     def exchange(
-        self, source: Array, destination: Array, deadline: float
+        self, source: Array, destination: Array, deadline: float, call: Call
     ) -> tuple[list[Array], list[Array]] | None:
-        """Everybody's source and destination, where all of them are in arenas; a meeting."""
+        """Everybody's source and destination, where all of them are in arenas; a meeting, which compares the call."""
         endpoint = self._endpoint
         endpoint.publications += 1
         turn = endpoint.publications & 1
@@ -85,7 +87,7 @@ class Sharing:
             offset = self.in_arena(array)
             told[index] = 0 if offset is None else offset + 1
             told[2 + index] = array.size
-        endpoint.meet(deadline)
+        endpoint.meet(deadline, call)
         seen = [box.told[turn].tolist() for box in endpoint.mailboxes]
         if not all(places[0] and places[1] for places in seen):
             return None
@@ -100,6 +102,7 @@ class Sharing:
     def _direct(
         self,
         operation: Operation,
+        call: Call,
         reduction: Reduction,
         staged: list[Move],
         source: Array,
@@ -108,12 +111,12 @@ class Sharing:
     ) -> None:
         """In everybody's arena; by way of stages where somebody's vector is not in one."""
         endpoint = self._endpoint
-        seen = self.exchange(source, destination, deadline)
+        seen = self.exchange(source, destination, deadline, call)
         if seen is None:
             if operation.algorithm == "direct":
                 raise InvalidArgument(f"algorithm: direct needs all buffers in arenas; {operation}")
             if not staged:
-                staged.append(self._staged(operation, "staged"))
+                staged.append(self._staged(operation, "staged", None))
             staged[0](source, destination, deadline)
             return
         sources, destinations = seen
@@ -133,16 +136,17 @@ class Sharing:
     # ---- all_reduces that are run again and again
 
     def prepare(
-        self, operation: Operation, source: Array, destination: Array, deadline: float
+        self, operation: Operation, call: Call, source: Array, destination: Array, deadline: float
     ) -> tuple[str, Callable[[float], None]]:
         """An all_reduce on the same memory: how, and what to call with a deadline; every rank must prepare it."""
         endpoint = self._endpoint
         endpoint.gather(deadline)
         if operation.count * operation.dtype.itemsize <= FLAT_BYTES:
-            return "flat", self._flat(operation, source, destination)
-        exchanged = self.exchange(source, destination, deadline)
+            return "flat", self._flat(operation, call, source, destination)
+        preparing = Call(f"prepare {call.text}", endpoint.size)
+        exchanged = self.exchange(source, destination, deadline, preparing)
         if exchanged is None:
-            return "staged", partial(self._staged(operation, "staged"), source, destination)
+            return "staged", partial(self._staged(operation, "staged", call), source, destination)
         fold = next(
             one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold)
         )
@@ -152,13 +156,15 @@ class Sharing:
         meet = endpoint.meet
 
         def direct(deadline: float) -> None:
-            meet(deadline)
+            meet(deadline, call)
             QUIET.run(reduce_slice)
             meet(deadline)
 
         return "direct", direct
 
-    def _flat(self, operation: Operation, source: Array, destination: Array) -> Callable[[float], None]:
+    def _flat(
+        self, operation: Operation, call: Call, source: Array, destination: Array
+    ) -> Callable[[float], None]:
         """The plan's one meeting, put, and fold, without a step in between: here Python's time is what counts."""
         endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
         given, into, meet = source[:count], [destination[:count]], endpoint.meet
@@ -171,11 +177,7 @@ class Sharing:
         def flat(deadline: float) -> None:
             endpoint.publications = publication = endpoint.publications + 1
             mine[publication & 1][...] = given
-            meet(deadline)
+            meet(deadline, call)
             QUIET.run(folds[publication & 1])
 
         return flat
-
-
-def _nothing(source: Array, destination: Array, deadline: float) -> None:
-    """No elements, no meeting."""

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 import numpy as np
 
 from hoop.collectives.catalog import Operation
-from hoop.collectives.execute import Execution
+from hoop.collectives.execute import Execution, confirm
 from hoop.collectives.plan import WINDOW, Copy, Fold, Instruction, Meet, Place, Range, Take
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.sharing import Sharing
-from hoop.errors import PeerLost
+from hoop.errors import CollectiveMismatch, PeerLost
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
+from hoop.transport.calls import Call
 from hoop.transport.mailbox import STAGE_BYTES
 
 
@@ -29,25 +30,49 @@ class Spanning:
         self._sharing = None if endpoint.local is None else Sharing(endpoint.local)
 
     def run(
-        self, operation: Operation, algorithm: str, source: Array, destination: Array, deadline: float
+        self,
+        operation: Operation,
+        algorithm: str,
+        call: Call,
+        source: Array,
+        destination: Array,
+        deadline: float,
     ) -> None:
         """One operation, from the first meeting to the last."""
+        endpoint = self._endpoint
         try:
             if operation.count:
-                self._run(operation, algorithm, source, destination, deadline)
+                endpoint.begin_links(call, deadline)
+                self._run(operation, algorithm, call, source, destination, deadline)
+            else:
+                endpoint.begin(call, deadline)
+            if not operation.synchronizes:
+                confirm(endpoint, deadline)
+        except CollectiveMismatch as mismatch:
+            endpoint.tell(mismatch)
+            raise
         except PeerLost as error:
             # Whoever waits for this rank is told whom it waited for.
-            told = self._endpoint.explained(error)
-            self._endpoint.abort(told)
+            told = endpoint.explained(error)
+            endpoint.abort(told)
             raise told from error
+        finally:
+            endpoint.end()
 
     def _run(
-        self, operation: Operation, algorithm: str, source: Array, destination: Array, deadline: float
+        self,
+        operation: Operation,
+        algorithm: str,
+        call: Call,
+        source: Array,
+        destination: Array,
+        deadline: float,
     ) -> None:
         endpoint, width = self._endpoint, STAGE_BYTES // operation.dtype.itemsize
         host, in_arenas = None, False
         if endpoint.local is not None:
             host = _Host(endpoint.local, operation, source, destination, deadline)
+            host.call = call.among(endpoint.local.size)
             # Every host finds out for itself: what is sent between hosts is the same either way.
             in_arenas = self._lay_open(host, source, destination, deadline)
         plan = operation.plan(
@@ -69,7 +94,9 @@ class Spanning:
         host.local.gather(deadline)
         if self._sharing is None or any(arena is None for arena in host.local.arenas):
             return False
-        seen = self._sharing.exchange(source, destination, deadline)
+        assert host.call is not None, "the first meeting compares it"
+        seen = self._sharing.exchange(source, destination, deadline, host.call)
+        host.call = None
         if seen is not None:
             host.sources, host.destinations = seen
         return seen is not None
@@ -88,6 +115,8 @@ class _Host:
     ) -> None:
         self.local = local
         self._deadline = deadline
+        self.call: Call | None = None
+        """Compared at the next meeting; None once it was."""
         self._own = (source, destination)
         # What a host combines is not the end of it: the last host to combine finishes.
         self._reduction = Reduction("sum" if operation.op == "avg" else operation.op, operation.dtype)
@@ -109,7 +138,8 @@ class _Host:
                     self._reduction.fold(self._theirs(there), [self._mine(here)])
 
     def _meet(self) -> None:
-        self.local.meet(self._deadline)
+        self.local.meet(self._deadline, self.call)
+        self.call = None
         if not self.destinations:
             self.sources = self._staged(self.local.publications + 1)
             self.local.publications += 1

@@ -17,6 +17,7 @@ from hoop.collectives.plan import WINDOW, Fold, Instruction, Meet, Range, Take
 from hoop.collectives.reduction import Array, Reduction
 from hoop.errors import DeadlineExceeded
 from hoop.transport.base import SharedEndpoint
+from hoop.transport.calls import Call
 
 Step = Callable[[Array, Array, int], None]
 """From the source, to the destination, for the piece that begins at this element of every block."""
@@ -35,8 +36,11 @@ class Staged:
         algorithm: str,
         windows: Sequence[Sequence[Array]],
         piece: int,
+        call: Call | None,
     ) -> None:
-        """``windows``: everybody's, for each turn; ``piece``: the most elements of a block that go through at once."""
+        """``windows``: everybody's, for each turn; ``piece``: the most elements of a block that go through at once;
+        ``call``: compared at the first meeting, unless it was before."""
+        self._call = call
         self._endpoint, self._operation, self._algorithm = endpoint, operation, algorithm
         self._reduction = Reduction(operation.op, operation.dtype)
         count = operation.count
@@ -47,9 +51,11 @@ class Staged:
         ]
 
     def __call__(self, source: Array, destination: Array, deadline: float) -> None:
+        call = self._call
         for start, turns in self._pieces:
             phases = self._put(source, destination, start, turns)
-            self._go_on(source, destination, start, phases, deadline)
+            self._go_on(source, destination, start, phases, deadline, call)
+            call = None
 
     def begin(
         self, source: Array, destination: Array, until: float, deadline: float
@@ -61,9 +67,9 @@ class Staged:
         start, turns = self._pieces[0]
         phases = self._put(source, destination, start, turns)
         try:
-            self._endpoint.meet(until)
+            self._endpoint.meet(until, self._call)
         except DeadlineExceeded:
-            return partial(self._go_on, source, destination, start, phases, deadline)
+            return partial(self._go_on, source, destination, start, phases, deadline, self._call)
         for step in phases[0]:
             step(source, destination, start)
         self._go_on(source, destination, start, phases[1:], deadline)
@@ -84,11 +90,19 @@ class Staged:
         return phases
 
     def _go_on(
-        self, source: Array, destination: Array, start: int, phases: list[list[Step]], deadline: float
+        self,
+        source: Array,
+        destination: Array,
+        start: int,
+        phases: list[list[Step]],
+        deadline: float,
+        call: Call | None = None,
     ) -> None:
+        """From a meeting on, at which the call is compared, if it was not before."""
         meet = self._endpoint.meet
         for phase in phases:
-            meet(deadline)
+            meet(deadline, call)
+            call = None
             for step in phase:
                 step(source, destination, start)
 

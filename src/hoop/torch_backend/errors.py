@@ -30,11 +30,23 @@ class InvalidArgument(errors.InvalidArgument, DistBackendError):
     """A value that can never be right."""
 
 
+class CollectiveMismatch(errors.CollectiveMismatch, DistBackendError):
+    """The ranks of a group called different collectives."""
+
+
 class GroupError(errors.HoopError, DistBackendError):
     """Anything else that Hoop raises on purpose."""
 
 
-_KINDS = (PeerLost, DeadlineExceeded, LinkCorrupted, MembershipChanged, InvalidArgument, GroupError)
+_KINDS = (
+    PeerLost,
+    DeadlineExceeded,
+    LinkCorrupted,
+    MembershipChanged,
+    InvalidArgument,
+    CollectiveMismatch,
+    GroupError,
+)
 
 
 def for_torch(kind: type[errors.HoopError], message: str) -> errors.HoopError:

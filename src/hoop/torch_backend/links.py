@@ -11,17 +11,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.exchange import exchange
 from hoop.collectives.lane import Started
 from hoop.collectives.ready import Ready
-from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
+from hoop.errors import (
+    CollectiveMismatch,
+    DeadlineExceeded,
+    HoopError,
+    MembershipChanged,
+    PeerError,
+    PeerLost,
+)
 from hoop.memory.dtypes import DType
 from hoop.torch_backend.errors import for_torch
 from hoop.torch_backend.post import Post
-from hoop.torch_backend.tensors import Array
+from hoop.torch_backend.tensors import Array, Described
+from hoop.transport.calls import Call
 
 CULPRIT_SECONDS = 1.0
 """How long an operation that lost a link waits for news of the rank that died, or left, first."""
@@ -51,7 +58,8 @@ class Links:
         self.post = post
         self._communicator = communicator
         self.lane = communicator.lane
-        self._ready: dict[tuple[str, int, str, str, int, str], Ready] = {}
+        self._ready: dict[tuple[str, int, str, str, int, str, Described | None], Ready] = {}
+        self._calls: dict[Described, Call] = {}
         self._broken: HoopError | None = None
         post.on_death, post.named = self._lost, self.named
         post.open()
@@ -69,9 +77,10 @@ class Links:
         op: str = "sum",
         root: int = 0,
         compression: str = "",
+        what: Described | None = None,
     ) -> None:
-        """One planned operation of all ranks."""
-        ready = self._operation(collective, count, kind, op, root, compression)
+        """One planned operation of all ranks; ``what``: the call that it is made for, if not for itself."""
+        ready = self._operation(collective, count, kind, op, root, compression, what)
         ready(source, destination, time.monotonic() + timeout)
 
     def begin_all_reduce(
@@ -82,29 +91,34 @@ class Links:
         return ready.begin(data, data, now + min(SOON_SECONDS, timeout), now + timeout)
 
     def _operation(
-        self, collective: str, count: int, kind: DType, op: str, root: int, compression: str = ""
+        self,
+        collective: str,
+        count: int,
+        kind: DType,
+        op: str,
+        root: int,
+        compression: str = "",
+        what: Described | None = None,
     ) -> Ready:
-        key = collective, count, kind.name, op, root, compression
+        key = collective, count, kind.name, op, root, compression, what
         ready = self._ready.get(key)
         if ready is None:
             if len(self._ready) >= _KEPT:
                 self._ready.clear()
             operation = Operation(collective, count, kind, op, root=root, compression=compression)
-            ready = self._ready[key] = self._communicator.ready(operation)
+            ready = self._ready[key] = self._communicator.ready(operation, str(what) if what else "")
         return ready
 
-    def exchange(self, sources: Sequence[Array], destinations: Sequence[Array], timeout: float) -> None:
-        """Message i goes to rank i, of whatever length; in round k to r+k and from r-k."""
-        deadline = time.monotonic() + timeout
-        endpoint, rank, size = self._communicator.endpoint, self.rank, self.size
-        np.copyto(destinations[rank], sources[rank])
-        for k in range(1, size):
-            to, by = (rank + k) % size, (rank - k) % size
-            if sources[to].size:
-                endpoint.send(to, sources[to].data, deadline)
-            if destinations[by].size:
-                endpoint.recv_into(by, destinations[by].data, deadline)
-        endpoint.flush(deadline)
+    def exchange(
+        self, sources: Sequence[Array], destinations: Sequence[Array], what: Described, timeout: float
+    ) -> None:
+        """Message i goes to rank i, of whatever length; all ranks must agree on ``what``."""
+        call = self._calls.get(what)
+        if call is None:
+            if len(self._calls) >= _KEPT:
+                self._calls.clear()
+            call = self._calls[what] = self._communicator.call(str(what))
+        exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
 
     def start(
         self, work: Started, job: Callable[[float], None], timeout: float, entered: bool = False
@@ -121,7 +135,7 @@ class Links:
             raise for_torch(type(self._broken), f"{self.who}: {title} cannot run any more: {self._broken}")
         try:
             return job(timeout)
-        except (PeerError, MembershipChanged) as error:
+        except (PeerError, MembershipChanged, CollectiveMismatch) as error:
             raise self._explained(title, error, timeout) from error
         except HoopError as error:
             raise for_torch(type(error), f"{self.who}: {title}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,6 +89,25 @@ def split(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
 def sized(count: int, kind: torch.dtype = torch.uint8) -> Array:
     """New memory for so many elements."""
     return np.empty(count, ELEMENTS[kind].numpy)
+
+
+class Described(NamedTuple):
+    """A call of torch.distributed as all ranks must make it; its text is what they compare, and what errors name."""
+
+    title: str
+    kind: torch.dtype
+    elements: int | tuple[int, ...] = ()
+    """How many; of each tensor, where they may differ; nothing where ranks need not agree."""
+    reduction: str = ""
+    root: str = ""
+    """``from 1`` or ``to 0``."""
+
+    def __str__(self) -> str:
+        how = f" {self.reduction}" if self.reduction else ""
+        counts = self.elements if isinstance(self.elements, tuple) else (self.elements,)
+        many = f"{' + '.join(map(str, counts))} " if counts else ""
+        kind = str(self.kind).removeprefix("torch.")
+        return f"{self.title}{how} of {many}{kind}{' ' if self.root else ''}{self.root}"
 
 
 class Landing:

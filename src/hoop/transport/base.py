@@ -19,8 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
 
-from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
+from hoop.transport.calls import Call
 from hoop.transport.mailbox import Bytes, Mailbox
 from hoop.transport.watch import LinkWatch
 
@@ -83,6 +84,24 @@ class Endpoint(ABC):
         """Returns when the links have taken every message."""
 
     @abstractmethod
+    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        """Before the first message of a collective: from now on messages are compared as parts of this call.
+
+        ``resumed``: it is the collective that ended last, which is run in several parts.
+
+        CollectiveMismatch, here or in a later wait, if another rank has begun another one. Where ranks share memory
+        they meet here and compare at once.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """After the last message of a collective."""
+
+    @abstractmethod
+    def tell(self, error: CollectiveMismatch) -> None:
+        """Makes this error of this rank known to every rank that takes part in the same collective, or will."""
+
+    @abstractmethod
     def abort(self, error: HoopError) -> None:
         """Makes the wait that is under way, and every later call, raise ``error``."""
 
@@ -115,8 +134,11 @@ class SharedEndpoint(Endpoint):
         """Returns when every peer's memory is there."""
 
     @abstractmethod
-    def meet(self, deadline: float) -> None:
-        """Returns when every rank has come; what they wrote before is there to read afterwards."""
+    def meet(self, deadline: float, call: Call | None = None) -> None:
+        """Returns when every rank has come; what they wrote before is there to read afterwards.
+
+        With a ``call``, which all ranks must then give, CollectiveMismatch at every rank unless all gave the same.
+        """
 
 
 class SpanningEndpoint(Endpoint):
@@ -126,6 +148,10 @@ class SpanningEndpoint(Endpoint):
     """The host of each rank, by rank."""
     local: SharedEndpoint | None
     """Among the ranks of this host, who keep their order; None where this rank is alone on it."""
+
+    @abstractmethod
+    def begin_links(self, call: Call, deadline: float) -> None:
+        """``begin`` without the meeting of the ranks of this host: the caller meets them with this call itself."""
 
     @abstractmethod
     def explained(self, error: PeerLost) -> PeerLost:

@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from hoop.errors import HoopError, InvalidArgument, PeerLost
+from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint, Transport
+from hoop.transport.calls import Call
+from hoop.transport.tcp_waiting import TcpWaiting
 
 
 class _Side:
@@ -87,6 +89,9 @@ class HybridEndpoint(SpanningEndpoint):
         self._local = None if local is None else _Side(local)
         if local is not None:
             local.names = team
+            if isinstance(links, TcpWaiting):
+                # A rank that waits for those of its host does not hear what came over its links.
+                links.calls.on_mismatch = local.abort
         self._woken = False
         self._pool = ThreadPoolExecutor(1, f"hoop-hybrid-{self.rank}")  # no thread before it is needed
 
@@ -128,6 +133,22 @@ class HybridEndpoint(SpanningEndpoint):
         side, there = self._way(peer)
         with self._handing_over(side, deadline):
             side.endpoint.recv_into(there, into, deadline)
+
+    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        self._links.endpoint.begin(call, deadline, resumed)
+        if self.local is not None and not resumed:
+            self.local.meet(deadline, call.among(self.local.size))
+
+    def begin_links(self, call: Call, deadline: float) -> None:
+        self._links.endpoint.begin(call, deadline)
+
+    def end(self) -> None:
+        self._links.endpoint.end()
+
+    def tell(self, error: CollectiveMismatch) -> None:
+        self._links.endpoint.tell(error)
+        if self.local is not None:
+            self.local.abort(error)
 
     def flush(self, deadline: float) -> None:
         for side in (self._local, self._links):

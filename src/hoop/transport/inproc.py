@@ -10,9 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, PeerLost
+from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, LinkCorrupted, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Pending, Transport, remaining
+from hoop.transport.calls import Call, mismatch, wrong_length
 
 _Key = tuple[Address, int, int]
 """Whose endpoint: address, communicator, generation."""
@@ -25,6 +26,10 @@ class _Switchboard:
         self.changed = threading.Condition()
         self.queues: dict[tuple[_Key, int], deque[bytes]] = {}
         self.closed: set[_Key] = set()
+        self.calls: dict[_Key, tuple[int, Call]] = {}
+        """The collective under way at each endpoint, with its sequence number."""
+        self.mismatches: dict[_Key, tuple[int, CollectiveMismatch]] = {}
+        """What ends each endpoint, and from which collective on."""
         self.next_port = 1
 
 
@@ -60,6 +65,8 @@ class InprocTransport(Transport):
             # That it closed stays known: addresses are never used again.
             for key in [key for key in _BOARD.queues if key[0][0] == self.address]:
                 del _BOARD.queues[key]
+            for told in [key for key in _BOARD.mismatches if key[0] == self.address]:
+                del _BOARD.mismatches[told]
 
 
 class InprocEndpoint(Endpoint):
@@ -69,6 +76,7 @@ class InprocEndpoint(Endpoint):
         super().__init__(communicator, generation, rank, peers)
         self._error: HoopError | None = None
         self._woken = False
+        self._collectives = 0
 
     @property
     def closed(self) -> bool:
@@ -95,16 +103,19 @@ class InprocEndpoint(Endpoint):
         with _BOARD.changed:
             queue = _BOARD.queues.setdefault((self._key(self.rank), peer), deque())
             _BOARD.changed.wait_for(
-                lambda: queue or self._error or self._key(peer) in _BOARD.closed, remaining(deadline)
+                lambda: queue or self._trouble() or self._key(peer) in _BOARD.closed, remaining(deadline)
             )
-            if self._error is not None:
-                raise self._error
+            if (error := self._trouble()) is not None:
+                raise error
             if not queue:
                 if self._key(peer) in _BOARD.closed:
                     raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
                 raise self.overdue(peer, "waiting for")
             message = queue.popleft()
+            under_way = _BOARD.calls.get(self._key(self.rank))
         if len(message) != into.nbytes:
+            if under_way is not None:
+                raise wrong_length(under_way[1], self.rank, peer, into.nbytes, str(len(message)))
             raise LinkCorrupted(
                 f"rank {self.rank}: {self.describe(peer)} sent {len(message)} bytes, expected {into.nbytes}"
             )
@@ -132,6 +143,37 @@ class InprocEndpoint(Endpoint):
             self._woken = True
             _BOARD.changed.notify_all()
 
+    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        """Compares it with what the others have begun; whoever finds a difference ends the endpoints of all."""
+        with _BOARD.changed:
+            self._collectives += not resumed
+            _BOARD.calls[self._key(self.rank)] = self._collectives, call
+            others = [(rank, _BOARD.calls.get(self._key(rank))) for rank in range(self.size)]
+            alike = [(rank, one[1]) for rank, one in others if one and one[0] == self._collectives]
+            if any(other.word != call.word for _, other in alike):
+                self._give_up(mismatch((rank, other.short) for rank, other in alike))
+            if (error := self._trouble()) is not None:
+                raise error
+
+    def _give_up(self, error: CollectiveMismatch) -> None:
+        for rank in range(self.size):
+            _BOARD.mismatches.setdefault(self._key(rank), (self._collectives, error))
+        _BOARD.changed.notify_all()
+
+    def _trouble(self) -> HoopError | None:
+        """Why this endpoint is over; with the board's lock held."""
+        if self._error is None and (found := _BOARD.mismatches.get(self._key(self.rank))):
+            self._error = found[1] if found[0] <= self._collectives else None
+        return self._error
+
+    def end(self) -> None:
+        with _BOARD.changed:
+            _BOARD.calls.pop(self._key(self.rank), None)
+
+    def tell(self, error: CollectiveMismatch) -> None:
+        with _BOARD.changed:
+            self._give_up(error)
+
     def flush(self, deadline: float) -> None:
         if self._error is not None:
             raise self._error
@@ -145,4 +187,6 @@ class InprocEndpoint(Endpoint):
         with _BOARD.changed:
             self._error = self._error or PeerLost(f"rank {self.rank}: this endpoint is closed")
             _BOARD.closed.add(self._key(self.rank))
+            _BOARD.calls.pop(self._key(self.rank), None)
+            _BOARD.mismatches.pop(self._key(self.rank), None)
             _BOARD.changed.notify_all()

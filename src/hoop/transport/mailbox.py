@@ -1,8 +1,9 @@
 """One rank's part of the shared memory of a communicator: what it lays out for the others to take.
 
-    | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | blocks for peer 1 | …
-      told,     small vectors     large vectors       messages, as a stream of blocks
-      last word
+    | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | blocks for peer 1 | … | calls 0 | calls 1 |
+      told,     small vectors     large vectors       messages, as a stream of blocks           every rank's word of
+      call's text, last word                                                                    its call, in rank 0's
+
 
 Slots and stages are used in turn, so that the next operation can begin while a peer still reads the last one.
 The memory has no name: it is made by one rank, and the others get a descriptor of it.
@@ -26,14 +27,24 @@ SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
 BLOCK_BYTES = 64 * 1024
 BLOCKS = 4
+_TEXT = 1024
 _WORD = PAGE // 2
 _SLOTS = PAGE
 _STAGES = _SLOTS + 2 * SLOT_BYTES
 _BLOCKS = _STAGES + 2 * STAGE_BYTES
 
 
-def size_for(ranks: int) -> int:
+def _calls_at(ranks: int) -> int:
     return _BLOCKS + ranks * BLOCKS * BLOCK_BYTES
+
+
+def _calls_bytes(ranks: int) -> int:
+    """Of one turn: a word a rank, in cache lines of their own."""
+    return -(-8 * ranks // 64) * 64
+
+
+def size_for(ranks: int) -> int:
+    return _calls_at(ranks) + 2 * _calls_bytes(ranks)
 
 
 def new_memory(size: int) -> int:
@@ -62,21 +73,42 @@ class Mailbox:
         self.arrived = memoryview(control[:1])  # type: ignore[arg-type]
         """How many meetings its owner has come to."""
         self.told = [control[8 + turn * TOLD : 8 + (turn + 1) * TOLD] for turn in (0, 1)]
+        self._text = memory[_TEXT:_WORD]
         self._word = memory[_WORD:PAGE]
+        first, width = _calls_at(ranks), _calls_bytes(ranks)
+        self.calls = [memory[first + turn * width :][: 8 * ranks].data for turn in (0, 1)]
+        """For each turn, the words of all ranks' calls; only rank 0's are used."""
         self.slots = [memory[_SLOTS + turn * SLOT_BYTES :][:SLOT_BYTES] for turn in (0, 1)]
         self.stages = [memory[_STAGES + turn * STAGE_BYTES :][:STAGE_BYTES] for turn in (0, 1)]
 
     @property
     def last_word(self) -> str:
         """Why its owner gave up, if it said so before it went."""
-        return bytes(self._word).partition(b"\0")[0].decode(errors="replace")
+        return _read(self._word)
 
     @last_word.setter
     def last_word(self, text: str) -> None:
-        said = text.encode()[: len(self._word) - 1] + b"\0"
-        self._word[: len(said)] = np.frombuffer(said, np.uint8)
+        _write(self._word, text)
+
+    @property
+    def call_text(self) -> str:
+        """What its owner called, once words were found to differ."""
+        return _read(self._text)
+
+    @call_text.setter
+    def call_text(self, text: str) -> None:
+        _write(self._text, text)
 
     def blocks(self, peer: int) -> list[memoryview]:
         """Where its owner puts what it sends to ``peer``."""
         start = _BLOCKS + peer * BLOCKS * BLOCK_BYTES
         return [self._memory[start + index * BLOCK_BYTES :][:BLOCK_BYTES].data for index in range(BLOCKS)]
+
+
+def _read(memory: Bytes) -> str:
+    return bytes(memory).partition(b"\0")[0].decode(errors="replace")
+
+
+def _write(memory: Bytes, text: str) -> None:
+    said = text.encode()[: len(memory) - 1] + b"\0"
+    memory[: len(said)] = np.frombuffer(said, np.uint8)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from hoop.errors import LinkCorrupted, PeerLost
 from hoop.transport.base import remaining
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, Header, Kind, check_start
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
@@ -54,6 +54,7 @@ class Greeting:
     def hear(self, data: bytes) -> bytes:
         """Takes in what came, and returns what is to be answered; LinkCorrupted if this is no peer."""
         self._heard += data
+        check_start(self._heard)
         if self.missing:
             return b""
         head = bytes(self._heard[:HEADER_BYTES])
@@ -76,7 +77,7 @@ class Greeting:
         return b""
 
     def _begin(self, hello: Header) -> bytes:
-        if hello.kind != Kind.HELLO:
+        if hello.kind not in (Kind.HELLO, Kind.ASK, Kind.MISMATCH):
             raise LinkCorrupted("the first frame on a link must be HELLO")
         if hello.length not in (0, NONCE_BYTES):
             raise LinkCorrupted(f"a HELLO of {hello.length} bytes")
@@ -109,8 +110,8 @@ def prove(
     try:
         head, nonce = replace(hello, length=NONCE_BYTES).pack(), os.urandom(NONCE_BYTES)
         sock.send(head + nonce)  # (1): a fresh socket takes so little at once
-        answer = Header.unpack(_read(sock, HEADER_BYTES, bell, deadline, stop))
-        said = _read(sock, min(answer.length, _LONGEST), bell, deadline, stop)
+        answer = Header.unpack(read_exactly(sock, HEADER_BYTES, bell, deadline, stop))
+        said = read_exactly(sock, min(answer.length, _LONGEST), bell, deadline, stop)
         if answer.kind in (Kind.REFUSAL, Kind.GOODBYE):
             raise PeerLost(f"it refused the link: {said.decode(errors='replace')}")
         theirs, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
@@ -127,9 +128,11 @@ def prove(
         raise
 
 
-def _read(
+def read_exactly(
     sock: socket.socket, size: int, bell: socket.socket, deadline: float, stop: Callable[[], bool]
 ) -> bytes:
+    """The next ``size`` bytes of a socket that does not block; TimeoutError at the deadline, InterruptedError when told
+    to stop, PeerLost at the connection's end."""
     data = b""
     poll = select.poll()
     poll.register(sock, select.POLLIN)

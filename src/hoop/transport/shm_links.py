@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 
-from hoop.errors import HoopError, PeerLost
+from hoop.errors import CollectiveMismatch, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import remaining
 from hoop.transport.bell import Bell
 from hoop.transport.blocks import Incoming, Outgoing
+from hoop.transport.calls import Call, mismatch
 from hoop.transport.mailbox import Bytes, Mailbox, new_memory, size_for
 from hoop.transport.shm_messages import ShmMessages
+
+_TEXTS_S = 5.0
+"""How long a rank waits for the others' calls when theirs do not match; all of them are on the way."""
 
 
 class ShmEndpoint(ShmMessages):
@@ -47,6 +52,8 @@ class ShmEndpoint(ShmMessages):
             for peer in range(self.size)
             if peer != rank
         }
+        self._words = [(calls.cast("Q"), calls) for calls in self.mailboxes[0].calls]
+        """For each turn: where the words of all ranks' calls are, as words and as bytes."""
         self._here = self.mailboxes[rank].arrived
         self._arrivals = [self._here] * self.size
         self._ready = self.size == 1
@@ -137,15 +144,17 @@ class ShmEndpoint(ShmMessages):
             ]
             for turn in (0, 1)
         ]
+        self._words = [(calls.cast("Q"), calls) for calls in self.mailboxes[0].calls]
         self._ready = True
 
     def _missing(self) -> set[int]:
         return {peer for peer in self._outgoing if peer not in self._incoming or peer in self._unconfirmed}
 
-    def meet(self, deadline: float) -> None:  # (1)
+    def meet(self, deadline: float, call: Call | None = None) -> None:  # (1)
         """Returns when every rank has come; what they wrote before is there to read afterwards.
 
-        Called again after a time-out, it goes on with the same meeting.
+        Called again after a time-out, it goes on with the same meeting. With a call, every rank compares the words
+        of all: a mismatch is found by all of them in the same meeting.
         """
         if not self._ready:
             self.gather(deadline)
@@ -157,6 +166,8 @@ class ShmEndpoint(ShmMessages):
         else:
             self.meetings = self._here[0] = number = self.meetings + 1
             steps = self._steps[number & 1]
+            if call is not None:
+                self._words[number & 1][0][self.rank] = call.word
         for level, ring, bell in steps:
             if level >= rung:
                 ring()
@@ -167,6 +178,28 @@ class ShmEndpoint(ShmMessages):
                 self._check_all_came()
         if self._troubled:
             self._check_all_came()
+        if call is not None and self._words[self.meetings & 1][1] != call.words:
+            raise self._mismatched(call)
+
+    def _mismatched(self, call: Call) -> CollectiveMismatch:
+        """Every rank is here, having found the same words: they tell each other their calls, and give up."""
+        self.mailboxes[self.rank].call_text = call.short
+        self.meet(time.monotonic() + _TEXTS_S)
+        error = mismatch((self.names[rank], box.call_text) for rank, box in enumerate(self.mailboxes))
+        self.abort(error)
+        return error
+
+    # ---- collectives by messages
+
+    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        if not resumed:
+            self.meet(deadline, call)
+
+    def end(self) -> None:
+        """Nothing: who has met runs the same."""
+
+    def tell(self, error: CollectiveMismatch) -> None:
+        """Nothing: all have found it in the same meeting."""
 
     def _absent(self) -> int | None:
         late = [peer for peer in range(self.size) if int(self._arrivals[peer][0]) < self.meetings]

@@ -10,11 +10,12 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, PeerLost
+from hoop.errors import HoopError, InvalidArgument, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Pending, SharedEndpoint, remaining
 from hoop.transport.bell import Bell, spins_for
 from hoop.transport.blocks import Incoming, Outgoing
+from hoop.transport.calls import WrongLength
 from hoop.transport.parcel import Parcel
 
 _LENGTH = struct.Struct("<Q")
@@ -81,10 +82,12 @@ class ShmMessages(SharedEndpoint):
         length = bytearray(_LENGTH.size)
         self._fill(peer, link, memoryview(length), deadline)
         if (got := _LENGTH.unpack(length)[0]) != into.nbytes:
-            raise LinkCorrupted(
+            error = WrongLength(
                 f"link {self.names[peer]} -> {self.names[self.rank]} of communicator {self.communicator}: "
                 f"a message of {got} bytes came, expected {into.nbytes}; do all ranks run the same operation?"
             )
+            error.came = got
+            raise error
         if into.nbytes:
             self._fill(peer, link, into.cast("B"), deadline)
 

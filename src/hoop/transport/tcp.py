@@ -21,10 +21,11 @@ from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.proving import Greeting
+from hoop.transport.tcp_calls import Letter, nothing_under_way
 from hoop.transport.tcp_links import TcpEndpoint
 from hoop.transport.tcp_repeating import LOOK_S
 from hoop.transport.tcp_sockets import DAMAGED, last_words
-from hoop.wire.frames import Header, Kind
+from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 HELLO_SECONDS = 5.0
 LOBBY_SECONDS = 60.0
@@ -42,6 +43,28 @@ class _Visitor:
     sock: socket.socket
     until: float
     greeting: Greeting
+    letter: Letter | None = None
+    """What follows the greeting of a rank that has found a mismatch."""
+
+    @property
+    def missing(self) -> int:
+        """Bytes that come before anything can be done."""
+        return self.greeting.missing if self.letter is None else self.letter.missing
+
+    def hear(self, data: bytes) -> bytes:
+        """Takes in what came, and returns what is to be answered at once; LinkCorrupted if this is no peer."""
+        if self.letter is not None:
+            self.letter.hear(data)
+            return b""
+        answer = self.greeting.hear(data)
+        if self.hello is not None and self.hello.kind == Kind.MISMATCH:
+            self.letter = Letter()
+        return answer
+
+    @property
+    def understood(self) -> bool:
+        """Whether it has said all that it says before it is let in, or answered."""
+        return self.hello is not None and (self.letter is None or self.letter.complete)
 
     @property
     def hello(self) -> Header | None:
@@ -73,8 +96,8 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._endpoints: dict[_Seat, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
-        self._closed: OrderedDict[_Seat, None] = OrderedDict()
-        """Endpoints that were here, so that whoever dials one late is told."""
+        self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
+        """Endpoints that were here, so that whoever dials one late is told; with what they would answer."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -111,7 +134,7 @@ class TcpTransport(Transport):
         seat = (endpoint.communicator, endpoint.generation, endpoint.rank)
         with self._lock:
             if self._endpoints.pop(seat, None) is not None:
-                self._closed[seat] = None
+                self._closed[seat] = endpoint.calls.answer()
                 while len(self._closed) > LOBBY_LIMIT:
                     self._closed.popitem(last=False)
 
@@ -154,20 +177,20 @@ class TcpTransport(Transport):
         """Reads a HELLO as it comes; true when this visitor is no stranger any more (or gone)."""
         try:
             # Exactly the greeting: what follows is for the endpoint, straight into memory.
-            data = visitor.sock.recv(visitor.greeting.missing)
+            data = visitor.sock.recv(visitor.missing)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             data = b""
         refusal = ""
         try:
-            if data and (answer := visitor.greeting.hear(data)):
+            if data and (answer := visitor.hear(data)):
                 visitor.sock.send(answer)  # so little, at the beginning, that a socket takes it at once
         except LinkCorrupted as error:
             refusal = str(error)
         except OSError:
             data = b""
-        if data and not refusal and visitor.hello is None:
+        if data and not refusal and not visitor.understood:
             return False
         self._selector.unregister(visitor.sock)
         if refusal:
@@ -176,8 +199,27 @@ class TcpTransport(Transport):
         if not data:
             visitor.sock.close()
             return True
-        self._welcome(visitor)
+        if visitor.hello is not None and visitor.hello.kind == Kind.HELLO:
+            self._welcome(visitor)
+        else:
+            self._answer(visitor)
         return True
+
+    def _answer(self, visitor: _Visitor) -> None:
+        """To a question about a rank's collective, or to a verdict on it."""
+        hello, letter = visitor.hello, visitor.letter
+        assert hello is not None, "who is answered has asked"
+        with self._lock:
+            seat = (hello.communicator, hello.generation, hello.sequence)
+            endpoint = self._endpoints.get(seat)
+            answer = self._closed.get(seat, nothing_under_way())
+        if endpoint is not None and letter is not None and letter.header is not None:
+            answer = endpoint.calls.hear(letter.header.call, letter.text)
+        elif endpoint is not None:
+            answer = endpoint.calls.answer()
+        with contextlib.suppress(OSError):
+            visitor.sock.send(answer)
+        visitor.sock.close()
 
     def _welcome(self, visitor: _Visitor) -> None:
         hello = visitor.hello
@@ -186,7 +228,7 @@ class TcpTransport(Transport):
         with self._lock:
             newest = self._newest.get(hello.communicator, 0)
             known = _seat(hello) in self._endpoints
-            closed = _seat(hello) in self._closed
+            closed = self._closed.get((hello.communicator, hello.generation, hello.sequence), b"")
             if not known and hello.generation < newest:
                 refusal = _over(hello, newest)
             elif closed:
@@ -196,7 +238,11 @@ class TcpTransport(Transport):
             elif not known:
                 visitor.until = time.monotonic() + LOBBY_SECONDS
                 self._lobby.append(visitor)
-        if refusal:
+        if closed and not known and Header.unpack(closed[:HEADER_BYTES]).kind == Kind.MISMATCH:
+            with contextlib.suppress(OSError):
+                visitor.sock.send(closed)
+            visitor.sock.close()
+        elif refusal:
             self._refuse(visitor, refusal, Kind.GOODBYE if closed else Kind.REFUSAL)
         elif known:
             self._hand_over(visitor)

@@ -15,7 +15,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from hoop.errors import HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
+from hoop.errors import (
+    CollectiveMismatch,
+    HoopError,
+    InvalidArgument,
+    LinkCorrupted,
+    MembershipChanged,
+    PeerLost,
+)
 from hoop.transport.base import Pending
 from hoop.transport.kept import CHECKED_BYTES, PIECE_BYTES, Kept
 from hoop.transport.parcel import Parcel
@@ -54,7 +61,7 @@ class TcpEndpoint(TcpRepeating):
 
     def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = Header(Kind.DATA, *place, payload.nbytes).pack()
+        header = Header(Kind.DATA, *place, payload.nbytes, 0, self.calls.stamp).pack()
         link.sequence += 1
         return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
@@ -159,7 +166,8 @@ class TcpEndpoint(TcpRepeating):
             self._await_link(peer, deadline)
         self._resume(peer, link)
         # Made before the wait, in which there is time for it.
-        due = Header(Kind.DATA, self.communicator, self.generation, peer, link.sequence, size)
+        place = (self.communicator, self.generation, peer, link.sequence)
+        due = Header(Kind.DATA, *place, size, 0, self.calls.stamp)
         packed = due.pack() if self._checksum is None else b""
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
@@ -169,12 +177,17 @@ class TcpEndpoint(TcpRepeating):
                 due = Header.unpack(came)
             except LinkCorrupted as error:
                 raise Damaged(f"{self._link_from(peer)}: {error}") from None
-            if due.kind == Kind.GOODBYE:
+            if due.kind in (Kind.GOODBYE, Kind.MISMATCH):
                 why = bytes(link.take(due.length)).decode(errors="replace")
+                if due.kind == Kind.MISMATCH:
+                    raise self._error or CollectiveMismatch(why)
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
                 )
-            self._check(peer, link, due, size, start)
+            self._check(peer, link, due)
+            if due.call != self.calls.stamp:
+                raise self.calls.conflict(peer, deadline)
+            self._check_length(peer, due, size, start)
         link.sequence += 1
         return due
 
@@ -218,7 +231,7 @@ class TcpEndpoint(TcpRepeating):
             if not moved:
                 self._await_bytes(peer, link, deadline)
 
-    def _check(self, peer: int, link: Incoming, header: Header, expected: int, start: int) -> None:
+    def _check(self, peer: int, link: Incoming, header: Header) -> None:
         link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
@@ -236,11 +249,15 @@ class TcpEndpoint(TcpRepeating):
             )
         if header.kind != Kind.DATA and header.length > CHECKED_BYTES:
             raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
+
+    def _check_length(self, peer: int, header: Header, expected: int, start: int) -> None:
         length, part = start + header.length, header.kind == Kind.PART
         if length >= expected if part else length != expected:
+            if self.calls.stamp:
+                raise self.calls.wrong_length(peer, expected, f"{length}{' or more' * part}")
             raise LinkCorrupted(
-                f"{link_name}: message {header.sequence} has {length}{' or more' * part} bytes, expected {expected}; "
-                "do all ranks run the same operation?"
+                f"{self._link_from(peer)}: message {header.sequence} has {length}{' or more' * part} bytes, "
+                f"expected {expected}; do all ranks run the same operation?"
             )
 
     # ---- ending
@@ -257,16 +274,20 @@ class TcpEndpoint(TcpRepeating):
                 self._linger()
             self._busy.release()
         words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
+        kind = Kind.GOODBYE
+        if isinstance(self._error, CollectiveMismatch):
+            kind, words = Kind.MISMATCH, str(self._error)
+        gave_up = self._error is not None
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:
             for peer, incoming in self._incoming.items():
                 sent = self._outgoing[peer].sequence if peer in self._outgoing else 0
                 with contextlib.suppress(OSError):
-                    incoming.sock.send(last_words(Kind.GOODBYE, words, sent))
+                    incoming.sock.send(last_words(kind, words, sent))
             for link in self._outgoing.values():
-                if words.startswith(GAVE_UP) and not link.queue:
+                if gave_up and not link.queue:
                     with contextlib.suppress(OSError):
-                        link.sock.send(last_words(Kind.GOODBYE, words))
+                        link.sock.send(last_words(kind, words))
             socks = [link.sock for links in (self._outgoing, self._incoming) for link in links.values()]
             socks += self._given_up.values()
             self._incoming.clear()

@@ -56,8 +56,7 @@ class TcpRepeating(TcpWaiting):
         checksum: Callable[[memoryview], int] | None = None,
         key: bytes = b"",
     ) -> None:
-        super().__init__(communicator, generation, rank, peers)
-        self._key = key
+        super().__init__(communicator, generation, rank, peers, key)
         self._checksum = checksum
         self._lock = threading.Lock()
         self._looking = threading.Lock()
@@ -77,9 +76,9 @@ class TcpRepeating(TcpWaiting):
 
     def _checked(self, link: Outgoing, payload: memoryview) -> Message:
         """A message whose pieces have checksums, and are kept until they are confirmed."""
-        return Message(payload, partial(self._cut, link), self._busy)
+        return Message(payload, partial(self._cut, link, self.calls.stamp), self._busy)
 
-    def _cut(self, link: Outgoing, payload: memoryview, more: bool) -> Piece:
+    def _cut(self, link: Outgoing, stamp: int, payload: memoryview, more: bool) -> Piece:
         assert self._checksum is not None, "only with checksums"
         assert link.kept is not None, "only with checksums"
         kept = link.kept
@@ -88,7 +87,7 @@ class TcpRepeating(TcpWaiting):
         copy = kept.copy(payload)
         place = (self.communicator, self.generation, self.rank, link.sequence)
         kind = Kind.PART if more else Kind.CHECKED
-        header = Header(kind, *place, len(copy), self._checksum(memoryview(copy))).pack()
+        header = Header(kind, *place, len(copy), self._checksum(memoryview(copy)), stamp).pack()
         link.sequence += 1
         return kept.keep(Piece(link.sequence - 1, header, copy))
 

@@ -68,7 +68,7 @@ class Outgoing:
         return moved > 0
 
     def last_words(self) -> tuple[Header, str] | None:
-        """A REFUSAL or GOODBYE with its sentence, if the other end said one."""
+        """A REFUSAL, GOODBYE or MISMATCH with its sentence, if the other end said one."""
         self.hear()
         return self._heard
 
@@ -97,7 +97,7 @@ class Outgoing:
             header = Header.unpack(said)
         except LinkCorrupted:
             return
-        if header.kind in (Kind.REFUSAL, Kind.GOODBYE):
+        if header.kind in (Kind.REFUSAL, Kind.GOODBYE, Kind.MISMATCH):
             self._heard = header, self._said[HEADER_BYTES:].decode(errors="replace")
         elif self.kept is not None and header.kind in (Kind.RECEIVED, Kind.AGAIN):
             self.kept.confirm(header.sequence)

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from hoop.errors import HoopError, MembershipChanged, PeerLost
+from hoop.errors import CollectiveMismatch, HoopError, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, remaining
 from hoop.transport.bell import spins_for
+from hoop.transport.calls import Call
 from hoop.transport.kept import PIECE_BYTES
+from hoop.transport.tcp_calls import CallCheck
 from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing
 from hoop.transport.watch import LinkWatch
 from hoop.wire.frames import Kind
@@ -45,8 +47,11 @@ class _Slept:
 class TcpWaiting(Endpoint):
     """The links of an endpoint over TCP, and the waiting for them."""
 
-    def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
+    def __init__(
+        self, communicator: int, generation: int, rank: int, peers: Sequence[Address], key: bytes = b""
+    ) -> None:
         super().__init__(communicator, generation, rank, peers)
+        self._key = key
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._pending: dict[int, Outgoing] = {}
@@ -63,6 +68,8 @@ class TcpWaiting(Endpoint):
         self._ringer.setblocking(False)
         here = [address for address in self.peers if address.host == self.peers[rank].host]
         self._looks = _LOOKS if spins_for(len(here)) else 0
+        place = (communicator, generation, rank)
+        self.calls = CallCheck(place, self.peers, key, self._bell, self.abort)
 
     def _moved(self, peer: int) -> tuple[int, int]:
         out, come = self._outgoing.get(peer), self._incoming.get(peer)
@@ -77,8 +84,10 @@ class TcpWaiting(Endpoint):
             return
         self.watch.waits_for = (peer,)
         try:
-            if not self._poll(link.readable, deadline, self._looks) and time.monotonic() >= deadline:
-                raise self.overdue(peer, "waiting for")
+            if not self._poll(link.readable, deadline, self._looks):
+                if time.monotonic() >= deadline:
+                    raise self.overdue(peer, "waiting for")
+                self._compare_calls(peer, deadline)
         finally:
             self.watch.waits_for = ()
 
@@ -98,8 +107,28 @@ class TcpWaiting(Endpoint):
         for other, error in slept.broken.items():
             if not self._mended(other):
                 raise self._lost(other, error) from None
-        if not slept.happened and time.monotonic() >= deadline:
-            raise self.overdue(peer, doing)
+        if not slept.happened:
+            if time.monotonic() >= deadline:
+                raise self.overdue(peer, doing)
+            self._compare_calls(peer, deadline)
+
+    def _compare_calls(self, peer: int, deadline: float) -> None:
+        """Nothing has come of a peer for a while: in a collective it may be in another one."""
+        error = self.calls.ask(peer, deadline)
+        if error is not None:
+            raise self._error or error
+
+    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        self.calls.begin(call, resumed)
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        self.calls.end()
+
+    def tell(self, error: CollectiveMismatch) -> None:
+        self.calls.tell(error)
+        self.abort(error)
 
     def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
         with self._busy:
@@ -160,7 +189,7 @@ class TcpWaiting(Endpoint):
         while looks and not happened:
             happened = poll.poll(0)
             looks -= 1
-        happened = happened or poll.poll(min(remaining(deadline), self._listen()) * 1000)
+        happened = happened or poll.poll(min(remaining(deadline), self._listen(), self.calls.patience) * 1000)
         if any(descriptor == self._bell.fileno() for descriptor, _ in happened):
             with contextlib.suppress(BlockingIOError):
                 self._bell.recv(64)
@@ -204,6 +233,10 @@ class TcpWaiting(Endpoint):
         words = link.last_words() if link is not None else None
         if words is not None and words[0].kind == Kind.REFUSAL:
             return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
+        if words is not None and words[0].kind == Kind.MISMATCH:
+            return CollectiveMismatch(words[1])
+        if words is None and (found := self.calls.ended_by(peer)) is not None:
+            return self._error or found
         if words is None and error is not None:
             self.watch.failed = peer
         gave_up = words is not None and words[1].startswith(GAVE_UP)

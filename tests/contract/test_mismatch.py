@@ -1,0 +1,221 @@
+"""Ranks whose collectives do not match: an error at every rank, at once, that names both calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from ranks import LONG_S, Ranks, outcomes
+
+from hoop.collectives.catalog import CATALOG, Operation
+from hoop.collectives.communicator import Communicator
+from hoop.collectives.ordered import OrderedSum
+from hoop.collectives.shards import holding
+from hoop.errors import CollectiveMismatch
+from hoop.memory import dtype
+from hoop.transport.hybrid import HybridEndpoint
+from hoop.transport.tcp_links import TcpEndpoint
+
+SMALL, LARGE = 5, 300_000
+"""Elements: within one message or slot; and more than a stage, or what a socket takes at once."""
+
+
+def cases(count: int, size: int) -> dict[str, tuple[Operation, Operation]]:
+    """What all ranks but one call, and what that one calls."""
+    sums = Operation("all_reduce", count)
+    given = Operation("broadcast", count)
+    return {
+        "count": (sums, replace(sums, count=count + 1)),
+        "no elements": (sums, replace(sums, count=0)),
+        "float64": (sums, replace(sums, dtype=dtype("float64"))),
+        "int32": (sums, replace(sums, dtype=dtype("int32"))),
+        "max": (sums, replace(sums, op="max")),
+        "broadcast": (sums, replace(given, count=count + 1, root=1)),
+        "all_reduce": (given, sums),
+        "root": (given, replace(given, root=size - 1)),
+        "reduce root": (Operation("reduce", count), Operation("reduce", count, root=1)),
+        "gather": (Operation("gather", count, root=1), Operation("scatter", count, root=1)),
+        "all_gather count": (Operation("all_gather", count), Operation("all_gather", count + 1)),
+        "barrier": (Operation("barrier"), sums),
+        "algorithm": (sums, replace(sums, algorithm="naive")),
+        "compression": (sums, replace(sums, compression="int8")),
+    }
+
+
+def call(one: Communicator, operation: Operation) -> None:
+    """Runs it on new buffers."""
+    given, taken = operation.extents(one.size, one.rank)
+    source, destination = np.ones(given, operation.dtype.numpy), np.ones(taken, operation.dtype.numpy)
+    one.run(operation, source, destination, LONG_S)
+
+
+def assert_named(errors: list[object], odd: int, usual: object, unusual: object) -> None:
+    """Every rank has failed with both calls."""
+    for rank, error in enumerate(errors):
+        assert isinstance(error, CollectiveMismatch), f"{usual} / {unusual}: rank {rank}: {error!r}"
+        assert f"rank {odd}: {unusual};" in str(error), str(error)
+        assert f": {usual};" in str(error), str(error)
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Ranks]]:
+    every: list[Ranks] = []
+
+    def make(*args: object) -> Ranks:
+        every.append(Ranks(*args))  # type: ignore[arg-type]
+        return every[-1]
+
+    yield make
+    for one in every:
+        one.close()
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_names_both_calls(made: Callable[..., Ranks], scheme: str, size: int, count: int) -> None:
+    ranks = made(scheme, size)
+    for index, (usual, unusual) in enumerate(cases(count, size).values()):
+        odd = index % size
+        errors = outcomes(
+            ranks.start(lambda one: call(one, unusual if one.rank == odd else usual))  # noqa: B023
+        )
+        assert_named(errors, odd, usual, unusual)
+        ranks.renew()
+
+
+@pytest.mark.parametrize("algorithm", [*CATALOG["all_reduce"].algorithms, "flat", "staged"])
+def test_every_algorithm_compares(made: Callable[..., Ranks], scheme: str, algorithm: str) -> None:
+    if algorithm in CATALOG["all_reduce"].shared and scheme != "shm":
+        pytest.skip("only where ranks share memory")
+    ranks = made(scheme, 3)
+    for count in (SMALL, 4000):
+        usual = Operation("all_reduce", count, algorithm=algorithm)
+        unusual = replace(usual, op="max")
+        errors = outcomes(ranks.start(lambda one: call(one, unusual if one.rank else usual)))  # noqa: B023
+        for rank, error in enumerate(errors):
+            assert isinstance(error, CollectiveMismatch), f"rank {rank}: {error!r}"
+            assert f"rank 0: {usual};" in str(error)
+            assert f": {unusual};" in str(error)
+        ranks.renew()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 0), (0, 0, 0, 1)], ids=str)
+def test_ranks_on_several_hosts(made: Callable[..., Ranks], hosts: tuple[int, ...]) -> None:
+    """The odd one is on a host with others, or alone; it uses shared memory, links, or both."""
+    ranks = made("hybrid", 4, hosts)
+    every = cases(SMALL, 4)
+    for name in ("count", "broadcast", "root", "gather", "no elements"):
+        usual, unusual = every[name]
+        for odd in range(4):
+            errors = outcomes(
+                ranks.start(lambda one: call(one, unusual if one.rank == odd else usual))  # noqa: B023
+            )
+            assert_named(errors, odd, usual, unusual)
+            ranks.renew()
+
+
+def test_a_communicator_is_over_and_a_new_one_works(made: Callable[..., Ranks], scheme: str) -> None:
+    ranks = made(scheme, 3)
+    usual, unusual = cases(SMALL, 3)["count"]
+    outcomes(ranks.start(lambda one: call(one, unusual if one.rank == 1 else usual)))
+    for operation in (usual, Operation("barrier")):
+        again = outcomes(ranks.start(lambda one: call(one, operation)))  # noqa: B023
+        assert_named(again, 1, usual, unusual)
+    started = [one.start(usual, np.ones(SMALL, np.float32), np.ones(SMALL, np.float32), LONG_S)
+               for one in ranks.communicators]  # fmt: skip
+    for handle in started:
+        with pytest.raises(CollectiveMismatch, match="rank 1: "):
+            handle.wait(LONG_S)
+    ranks.renew()
+    ranks.run(lambda one: call(one, usual))
+
+
+def test_operations_that_were_started(made: Callable[..., Ranks], scheme: str) -> None:
+    """In the second of two; the third fails with it."""
+    ranks = made(scheme, 2)
+    usual, unusual = cases(SMALL, 2)["max"]
+
+    def job(one: Communicator) -> list[object]:
+        vector = np.ones(SMALL, np.float32)
+        handles = [
+            one.start(unusual if one.rank and index == 1 else usual, vector, vector, LONG_S)
+            for index in range(3)
+        ]
+        return outcomes(_Waited(handle) for handle in handles)  # type: ignore[misc]
+
+    for first, second, third in ranks.run(job):
+        assert not isinstance(first, Exception)
+        assert_named([second], 1, usual, unusual)
+        assert isinstance(third, CollectiveMismatch)
+        assert "was not run" in str(third)
+
+
+class _Waited:
+    """A handle as ``outcomes`` wants it."""
+
+    def __init__(self, handle: object) -> None:
+        self._handle = handle
+
+    def result(self, timeout: float) -> object:
+        return self._handle.wait(timeout)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE], ids=["small", "large"])
+def test_prepared_operations(made: Callable[..., Ranks], scheme: str, count: int) -> None:
+    """Prepared alike and called in another order."""
+    ranks = made(scheme, 3)
+    usual, unusual = cases(count, 3)["max"]
+
+    def job(one: Communicator) -> None:
+        vector = np.ones(count, np.float32)
+        first, second = (one.prepare(operation, vector, vector) for operation in (usual, unusual))
+        (second if one.rank == 2 else first)(time.monotonic() + LONG_S)
+
+    assert_named(outcomes(ranks.start(job)), 2, usual, unusual)
+
+
+def test_ordered_sums(made: Callable[..., Ranks], scheme: str) -> None:
+    """Two sums over different elements, called in another order by one rank."""
+    ranks = made(scheme, 2)
+    holdings = [holding([0], 2), holding([1], 2)]
+
+    def job(one: Communicator) -> None:
+        slots, room = np.ones((1, 10), np.float32), np.ones(10, np.float32)
+        deadline = time.monotonic() + LONG_S
+        sums = [OrderedSum(one, holdings, 2, slots, room, deadline, span) for span in ((0, 5), (5, 10))]
+        sums[one.rank](deadline)
+
+    for error in outcomes(ranks.start(job)):
+        assert isinstance(error, CollectiveMismatch)
+        assert "rank 0: ordered all_reduce of 10 float32, elements 0 to 5, of shards 0 | 1;" in str(error)
+        assert "rank 1: ordered all_reduce of 10 float32, elements 5 to 10, of shards 0 | 1;" in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "hybrid"])
+def test_a_rank_that_comes_late(made: Callable[..., Ranks], scheme: str) -> None:
+    """Those who wait for it ask more than once, though nothing that it sends would reach them."""
+    ranks = made(scheme, 2)
+    usual, unusual = Operation("broadcast", SMALL, root=1), Operation("broadcast", SMALL, root=0)
+    asked = threading.Event()
+    endpoint = ranks.communicators[0].endpoint
+    links = endpoint._links.endpoint if isinstance(endpoint, HybridEndpoint) else endpoint
+    assert isinstance(links, TcpEndpoint)
+    answered = links.calls._answer_of
+
+    def answer_of(*question: object) -> object:
+        answer = answered(*question)  # type: ignore[arg-type]
+        asked.set()
+        return answer
+
+    links.calls._answer_of = answer_of  # type: ignore[assignment, method-assign]
+
+    def job(one: Communicator) -> None:
+        if one.rank:
+            assert asked.wait(LONG_S)
+        call(one, unusual if one.rank else usual)
+
+    assert_named(outcomes(ranks.start(job)), 1, usual, unusual)
