@@ -2,6 +2,7 @@
 
 check_events    the events that ranks of the engine emitted, without a coordinator
 check_run       the folder of ``--out``: the ledger's audit, and the metrics
+check_same      two results and their folders: the weights too
 """
 
 from __future__ import annotations
@@ -63,3 +64,15 @@ def check_run(out: Path, steps: int, undisturbed: Path | None = None) -> Audit:
         differing = [step for step, loss in losses.items() if loss != wanted[step]]
         assert not differing, f"other losses than the undisturbed run's at steps {differing[:10]}"
     return found
+
+
+def check_same(result: Told, undisturbed: Told) -> None:
+    """The results of two runs by a synchronous strategy, each with the folder of its ``--out`` in ``out``.
+
+    They have the same weights after as many steps, and the disturbed one reported each step once, with the same loss.
+    """
+    assert result["weights_sha256"] == undisturbed["weights_sha256"], (
+        "other weights than the undisturbed run's"
+    )
+    assert result["steps"] == undisturbed["steps"]
+    check_run(Path(result["out"]), result["steps"], Path(undisturbed["out"]))
