@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from forked_ranks import checkpoint, tensors_in, train
+from forked_ranks import Outcome, checkpoint, tensors_in, train
 from torch import Tensor, nn
 
 from hoop.data import catalog
@@ -101,6 +101,15 @@ def settings(strategy: str, **changes: Any) -> Settings:
 
 
 @lru_cache
+def _alone(job: str, changes: tuple[tuple[str, Any], ...]) -> Outcome:
+    return train("shm", 1, settings("data", **dict(changes)), JOBS[job])[0]
+
+
 def alone(job: str, changes: tuple[tuple[str, Any], ...] = ()) -> dict[str, Tensor]:
     """Weights and optimizer state after data parallel training on one device."""
-    return tensors_in(checkpoint(train("shm", 1, settings("data", **dict(changes)), JOBS[job])))
+    return tensors_in(checkpoint([_alone(job, changes)]))
+
+
+def alone_losses(job: str, changes: tuple[tuple[str, Any], ...] = ()) -> list[float]:
+    """The loss of each step of the same training."""
+    return _alone(job, changes).losses

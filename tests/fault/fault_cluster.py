@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,17 +32,18 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @functools.cache
 def undisturbed(*more: str) -> dict[str, Any]:
-    """The same training on one device that nothing happens to."""
+    """The same training on one device that nothing happens to; ``out`` is its folder, until all tests are over."""
+    folder = tempfile.mkdtemp(prefix="undisturbed-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run = subprocess.run(
-        [sys.executable, "-m", "hoop", "train", *JOB, *more, "--devices", "1", "--json"],
+        [sys.executable, "-m", "hoop", "train", *JOB, *more, "--devices", "1", "--out", folder, "--json"],
         stdout=subprocess.PIPE,
         text=True,
         env=ENV,
         timeout=PATIENCE_S,
         check=True,
     )
-    found: dict[str, Any] = json.loads(run.stdout)
-    return found
+    return {**json.loads(run.stdout), "out": folder}
 
 
 class Processes:
@@ -129,8 +133,9 @@ def steps_told(told: list[JobEvent]) -> list[int]:
     return sorted({one.told["first"] + index for one in steps for index in range(len(one.told["loss"]))})
 
 
-def result_of(run: subprocess.Popen[str]) -> dict[str, Any]:
-    out, _ = run.communicate(timeout=PATIENCE_S)
+def result_of(run: subprocess.Popen[str], out: Path | None = None) -> dict[str, Any]:
+    """The result that ``hoop train --json`` prints; ``out``: its folder, if it has one."""
+    told, _ = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0
-    found: dict[str, Any] = json.loads(out)
-    return found
+    found: dict[str, Any] = json.loads(told)
+    return {**found, "out": str(out)} if out is not None else found

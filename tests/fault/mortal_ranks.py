@@ -28,6 +28,7 @@ import torch
 from forked_ranks import Outcome
 from torch import Tensor
 
+import hoop.engine.progress_reporter as engine_reporter
 import hoop.engine.run as engine_run
 import hoop.engine.survival.safekeeping as engine_safekeeping
 from hoop.collectives.communicator import Communicator
@@ -322,6 +323,9 @@ def _rank(
     scheme: str, settings: Settings, job: Job, link: Connection, faults: Sequence[Fault], joining: bool
 ) -> None:
     torch.set_num_threads(1)
+    engine_reporter.EMIT_S = (
+        LONG_S  # as late as can be: what a rank has not emitted when it dies is lost with it
+    )
     with tempfile.TemporaryDirectory() as folder:
         arena = Arena.create(f"{folder}/arena", ARENA_BYTES)
         local = Address("127.0.0.1", 0)

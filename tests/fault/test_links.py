@@ -5,36 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from reported_rows import check_same
 from trainings import ENV, driven, hoop_train
 
 DRIVER = Path(__file__).parent / "linked_driver.py"
 JOB = {"epochs": 2, "batch_size": 32, "shards": 4}
 
 
-def check(cases: list[tuple[str, str]]) -> None:
+def check(cases: list[tuple[str, str]], folder: Path) -> None:
     """Each is a strategy, and what befalls its links."""
     disturbed = [
         {**JOB, "devices": 4 if "hybrid" in strategy else 3, "strategy": strategy, "faults": fault}
         for strategy, fault in cases
     ]
-    undisturbed, *found = driven(DRIVER, [{**JOB, "devices": 1}, *disturbed])
+    undisturbed, *found = driven(DRIVER, [{**JOB, "devices": 1}, *disturbed], folder)
     for case, result in zip(cases, found, strict=True):
         assert result.get("faults") == case[1].split("; "), f"{case}: {result}"
-        assert result["weights_sha256"] == undisturbed["weights_sha256"], case
-        assert result["steps"] == undisturbed["steps"], case
+        check_same(result, undisturbed)
 
 
-def test_a_connection_that_is_reset_is_made_anew_and_a_device_nobody_hears_is_left_out() -> None:
+def test_a_connection_that_is_reset_is_made_anew_and_a_device_nobody_hears_is_left_out(
+    tmp_path: Path,
+) -> None:
     check(
         [
             (strategy, f"{fault}@rank=1,step=4")
             for strategy in ("data", "pipeline")
             for fault in ("drop", "partition")
-        ]
+        ],
+        tmp_path,
     )
 
 
-def test_links_that_fail_again_and_again_or_under_other_strategies() -> None:
+def test_links_that_fail_again_and_again_or_under_other_strategies(tmp_path: Path) -> None:
     check(
         [
             ("data", "drop@rank=0,step=2; drop@rank=1,step=5; partition@rank=2,step=9"),
@@ -45,7 +48,8 @@ def test_links_that_fail_again_and_again_or_under_other_strategies() -> None:
             ("ring", "partition@rank=2,step=4"),
             ("ps:bsp", "partition@rank=0,step=4"),
             ("hybrid:replicas=2", "drop@rank=2,step=4"),
-        ]
+        ],
+        tmp_path,
     )
 
 
@@ -54,9 +58,9 @@ def test_a_device_that_is_lost_before_the_first_step_costs_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag, job = tmp_path / "flag", [f"{Path(__file__).parent / 'unready_job.py'}:job"]
-    undisturbed = hoop_train(*job, "--devices", "1")
+    undisturbed = hoop_train(*job, "--devices", "1", out=tmp_path / "undisturbed")
     monkeypatch.setitem(ENV, "HOOP_TEST_FLAG", str(flag))
-    disturbed = hoop_train(*job, "--devices", "3", "--strategy", strategy.removeprefix("long:"))
+    more = "--devices", "3", "--strategy", strategy.removeprefix("long:")
+    disturbed = hoop_train(*job, *more, out=tmp_path / "disturbed")
     assert flag.exists(), "nobody died"
-    assert disturbed["weights_sha256"] == undisturbed["weights_sha256"]
-    assert disturbed["steps"] == undisturbed["steps"]
+    check_same(disturbed, undisturbed)

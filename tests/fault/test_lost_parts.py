@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
 from mortal_ranks import Ended, Fault, survive
-from small_jobs import JOBS, STEPS, alone, settings
+from reported_rows import check_events
+from small_jobs import JOBS, STEPS, alone, alone_losses, settings
 from torch import Tensor, nn
 
 from hoop.engine.survival.mirrors import check_room
@@ -21,8 +22,8 @@ from hoop.strategies.fitting import fit
 EPOCH = {"epochs": 1}
 
 
-def check(ended: Mapping[int, Ended], wanted: dict[str, Tensor], left: int) -> None:
-    """Every rank that is left holds parts of the wanted state, and together they gave all of it."""
+def check(ended: Mapping[int, Ended], wanted: dict[str, Tensor], left: int, losses: Sequence[float]) -> None:
+    """Every rank that is left holds parts of the wanted state, and together they gave and reported all of it."""
     assert len(ended) == left
     for rank, one in ended.items():
         assert one.outcome.account["done"] % STEPS == 0
@@ -32,11 +33,13 @@ def check(ended: Mapping[int, Ended], wanted: dict[str, Tensor], left: int) -> N
     last = tensors_in(checkpoint([ended[rank].outcome for rank in sorted(ended)]))
     assert not differing(last, wanted)
     assert sum(len(one.outcome.of("recovered")) for one in ended.values()) >= 1
+    check_events([one.outcome.events for one in ended.values()], losses)
 
 
 def check_lost(strategy: str, size: int, faults: list[Fault], **changes: object) -> None:
     ended = survive(size, settings(strategy, **EPOCH, **changes), JOBS["normed"], faults)
-    check(ended, alone("normed", tuple({**EPOCH, **changes}.items())), size - len(faults))
+    trained = "normed", tuple({**EPOCH, **changes}.items())
+    check(ended, alone(*trained), size - len(faults), alone_losses(*trained))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,8 @@ def test_over_links_the_gradients_travel() -> None:
     ended = survive(
         3, settings("pipeline:1f1b", **EPOCH), JOBS["normed"], [Fault(1, "settles", 3)], scheme="tcp"
     )
-    check(ended, alone("normed", tuple(EPOCH.items())), 2)
+    trained = "normed", tuple(EPOCH.items())
+    check(ended, alone(*trained), 2, alone_losses(*trained))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,8 @@ def test_a_machine_is_lost() -> None:
     """Two neighbouring ranks at once: their mirrors are on the other machine."""
     changed, faults = settings("pipeline:1f1b", **EPOCH), [Fault(1, "keeps", 3), Fault(0, "keeps", 3)]
     ended = survive(4, changed, JOBS["normed"], faults, hosts="aabb")
-    check(ended, alone("normed", tuple(EPOCH.items())), 2)
+    trained = "normed", tuple(EPOCH.items())
+    check(ended, alone(*trained), 2, alone_losses(*trained))
 
 
 PLACES = [
@@ -160,7 +165,8 @@ def test_devices_join(strategy: str, size: int, faults: list[Fault], joins: int)
     changes = {**EPOCH, "clip": 0.5}
     ended = survive(size, settings(strategy, **changes), JOBS["normed"], faults, joins)
     deaths = sum(not one.waits for one in faults)
-    check(ended, alone("normed", tuple(changes.items())), size + joins - deaths)
+    trained = "normed", tuple(changes.items())
+    check(ended, alone(*trained), size + joins - deaths, alone_losses(*trained))
 
 
 def test_the_asynchronous_ring_goes_back_to_where_it_met() -> None:
@@ -168,10 +174,11 @@ def test_the_asynchronous_ring_goes_back_to_where_it_met() -> None:
     changed = settings("ring:async")
     ended = survive(3, changed, JOBS["flat"], [Fault(1, "instruction", 500)])
     first = train("shm", 3, changed.replaced({"max_steps": STEPS}), JOBS["flat"])
-    wanted = tensors_in(checkpoint(train("shm", 2, changed, JOBS["flat"], resume=checkpoint(first))))
+    rest = train("shm", 2, changed, JOBS["flat"], resume=checkpoint(first))
+    losses = [loss for run in (first, rest) for one in run for loss in one.losses]
     recovered = [told["step"] for one in ended.values() for told in one.outcome.of("recovered")]
     assert recovered == [STEPS]
-    check(ended, wanted, 2)
+    check(ended, tensors_in(checkpoint(rest)), 2, losses)
 
 
 @pytest.mark.parametrize("mode", ["asp", pytest.param("ssp", id="long: ssp")])
@@ -179,7 +186,8 @@ def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
     """One worker is left, whose pushes have an order; the result is that of one which was always alone."""
     changed = settings(f"ps:{mode}", **EPOCH)
     ended = survive(3, changed, JOBS["normed"], [Fault(1, "instruction", 40)])
-    check(ended, tensors_in(checkpoint(train("shm", 2, changed, JOBS["normed"]))), 2)
+    always = train("shm", 2, changed, JOBS["normed"])
+    check(ended, tensors_in(checkpoint(always)), 2, [loss for one in always for loss in one.losses])
 
 
 @pytest.mark.parametrize(

@@ -19,24 +19,28 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 HOOP = [sys.executable, "-m", "hoop"]
 
 
-def hoop_train(*arguments: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
+def hoop_train(*arguments: str, out: Path, prefix: Sequence[str] = ()) -> dict[str, Any]:
     """The result of a training."""
     done = subprocess.run(
-        [*prefix, *HOOP, "train", *arguments, "--json"],
+        [*prefix, *HOOP, "train", *arguments, "--out", str(out), "--json"],
         stdout=subprocess.PIPE,
         text=True,
         timeout=PATIENCE_S,
         env=ENV,
         check=True,
     )
-    return dict(json.loads(done.stdout))
+    return {**json.loads(done.stdout), "out": str(out)}
 
 
-def driven(driver: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a driver says of each job: it is one process, and forks devices for one after the other."""
+def driven(driver: Path, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What a driver says of each job: it is one process, and forks devices for one after the other.
+
+    ``folder``: where each run's ``out`` is made.
+    """
+    outs = [str(folder / f"run{number}") for number in range(len(jobs))]
     done = subprocess.run(
         [sys.executable, str(driver)],
-        input=json.dumps(jobs),
+        input=json.dumps([{**job, "out": out} for job, out in zip(jobs, outs, strict=True)]),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -44,7 +48,8 @@ def driven(driver: Path, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return [{**one, "out": out} for one, out in zip(found, outs, strict=True)]
 
 
 @contextmanager

@@ -39,7 +39,7 @@ TABLE = """
     simulate        root plan strategies collectives
     report          root plan
     launch          root memory wire membership client servers data plan strategies engine simulate report
-    chaos           root client report
+    chaos           root client report launch
     torch_backend   root memory transport collectives
     bench           root memory transport collectives
     hoop            root client strategies data engine launch

@@ -1,4 +1,7 @@
-"""A run under faults, then the same run without any: the weights must be the same, to the bit."""
+"""A run under faults, then the same run without any: weights and losses must be the same, to the bit.
+
+The run's ledger is audited too: each step reported once, every sample of every epoch in exactly one step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,8 @@ from hoop.chaos.schedule import KINDS, drawn
 from hoop.chaos.watch import PATIENCE_S, Watch
 from hoop.client.cluster import connect
 from hoop.errors import DeadlineExceeded, HoopError, InternalError
+from hoop.launch.audit import audit
+from hoop.report.metrics import read_metrics
 
 MEMORY = 64 << 20
 EPOCHS = 1_000_000
@@ -58,6 +64,8 @@ class Chaos:
     undisturbed: str = ""
     failed: str = ""
     """Why it was not survived; what happened before is known all the same."""
+    violation: str = ""
+    """What the audit of the run's ledger found, or a step whose loss is not that of the undisturbed run."""
     stubborn: list[int] = field(default_factory=list)
     """Processes that did not leave when they were told to, at the end."""
 
@@ -84,6 +92,7 @@ class Chaos:
             "weights_sha256": self.weights,
             "undisturbed_sha256": self.undisturbed,
             "equal": self.equal,
+            "violation": self.violation,
             "failed": self.failed,
             "stubborn": self.stubborn,
         }
@@ -99,14 +108,15 @@ def chaos(config: ChaosConfig, tell: Tell) -> Chaos:
     with tempfile.TemporaryDirectory(prefix="hoop-chaos-") as scratch:
         with Fleet(Path(scratch), config.devices, MEMORY) as fleet:
             try:
-                _disturbed(fleet, found, chances, tell)
+                _disturbed(fleet, found, chances, tell, Path(scratch) / "disturbed")
             except HoopError as error:
                 found.failed = f"{error}\n{fleet.complaints()}"
         found.stubborn = fleet.stubborn
         if found.failed:
             return found
         tell(f"the same {found.steps} steps, undisturbed …")
-        found.undisturbed = _undisturbed(found)
+        found.undisturbed = _undisturbed(found, Path(scratch) / "undisturbed")
+        found.violation = _violation(Path(scratch) / "disturbed", Path(scratch) / "undisturbed", found.steps)
     return found
 
 
@@ -115,12 +125,13 @@ def _settings(config: ChaosConfig) -> list[str]:
     return [config.job, "--strategy", config.strategy, *(word for one in settings for word in ("--set", one))]
 
 
-def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell) -> None:
+def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell, out: Path) -> None:
     config = found.config
     slowly = ["--set", f"slowdown={[config.pace] * MOST_RANKS}"]
     with connect(fleet.address) as cluster:
         cluster.wait_for_devices(config.devices, START_S)
         where = ["--coordinator", str(fleet.address), "--devices", str(config.devices), "--json"]
+        where += ["--out", str(out)]
         run = fleet.start("train", *_settings(config), *slowly, *where)
         watch = Watch(cluster, config.devices)
         threading.Thread(target=_to_its_end, args=(run, watch), daemon=True).start()
@@ -162,20 +173,41 @@ def _result(run: subprocess.Popen[str]) -> dict[str, Any]:
     return result
 
 
-def _undisturbed(found: Chaos) -> str:
+def _undisturbed(found: Chaos, out: Path) -> str:
     """Data parallel gives the same bits on one device; what is cut into stages needs as many as before."""
     config = found.config
     devices = 1 if config.strategy == "data" else config.devices
     run = subprocess.Popen(
-        _command(config, found.steps, devices), stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
+        [*_command(config, found.steps, devices), "--out", str(out)],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
     )
     try:
-        out, _ = run.communicate(timeout=max(PATIENCE_S, 4 * found.seconds))
+        told, _ = run.communicate(timeout=max(PATIENCE_S, 4 * found.seconds))
     except BaseException:
         run.terminate()
         run.communicate(timeout=END_S)
         raise
-    return str(json.loads(out)["weights_sha256"])
+    return str(json.loads(told)["weights_sha256"])
+
+
+def _violation(disturbed: Path, undisturbed: Path, steps: int) -> str:
+    """What does not hold of the run's ledger and losses; empty: everything does."""
+    audited = audit(disturbed)
+    if audited.violation is not None:
+        return f"hoop audit: {audited.violation}"
+    if audited.steps != steps:
+        return f"the ledger has {audited.steps} of {steps} steps"
+    rows, wanted = (_losses(one) for one in (disturbed, undisturbed))
+    for place, (row, other) in enumerate(zip_longest(rows, wanted), start=1):
+        if row != other:
+            return f"step and loss at place {place} are {row}, and those of the undisturbed run {other}"
+    return ""
+
+
+def _losses(out: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
 
 
 def _command(config: ChaosConfig, steps: int, devices: int) -> list[str]:

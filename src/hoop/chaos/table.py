@@ -36,7 +36,12 @@ def verdict(found: Chaos) -> str:
     """One sentence."""
     config = found.config
     count, same = len(found.outcomes), "the same as" if found.equal else f"NOT those of ({found.undisturbed})"
-    weights = f"{found.steps} steps, weights {found.weights}, {same} the undisturbed run's"
+    record = (
+        f"; THE RECORD DOES NOT HOLD: {found.violation}"
+        if found.violation
+        else "; each step in the ledger once"
+    )
+    weights = f"{found.steps} steps, weights {found.weights}, {same} the undisturbed run's{record}"
     return (
         f"{count} faults in {found.seconds:.0f} s, one every {found.seconds / max(1, count):.1f} s "
         f"({found.faults_an_hour:.0f} an hour), on {config.devices} devices, {config.job} by {config.strategy} "

@@ -37,9 +37,10 @@ def chaos(
 ) -> None:
     """Train while devices are killed, stopped, slowed down, joined and sent away, and the coordinator restarted.
 
-    Lost devices are replaced. At the end the weights are compared with those of the same number of steps without any
-    fault: exit code 0 means that they are equal to the bit. The same seed gives the same faults. Goodput is the share
-    of the time in which steps went on as usual: it depends on how often something happens (--every 15s).
+    Lost devices are replaced. At the end weights and losses are compared with those of the same number of steps without
+    any fault, and the ledger is audited: exit code 0 means that they are equal to the bit and the audit holds. The same
+    seed gives the same faults. Goodput is the share of the time in which steps went on as usual: it depends on how
+    often something happens (--every 15s).
     """
     from hoop.chaos.run import ChaosConfig
     from hoop.chaos.run import chaos as run
@@ -66,3 +67,7 @@ def chaos(
         raise InternalError(f"after {len(found.outcomes)} faults: {found.failed}")
     if not found.equal:
         raise InternalError("the weights are not those of the undisturbed run")
+    if found.violation:
+        raise InternalError(
+            f"the weights are those of the undisturbed run, the record is not: {found.violation}"
+        )

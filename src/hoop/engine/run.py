@@ -18,9 +18,9 @@ from hoop.engine.account import account
 from hoop.engine.balance import balance_for
 from hoop.engine.course import Course, check_faults
 from hoop.engine.evaluation import evaluate
-from hoop.engine.figures import Emit, Figures
 from hoop.engine.job import Job
 from hoop.engine.preparation import Ready, prepare
+from hoop.engine.progress_reporter import Emit, Evaluation, ProgressReporter
 from hoop.engine.reduction import with_criterion
 from hoop.engine.settings import Settings
 from hoop.engine.stages.evidence import Evidence
@@ -77,7 +77,7 @@ class Run:
         self._arrival = Arrival(joins, emit, world, prefix)
         self._keepsakes = Keepsakes(world.arena, prefix, emit, world.run, joins)
         self._evidence = Evidence(settings.micros)
-        self._figures = Figures(emit, self._evidence)
+        self._progress = ProgressReporter(emit, self._evidence, self._data.evaluated)
         self._vectors = Vectors(world.arena, prefix, world.run)
         replicas = parse(settings.strategy).name == "data"
         keeping = settings, job, self._data, self._vectors, self._evidence, self._arrival.left
@@ -222,24 +222,22 @@ class Run:
             ready, plan = safe.cut_anew(world, self._done, self._ended, self._stopped)
         except UserError as error:
             raise FailedPrecondition(f"{error}; {self._keepsakes.remedy}") from None
-        if plan.step > self._done:  # who has met all others knows what it came to, and tells
-            self._figures.forget(self._done)
         self._take(ready)
-        self._figures.forget(self._done - plan.step)
         self._done, self._ended, self._stopped = plan.step, plan.ended, plan.stopped
-        self._arrival.there(self._done, world, plan.source, plan.restarted, self._figures)
+        self._arrival.there(self._done, world, plan.source, plan.restarted, self._progress)
         safe.keep(world)
         safe.meet(world, self._stopping(), self._done)
         safe.go_on(plan)
 
     def _lose(self) -> None:  # what this rank has, and remembers, is of long ago
-        self._done, self._figures = NO_STATE, Figures(self._emit, self._evidence)
+        self._done = NO_STATE
+        self._progress.forget()
 
     def _count_late(self) -> None:
         """A step that was finished by the way."""
         tail = self.worker.held[0].tail
-        self._figures.add([float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
         self._done += 1
+        self._progress.add(self._done, [float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
 
     def _go_on(self, world: World, planned: bool = False) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
@@ -262,7 +260,7 @@ class Run:
             self._count_late()
         self._done, worker.computed = plan.step, list(plan.computed[world.rank])
         source = plan.source_of(world.rank)
-        self._arrival.there(self._done, world, source, plan.restarted, self._figures)
+        self._arrival.there(self._done, world, source, plan.restarted, self._progress)
         self._ended = plan.ended
         if not planned:
             worker.held[0].another_room()
@@ -288,7 +286,7 @@ class Run:
         if hears and last is not None and self._safe is None:
             self._stopped, self._moving = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
         if losses:
-            self._figures.add(losses, time.perf_counter() - begun)
+            self._progress.add(self._done, losses, time.perf_counter() - begun)
             self._tell()
         if hears and self._balance is not None and last is not None and not self._moving:
             plan = self._balance.after(last.tail)
@@ -298,7 +296,7 @@ class Run:
                 self._emit(told)
 
     def _tell(self, force: bool = False) -> None:
-        self._figures.tell(self._done, self.worker.rate, self._role.reports, force)
+        self._progress.report(self.worker.rate, self._role.reports, force)
 
     def _end_of_epoch(self) -> None:
         settings, epoch = self._settings, self._course.epoch(self._done)
@@ -307,9 +305,8 @@ class Run:
         self._role.refresh()
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
             loss, accuracy = evaluate(self.worker, self._data.test)
-            if self._role.reports:
-                told = {"kind": "evaluated", "epoch": epoch, "steps": self._done}
-                self._emit({**told, "split": self._data.evaluated, "loss": loss, "accuracy": accuracy})
+            evaluation = Evaluation(self._done, epoch, loss, accuracy)
+            self._progress.evaluated(evaluation, self.worker.rate, self._role.reports)
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._ended = self._done

@@ -26,10 +26,12 @@ from hoop.engine.settings import Settings
 from hoop.engine.survival.snapshot import MOMENT, SEAL, packed, unpacked
 from hoop.errors import FailedPrecondition, HoopError, PeerError
 from hoop.files import write_bytes
+from hoop.launch.deduplication import Deduplicator
 from hoop.launch.full_disk import FullDisk
 from hoop.launch.predicting import Prediction
 from hoop.launch.recording import Recording
 from hoop.simulate.costs import Costs
+from hoop.strategies.catalog import parse
 
 Told = dict[str, Any]
 
@@ -57,7 +59,7 @@ class Conducting:
         self._out, self._attached, self._patience = out, bool(attached), patience
         self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], Told]]] = {}
         self._accounts: dict[int, Told] = {}
-        self._heard = 0
+        self._seen = Deduplicator(parse(settings.strategy).synchronous)
         self._last: Told = {}
         self._evaluated: Told = {}
         self._steps = 0
@@ -67,7 +69,7 @@ class Conducting:
         self._stragglers: list[Told] = []
         self._states: list[Told] = []
         self._faults: list[str] = []
-        self._full_disk = FullDisk(settings.placed, lambda: self._heard, self._faults.append)
+        self._full_disk = FullDisk(settings.placed, lambda: self._seen.step, self._faults.append)
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
@@ -105,7 +107,10 @@ class Conducting:
         """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
         try:
             for event in self.job.events(patience=self._patience):  # (2)
-                if event.kind == "steps" and not self._fresh(event.told):
+                fresh = self._seen.passes(event.kind, event.told)
+                for text in self._seen.warnings():
+                    yield {"kind": "warning", "text": text}
+                if not fresh:
                     continue
                 if event.kind == "started" and self._recording is None:
                     self._record(None)
@@ -170,15 +175,6 @@ class Conducting:
                 self._snapshot(event)
             case "account":
                 self._accounts[event.rank] = told
-
-    def _fresh(self, told: Told) -> bool:
-        """Leaves of a report what was not told before: who tells may change, and tells what it remembers."""
-        new = max(0, self._heard - told["first"])
-        for name in ("loss", "seconds", "fed"):
-            told[name] = told[name][new:]
-        told["first"] += new
-        self._heard = max(self._heard, told["first"] + len(told["loss"]))
-        return bool(told["loss"])
 
     def _look_at(self, first: int, losses: Sequence[float]) -> None:
         """A loss that is not a number never becomes one again: the job is stopped, its weights are not kept."""

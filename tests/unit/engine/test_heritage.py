@@ -10,7 +10,7 @@ import torch
 
 from hoop.engine.stages.evidence import Evidence
 from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.diary import KEPT, Diary, remembered, together
+from hoop.engine.survival.diary import KEPT, Diary, remembered
 from hoop.engine.survival.heritage import inherited, newest
 from hoop.engine.survival.keepsakes import Keepsakes
 from hoop.engine.survival.own import claimed
@@ -82,13 +82,7 @@ def test_what_was_not_told_is_written_down(arena: Arena) -> None:
         evidence.note(step, torch.tensor([step, 1, 2, 3], dtype=torch.float32).numpy())
     diary = Diary(Vectors(arena, "job1.", RUN), evidence)
     for done in range(1, KEPT + 10):
-        diary.note(done, [done / 2])
+        diary.note(done, [done / 3])
     rows = remembered(arena, "job1.", RUN)
     assert sorted(rows) == list(range(10, KEPT + 10))
-    assert rows[40] == [20.0, 39.0, 1.0, 2.0, 3.0]
-    other = {step: row for step, row in rows.items() if step != 60}
-    losses, found = together([{60: rows[60]}, other], 80)
-    assert losses == [step / 2 for step in range(10, 81)]
-    assert found[-1].tolist() == [79.0, 1.0, 2.0, 3.0]
-    assert together([other], 80)[0] == [step / 2 for step in range(61, 81)], "a gap ends it"
-    assert together([other], 60)[0] == []
+    assert rows[40] == [40 / 3, 39.0, 1.0, 2.0, 3.0], "to the bit"

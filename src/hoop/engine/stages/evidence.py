@@ -23,8 +23,8 @@ PLACES = 2
 """Elements a shard has."""
 _ONCE = 1 << 16
 """One shard in the sum; what is below is its device. Sums stay exact: float32 counts to 2**24."""
-KEPT = 1024
-"""Updates that are remembered, to be told should the one who tells be lost."""
+KEPT = 4096
+"""Updates that are remembered: the rows that ``progress_reporter`` keeps, and steps that are under way."""
 
 Fed = tuple[list[int], str]
 """For each shard the device (0: none; -2: it is there twice), and all prints in hexadecimal, six digits each."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hoop.data.dataset import Splits, described, fingerprint
-from hoop.engine.figures import Emit, Figures
-from hoop.engine.survival.diary import remembered, together
+from hoop.engine.progress_reporter import Emit, ProgressReporter
+from hoop.engine.survival.diary import remembered
 from hoop.engine.survival.heritage import inherited
-from hoop.engine.survival.word import gathered
 from hoop.engine.world import World
 
 MEET_S = 30.0
@@ -33,17 +32,17 @@ class Arrival:
         about = {"data": fingerprint(data), "about": described(data)}
         self._emit({"kind": "ready", "seconds": seconds, **about})
 
-    def there(self, step: int, world: World, source: str, afresh: bool, figures: Figures) -> None:
-        """Everybody is at this step; ``source``: where this rank has its state from, if it had lost it.
+    def there(self, step: int, world: World, source: str, afresh: bool, progress: ProgressReporter) -> None:
+        """Every rank is at this step and calls this; ``source``: where this rank has its state from, if it had lost it.
 
-        ``afresh``: nobody has stayed, and what all wrote down is told by whoever tells from now on.
+        ``afresh``: no rank has stayed. The rows of the last steps are handed over, from a rank that stayed or, if all
+        were restarted, from an arena.
         """
+        progress.recall(step, self._rows)
+        progress.take_over(world.communicator, step, MEET_S)
         if source:
             self._emit({"kind": "state", "step": step, "device": world.device, "source": source})
-        self.comes, self.begins = False, self.begins or afresh
-        if afresh:
-            told = gathered(world.communicator, self._rows, MEET_S)
-            figures.remember(step, *together(told, step))
+        self.comes, self.begins, self._rows = False, self.begins or afresh, {}
 
     def start(self, told: dict[str, Any], data: Splits) -> None:
         """How the run begins, if nobody has told."""

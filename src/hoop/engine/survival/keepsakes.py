@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hoop.engine.figures import Emit
+from hoop.engine.progress_reporter import Emit
 from hoop.engine.survival.snapshot import packed, put
 from hoop.errors import PeerLost
 from hoop.memory import Arena

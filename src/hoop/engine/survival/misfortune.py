@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
-from hoop.engine.figures import Emit
+from hoop.engine.progress_reporter import Emit
 from hoop.engine.worker import Worker
 from hoop.plan.faults import OF_LINKS, Fault
 from hoop.plan.instructions import Instruction

@@ -1,0 +1,60 @@
+"""scripts/golden, which shows that a change leaves the trained weights alone."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "golden"
+
+
+@pytest.fixture
+def golden(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = importlib.machinery.SourceFileLoader("golden", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("golden", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "golden", module)
+    loader.exec_module(module)
+    return module
+
+
+def test_one_run_trains_with_this_tree_and_prints_its_hash() -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "pipeline killed", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert str(SCRIPT.parents[1] / "src") in done.stderr, "progress names the tree"
+    told: dict[str, Any] = json.loads(done.stdout)
+    (row,) = told["runs"]
+    assert row["run"] == "pipeline killed"
+    assert row["ok"]
+    assert len(row["here"]) == 64
+
+
+def test_an_unknown_run_is_refused() -> None:
+    command = [sys.executable, str(SCRIPT), "--only", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "invalid choice: 'nothing'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "ok"),
+    [("aa", "aa", True), ("aa", "bb", False), ("", "aa", False), ("aa", "", False), ("", "", False)],
+)
+def test_a_run_is_the_same_if_both_sides_have_the_same_hash(
+    golden: ModuleType, here: str, there: str, ok: bool
+) -> None:
+    told = golden.rows({"data": golden.Outcome(here)}, {"data": golden.Outcome(there)})
+    assert told[0]["ok"] is ok
+    assert golden.table(told).splitlines()[1].endswith("yes" if ok else "NO")
