@@ -23,7 +23,8 @@ class Deduplicator:
         self.step = 0
         """The last step that was passed."""
         self._synchronous = synchronous
-        self._started = False
+        self._begun: int | None = None
+        """The step after which the run began, once it is known."""
         self._evaluated = -1
         self._values: OrderedDict[int, tuple[float, str]] = OrderedDict()
         self._warnings: list[str] = []
@@ -31,8 +32,8 @@ class Deduplicator:
     def passes(self, kind: str, told: dict[str, Any]) -> bool:
         """Whether anything of this event is new; rows that are not are taken out of it."""
         match kind:
-            case "started":
-                self._started, self.step = True, max(self.step, told["done"])
+            case "started" if self._begun is None:  # later ones are of ranks that begin in the middle
+                self._begun = int(told["done"])
             case "evaluated":
                 steps, before = int(told["steps"]), self._evaluated
                 self._evaluated = max(before, steps)
@@ -48,9 +49,9 @@ class Deduplicator:
 
     def _steps(self, told: dict[str, Any]) -> bool:
         first, count = int(told["first"]), len(told["loss"])
-        if self._started and first > self.step:
+        if self._begun is not None and first > (before := max(self.step, self._begun)):
             self._warnings.append(
-                f"no device reported the steps {self.step + 1} to {first}: they are missing in metrics and ledger"
+                f"no device reported the steps {before + 1} to {first}: they are missing in metrics and ledger"
             )
         self._compare(told)
         repeated = min(count, max(0, self.step - first))

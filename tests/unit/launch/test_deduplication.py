@@ -46,6 +46,17 @@ def test_a_run_that_is_resumed_begins_later() -> None:
     assert seen.warnings() == []
 
 
+def test_a_second_start_in_the_middle_takes_no_row_away() -> None:
+    """All devices were restarted at step 6, of which nobody had read the last two rows."""
+    seen = started()
+    seen.passes("steps", rows(1, 4))
+    assert seen.passes("started", {"done": 6})
+    told = rows(3, 7)
+    assert seen.passes("steps", told)
+    assert told == rows(5, 7)
+    assert seen.warnings() == []
+
+
 def test_two_ranks_that_report_different_values_are_a_bug() -> None:
     seen = started()
     seen.passes("steps", rows(1, 4))
