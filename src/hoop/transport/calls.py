@@ -16,7 +16,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from hoop.errors import CollectiveMismatch, LinkCorrupted
+from hoop.errors import CollectiveMismatch
 
 _WORD = struct.Struct("=Q")
 SEQUENCE_BITS = 24
@@ -25,13 +25,6 @@ _STAMP_MASK = (1 << 64) - 1
 TEXT_BYTES = 1000
 """The longest text that is sent or shown; a longer one is cut, its hash is of all of it."""
 REMEDY = "no more operations can run here: fix the calls, then make the communicator (or process group) again"
-
-
-class WrongLength(LinkCorrupted):
-    """A message is not as long as its receiver expects."""
-
-    came = 0
-    """Its bytes."""
 
 
 class Call:

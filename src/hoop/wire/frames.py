@@ -98,9 +98,10 @@ class Header:
             raise LinkCorrupted(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
         head = bytes(data[: _LAYOUT.size])
         (check,) = _CHECK.unpack_from(data, _LAYOUT.size)
-        check_start(head)
+        check_start(head[: len(MAGIC)])
         if zlib.crc32(head) != check:
             raise LinkCorrupted("a frame header's checksum does not hold")
+        check_start(head)
         _, _, kind, _, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(
             head
         )
