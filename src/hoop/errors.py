@@ -15,6 +15,7 @@
     │   ├── PeerLost                 it died, or closed the link
     │   ├── DeadlineExceeded         it did not answer in time
     │   └── LinkCorrupted            what arrived is not what was sent
+    │       └── WrongLength              a message is not as long as its receiver expects
     ├── MembershipChanged        not a failure: the work belongs to an older generation
     └── InternalError            a bug in Hoop
 
@@ -120,6 +121,13 @@ class LinkCorrupted(PeerError):
     """What arrived is not what was sent."""
 
     code = "DATA_LOSS"
+
+
+class WrongLength(LinkCorrupted):
+    """A message is not as long as its receiver expects."""
+
+    came = 0
+    """Its bytes, where the receiver knows."""
 
 
 class MembershipChanged(HoopError):

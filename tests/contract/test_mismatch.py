@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import LONG_S, Ranks, outcomes
+from ranks import LONG_S, URIS, Ranks, endpoints_of, outcomes, uri_of
 
 from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered import OrderedSum
 from hoop.collectives.shards import holding
 from hoop.errors import CollectiveMismatch
-from hoop.memory import dtype
+from hoop.memory import Arena, dtype
+from hoop.servers.runner import Runner
+from hoop.topology import Address, DeviceInfo
+from hoop.transport import Transport, open_transport
 from hoop.transport.hybrid import HybridEndpoint
+from hoop.transport.hybrid_transport import HybridTransport
+from hoop.transport.shm import ShmTransport
 from hoop.transport.tcp_links import TcpEndpoint
+from hoop.wire.convert import describe
+from hoop.wire.generated import hoop_pb2 as pb
 
 SMALL, LARGE = 5, 300_000
 """Elements: within one message or slot; and more than a stage, or what a socket takes at once."""
@@ -193,6 +204,85 @@ def test_ordered_sums(made: Callable[..., Ranks], scheme: str) -> None:
         assert isinstance(error, CollectiveMismatch)
         assert "rank 0: ordered all_reduce of 10 float32, elements 0 to 5, of shards 0 | 1;" in str(error)
         assert "rank 1: ordered all_reduce of 10 float32, elements 5 to 10, of shards 0 | 1;" in str(error)
+
+
+@pytest.mark.parametrize("scheme", ["shm", "hybrid"])
+def test_vectors_in_arenas(tmp_path: Path, scheme: str) -> None:
+    """Where every rank reads and writes the others' memory: run, prepared, and prepared in another order."""
+    count, hosts = 4000, (0, 0, 1, 1)
+    usual = Operation("all_reduce", count)
+    unusual = replace(usual, op="max")
+
+    def outcome_of(job: Callable[[Communicator, np.ndarray], None], name: str) -> list[object]:
+        with ExitStack() as opened:
+            arenas = [
+                opened.enter_context(Arena.create(tmp_path / f"{name}{rank}", 1 << 20)) for rank in range(4)
+            ]
+            transports: list[Transport] = []
+            for rank, arena in enumerate(arenas):
+                address = Address.parse(uri_of("hybrid", rank, hosts).removeprefix("hybrid://"))
+                made = HybridTransport(address, arena) if scheme == "hybrid" else ShmTransport(address, arena)
+                transports.append(opened.enter_context(made))
+            ones = [Communicator(endpoint) for endpoint in endpoints_of(transports)]
+            for one in ones:
+                opened.callback(one.close)
+            threads = opened.enter_context(ThreadPoolExecutor(4))
+            vectors = [arena.array(arena.min_address, dtype("float32"), count) for arena in arenas]
+            return outcomes([threads.submit(job, *both) for both in zip(ones, vectors, strict=True)])
+
+    def run(one: Communicator, vector: np.ndarray) -> None:
+        one.run(unusual if one.rank == 3 else usual, vector, vector, LONG_S)
+
+    def prepared(one: Communicator, vector: np.ndarray) -> None:
+        first, second = (one.prepare(operation, vector, vector) for operation in (usual, unusual))
+        (second if one.rank == 3 else first)(time.monotonic() + LONG_S)
+
+    assert_named(outcome_of(run, "run"), 3, usual, unusual)
+    assert_named(outcome_of(prepared, "prepared"), 3, usual, unusual)
+
+
+def test_a_launch_with_different_operations(tmp_path: Path) -> None:
+    """Devices compare what a coordinator launches: a client's operation or a lab's reaches every device as one request,
+    and if it did not, they would say so."""
+    with ExitStack() as opened:
+        arenas = [opened.enter_context(Arena.create(tmp_path / str(rank), 1 << 20)) for rank in range(2)]
+        links = [opened.enter_context(open_transport(URIS["tcp"])) for _ in range(2)]
+        runners = [Runner(arena, link, None) for arena, link in zip(arenas, links, strict=True)]
+        for runner in runners:
+            opened.callback(runner.close)
+        members = [
+            describe(
+                DeviceInfo(
+                    rank,
+                    link.address,
+                    link.address,
+                    arena.min_address,
+                    arena.max_address,
+                    "here",
+                    1,
+                    f"it{rank}",
+                )
+            )
+            for rank, (arena, link) in enumerate(zip(arenas, links, strict=True))
+        ]
+
+        def request(rank: int, op: str) -> pb.LaunchRequest:
+            operation = pb.Operation(
+                collective="all_reduce", algorithm="ring", dtype="float64", op=op, count=8
+            )
+            place = pb.Location(address=arenas[rank].min_address)
+            seat = pb.Seat(communicator_id=1, generation=1, rank=rank, members=members)
+            work = pb.LaunchOperation(operation=operation, operand=pb.Operand(source=place))
+            return pb.LaunchRequest(seat=seat, operations=[work], timeout_s=LONG_S)
+
+        async def launch() -> list[object]:
+            launches = [
+                runner.launch(request(rank, ("sum", "max")[rank])) for rank, runner in enumerate(runners)
+            ]
+            return await asyncio.gather(*launches, return_exceptions=True)
+
+        errors = asyncio.run(launch())
+    assert_named(errors, 1, "all_reduce sum of 8 float64 by ring", "all_reduce max of 8 float64 by ring")
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "hybrid"])

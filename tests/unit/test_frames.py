@@ -13,7 +13,14 @@ from hoop.errors import LinkCorrupted
 from hoop.wire.frames import HEADER_BYTES, MAGIC, MAX_PAYLOAD, VERSION, Header, Kind
 
 DATA = Header(
-    Kind.DATA, communicator=7, generation=3, source=2, sequence=41, length=1 << 20, checksum=0xDEADBEEF
+    Kind.DATA,
+    communicator=7,
+    generation=3,
+    source=2,
+    sequence=41,
+    length=1 << 20,
+    checksum=0xDEADBEEF,
+    call=0x0123456789ABCDEF,
 )
 VERSION_AT, KIND_AT, LENGTH_AT = 4, 5, 32
 
@@ -27,6 +34,7 @@ headers = st.builds(
     sequence=u64,
     length=st.integers(0, MAX_PAYLOAD),
     checksum=u32,
+    call=u64,
 )
 
 
@@ -52,7 +60,8 @@ def test_what_is_packed_comes_back(header: Header) -> None:
 def test_the_bytes_are_those_of_the_drawing() -> None:
     packed = DATA.pack()
     assert packed[:-4].hex(" ", 4) == (
-        "484f4f50 01020000 07000000 00000000 03000000 02000000 29000000 00000000 00001000 00000000 efbeadde"
+        "484f4f50 02020000 07000000 00000000 03000000 02000000 29000000 00000000 00001000 00000000 efbeadde "
+        "efcdab89 67452301"
     )
     assert packed == sealed(packed[:-4])
     assert (packed[:4], packed[VERSION_AT]) == (MAGIC, VERSION)

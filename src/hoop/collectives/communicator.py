@@ -45,16 +45,16 @@ class Prepared:
     ) -> None:
         self.algorithm = algorithm
         self._communicator, self._operation, self._run = communicator, operation, run
-        self._lane = communicator.lane
+        self._enter, self._leave = communicator.lane.enter, communicator.lane.leave
 
     def __call__(self, deadline: float) -> None:
-        if not self._lane.enter():
+        if not self._enter():
             self.start(deadline - time.monotonic()).wait()
             return
         try:
             self._run(deadline)
         finally:
-            self._lane.leave()
+            self._leave()
 
     def start(self, timeout: float) -> Handle:
         """Runs it behind what was started before, and returns at once."""

@@ -13,8 +13,9 @@ import numpy as np
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.execute import confirm, together
 from hoop.collectives.reduction import Array
+from hoop.errors import WrongLength
 from hoop.transport.base import Endpoint, SharedEndpoint
-from hoop.transport.calls import Call, WrongLength, wrong_length
+from hoop.transport.calls import Call, wrong_length
 from hoop.transport.mailbox import SLOT_BYTES
 
 

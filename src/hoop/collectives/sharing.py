@@ -169,14 +169,15 @@ class Sharing:
         endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
         given, into, meet = source[:count], [destination[:count]], endpoint.meet
         vectors = [[one[:count] for one in turn] for turn in self._windows("slots", operation.dtype)]
-        mine = [turn[rank] for turn in vectors]
+        # As bytes: a view's copy takes half the time of an array's.
+        mine, laid = [turn[rank].view(np.uint8).data for turn in vectors], given.view(np.uint8).data
         for turn in vectors:
             turn[rank] = given
         folds = [Reduction(operation.op, operation.dtype).always(turn, into) for turn in vectors]
 
         def flat(deadline: float) -> None:
             endpoint.publications = publication = endpoint.publications + 1
-            mine[publication & 1][...] = given
+            mine[publication & 1][:] = laid
             meet(deadline, call)
             QUIET.run(folds[publication & 1])
 

@@ -16,7 +16,7 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from hoop.errors import CollectiveMismatch, LinkCorrupted
+from hoop.errors import CollectiveMismatch
 
 _WORD = struct.Struct("=Q")
 SEQUENCE_BITS = 24
@@ -27,25 +27,19 @@ TEXT_BYTES = 1000
 REMEDY = "no more operations can run here: fix the calls, then make the communicator (or process group) again"
 
 
-class WrongLength(LinkCorrupted):
-    """A message is not as long as its receiver expects."""
-
-    came = 0
-    """Its bytes."""
-
-
 class Call:
     """One operation as all ranks of a communicator must call it."""
 
-    __slots__ = ("_part", "_size", "text", "word", "words")
+    __slots__ = ("_high", "_part", "_size", "text", "word", "words")
 
     def __init__(self, text: str, size: int) -> None:
         """``size``: the number of ranks that compare it."""
         self.text = text
         digest = hashlib.blake2b(text.encode(), digest_size=_WORD.size).digest()
         self.word: int = _WORD.unpack(digest)[0]
-        self.words = digest * size
-        """The words of all ranks in shared memory, if all of them call this."""
+        self.words = memoryview(digest * size).cast("Q")
+        """The words of all ranks in shared memory, if all of them call this; a view because that compares fastest."""
+        self._high = (self.word << SEQUENCE_BITS) & _STAMP_MASK
         self._size, self._part = size, self
 
     def among(self, size: int) -> Call:
@@ -56,7 +50,7 @@ class Call:
 
     def stamp(self, sequence: int) -> int:
         """What the messages of the ``sequence``-th operation carry; never 0, which stands for no collective."""
-        return ((self.word << SEQUENCE_BITS) & _STAMP_MASK) | (sequence & _SEQUENCE_MASK) or 1
+        return self._high | (sequence & _SEQUENCE_MASK) or 1
 
     @property
     def short(self) -> str:

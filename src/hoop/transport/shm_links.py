@@ -44,16 +44,19 @@ class ShmEndpoint(ShmMessages):
         self._own = [Bell.create(bell_name(self.token, index)) for index in range(bells)]
         self._mine = [self._own[: self._levels], self._own[self._levels : 2 * self._levels]]
         self._theirs: list[dict[int, Bell]] = [{}, {}]
-        self._steps: list[list[tuple[int, Callable[[], None], Bell]]] = [[], []]
-        """For each turn, level by level: how to ring, and the bell to wait for; worked out when everybody is there."""
+        self._steps: list[list[tuple[int, Callable[[], None], Callable[[bool], bool], Bell]]] = [[], []]
+        """For each turn, level by level: how to ring, how to take a post, and the bell to wait for; worked out when
+        everybody is there."""
         self._door = self._own[-1]
         self._outgoing = {
             peer: Outgoing(self.mailboxes[rank].blocks(peer), self._door, *self._link_bells(peer))
             for peer in range(self.size)
             if peer != rank
         }
-        self._words = [(calls.cast("Q"), calls) for calls in self.mailboxes[0].calls]
-        """For each turn: where the words of all ranks' calls are, as words and as bytes."""
+        self._words = self._call_words()
+        """For each turn: the words of all ranks' calls."""
+        self._said: list[Call | None] = [None, None]
+        """For each turn: the call whose word this rank has put there."""
         self._here = self.mailboxes[rank].arrived
         self._arrivals = [self._here] * self.size
         self._ready = self.size == 1
@@ -139,13 +142,16 @@ class ShmEndpoint(ShmMessages):
             raise self._departed(gone) if gone is not None else self.overdue(min(missing), "waiting for")
         self._steps = [
             [
-                (level, self._theirs[turn][level].ring, self._mine[turn][level])
-                for level in range(self._levels)
+                (level, self._theirs[turn][level].ring, bell.take, bell)
+                for level, bell in enumerate(self._mine[turn])
             ]
             for turn in (0, 1)
         ]
-        self._words = [(calls.cast("Q"), calls) for calls in self.mailboxes[0].calls]
+        self._words = self._call_words()
         self._ready = True
+
+    def _call_words(self) -> list[memoryview]:
+        return [calls.cast("Q") for calls in self.mailboxes[0].calls]
 
     def _missing(self) -> set[int]:
         return {peer for peer in self._outgoing if peer not in self._incoming or peer in self._unconfirmed}
@@ -160,26 +166,34 @@ class ShmEndpoint(ShmMessages):
             self.gather(deadline)
         if self._troubled:
             raise self._error or self._departed(next(iter(self._gone)))
-        rung = self._rung
-        if rung:
-            self._rung, steps = 0, self._steps[self.meetings & 1][rung - 1 :]
+        if self._rung:
+            self._take_missed(deadline)
+            steps, self._rung = self._steps[self.meetings & 1][self._rung :], 0
+            words = self._words[self.meetings & 1]
         else:
             self.meetings = self._here[0] = number = self.meetings + 1
-            steps = self._steps[number & 1]
-            if call is not None:
-                self._words[number & 1][0][self.rank] = call.word
-        for level, ring, bell in steps:
-            if level >= rung:
-                ring()
-            if not bell.take(False) and not bell.wait(deadline, self._spins):
+            turn = number & 1
+            steps, words = self._steps[turn], self._words[turn]
+            if call is not None and self._said[turn] is not call:
+                # An operation that is run again and again finds its word here, and no cache line changes hands.
+                self._said[turn], words[self.rank] = call, call.word
+        for level, ring, take, bell in steps:
+            ring()
+            if not take(False) and not bell.wait(deadline, self._spins):
                 self._rung = level + 1
                 raise self.overdue(self._absent() or 0, "waiting for")
             if self._troubled:
                 self._check_all_came()
+        if call is not None and words != call.words:
+            raise self._mismatched(call)
+
+    def _take_missed(self, deadline: float) -> None:
+        """The post that the last call of ``meet`` gave up waiting for."""
+        _, _, take, bell = self._steps[self.meetings & 1][self._rung - 1]
+        if not take(False) and not bell.wait(deadline, self._spins):
+            raise self.overdue(self._absent() or 0, "waiting for")
         if self._troubled:
             self._check_all_came()
-        if call is not None and self._words[self.meetings & 1][1] != call.words:
-            raise self._mismatched(call)
 
     def _mismatched(self, call: Call) -> CollectiveMismatch:
         """Every rank is here, having found the same words: they tell each other their calls, and give up."""

@@ -10,12 +10,11 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from hoop.errors import HoopError, InvalidArgument, PeerLost
+from hoop.errors import HoopError, InvalidArgument, PeerLost, WrongLength
 from hoop.topology import Address
 from hoop.transport.base import Pending, SharedEndpoint, remaining
 from hoop.transport.bell import Bell, spins_for
 from hoop.transport.blocks import Incoming, Outgoing
-from hoop.transport.calls import WrongLength
 from hoop.transport.parcel import Parcel
 
 _LENGTH = struct.Struct("<Q")

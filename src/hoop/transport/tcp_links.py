@@ -29,7 +29,7 @@ from hoop.transport.parcel import Parcel
 from hoop.transport.proving import prove
 from hoop.transport.tcp_repeating import Damaged, TcpRepeating
 from hoop.transport.tcp_sockets import GAVE_UP, Incoming, Outgoing, connect, last_words
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, Header, Kind, packed
 
 _PATIENCE_S = 0.05
 """How long a rank waits for a peer to dial before it dials itself, to learn whether there is anybody."""
@@ -61,7 +61,7 @@ class TcpEndpoint(TcpRepeating):
 
     def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = Header(Kind.DATA, *place, payload.nbytes, 0, self.calls.stamp).pack()
+        header = packed(Kind.DATA, *place, payload.nbytes, 0, self.calls.stamp)
         link.sequence += 1
         return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
@@ -168,11 +168,13 @@ class TcpEndpoint(TcpRepeating):
         # Made before the wait, in which there is time for it.
         place = (self.communicator, self.generation, peer, link.sequence)
         due = Header(Kind.DATA, *place, size, 0, self.calls.stamp)
-        packed = due.pack() if self._checksum is None else b""
+        expected = b""
+        if self._checksum is None:
+            expected = packed(Kind.DATA, *place, size, 0, self.calls.stamp)
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
-        if came != packed:
+        if came != expected:
             try:
                 due = Header.unpack(came)
             except LinkCorrupted as error:
