@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -151,3 +152,53 @@ def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
     nothing: Any = None
     with pytest.raises(FailedPrecondition, match=TOO_OLD):
         trainer(nothing, "{}", nothing, nothing, None)
+
+
+# ---- scripts/torch-matrix, without installing anything
+
+
+def matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "torch-matrix"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_matrix_is_the_tested_range() -> None:
+    minors = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    assert matrix("--list").stdout.split() == minors
+    assert matrix("--list", "--versions", "2.8, 2.14.1").stdout.split() == ["2.8", "2.14.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--versions", "2.x"], "--versions: '2.x' is not a version such as 2.15 or 2.14.1"),
+        (["--python", "python0.1"], "--python: there is no interpreter python0.1"),
+        (["--tests", "tests/nothing"], "--tests: there is no tests/nothing"),
+        (["--cache", str(ROOT / "here")], "is inside the working tree"),
+    ],
+)
+def test_the_matrix_names_a_wrong_argument(arguments: list[str], told: str) -> None:
+    done = matrix("--list", *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_the_matrix_counts_what_pytest_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("torch_matrix")
+    path = ROOT / "scripts" / "torch-matrix"
+    vars(script)["__file__"] = str(path)
+    monkeypatch.setitem(sys.modules, script.__name__, script)  # where dataclasses look their module up
+    exec(compile(path.read_text(), str(path), "exec"), vars(script))
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a" name="good"/>'
+        '<testcase classname="tests.a" name="bad"><failure/></testcase>'
+        '<testcase classname="tests.a" name="leaks"/><testcase classname="tests.a" name="leaks"><error/></testcase>'
+        '<testcase classname="tests.a" name="not here"><skipped/></testcase></testsuite></testsuites>'
+    )
+    row = script.Row("2.8.0", "3.11.7", seconds=12.6)
+    row.read(report)
+    assert (row.passed, row.skipped, row.failures) == (1, 1, ["tests/a.py::bad", "tests/a.py::leaks"])
+    assert not row.holds
+    assert script.table([row]).splitlines()[-1] == "| 2.8.0 | 3.11.7 | 1 | 2 | 1 | 13 |"
+    assert not script.Row("2.8.0", "3.11.7").holds  # no test ran at all

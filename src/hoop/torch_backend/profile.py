@@ -10,7 +10,7 @@ from torch._C import _autograd
 from hoop.torch_backend.work import HoopWork
 
 enabled = _autograd._profiler_enabled
-ENDS_IN_ANY_THREAD = torch.__version__ >= (2, 13)
+ENDS_IN_ANY_THREAD = torch.__version__ >= "2.12"  # compared as versions, not as text
 """An older torch drops an event that another thread ends than the one that began it."""
 
 
