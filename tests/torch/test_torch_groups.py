@@ -102,6 +102,42 @@ def test_subgroups(together: Together) -> None:
     together(4, subgroups)
 
 
+def what_torch_asks(rank: int) -> list[str]:
+    """The questions that torch's C++ code asks a group since 2.15, and those that its Python code always asked."""
+    names = []
+    for group in (dist.group.WORLD, dist.new_group([0, 1], group_desc="both")):
+        assert dist.get_backend(group) == "hoop"
+        assert group._device_types == [torch.device("cpu")]
+        assert (group.rank(), group.size()) == (rank, 2)
+        assert group._get_backend(torch.device("cpu")) is group
+        for name in ("splitting", "window", "reconfigure", "abort_hooks", "completion_hooks"):
+            assert getattr(group, f"supports_{name}", False) is False  # most are unknown to an older torch
+        names.append(group.group_desc)
+        hook = getattr(dist.distributed_c10d, "FlightRecorderHook", None)
+        if hook is not None:
+            assert hook.attach(group, [0, 1]) is not None
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=50), dist.group.WORLD)
+    assert total_of(rank) == 3.0
+    return names
+
+
+def test_a_group_answers_what_torch_asks(together: Together) -> None:
+    assert together(2, what_torch_asks) == [["default_pg", "both"]] * 2
+
+
+def messages_through_cpp(rank: int) -> list[float]:
+    """Functional batched messages begin and end coalescing in C++, which calls the group by the names of 2.15."""
+    tensors = [torch.full((2,), rank + 1.0), torch.zeros(2)]
+    batch = torch.ops._c10d_functional.batch_p2p_ops
+    _, received = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], tensors, dist.group.WORLD.group_name)
+    return list(torch.ops._c10d_functional.wait_tensor(received).tolist())
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "get_backend"), reason="torch 2.15 has it")
+def test_batched_messages_from_cpp(together: Together) -> None:
+    assert together(2, messages_through_cpp) == [[2.0, 2.0], [1.0, 1.0]]
+
+
 def leave(rank: int) -> tuple[list[str], int]:
     dist.all_reduce(torch.ones(3), async_op=True).wait()
     dist.new_group()

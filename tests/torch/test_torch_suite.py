@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hoop.torch_backend.profile import ENDS_IN_ANY_THREAD
+
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
     "test_all_gather_object_subgroup",
@@ -19,6 +21,14 @@ NAMES = [
     "test_send_recv_any_source_torch_profiler",
     "test_static_graph_api_cpu",
 ]
+PROFILED = {
+    "test_all_reduce_coalesced_full_group_max",
+    "test_all_reduce_sum_async",
+    "test_send_recv_any_source_torch_profiler",
+}
+"""They want events that end in another thread, which an older torch lets only a backend in C++ record."""
+if not ENDS_IN_ANY_THREAD:
+    NAMES = [name for name in NAMES if name not in PROFILED]
 
 
 def test_pytorch_accepts_the_backend(tmp_path: Path) -> None:

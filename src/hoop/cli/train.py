@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hoop import torch_versions
 from hoop.cli import options
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
@@ -224,6 +225,7 @@ def _launch(
     address_file: Path | None,
 ) -> Launch:
     """Everything that can be wrong is found out here, before anything runs."""
+    untested = torch_versions.check(torch_versions.installed())  # before these imports load it
     from hoop.engine.course import check_faults
     from hoop.launch.checkpoints import newest_checkpoint
     from hoop.launch.named import job_named, resolved
@@ -248,10 +250,19 @@ def _launch(
     _check_strategy(settings, devices, coordinator is None)
     if settings.faults and coordinator is None:  # on a cluster the devices do, which have the data
         check_faults(settings, devices or DEFAULT_DEVICES, len(known.data().train))
-    launch = Launch(settings, devices, memory, out, coordinator=coordinator, address_file=address_file)
+    warnings = (untested,) if untested else ()
+    launch = Launch(
+        settings,
+        devices,
+        memory,
+        out,
+        warnings=warnings,
+        coordinator=coordinator,
+        address_file=address_file,
+    )
     if found is None:
         return launch
-    return replace(launch, resume=found.path, warnings=tuple(found.warnings))
+    return replace(launch, resume=found.path, warnings=(*warnings, *found.warnings))
 
 
 def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:

@@ -7,12 +7,14 @@ import importlib
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hoop import torch_versions
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.launch.result import Result
@@ -60,6 +62,7 @@ def trainer(
 
     ``jobs`` is where the code of jobs lies on this machine.
     """
+    torch_versions.check(torch_versions.installed())
     # Before PyTorch is loaded: a device owns its cores, and no pool of threads fights for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from hoop.engine.job import job_for_a_device
@@ -274,6 +277,8 @@ def train(
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
     """
+    if untested := torch_versions.check(torch_versions.installed()):
+        warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
     from hoop.engine.course import check_faults
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.recipes import RECIPES

@@ -27,7 +27,15 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """A process group, when torch.distributed wants one."""
+    """A process group, when torch.distributed wants one; the torch's version is checked before anything is imported."""
+    import warnings
+
+    from hoop import torch_versions
+
+    untested = torch_versions.check(torch_versions.installed())
+    is_default_group = not options.global_ranks_in_group
+    if untested and is_default_group and options.group_rank == 0:  # one warning a job
+        warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
     from hoop.torch_backend.group import HoopGroup
 
     return HoopGroup.create(options)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import Work
 
 from hoop.errors import HoopError, InvalidArgument
-from hoop.torch_backend import monitored, profile, rendezvous
+from hoop.torch_backend import c10d_backend, monitored, profile, rendezvous
 from hoop.torch_backend.collective_calls import CollectiveCalls
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.matching import Kind, Request
@@ -34,6 +34,7 @@ class HoopGroup(CollectiveCalls):
         self, name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
     ) -> None:
         super().__init__(rank, size)
+        self._registered = c10d_backend.register(self, rank, size)
         self._name, self._description = name, "undefined"
         self._store = store
         self._links, transports = rendezvous.meet(name, store, rank, size, world, timeout)
@@ -83,8 +84,7 @@ class HoopGroup(CollectiveCalls):
         if peer is not None and not 0 <= peer < self._links.size:
             raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
         links, timeout = self._links, self._links.timeout
-        if profile.enabled():
-            profile.record(work, work.title, tensors)
+        end_event = profile.record(work, work.title, tensors) if profile.enabled() else None
 
         def ended(error: HoopError | None, source: int) -> None:
             if error is None:
@@ -95,6 +95,8 @@ class HoopGroup(CollectiveCalls):
 
         deadline = time.monotonic() + timeout
         links.post.request(Request(sends, peer, Kind.MESSAGE, tag, bytes_of(flat), flat, deadline, ended))
+        if end_event is not None:
+            end_event()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -114,6 +116,11 @@ class HoopGroup(CollectiveCalls):
     def _end_coalescing(self, device: Any) -> Work:
         works, self._coalesced = self._coalesced or [], None
         return Together("coalesced", works)
+
+    start_coalescing, end_coalescing = (
+        _start_coalescing,
+        _end_coalescing,
+    )  # as C++ calls them since torch 2.15
 
     # ---- ending
 
@@ -145,6 +152,8 @@ class HoopGroup(CollectiveCalls):
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {device}; Hoop has cpu")
         return self
+
+    get_backend = _get_backend  # the name since torch 2.15
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
 

@@ -49,11 +49,14 @@ class Starting(_ProcessGroup):  # type: ignore[misc]
                 self._links.lane.leave()
             return DONE
         work = HoopWork(title, results)
-        if recorded:
-            profile.record(work, title, given)
-        self._links.start(work, job, timeout)
-        if not asynchronous:
-            work.wait()
+        end_event = profile.record(work, title, given) if recorded else None
+        try:
+            self._links.start(work, job, timeout)
+            if not asynchronous:
+                work.wait()
+        finally:
+            if end_event is not None:
+                end_event()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -1,0 +1,42 @@
+"""The backend that c10d's C++ code finds in a HoopGroup.
+
+A HoopGroup is a ProcessGroup written in Python: torch's Python code and its C++ code (DDP's reducer, functional
+collectives) call the group's own methods. Since torch 2.15 C++ code also asks a group for its default ``Backend``
+and raises when there is none: the flight recorder does so for every new group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+_Backend: Any = c10d.Backend  # its stub does not describe what a subclass in Python is called with
+
+
+class RegisteredBackend(_Backend):  # type: ignore[misc]
+    """Gives C++ code the name, rank and size of a HoopGroup. It runs no operation: those are the group's."""
+
+    # torch 2.15 looks these up in the subclass, and recurses without end where it finds its own property instead.
+    supports_splitting = supports_coalescing = supports_shrinking = False
+    supports_reconfigure = supports_window = _supports_time_estimate = False
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's C++ name
+        return "hoop"
+
+
+def register(group: Any, rank: int, size: int) -> RegisteredBackend | None:
+    """Makes a RegisteredBackend the default backend of ``group``; the group must keep what this returns.
+
+    Returns None with an older torch, whose ``Backend`` cannot be subclassed in Python. Its C++ code does not ask a
+    Python group for a backend.
+    """
+    try:
+        backend = RegisteredBackend(rank, size)
+    except TypeError:  # "No constructor defined!"
+        return None
+    custom = c10d.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), custom, backend)
+    group._set_default_backend(custom)
+    return backend

@@ -1,0 +1,204 @@
+"""Which versions of PyTorch are refused, warned about or taken, and where a user meets the answer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import hoop
+from hoop import torch_versions
+from hoop.errors import FailedPrecondition
+from hoop.topology import Addresses
+from hoop.torch_backend import autoload
+from hoop.torch_versions import NEWEST, OLDEST, UntestedTorchWarning, dotted
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD = f"{OLDEST[0]}.{OLDEST[1] - 1}.1"
+NEW = f"{NEWEST[0]}.{NEWEST[1] + 1}.0"
+TOO_OLD = re.escape(f"torch {OLD} is installed, which is too old for Hoop: it is tested with torch ")
+TOO_NEW = re.escape(f"torch {NEW} is newer than Hoop is tested with (torch ")
+REMEDY = re.escape(f"pip install 'torch>={dotted(OLDEST)}'")
+
+
+@pytest.fixture
+def torch_is(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes Hoop believe that another version is installed."""
+
+    def pretend(version: str) -> None:
+        monkeypatch.setattr(torch_versions, "installed", lambda: version)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    "version", [f"{dotted(OLDEST)}.0", f"{dotted(NEWEST)}.3+cpu", "2.13.0a0+git1", "main"]
+)
+def test_a_tested_version_is_taken_without_a_word(version: str) -> None:
+    assert torch_versions.check(version) is None
+
+
+@pytest.mark.parametrize("version", [OLD, "1.13.1", "0.4"])
+def test_an_older_one_is_refused_with_number_range_and_remedy(version: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"{re.escape(version)}.*{dotted(OLDEST)} to .*{REMEDY}"):
+        torch_versions.check(version)
+
+
+@pytest.mark.parametrize("version", [NEW, "2.100.0", "3.0.1+cu140"])
+def test_a_newer_one_gets_a_warning_with_number_range_and_remedy(version: str) -> None:
+    text = torch_versions.check(version)
+    assert text is not None
+    remedy = f"pip install 'torch<{NEWEST[0]}.{NEWEST[1] + 1}'"
+    assert all(part in text for part in (version, f"to {dotted(NEWEST)}", remedy))
+
+
+def test_the_version_is_the_loaded_torchs_or_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = ModuleType("torch")
+    vars(loaded)["__version__"] = "2.7.1+cpu"
+    monkeypatch.setitem(sys.modules, "torch", loaded)
+    assert torch_versions.installed() == "2.7.1+cpu"
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(torch_versions.metadata, "version", lambda name: {"torch": "2.8.0"}[name])
+    assert torch_versions.installed() == "2.8.0"
+
+
+def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise torch_versions.metadata.PackageNotFoundError(name)
+
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(torch_versions.metadata, "version", missing)
+    with pytest.raises(FailedPrecondition, match=f"torch is not installed.*{REMEDY}"):
+        torch_versions.installed()
+
+
+def test_the_requirement_begins_with_the_oldest() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={dotted(OLDEST)}" in needed
+
+
+def test_every_version_of_the_range_has_its_row_in_the_docs() -> None:
+    rows = re.findall(
+        r"^\| (\d+)\.(\d+)\.\d+\S* \| 3\.", (ROOT / "docs" / "torch-backend.md").read_text(), re.M
+    )
+    minors = {(int(major), int(minor)) for major, minor in rows}
+    assert minors == {(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)}
+
+
+# ---- where a user meets it
+
+
+def test_a_process_group_is_refused_before_anything_else(torch_is: Any) -> None:
+    torch_is(OLD)
+    with pytest.raises(FailedPrecondition, match=TOO_OLD):
+        autoload._create(None, None)
+
+
+@pytest.mark.parametrize(("rank", "ranks", "warned"), [(0, [], 1), (1, [], 0), (0, [0, 1], 0)])
+def test_one_rank_warns_once_about_a_newer_one(
+    torch_is: Any, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: list[int], warned: int
+) -> None:
+    group = ModuleType("hoop.torch_backend.group")
+    vars(group)["HoopGroup"] = SimpleNamespace(create=lambda options: "a group")
+    monkeypatch.setitem(sys.modules, group.__name__, group)
+    torch_is(NEW)
+    options = SimpleNamespace(group_rank=rank, global_ranks_in_group=ranks)
+    with pytest.WarningsRecorder(_ispytest=True) as seen:
+        assert autoload._create(options, None) == "a group"
+    assert [str(one.message)[: len(NEW) + 6] for one in seen if one.category is UntestedTorchWarning] == [
+        f"torch {NEW}"
+    ] * warned
+
+
+def test_hoop_train_refuses_an_older_one(torch_is: Any) -> None:
+    from hoop.cli.main import app
+
+    torch_is(OLD)
+    outcome = CliRunner().invoke(app, ["train", "mnist"])
+    assert isinstance(outcome.exception, FailedPrecondition)
+    assert re.match(TOO_OLD, str(outcome.exception))
+
+
+def test_hoop_train_tells_of_a_newer_one_first(torch_is: Any) -> None:
+    from hoop.cli.train import _launch
+
+    torch_is(NEW)
+    there = Addresses.parse("127.0.0.1:1", "--coordinator")
+    launch = _launch("mnist", {}, 2, 1 << 20, None, False, there, None)
+    (told,) = launch.warnings
+    assert re.match(TOO_NEW, told)
+
+
+def test_train_from_python_refuses_and_warns(torch_is: Any) -> None:
+    torch_is(OLD)
+    with pytest.raises(FailedPrecondition, match=TOO_OLD):
+        hoop.train("mnist")
+    torch_is(NEW)
+    with pytest.warns(UntestedTorchWarning, match=TOO_NEW), pytest.raises(hoop.UserError, match="no recipe"):
+        hoop.train("nothing")
+
+
+def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
+    from hoop.launch.training import trainer
+
+    torch_is(OLD)
+    nothing: Any = None
+    with pytest.raises(FailedPrecondition, match=TOO_OLD):
+        trainer(nothing, "{}", nothing, nothing, None)
+
+
+# ---- scripts/torch-matrix, without installing anything
+
+
+def matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "torch-matrix"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_matrix_is_the_tested_range() -> None:
+    minors = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    assert matrix("--list").stdout.split() == minors
+    assert matrix("--list", "--versions", "2.8, 2.14.1").stdout.split() == ["2.8", "2.14.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--versions", "2.x"], "--versions: '2.x' is not a version such as 2.15 or 2.14.1"),
+        (["--python", "python0.1"], "--python: there is no interpreter python0.1"),
+        (["--tests", "tests/nothing"], "--tests: there is no tests/nothing"),
+        (["--cache", str(ROOT / "here")], "is inside the working tree"),
+    ],
+)
+def test_the_matrix_names_a_wrong_argument(arguments: list[str], told: str) -> None:
+    done = matrix("--list", *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_the_matrix_counts_what_pytest_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("torch_matrix")
+    path = ROOT / "scripts" / "torch-matrix"
+    vars(script)["__file__"] = str(path)
+    monkeypatch.setitem(sys.modules, script.__name__, script)  # where dataclasses look their module up
+    exec(compile(path.read_text(), str(path), "exec"), vars(script))
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.a" name="good"/>'
+        '<testcase classname="tests.a" name="bad"><failure/></testcase>'
+        '<testcase classname="tests.a" name="leaks"/><testcase classname="tests.a" name="leaks"><error/></testcase>'
+        '<testcase classname="tests.a" name="not here"><skipped/></testcase></testsuite></testsuites>'
+    )
+    row = script.Row("2.8.0", "3.11.7", seconds=12.6)
+    row.read(report)
+    assert (row.passed, row.skipped, row.failures) == (1, 1, ["tests/a.py::bad", "tests/a.py::leaks"])
+    assert not row.holds
+    assert script.table([row]).splitlines()[-1] == "| 2.8.0 | 3.11.7 | 1 | 2 | 1 | 13 |"
+    assert not script.Row("2.8.0", "3.11.7").holds  # no test ran at all
