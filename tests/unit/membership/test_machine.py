@@ -127,8 +127,9 @@ class Membership(RuleBasedStateMachine):
         self.now += seconds
         if watched:
             self.send(m.Tick(self.now))
-            silent = [self.now - one.pulse.last_beat for one in self.state.members.values() if one.usable]
-            assert max(silent, default=0.0) <= CONFIG.lease_s
+            for one in self.state.members.values():
+                allowed = CONFIG.first_beat_s if one.pulse.first_beat_until else CONFIG.lease_s
+                assert not one.usable or self.now - one.pulse.last_beat <= allowed
 
     @rule(members=st.lists(device_ids, max_size=4).map(tuple))
     def create(self, members: tuple[int, ...]) -> None:
@@ -177,6 +178,10 @@ class Membership(RuleBasedStateMachine):
             return
         chosen = data.draw(st.sampled_from(pairs))
         low, high = sorted(chosen.members)[:2]
+        if (
+            self.state.trouble(chosen.id).closed >= chosen.generation
+        ):  # another pair's failure decided this one
+            self.send(m.Rebuilt(chosen.id))
         for _ in range(2):
             one = self.state.communicators[chosen.id]
             self.send(m.Complained(one.id, one.generation, low, high, self.now))
