@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import interruptible
 
 import hoop
 from hoop.client.cluster import Cluster
@@ -25,7 +26,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
+    return interruptible([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -133,7 +132,7 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell) -
             found.seconds = time.monotonic() - began
             found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds)
             tell(f"{found.seconds:5.0f} s  {_sentence(outcome, len(chances))}")
-        run.send_signal(signal.SIGINT)  # it stops after a step that all agree on
+        run.terminate()  # it stops after a step that all agree on; SIGINT may be ignored here, and then there
         result = _result(run)
         watch.join()
     found.steps, found.weights = result["steps"], result["weights_sha256"]

@@ -1,7 +1,7 @@
 """``hoop``: the commands, and what becomes of an error.
 
 Exit codes: 0 done · 1 a bug, or an audit that does not hold · 2 a mistake in what was asked · 3 a peer failed or
-did not answer · 130 Ctrl-C, 143 SIGTERM.
+did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hoop.cli import (
     train,
     up,
 )
+from hoop.cli.running import end_by_signals
 from hoop.errors import HoopError, PeerError, UserError
 
 app = typer.Typer(
@@ -79,6 +80,7 @@ def _options(
 
 def main() -> None:
     """The entry point."""
+    end_by_signals()
     try:
         app()
     except KeyboardInterrupt:
