@@ -112,9 +112,11 @@ def sockets() -> dict[Hashable, str]:
 
 
 def files() -> dict[Hashable, str]:
-    """Shared memory and temporary files of Hoop's."""
+    """Shared memory, named semaphores and temporary files of Hoop's."""
     folders = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return {str(path): f"file {path}" for folder in folders for path in folder.glob("hoop-*")}
+    patterns = ("hoop-*", "sem.hoop-*")
+    found = (path for folder in folders for pattern in patterns for path in folder.glob(pattern))
+    return {str(path): f"file {path}" for path in found}
 
 
 def is_foreign(path: str) -> bool:

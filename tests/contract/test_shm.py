@@ -1,14 +1,19 @@
-"""Shared memory's own: when a rank may go."""
+"""Shared memory's own: when a rank may go, and that nothing of a killed one stays."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
+from hoop.transport import bell
 from hoop.transport.handshake import host_identity
 from hoop.transport.shm import ShmTransport
 
@@ -42,3 +47,67 @@ def test_a_rank_has_gathered_only_when_the_others_hold_what_is_its_own() -> None
         slow.let_in.set()
         quick.close()
         slow.close()
+
+
+def named_things(pid: int) -> list[Path]:
+    """What the process has made in /dev/shm: names of semaphores and of memory carry its id."""
+    shared = Path("/dev/shm")
+    return [*shared.glob(f"sem.hoop-{pid:08x}*"), *shared.glob(f"hoop-{pid}-*")]
+
+
+ALONE = """
+import sys
+from hoop.topology import Address
+from hoop.transport.handshake import host_identity
+from hoop.transport.shm import ShmTransport
+
+transport = ShmTransport(Address(host_identity(), 0))
+endpoint = transport.endpoint(7, 1, 0, [transport.address, Address.parse(sys.argv[1])])
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_rank_that_is_killed_before_its_peer_came_leaves_nothing() -> None:
+    """Its semaphores lie in its memory, which has no name; there is no moment in which a kill leaves something."""
+    slow = _Slow(Address(host_identity(), 0))
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-c", ALONE, str(slow.address)],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as rank:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "made\n"
+            rank.kill()
+        assert named_things(rank.pid) == []
+    finally:
+        slow.let_in.set()
+        slow.close()
+
+
+def test_where_semaphores_must_have_names_they_go_when_all_have_opened_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on macOS."""
+    monkeypatch.setattr(bell, "_LIBC", None)
+    here = Address(host_identity(), 0)
+    one, other = ShmTransport(here), _Slow(here)
+    try:
+        peers = [one.address, other.address]
+        first, second = one.endpoint(7, 1, 0, peers), other.endpoint(7, 1, 1, peers)
+        assert named_things(os.getpid()) != [] or not Path("/dev/shm").exists()
+        other.let_in.set()
+        soon = time.monotonic() + 10
+        first.gather(soon)
+        second.gather(soon)
+        assert named_things(os.getpid()) == []
+        first.send(1, memoryview(b"hello"), soon)
+        into = bytearray(5)
+        second.recv_into(0, memoryview(into), soon)
+        assert into == b"hello"
+    finally:
+        other.let_in.set()
+        one.close()
+        other.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from fault_cluster import undisturbed
+from interrupts import interruptible
 from reported_rows import check_same
 
 import hoop
@@ -27,7 +28,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
+    return interruptible([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import importlib.util
 import os
 import socket
@@ -71,6 +72,17 @@ def test_a_file_is_seen(left: Callable[[], str]) -> None:
 
 
 if ON_LINUX:
+
+    def test_a_named_semaphore_is_seen(left: Callable[[], str]) -> None:
+        """As a process that is killed leaves it."""
+        name = f"/hoop-{os.getpid():08x}{os.urandom(12).hex()}-0"
+        semaphore = _multiprocessing.SemLock(1, 0, 1, name, False)
+        try:
+            assert left() == f"file /dev/shm/sem.{name[1:]}"
+        finally:
+            _multiprocessing.sem_unlink(name)
+        del semaphore
+        assert left() == ""
 
     def test_a_child_is_seen_and_a_zombie(left: Callable[[], str]) -> None:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)

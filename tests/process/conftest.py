@@ -23,6 +23,7 @@ from typing import Any
 
 import grpc
 import pytest
+from interrupts import interrupts
 
 import hoop
 from hoop.events import Event
@@ -47,11 +48,12 @@ _serial = itertools.count(1)
 class Running:
     """A command in the background; whatever it writes is kept, and a stack trace in it fails the test."""
 
-    def __init__(self, arguments: tuple[object, ...], folder: Path) -> None:
+    def __init__(self, arguments: tuple[object, ...], folder: Path, ignoring: bool = False) -> None:
+        """``ignoring``: it is started with SIGINT ignored, as in the background of a shell."""
         self.arguments = tuple(map(str, arguments))
         self._log = folder / f"{next(_serial)}-{self.arguments[0]}.err"
         self._heard = b""
-        with open(self._log, "wb") as errors:
+        with open(self._log, "wb") as errors, interrupts(ignored=ignoring):
             # A session of its own: a signal to its group is what a terminal sends at Ctrl-C.
             self.process = subprocess.Popen(
                 [*HOOP, *self.arguments],
@@ -146,8 +148,8 @@ def starting(folder: Path) -> Iterator[Callable[..., Running]]:
     """Starts commands, and ends what is left of them, the last first."""
     with ExitStack() as ended:
 
-        def start(*arguments: object) -> Running:
-            running = Running(arguments, folder)
+        def start(*arguments: object, ignoring: bool = False) -> Running:
+            running = Running(arguments, folder, ignoring)
             ended.callback(running.end)
             return running
 

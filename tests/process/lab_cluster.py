@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import grpc
 import numpy as np
 import pytest
+from interrupts import interruptible
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -68,7 +69,7 @@ def hoop_up(devices: int = 3, *options: str, quiet: bool = True) -> Iterator[Clu
         address, log = Path(folder, "address"), Path(folder, "log")
         command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "64MiB"]
         command += ["--address-file", str(address), *options]
-        with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        with log.open("wb") as out, interruptible(command, stdout=out, stderr=out) as process:
             try:
                 wait_for(lambda: address.exists() or process.poll() is not None, "hoop up", START_S)
                 assert address.exists(), log.read_text()

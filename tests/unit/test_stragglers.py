@@ -51,12 +51,21 @@ def test_a_device_that_recovers_is_one_no_more_and_verdicts_do_not_flap() -> Non
     assert verdicts[0].times == 3
 
 
-def test_devices_that_share_cores_may_slow_each_other_down() -> None:
-    crowded = Stragglers(4, crowding=2.0)
-    for _ in range(20):
-        assert crowded.after([1.0, 2.0, 2.0, 1.0]) == []
-    verdicts = [one for _ in range(10) for one in crowded.after([1.0, 2.0, 2.0, 8.0])]
-    assert [(one.rank, one.slow) for one in verdicts] == [(3, True)]
+@pytest.mark.parametrize("crowding", [1.5, 2.0, 250.0])
+def test_where_devices_outnumber_cores_nobody_is_named(crowding: float) -> None:
+    """Four devices on two cores: the scheduler lets one of them wait five times as long, step after step."""
+    crowded = Stragglers(4, crowding)
+    for _ in range(50):
+        assert crowded.after([1.0, 1.0, 5.0, 1.2]) == []
+    assert crowded.left_out(2) == []
+    assert crowded.slow == set()
+
+
+@pytest.mark.parametrize("crowding", [0.25, 1.0])
+def test_with_a_core_for_each_a_slow_one_is_named(crowding: float) -> None:
+    watch = Stragglers(4, crowding)
+    verdicts = [one for _ in range(10) for one in watch.after([1.0, 1.0, 5.0, 1.2])]
+    assert [(one.rank, one.slow, one.times) for one in verdicts] == [(2, True, 5.0)]
 
 
 def test_a_device_without_shards_keeps_its_verdict() -> None:

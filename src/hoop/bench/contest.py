@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from hoop.bench.links import forked
 from hoop.collectives.catalog import CATALOG
 from hoop.errors import InvalidArgument, PeerLost
+from hoop.resources import STARTED, Request, admit
 
 NATIVE = ("arena", "shm", "tcp")
 TORCH = ("torch", "gloo")
@@ -84,6 +87,8 @@ class Contest:
 
     def run(self) -> Iterator[Row]:
         """Every row as it is measured; the contenders take turns, so that all see the same machine."""
+        arena = sum(self.sizes) + (1 << 20)
+        admit(Request(max(self.ranks, default=0), arena, STARTED, options=("--ranks", "--sizes")))
         for ranks in self.ranks:
             for contender in self.contenders:
                 start = _mpi if contender in MPI else _processes
@@ -141,28 +146,36 @@ def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any
 
 def copy_bandwidth(processes: int, size: int = 64 << 20, seconds: float = 0.5) -> float:
     """Bytes read and written a second when so many processes copy at once: the memory's own limit."""
-    readers, children = [], []
-    for _ in range(processes):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            source, target = np.ones(size // 8), np.empty(size // 8)
-            np.copyto(target, source)
-            started, count = time.perf_counter(), 0
-            while time.perf_counter() - started < seconds:
-                np.copyto(target, source)
-                count += 1
-            os.write(writer, str(2 * size * count / (time.perf_counter() - started)).encode())
-            os._exit(0)
-        os.close(writer)
-        readers.append(reader)
-        children.append(child)
-    total = 0.0
-    for reader, child in zip(readers, children, strict=True):
-        total += float(os.read(reader, 64))
-        os.close(reader)
-        os.waitpid(child, 0)
-    return total
+    readers: list[int] = []
+    children: list[int] = []
+    try:
+        for _ in range(processes):
+            reader, writer = os.pipe()
+            readers.append(reader)
+            children.append(forked(lambda writer=writer: _copy(writer, size, seconds)))  # type: ignore[misc]
+            os.close(writer)
+        found = [os.read(reader, 64) for reader in readers]
+    except BaseException:  # Ctrl-C
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        for reader in readers:
+            os.close(reader)
+        for child in children:
+            os.waitpid(child, 0)
+    return sum(float(one) for one in found)
+
+
+def _copy(writer: int, size: int, seconds: float) -> None:
+    """Writes how many bytes a second this process reads and writes."""
+    source, target = np.ones(size // 8), np.empty(size // 8)
+    np.copyto(target, source)
+    started, count = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        np.copyto(target, source)
+        count += 1
+    os.write(writer, str(2 * size * count / (time.perf_counter() - started)).encode())
 
 
 def _write(process: subprocess.Popen[str], what: object) -> None:

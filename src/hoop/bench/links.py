@@ -28,7 +28,7 @@ def link_seconds(kind: str = "shm", ranks: int = 2, more: More | None = None) ->
     ``more``: what else is to be measured there, which replaces figures of the same name.
     """
     pairs = [socket.socketpair() for _ in range(ranks)]
-    children = [_forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more)) for rank in range(ranks)]  # type: ignore[misc]
+    children = [forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more)) for rank in range(ranks)]  # type: ignore[misc]
     try:
         files = []
         for ours, theirs in pairs:
@@ -96,7 +96,7 @@ def together(work: Callable[[], Found], count: int) -> list[Found]:
             with open(writer, "w") as file:
                 json.dump(work(), file)
 
-        children.append(_forked(run))
+        children.append(forked(run))
     found = []
     for (reader, writer), child in zip(pipes, children, strict=True):
         os.close(writer)
@@ -109,7 +109,8 @@ def together(work: Callable[[], Found], count: int) -> list[Found]:
     return found
 
 
-def _forked(run: Callable[[], None]) -> int:
+def forked(run: Callable[[], None]) -> int:
+    """A child that does this and nothing else, however it ends."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from hoop.errors import DeadlineExceeded, InternalError
+from hoop.resources import TRAINING, Request, admit
+from hoop.signals import signals_held
 from hoop.topology import Address
 
 START_S = 60.0
@@ -38,7 +40,8 @@ class Fleet:
         """The coordinator; a later one is where the first one was, with what it knew."""
         journal = str(self._folder / "journal")
         port = str(self._port)
-        self.coordinator = self.start("coordinator", "--journal", journal, "--port", port, _HELD)
+        with signals_held():
+            self.coordinator = self.start("coordinator", "--journal", journal, "--port", port, _HELD)
         self.address = Address.parse(_first_line(self.coordinator).split()[-1])
         self._port = self.address.port
 
@@ -50,6 +53,10 @@ class Fleet:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """A command of Hoop's; what it complains of is kept in the folder."""
+        with signals_held():  # one that ends this process must not come before the new one is known
+            return self._start(*arguments)
+
+    def _start(self, *arguments: str) -> subprocess.Popen[str]:
         with open(self._folder / f"{arguments[0]}.err", "ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "hoop", *arguments],
@@ -75,6 +82,7 @@ class Fleet:
         return "\n".join(found)
 
     def __enter__(self) -> Fleet:
+        admit(Request(self._first, self._memory, TRAINING, options=("--devices", "memory")))
         try:
             self.coordinate()
             for _ in range(self._first):

@@ -6,7 +6,6 @@ The run's ledger is audited too: each step reported once, every sample of every 
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -144,7 +143,7 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell, o
             found.seconds = time.monotonic() - began
             found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds)
             tell(f"{found.seconds:5.0f} s  {_sentence(outcome, len(chances))}")
-        run.send_signal(signal.SIGINT)  # it stops after a step that all agree on
+        run.terminate()  # it stops after a step that all agree on; SIGINT may be ignored here, and then there
         result = _result(run)
         watch.join()
     found.steps, found.weights = result["steps"], result["weights_sha256"]

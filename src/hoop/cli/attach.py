@@ -50,7 +50,7 @@ def attach(
                 if event["kind"] == "result":
                     result = {key: value for key, value in event.items() if key != "kind"}
                 view.note(event)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, the terminal was closed
         if number:
             typer.echo(f"job {number} goes on; come back with: hoop attach {number} -c {address}", err=True)
         raise

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +45,6 @@ def chaos(
     from hoop.chaos.table import table, verdict
     from hoop.strategies.catalog import parse
 
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as Ctrl-C: nothing is left
     parse(strategy)
     wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
     config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted, parse_duration(every, "--every"))

@@ -1,7 +1,7 @@
 """``hoop``: the commands, and what becomes of an error.
 
 Exit codes: 0 done · 1 a bug, or an audit that does not hold · 2 a mistake in what was asked · 3 a peer failed or
-did not answer · 130 Ctrl-C, 143 SIGTERM.
+did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hoop.cli import (
     train,
     up,
 )
+from hoop.cli.running import end_by_signals
 from hoop.errors import HoopError, PeerError, UserError
 from hoop.texts import printable
 
@@ -81,6 +82,7 @@ def _options(
 
 def main() -> None:
     """The entry point."""
+    end_by_signals()
     # gRPC's own log repeats what a peer sent, escape characters included. Errors come back with the call.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -61,7 +60,6 @@ def reproduce(
         return
     if name is None:
         raise InvalidArgument("study: none given; try: hoop reproduce --list")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if name == "all":
         _each(list(STUDIES))
         return

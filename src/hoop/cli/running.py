@@ -1,4 +1,8 @@
-"""Running a server in the foreground until it is told to stop."""
+"""How a command ends: by Ctrl-C, SIGTERM, the end of its terminal, or the end of its standard input.
+
+SIGINT is ignored in a background job of a shell without job control, and SIGHUP under nohup. A signal that was ignored
+when the command started stays ignored; SIGTERM always ends it.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,61 @@ import os
 import select
 import signal
 import sys
+import threading
 from typing import Any
+
+AGAIN_S = 0.02
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of the signals that this process does not ignore."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def end_by_signals() -> None:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that everything is cleaned up: exit code 128 + number.
+
+    Commands that end in another way (after a step, or after their devices have left) replace these handlers.
+    """
+    for number in (signal.SIGTERM, *heeded(signal.SIGHUP)):
+        signal.signal(number, _exit)
+    sys.unraisablehook = _swallowed
+
+
+class _Signalled(SystemExit):
+    """Raised by a signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+def _exit(number: int, _: object) -> None:
+    raise _Signalled(number)
+
+
+def _swallowed(what: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again whose exception was raised where Python drops it: in a destructor, in a hook of a fork."""
+    error = what.exc_value
+    if isinstance(error, (_Signalled, KeyboardInterrupt)):
+        number = error.number if isinstance(error, _Signalled) else signal.SIGINT
+        # Not from here: the handler would run here, too.
+        again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+    else:
+        sys.__unraisablehook__(what)
 
 
 class Stopping:
-    """Set by Ctrl-C, SIGTERM, or (where asked for) the end of standard input."""
+    """Set by the signals that end a command, or (where asked for) the end of standard input."""
 
     def __init__(self, with_stdin: bool = False) -> None:
         self._event = asyncio.Event()
         self._with_stdin = with_stdin
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heeded(*ENDING):
             loop.add_signal_handler(number, self._event.set)
         if with_stdin:
             loop.add_reader(sys.stdin.fileno(), self._heard)

@@ -16,8 +16,10 @@ import typer
 
 from hoop import torch_versions
 from hoop.cli import options
+from hoop.cli.running import ENDING, heeded
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.resources import Request, admit
 from hoop.simulate.costs import read_costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
@@ -119,6 +121,7 @@ def train(
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
+    from hoop.launch.training import DEFAULT_DEVICES
     from hoop.wire.credentials import find
     from hoop.wire.roles import Role
 
@@ -152,6 +155,8 @@ def train(
     if there is None and (token_file or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
+    if there is None and not (resume and devices is None):  # a resumed run says itself how many it had
+        admit(Request(devices or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
@@ -276,6 +281,7 @@ def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None
 def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, Any], int]:
     """Shows what the job tells; the first Ctrl-C asks it to stop, the second ends it.
 
+    A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
     Returns the result, and the signal that stopped it or 0.
     """
     from hoop.launch.training import Training
@@ -283,7 +289,7 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     training = Training(launch)
     events = training.events()
     result: dict[str, Any] = {}
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = heeded(*ENDING)
     heard = 0
 
     def stop(number: int, _: object) -> None:
@@ -295,6 +301,8 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
         training.stop()
 
     before = [signal.signal(number, stop) for number in signals]
+    if launch.coordinator is not None and signal.SIGHUP in signals:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # unwinding would stop the job
     try:
         for event in events:
             if event["kind"] == "started":

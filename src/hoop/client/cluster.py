@@ -19,6 +19,7 @@ from hoop.client.jobs import JobHandle
 from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
+from hoop.signals import signals_held
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.channels import STAGING, Knocking, channel_options
@@ -94,7 +95,8 @@ class Cluster:
     def wait_for_devices(self, count: int, patience: float = 60.0) -> None:
         """Returns when so many devices are alive."""
         deadline = time.monotonic() + patience
-        stream = self._stub.WatchEvents(pb.WatchEventsRequest(follow=True), timeout=patience)
+        with signals_held():
+            stream = self._stub.WatchEvents(pb.WatchEventsRequest(follow=True), timeout=patience)
         try:
             for _ in stream:
                 if sum(one.state == "alive" for one in self.status().devices) >= count:
@@ -139,7 +141,8 @@ class Cluster:
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
         """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""
-        stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
+        with signals_held():
+            stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
         try:
             for event in stream:
                 fields = {printable(key): printable(value) for key, value in event.fields.items()}

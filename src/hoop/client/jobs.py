@@ -11,6 +11,7 @@ import grpc
 
 from hoop.client.calls import call
 from hoop.errors import DeadlineExceeded, PeerLost, named
+from hoop.signals import signals_held
 from hoop.texts import cleaned, parse_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
@@ -86,7 +87,8 @@ class JobHandle:
             after = 0
 
     def _stream(self, after: int) -> Iterator[pb.JobEvent]:
-        stream = self._stub.WatchJob(pb.WatchJobRequest(job_id=self.id, after=after))
+        with signals_held():
+            stream = self._stub.WatchJob(pb.WatchJobRequest(job_id=self.id, after=after))
         try:
             yield from stream
         finally:

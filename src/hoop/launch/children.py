@@ -17,6 +17,8 @@ from hoop.memory.backing import default_directory
 
 POLL_S = 0.01
 """A child's end makes no event that can be awaited on every platform."""
+REAP_S = 0.1
+"""How long at most a child that has ended stays a zombie."""
 
 
 def check_forkable(threads: str = "/proc/self/task") -> None:
@@ -59,29 +61,42 @@ class Children:
     def __init__(self) -> None:
         self.held, self.hold = os.pipe()
         self._pids: list[int] = []
+        """Of children that have not been waited for."""
+        self._reaping = threading.Lock()
 
     def start(self, work: Callable[[], None], close: set[int]) -> None:
         self._pids.append(fork(work, close))
 
+    def reap(self) -> bool:
+        """Waits for the children that have ended, and removes what they left; whether any still lives."""
+        with self._reaping:
+            for pid in [pid for pid in self._pids if _ended(pid)]:
+                self._pids.remove(pid)
+                _forget(pid)
+            return bool(self._pids)
+
     def end(self, patience: float) -> None:
-        """Lets them leave, and waits for it."""
+        """Lets them leave, and waits for it; those that have not left in time are killed together."""
         os.close(self.hold)
         os.close(self.held)
         deadline = time.monotonic() + patience
-        for pid in self._pids:
-            while not _ended(pid):
-                if time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    break
-                time.sleep(POLL_S)
-            _forget(pid)
+        while self.reap():
+            if time.monotonic() > deadline:
+                self._kill()
+                deadline = float("inf")
+            time.sleep(POLL_S)
+
+    def _kill(self) -> None:
+        with self._reaping:  # a process that was waited for has given up its number
+            for pid in self._pids:
+                os.kill(pid, signal.SIGKILL)
 
 
 class Family:
     """Children of several kinds, which leave one kind after the other; any thread may ask, and all of them wait."""
 
     def __init__(self, *kinds: Children) -> None:
+        self._all = kinds
         self._kinds = list(kinds)
         self._ending = threading.Lock()
 
@@ -89,6 +104,11 @@ class Family:
         with self._ending:
             while self._kinds:
                 self._kinds.pop(0).end(patience)
+
+    def reap(self) -> None:
+        """Waits for children that end, while any lives, so that none stays a zombie. Runs in a thread of its own."""
+        while [kind for kind in self._all if kind.reap()]:
+            time.sleep(REAP_S)
 
 
 def _ended(pid: int) -> bool:

@@ -28,6 +28,7 @@ from hoop.errors import DeadlineExceeded, HoopError, InternalError, PeerLost, na
 from hoop.launch.children import Children, Family, fork
 from hoop.launch.serving import coordinate, serve
 from hoop.membership.detector import DetectorConfig
+from hoop.resources import Request, admit
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.device import DeviceConfig
 from hoop.servers.tasks import Trainer
@@ -74,6 +75,7 @@ class Forked:
     """A head process and its cluster, seen from the process that started them."""
 
     def __init__(self, config: ForkedConfig, head: Head) -> None:
+        admit(Request(config.devices, config.memory))
         told, tells = os.pipe()
         lives, life = os.pipe()
         self._pid = fork(partial(_head, config, head, tells, lives), close={told, life})
@@ -113,7 +115,8 @@ class Forked:
 def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
     os.setsid()  # Ctrl-C reaches the parent, which asks for a stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the command's own handlers are not for its children
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)  # standard output is the command's
     parent = _Parent(tells, lives)
     heard, say = os.pipe()
@@ -135,6 +138,7 @@ def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
         # Threads only now: what is forked must have one.
         threading.Thread(target=parent.listen, args=(family,), daemon=True).start()
         threading.Thread(target=parent.relay, args=(complaints, family), daemon=True).start()
+        threading.Thread(target=family.reap, daemon=True).start()
         head(address, parent.tell, parent.whom)
         parent.tell({"kind": "head_done"})
     except HoopError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
 from hoop.memory.backing import default_directory
+from hoop.resources import STARTED, Request, admit
 from hoop.servers.assembly import CoordinatorServer
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.serving import write_address_file
@@ -49,6 +50,10 @@ class LocalCluster:
 
     async def start(self, address_file: Path | None = None) -> Address:
         """Serves, starts the devices and waits until all have joined."""
+        config = self.config
+        kept = [] if config.state is None else list(config.state.glob("device-*.arena"))
+        options = ("--devices", "--memory")
+        admit(Request(config.devices, config.memory, STARTED, config.state, len(kept), options))
         try:
             await self._server.start()
             for device_id in range(1, self.config.devices + 1):

@@ -32,7 +32,8 @@ def joined(state: State, message: m.Joined) -> Result:
     restarted = known is not None and known.info.incarnation != info.incarnation
     returned = known is not None and known.info.incarnation == info.incarnation
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
-    state = _heard(state, message.now).with_member(Member(info, Pulse(message.now)))
+    member = Member(info, Pulse.joined(message.now, state.config))
+    state = _heard(state, message.now).with_member(member)
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
     broken: tuple[m.Instruction, ...] = ()
     if restarted:

@@ -19,6 +19,7 @@ from hoop.config import parse_size
 from hoop.errors import InternalError
 from hoop.papers.findings import Verdict
 from hoop.papers.quiet import busy_cores
+from hoop.resources import STARTED, Request, admit
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
@@ -190,6 +191,7 @@ class Lab:
     @contextlib.contextmanager
     def cluster(self, devices: int, memory: str = "64MiB", lease: str = "1.5s") -> Iterator[str]:
         """A coordinator and its devices, as ``hoop up`` starts them; the address to connect to."""
+        admit(Request(devices, parse_size(memory, "memory"), STARTED))
         command = hoop_command("up", "--devices", str(devices), "--memory", memory, "--lease", lease)
         process = (
             subprocess.Popen(  # it leaves when its input closes: however this process ends, nothing is left

@@ -26,6 +26,8 @@ log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 CALL_S = 5.0
 HAND_OVER_S = 15.0
+LEAVE_S = 3.0
+"""How long a goodbye may take. A coordinator that is busy still gets it: else the device counts as lost."""
 STALLED = 1 / 3
 """Of a lease: how long a task waits for others without a byte before the coordinator is asked to look into it."""
 RETURN_S = 0.2
@@ -114,7 +116,7 @@ class Attendance:
         if self.info is not None:
             request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation)
             try:
-                await self._stub.Leave(request, timeout=1.0)
+                await self._stub.Leave(request, timeout=LEAVE_S)
             except grpc.RpcError as error:
                 log.debug("nobody to say goodbye to: %s", error.details())
         if self._task is not None:

@@ -27,9 +27,9 @@ from hoop.torch_backend.errors import for_torch
 from hoop.torch_backend.links import Links
 from hoop.torch_backend.post import Post
 from hoop.transport import Endpoint, Transport, open_transport
-from hoop.transport.bell import Bell
+from hoop.transport.bell import BELL_BYTES, Bell
 from hoop.transport.hybrid_transport import HybridTransport
-from hoop.transport.mailbox import PAGE, new_memory
+from hoop.transport.mailbox import PAGE, map_bytes, new_memory
 from hoop.transport.registry import key_of_environment
 from hoop.transport.shm_links import bell_name
 
@@ -102,10 +102,14 @@ def _on_one_host() -> str:
 
 
 def sharing_works() -> bool:
-    """Whether this process can make what ranks share: a semaphore (on Linux in /dev/shm), and memory."""
+    """Whether this process can make what ranks share: memory, and a semaphore."""
     try:
-        Bell.create(bell_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
-        os.close(new_memory(PAGE))
+        descriptor = new_memory(PAGE)
+        try:
+            place = map_bytes(descriptor, 0, PAGE)[:BELL_BYTES]
+            Bell.create(place, bell_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
+        finally:
+            os.close(descriptor)
     except OSError:
         return False
     return True

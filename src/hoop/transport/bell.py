@@ -6,16 +6,27 @@ here or above reads what a peer wrote without having taken a post that the peer 
 
 CPython's own semaphore object (the one under ``multiprocessing``) is used directly, because a call of it costs
 a quarter of one through ctypes.
+
+With glibc the semaphore lies in the shared memory segment of the rank that made it (``sem_init``). It has no name, so
+the kernel frees it with the last process that maps the segment, also after SIGKILL. Elsewhere (macOS has no
+``sem_init``) it has a name, which is removed as soon as every peer has opened it.
 """
 
 from __future__ import annotations
 
 import _multiprocessing
 import contextlib
+import ctypes
 import os
 import time
-from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+BELL_BYTES = 64
+"""The space of one semaphore in a segment: a cache line, so that two semaphores do not slow each other down."""
 _COUNTING = 1
 _MOST = 2**31 - 1
 _SLICE_S = 0.5
@@ -23,26 +34,56 @@ _SLICE_S = 0.5
 YIELDS = 100
 
 
-class Bell:
-    """One semaphore; its name is only needed until everybody has opened it."""
+def _in_segment() -> bool:
+    """Whether semaphores can lie in a segment without a name.
 
-    def __init__(self, lock: _multiprocessing.SemLock, name: str) -> None:
+    CPython closes every semaphore object with ``sem_close``. glibc refuses that for a semaphore that ``sem_open`` did
+    not return, and nothing happens; other C libraries leave it undefined.
+    """
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (AttributeError, ValueError, OSError):
+        return False
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if _in_segment() else None
+"""None: semaphores have names."""
+
+
+class Bell:
+    """One semaphore, made by the rank that owns the segment and opened by a peer that maps it.
+
+    ``place`` is where it lies in the segment, ``BELL_BYTES`` long; the object keeps the mapping alive. ``name`` is used
+    only where semaphores cannot lie in a segment.
+    """
+
+    def __init__(self, lock: _multiprocessing.SemLock, name: str, place: Bytes | None) -> None:
         self.name = name
         self.ring = lock.release
         self.take = lock.acquire
         """``take(False)``: whether there was a post to take."""
+        self._place = place
 
     @classmethod
-    def create(cls, name: str) -> Bell:
-        return cls(_multiprocessing.SemLock(_COUNTING, 0, _MOST, name, False), name)
+    def create(cls, place: Bytes, name: str) -> Bell:
+        if _LIBC is None:
+            return cls(_multiprocessing.SemLock(_COUNTING, 0, _MOST, name, False), name, None)
+        if _LIBC.sem_init(ctypes.c_void_p(_address(place)), 1, 0):
+            number = ctypes.get_errno()
+            raise OSError(number, f"sem_init: {os.strerror(number)}")
+        return cls.open(place, name)
 
     @classmethod
-    def open(cls, name: str) -> Bell:
-        return cls(_multiprocessing.SemLock._rebuild(0, _COUNTING, _MOST, name), name)
+    def open(cls, place: Bytes, name: str) -> Bell:
+        if _LIBC is None:
+            return cls(_multiprocessing.SemLock._rebuild(0, _COUNTING, _MOST, name), name, None)
+        return cls(_multiprocessing.SemLock._rebuild(_address(place), _COUNTING, _MOST, None), "", place)
 
     def unlink(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            _multiprocessing.sem_unlink(self.name)
+        """Removes its name, if it has one."""
+        if self.name:
+            with contextlib.suppress(FileNotFoundError):
+                _multiprocessing.sem_unlink(self.name)
 
     def wait(self, deadline: float, spins: int) -> bool:
         """Takes a post, waiting for one until the deadline; false if none came.
@@ -64,16 +105,12 @@ class Bell:
         return bool(take(False))
 
 
-def sweep() -> None:
-    """Removes the names that processes left which were killed before their peers had opened their bells."""
-    for left in Path("/dev/shm").glob("sem.hoop-*"):  # noqa: S108 - where Linux keeps them
-        try:
-            os.kill(int(left.name[len("sem.hoop-") :][:8], 16), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(OSError):
-                left.unlink()
-        except (ValueError, OverflowError, OSError):
-            continue
+def _address(place: Bytes) -> int:
+    if place.nbytes < BELL_BYTES or place.ctypes.data % BELL_BYTES:
+        raise ValueError(
+            f"a semaphore needs {BELL_BYTES} aligned bytes, not {place.nbytes} at {place.ctypes.data:#x}"
+        )
+    return int(place.ctypes.data)
 
 
 def spins_for(ranks: int) -> int:

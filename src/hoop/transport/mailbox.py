@@ -1,9 +1,8 @@
 """One rank's part of the shared memory of a communicator: what it lays out for the others to take.
 
-    | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | blocks for peer 1 | … | calls 0 | calls 1 |
-      told,     small vectors     large vectors       messages, as a stream of blocks           every rank's word of
-      call's text, last word                                                                    its call, in rank 0's
-
+    | control | slot 0 | slot 1 | stage 0 | stage 1 | blocks for peer 0 | … | calls 0 | calls 1 | bells |
+      told,     small vectors     large vectors       messages, as a          every rank's word   semaphores
+      call's text, last word                          stream of blocks        of its call, in rank 0's
 
 Slots and stages are used in turn, so that the next operation can begin while a peer still reads the last one.
 The memory has no name: it is made by one rank, and the others get a descriptor of it.
@@ -17,6 +16,8 @@ import tempfile
 
 import numpy as np
 import numpy.typing as npt
+
+from hoop.transport.bell import BELL_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,6 +35,16 @@ _STAGES = _SLOTS + 2 * SLOT_BYTES
 _BLOCKS = _STAGES + 2 * STAGE_BYTES
 
 
+def levels_for(ranks: int) -> int:
+    """Rounds of a meeting: log2 of the number of ranks, rounded up."""
+    return (ranks - 1).bit_length()
+
+
+def bells_for(ranks: int) -> int:
+    """Semaphores of a rank: two a level of a meeting, two a link, and its door."""
+    return 2 * levels_for(ranks) + 2 * ranks + 1
+
+
 def _calls_at(ranks: int) -> int:
     return _BLOCKS + ranks * BLOCKS * BLOCK_BYTES
 
@@ -43,8 +54,13 @@ def _calls_bytes(ranks: int) -> int:
     return -(-8 * ranks // 64) * 64
 
 
-def size_for(ranks: int) -> int:
+def _bells_at(ranks: int) -> int:
     return _calls_at(ranks) + 2 * _calls_bytes(ranks)
+
+
+def size_for(ranks: int) -> int:
+    """Bytes of a rank's segment."""
+    return _bells_at(ranks) + bells_for(ranks) * BELL_BYTES
 
 
 def new_memory(size: int) -> int:
@@ -69,6 +85,7 @@ class Mailbox:
     def __init__(self, descriptor: int, ranks: int) -> None:
         memory = map_bytes(descriptor, 0, size_for(ranks))
         self._memory = memory
+        self._bells = memory[_bells_at(ranks) :]
         control = memory[:PAGE].view(np.uint64)
         self.arrived = memoryview(control[:1])  # type: ignore[arg-type]
         """How many meetings its owner has come to."""
@@ -103,6 +120,10 @@ class Mailbox:
         """Where its owner puts what it sends to ``peer``."""
         start = _BLOCKS + peer * BLOCKS * BLOCK_BYTES
         return [self._memory[start + index * BLOCK_BYTES :][:BLOCK_BYTES].data for index in range(BLOCKS)]
+
+    def bell(self, index: int) -> Bytes:
+        """Where its owner's semaphore of this number lies."""
+        return self._bells[index * BELL_BYTES :][:BELL_BYTES]
 
 
 def _read(memory: Bytes) -> str:

@@ -24,7 +24,6 @@ from hoop.errors import FailedPrecondition, InvalidArgument, LinkCorrupted
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
-from hoop.transport.bell import sweep
 from hoop.transport.handshake import (
     ABSTRACT,
     Guest,
@@ -61,7 +60,6 @@ class ShmTransport(Transport):
     scheme = "shm"
 
     def __init__(self, address: Address, arena: Arena | None = None) -> None:
-        sweep()
         self._listener, self.address = listen(address)
         self._arena = arena
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from hoop.transport.base import remaining
 from hoop.transport.bell import Bell
 from hoop.transport.blocks import Incoming, Outgoing
 from hoop.transport.calls import Call, mismatch
-from hoop.transport.mailbox import Bytes, Mailbox, new_memory, size_for
+from hoop.transport.mailbox import Bytes, Mailbox, bells_for, levels_for, new_memory, size_for
 from hoop.transport.shm_messages import ShmMessages
 
 _TEXTS_S = 5.0
@@ -39,9 +39,12 @@ class ShmEndpoint(ShmMessages):
         self.descriptor = new_memory(size_for(self.size))
         self.mailboxes = [Mailbox(self.descriptor, self.size)] * self.size
         self.arenas = [arena] * self.size
-        self._levels = (self.size - 1).bit_length()
-        bells = 2 * self._levels + 2 * self.size + 1
-        self._own = [Bell.create(bell_name(self.token, index)) for index in range(bells)]
+        self._levels = levels_for(self.size)
+        mine = self.mailboxes[rank]
+        self._own = [
+            Bell.create(mine.bell(index), bell_name(self.token, index))
+            for index in range(bells_for(self.size))
+        ]
         self._mine = [self._own[: self._levels], self._own[self._levels : 2 * self._levels]]
         self._theirs: list[dict[int, Bell]] = [{}, {}]
         self._steps: list[list[tuple[int, Callable[[], None], Callable[[bool], bool], Bell]]] = [[], []]
@@ -80,12 +83,13 @@ class ShmEndpoint(ShmMessages):
         mailbox = Mailbox(descriptor, self.size)
         mine = 2 * self._levels + 2 * self.rank
         last = 2 * self._levels + 2 * self.size
-        free, filled, door = (Bell.open(bell_name(token, index)) for index in (mine, mine + 1, last))
+
+        def bell(index: int) -> Bell:
+            return Bell.open(mailbox.bell(index), bell_name(token, index))
+
+        free, filled, door = (bell(index) for index in (mine, mine + 1, last))
         levels = [level for level in range(self._levels) if (self.rank + (1 << level)) % self.size == peer]
-        theirs = [
-            {level: Bell.open(bell_name(token, turn * self._levels + level)) for level in levels}
-            for turn in (0, 1)
-        ]
+        theirs = [{level: bell(turn * self._levels + level) for level in levels} for turn in (0, 1)]
 
         def use() -> None:
             with self._arrived:
@@ -102,7 +106,7 @@ class ShmEndpoint(ShmMessages):
         return use
 
     def confirmed(self, peer: int) -> None:
-        """A peer has opened what this rank made; when all have, the names go."""
+        """A peer has opened what this rank made; when all have, the names go (where bells have names)."""
         with self._arrived:
             self._unconfirmed.discard(peer)
             self._arrived.notify_all()

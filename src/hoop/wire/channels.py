@@ -16,6 +16,9 @@ STREAM_CHUNK_BYTES = 1024 * 1024
 STAGING = "hoop.staging."
 """Buffers whose names begin so, and go on with a client's session, are freed with the client."""
 
+CONNECT_MS = 2000
+"""How long an attempt to connect may take, the first frame of the other side included: as long as a ping."""
+
 Options = list[tuple[str, int]]
 
 
@@ -30,7 +33,8 @@ def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # gRPC's name for how long one attempt to connect may take. A server whose process waits for a core is not gone.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
         # Well within the lease that a restarted coordinator gives its devices to come back.
         ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.enable_http_proxy", 0),

@@ -36,8 +36,10 @@ def after(state: State, *messages: m.Message) -> State:
 
 
 def cluster(*device_ids: int) -> State:
-    """These devices have just joined, as incarnation ``a``."""
-    return after(State(CONFIG, last_tick=NOW), *(m.Joined(device(one), NOW) for one in device_ids))
+    """These devices have just joined, as incarnation ``a``, and sent their first heartbeat."""
+    joins = (m.Joined(device(one), NOW) for one in device_ids)
+    beats = (m.Beat(one, "a", NOW) for one in device_ids)
+    return after(State(CONFIG, last_tick=NOW), *joins, *beats)
 
 
 def dead(device_id: int) -> m.Message:

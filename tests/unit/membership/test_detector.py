@@ -34,6 +34,25 @@ def test_a_heartbeat_renews_the_lease() -> None:
     assert pulse.silence(102.6, CONFIG)
 
 
+def test_a_device_that_joined_has_time_for_its_first_heartbeat() -> None:
+    pulse = Pulse.joined(100.0, CONFIG)
+    assert pulse.silence(105.0, CONFIG) == ""
+    assert pulse.silence(105.25, CONFIG) == "no heartbeat within 5.2 s after it joined"
+    assert pulse.beat(101.0).silence(102.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
+
+
+def test_the_watchers_absence_does_not_count_before_the_first_heartbeat_either() -> None:
+    pulse = Pulse.joined(100.0, CONFIG).excused(60.0, 161.0)
+    assert pulse.silence(165.0, CONFIG) == ""
+    assert pulse.silence(165.25, CONFIG)
+
+
+def test_a_long_lease_is_the_time_for_the_first_heartbeat_too() -> None:
+    patient = DetectorConfig(lease_s=20.0)
+    assert Pulse.joined(100.0, patient).silence(120.0, patient) == ""
+    assert Pulse.joined(100.0, patient).silence(120.5, patient)
+
+
 def test_a_late_heartbeat_does_not_take_back_time() -> None:
     assert Pulse(100.0).beat(101.0).beat(100.5).last_beat == 101.0
 

@@ -128,9 +128,11 @@ class Membership(RuleBasedStateMachine):
         if watched:
             self.send(m.Tick(self.now))
             pulses = [one.pulse for one in self.state.members.values() if one.usable]
-            silent = [self.now - max(one.last_beat, one.excused_until) for one in pulses]
             heard = min((self.now - one.last_beat for one in pulses), default=0.0)
-            assert max(silent, default=0.0) <= CONFIG.lease_s or heard > CONFIG.lease_s / 2
+            for one in pulses:
+                allowed = CONFIG.first_beat_s if one.first_beat_until else CONFIG.lease_s
+                silent = self.now - max(one.last_beat, one.excused_until)
+                assert silent <= allowed or heard > CONFIG.lease_s / 2
 
     @rule(members=st.lists(device_ids, max_size=4).map(tuple))
     def create(self, members: tuple[int, ...]) -> None:
@@ -179,6 +181,10 @@ class Membership(RuleBasedStateMachine):
             return
         chosen = data.draw(st.sampled_from(pairs))
         low, high = sorted(chosen.members)[:2]
+        if (
+            self.state.trouble(chosen.id).closed >= chosen.generation
+        ):  # another pair's failure decided this one
+            self.send(m.Rebuilt(chosen.id))
         for _ in range(2):
             one = self.state.communicators[chosen.id]
             self.send(m.Complained(one.id, one.generation, low, high, self.now))

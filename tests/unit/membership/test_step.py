@@ -166,10 +166,30 @@ def test_after_an_absence_a_silent_device_has_no_more_than_two_leases() -> None:
 
 def test_the_first_tick_of_all_excuses_nothing() -> None:
     beats = [m.Beat(2, "a", NOW + tenths / 10) for tenths in (5, 10, 15)]
-    state = after(
-        State(CONFIG), m.Joined(device(1), NOW), m.Joined(device(2), NOW), *beats, m.Tick(NOW + 1.6)
-    )
+    joined = (m.Joined(device(1), NOW), m.Beat(1, "a", NOW), m.Joined(device(2), NOW))
+    state = after(State(CONFIG), *joined, *beats, m.Tick(NOW + 1.6))
     assert state.member(1).health == Health.DEAD
+
+
+def test_the_lease_begins_with_the_first_heartbeat() -> None:
+    """Two hundred that join at once on a busy machine get their answers late, and open their streams later still."""
+    joined = [m.Joined(device(key), NOW) for key in (1, 2, 3)]
+    state = after(State(CONFIG, last_tick=NOW), *joined)
+    for tenths in range(1, 41):
+        state = after(state, m.Beat(3, "a", NOW + tenths / 10))
+        state, instructions = step(state, m.Tick(NOW + tenths / 10))
+        assert instructions == ()
+    state = after(state, m.Beat(1, "a", NOW + 4.0))
+    for tenths in range(41, 57):
+        state = after(state, m.Beat(3, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+    assert (state.member(1).health, state.member(1).reason) == (
+        Health.DEAD,
+        "no heartbeat for 1.6 s (lease 1.5 s)",
+    )
+    assert (state.member(2).health, state.member(2).reason) == (
+        Health.DEAD,
+        "no heartbeat within 5.1 s after it joined",
+    )
 
 
 def test_an_excuse_does_not_reach_into_the_future() -> None:

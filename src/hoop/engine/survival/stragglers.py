@@ -3,6 +3,9 @@
 A device is a straggler when even the fastest of its last steps took clearly longer a shard than the fastest of the
 others'. Noise only ever adds time, so a healthy device has a fast step among its last ones, whatever else runs on its
 machine. It is one no more when its usual step is about as fast as that.
+
+Where devices outnumber the cores of their machine nobody is named. Times then show who got a core and not who is slow:
+of four devices on two cores one can take five times longer than another for as long as the scheduler likes.
 """
 
 from __future__ import annotations
@@ -15,10 +18,9 @@ from statistics import median
 WINDOW = 8
 """Steps that are looked at: a device that becomes slow is named after so many."""
 SLOW = 1.5
-"""Times slower than the others: named. Where devices share cores, as many times more as share one: they slow each other
-down, and which of them by how much is chance."""
+"""Times slower than the others: named."""
 WELL = 1.2
-"""Times slower than the others: no more. Likewise."""
+"""Times slower than the others: no more."""
 FLOOR_S = 0.001
 """Less a shard is no matter: what a call costs, not what a device does."""
 
@@ -43,12 +45,14 @@ class Stragglers:
 
     def __init__(self, size: int, crowding: float = 1.0) -> None:
         """``crowding``: devices a core."""
-        self._crowding = max(1.0, crowding)
+        self._judges = crowding <= 1.0
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
         self.slow: set[int] = set()
 
     def after(self, seconds: Sequence[float]) -> list[Verdict]:
         """A step's figures, by rank; 0 for one that computed nothing. What has changed with it."""
+        if not self._judges:
+            return []
         for seen, one in zip(self._seen, seconds, strict=True):
             if one > 0:
                 seen.append(one)
@@ -67,15 +71,16 @@ class Stragglers:
 
     def left_out(self, rank: int) -> list[Verdict]:
         """A rank gets no more shards, by its usual speed: nothing more will be known of it."""
-        if rank in self.slow or median(self._seen[rank]) <= SLOW * self._others(rank) + FLOOR_S:
+        if not self._judges or rank in self.slow:
+            return []
+        if median(self._seen[rank]) <= SLOW * self._others(rank) + FLOOR_S:
             return []
         return [self._verdict(rank, True)]
 
     def _others(self, rank: int) -> float:
-        """What is fast elsewhere; as much slower as devices that share cores make each other."""
-        fastest = [min(seen) for one, seen in enumerate(self._seen) if one != rank]
-        return self._crowding * median(fastest)
+        """What is fast elsewhere."""
+        return median(min(seen) for one, seen in enumerate(self._seen) if one != rank)
 
     def _verdict(self, rank: int, slow: bool) -> Verdict:
         self.slow ^= {rank}
-        return Verdict(rank, slow, median(self._seen[rank]) * self._crowding / self._others(rank))
+        return Verdict(rank, slow, median(self._seen[rank]) / self._others(rank))

@@ -1,0 +1,120 @@
+"""Devices that cannot fit on this machine are refused before the first one is started; those that end are reaped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import hoop
+
+if TYPE_CHECKING:
+    from conftest import Running
+
+    Start = Callable[..., Running]
+    Run = Callable[..., subprocess.CompletedProcess[str]]
+    Ask = Callable[[str], dict[str, Any]]
+
+SLOW = f"{Path(__file__).with_name('train_driver.py')}:slow"
+FEW_FILES = 'ulimit -n 1000; exec "$0" "$@"'
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "mnist", "-n", "500", "--epochs", "0"], ["up", "--devices", "500"], ["chaos", "-n", "500"]],
+    ids=lambda arguments: arguments[0],
+)
+def test_five_hundred_devices_are_refused_where_they_cannot_fit(arguments: list[str]) -> None:
+    """On every machine, however large: a process may have 1000 files open here, and needs 2064."""
+    done = subprocess.run(
+        ["sh", "-c", FEW_FILES, sys.executable, "-m", "hoop", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hoop: --devices: 500 of ")
+    assert "a process needs 2064 open files, and may have 1000 (ulimit -Hn)" in done.stderr
+    assert "is the most that fits" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "mnist", "-n", "500", "--memory", "1TiB"],
+        ["up", "--devices", "500", "--memory", "1TiB"],
+        ["bench", "--ranks", "2,500", "--sizes", "1TiB"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_memory_that_is_not_there_is_refused_with_the_arithmetic(run_hoop: Run, arguments: list[str]) -> None:
+    done = run_hoop(*arguments, within=PATIENCE_S)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert " cannot fit on this machine: " in done.stderr
+    assert "TiB" in done.stderr
+
+
+def test_from_python_it_is_refused_before_anything_is_forked() -> None:
+    code = (
+        "import hoop\n"
+        "try:\n    hoop.train('mnist', devices=500, memory='1TiB')\n"
+        "except hoop.HoopError as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert done.stdout.startswith("ResourceExhausted devices: 500 of 1 TiB cannot fit on this machine")
+
+
+def test_the_limit_of_open_files_is_raised_where_that_suffices(start: Start) -> None:
+    """A device of two needs more than 40; children inherit the limit of the command."""
+    script = 'ulimit -S -n 40; exec "$0" "$@"'
+    command = [sys.executable, "-m", "hoop", "train", "mnist", "-n", "2", "--memory", "8MiB", "--epochs", "0"]
+    done = subprocess.run(["sh", "-c", script, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- children that end are waited for
+
+
+def until_reaped(pid: int) -> None:
+    """A zombie is still there."""
+    deadline = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, Path(f"/proc/{pid}/stat").read_text()
+        threading.Event().wait(0.005)
+
+
+def test_a_forked_device_that_is_killed_is_no_zombie(start: Start, status: Ask, tmp_path: Path) -> None:
+    address = tmp_path / "address"
+    running = start("train", SLOW, "-n", "3", "--memory", "8MiB", "--address-file", address)
+    deadline = time.monotonic() + PATIENCE_S
+    while not address.exists():
+        assert time.monotonic() < deadline, running.errors
+        threading.Event().wait(0.005)
+    pid = status(address.read_text().strip())["devices"][1]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    until_reaped(pid)
+    assert running.process.poll() is None, "its parent lives on"
+    running.signal(signal.SIGTERM)
+    running.wait(PATIENCE_S)
+
+
+def test_a_device_of_up_that_is_killed_is_no_zombie(
+    start: Start, connect: Callable[..., hoop.Cluster]
+) -> None:
+    up = start("up", "--devices", 2, "--memory", "8MiB")
+    pid = connect(up.address).status().devices[0].device.pid
+    os.kill(pid, signal.SIGKILL)
+    until_reaped(pid)
+    assert up.process.poll() is None, "its parent lives on"

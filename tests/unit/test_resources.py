@@ -1,0 +1,152 @@
+"""Whether devices fit: the arithmetic with given limits, and how limits are read."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hoop.errors import UserError
+from hoop.resources import (
+    FORKED,
+    LEADER,
+    STARTED,
+    Request,
+    Resources,
+    group_folders,
+    group_memory_left,
+    measured,
+    refusal,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+LAPTOP = Resources(
+    memory=23 * GIB, shared_memory=24 * GIB, disk=60 * GIB, tasks=32_000, descriptors=1_048_576
+)
+"""24 GiB, most of them free, and /dev/shm as large as the memory."""
+CONTAINER = Resources(memory=GIB, shared_memory=64 * MIB, disk=20 * GIB, tasks=500, descriptors=1_048_576)
+"""As Docker starts it: 64 MiB of /dev/shm."""
+
+
+@pytest.mark.parametrize(
+    ("devices", "memory", "machine"),
+    [
+        (4, 256 * MIB, LAPTOP),
+        (16, 256 * MIB, LAPTOP),
+        (64, 16 * MIB, LAPTOP),
+        (200, MIB, LAPTOP),
+        (4, 256 * MIB, CONTAINER),  # arenas that are too large for /dev/shm lie on the disk
+        (16, 16 * MIB, CONTAINER),
+        (500, 256 * MIB, Resources()),  # nothing is known: nothing is refused
+        (0, 256 * MIB, CONTAINER),
+    ],
+)
+def test_what_fits_is_not_refused(devices: int, memory: int, machine: Resources) -> None:
+    assert refusal(Request(devices, memory), machine) is None
+
+
+@pytest.mark.parametrize("memory", [MIB, 16 * MIB, 256 * MIB])
+def test_five_hundred_devices_do_not_fit_on_a_laptop(memory: int) -> None:
+    error = refusal(Request(500, memory, options=("--devices", "--memory")), LAPTOP)
+    assert isinstance(error, UserError), "exit code 2"
+    assert str(error).startswith("--devices: 500 of ")
+
+
+def test_the_error_shows_the_arithmetic_and_the_remedy() -> None:
+    error = refusal(Request(500, 256 * MIB, options=("--devices", "--memory")), LAPTOP)
+    assert str(error) == (
+        "--devices: 500 of 256 MiB cannot fit on this machine: 500 x 48 MiB for the processes + 96 arenas of 256 MiB "
+        "+ 64 MiB are 47.5 GiB of memory, and 20.7 GiB can be used (23 GiB available, 10% stay free); 404 arenas of "
+        f"256 MiB are 101 GiB on disk in {tempfile.gettempdir()} (/dev/shm takes 96), and 60 GiB are free. "
+        "--devices 69 is the most that fits"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        (Resources(memory=GIB), "are 3.0 GiB of memory, and 921.6 MiB can be used"),
+        (Resources(shared_memory=0, disk=GIB), "10 arenas of 256 MiB are 2.5 GiB on disk"),
+        (Resources(tasks=100), "10 x 12 + 40 are 160 processes and threads, and 100 can be started"),
+        (Resources(descriptors=80), "a process needs 104 open files, and may have 80"),
+        (Resources(memory=2 * GIB, shared_memory=0, disk=9 * GIB, disk_is_memory=True), "GiB of memory"),
+    ],
+    ids=["memory", "disk", "processes", "files", "a tmpfs for temporary files"],
+)
+def test_each_limit_is_a_limit(machine: Resources, said: str) -> None:
+    error = refusal(Request(10, 256 * MIB), machine)
+    assert said in str(error)
+
+
+@pytest.mark.parametrize("devices", [10, 500, 100_000])
+@pytest.mark.parametrize("machine", [LAPTOP, CONTAINER, Resources(tasks=100), Resources(descriptors=80)])
+def test_the_number_that_is_advised_fits_and_the_next_does_not(devices: int, machine: Resources) -> None:
+    error = refusal(Request(devices, 256 * MIB), machine)
+    if error is None:
+        return
+    most = int(str(error).rpartition("devices ")[2].split()[0])
+    assert refusal(Request(most, 256 * MIB), machine) is None
+    assert refusal(Request(most + 1, 256 * MIB), machine) is not None
+
+
+def test_the_memory_that_is_advised_fits() -> None:
+    error = refusal(Request(40, GIB, options=("--devices", "--memory")), LAPTOP)
+    mib = int(str(error).rpartition("--memory ")[2].removesuffix("MiB"))
+    assert refusal(Request(40, mib * MIB), LAPTOP) is None
+
+
+def test_where_not_even_one_fits_it_says_so() -> None:
+    machine = Resources(memory=LEADER.memory + FORKED.memory)
+    assert "not even one of 256 MiB fits" in str(refusal(Request(4, 256 * MIB), machine))
+
+
+def test_arenas_that_are_kept_already_need_no_space_again(tmp_path: Path) -> None:
+    machine = Resources(disk=GIB)
+    assert refusal(Request(8, 256 * MIB, STARTED, tmp_path), machine) is not None
+    assert refusal(Request(8, 256 * MIB, STARTED, tmp_path, kept=8), machine) is None
+
+
+# ---- reading limits
+
+
+def write(folder: Path, **files: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+    return folder
+
+
+def test_memory_left_in_a_group(tmp_path: Path) -> None:
+    stat = "anon 100\ninactive_file 30\nactive_file 20"
+    new = write(tmp_path / "2", memory__max=1000, memory__current=900, memory__stat=stat)
+    assert group_memory_left(new) == 150
+    old = write(
+        tmp_path / "1",
+        memory__limit_in_bytes=1000,
+        memory__usage_in_bytes=900,
+        memory__stat="inactive_file 1\ntotal_inactive_file 40\ntotal_active_file 5",
+    )
+    assert group_memory_left(old) == 145
+    assert group_memory_left(write(tmp_path / "none", memory__max="max", memory__current=5)) is None
+    assert group_memory_left(tmp_path / "not there") is None
+
+
+def test_groups_of_both_versions_with_those_above_them(tmp_path: Path) -> None:
+    root = tmp_path / "cgroup"
+    for folder in ("memory/a/b", "pids", "user.slice/job", "cpu,cpuacct/x"):
+        (root / folder).mkdir(parents=True)
+    groups = tmp_path / "groups"
+    groups.write_text("4:memory:/a/b\n3:pids:/elsewhere/on/the/host\n1:cpu,cpuacct:/x\n0::/user.slice/job\n")
+    unified = [root / "user.slice/job", root / "user.slice", root]
+    found = group_folders("memory", groups, root)
+    assert found == [root / "memory/a/b", root / "memory/a", root / "memory", *unified]
+    assert group_folders("pids", groups, root) == [root / "pids", *unified]
+    assert group_folders("memory", tmp_path / "no such file", root) == []
+
+
+def test_this_machine_can_be_measured() -> None:
+    found = measured()
+    assert found.memory is None or found.memory > 0
+    assert found.descriptors is None or found.descriptors > 0
+    assert refusal(Request(1, MIB), found) is None
