@@ -104,13 +104,14 @@ def refusal(request: Request, resources: Resources) -> ResourceExhausted | None:
     arena = _largest(request.memory // MIB, lambda mib: _fits(replace(request, memory=mib * MIB), resources))
     remedies = [f"{devices} {most} is the most that fits"] if most else []
     if arena:
-        remedies.append(f"{request.devices} fit with {memory} {arena}MiB")
+        remedies.append(f"{memory} {arena}MiB fits {request.devices}")
     remedy = (
         "; ".join(remedies)
         or f"not even one of {format_size(request.memory)} fits: choose a smaller {memory}"
     )
+    field = devices if most else memory  # where not even one fits, fewer are no remedy
     what = f"{request.devices} of {format_size(request.memory)}"
-    return ResourceExhausted(f"{devices}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
+    return ResourceExhausted(f"{field}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
 
 
 def admit(request: Request) -> None:
@@ -130,7 +131,7 @@ def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
     in_memory = in_shared + (on_disk if resources.disk_is_memory else 0)
     needed = LEADER.memory + count * each.memory + in_memory * arena
     usable = None if resources.memory is None else int(resources.memory * (1 - SPARE))
-    arenas = f" + {in_memory} arenas of {format_size(arena)}" if in_memory else ""
+    arenas = f" + {_arenas(in_memory)} of {format_size(arena)}" if in_memory else ""
     yield _Need(
         needed,
         usable,
@@ -142,7 +143,7 @@ def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
     yield _Need(
         on_disk * arena,
         resources.disk,
-        f"{on_disk} arenas of {format_size(arena)} are {format_size(on_disk * arena)} on disk in "
+        f"{_arenas(on_disk)} of {format_size(arena)} on disk: {format_size(on_disk * arena)} in "
         f"{request.folder or tempfile.gettempdir()}"
         + (f" ({SHARED_MEMORY} takes {in_shared})" if request.folder is None else "")
         + f", and {format_size(resources.disk or 0)} are free",
@@ -160,6 +161,10 @@ def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
         resources.descriptors,
         f"a process needs {descriptors} open files, and may have {resources.descriptors} (ulimit -Hn)",
     )
+
+
+def _arenas(count: int) -> str:
+    return "1 arena" if count == 1 else f"{count} arenas"
 
 
 def _descriptors(request: Request) -> int:

@@ -73,7 +73,7 @@ def test_from_python_it_is_refused_before_anything_is_forked() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
-    assert done.stdout.startswith("ResourceExhausted devices: 500 of 1 TiB cannot fit on this machine")
+    assert done.stdout.startswith("ResourceExhausted memory: 500 of 1 TiB cannot fit on this machine")
 
 
 def test_the_limit_of_open_files_is_raised_where_that_suffices(start: Start) -> None:
