@@ -109,7 +109,7 @@ def refusal(request: Request, resources: Resources) -> ResourceExhausted | None:
         "; ".join(remedies)
         or f"not even one of {format_size(request.memory)} fits: choose a smaller {memory}"
     )
-    field = devices if most else memory
+    field = devices if most else memory  # where not even one fits, fewer are no remedy
     what = f"{request.devices} of {format_size(request.memory)}"
     return ResourceExhausted(f"{field}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
 
