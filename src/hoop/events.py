@@ -43,7 +43,7 @@ class EventLog:
         self._listeners: dict[object, Callable[[Event], None]] = {}
 
     def publish(self, kind: str, text: str, **fields: object) -> Event:
-        """Adds an event. Its texts are made printable: whoever reads them may be a terminal, or protobuf."""
+        """Adds an event. Its texts are made printable: they may go to a terminal, or into protobuf."""
         kind, text = self._clean(kind), self._clean(text)
         shown = {key: self._clean(str(value)) for key, value in fields.items()}
         with self._changed:

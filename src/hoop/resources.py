@@ -1,6 +1,6 @@
 """What this machine has left for new processes, and whether a number of devices fits into it.
 
-Whoever starts devices on this machine calls ``admit`` before the first process is started. What cannot fit is refused
+Code that starts devices on this machine calls ``admit`` before the first process is started. What cannot fit is refused
 with the arithmetic, because a machine without memory does not answer any more. The decision (``refusal``) is a pure
 function of a request and of ``Resources``.
 """
@@ -44,7 +44,7 @@ STARTED = Footprint(38 * MIB)
 TRAINING = Footprint(256 * MIB)
 """The same once it has loaded PyTorch and the data: 263 MiB."""
 LEADER = Footprint(64 * MIB, tasks=40, descriptors=64)
-"""The processes that lead the devices, together: the coordinator and whoever follows the job."""
+"""The processes that lead the devices, together: the coordinator and the process that follows the job."""
 
 
 @dataclass(frozen=True)

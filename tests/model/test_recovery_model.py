@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from random import Random
 
 import pytest
 from recovery_model import STEPS, Fault, Run, Setup, breaks, explored
@@ -54,9 +55,7 @@ def test_all_devices_restart_on_their_arenas(partitioned: bool) -> None:
 
 
 def test_a_run_without_faults_does_every_step_once() -> None:
-    import random
-
-    run = Run(Setup(4, True), random.Random(1))
+    run = Run(Setup(4, True), Random(1))
     assert run.until_over() == "finished"
     assert run.state.communicators == {} or run.state.communicator(1).generation == 1
     assert sorted(name for _, name in run.operations if name.startswith("sum")) == [

@@ -11,7 +11,7 @@ from hoop.strategies.catalog import parse
 
 
 def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
-    """Raises if a fault that is placed can never happen in a job that begins with so many devices and samples."""
+    """Raises if a placed fault can never happen in a job that begins with this many devices and samples."""
     if faults := settings.placed:
         plan = parse(settings.strategy).plan(devices, settings.micros)
         check_reachable(faults, plan, Course(settings, samples).limit, linked)

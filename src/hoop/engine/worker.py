@@ -200,7 +200,7 @@ class Worker:
         self._joint = None
 
     def at(self, position: Position) -> None:
-        """What follows belongs to this step, for whoever looks at instructions; ``begin`` implies it."""
+        """What follows belongs to this step, for code that looks at instructions; ``begin`` implies it."""
         self._position = position
 
     def do(self, instruction: Instruction) -> None:

@@ -430,7 +430,7 @@ def _assigned(job: JobView, cluster: State, generation: int, planned: bool) -> R
     participants = job.participants | set(one.members)
     job = replace(job, tasks=tasks, participants=participants, waits_since=None)
     job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
-    gone = [key for key in sorted(job.leaving) if key not in one.members and _stage_of(job, key)]
+    gone = [key for key in sorted(job.leaving) if key not in one.members and key in tasks]
     out = [key for key in sorted(cluster.trouble(job.id).out) if key not in one.members and key in tasks]
     return job, (*(Release(key, False) for key in gone), *(Release(key, True) for key in out))
 
@@ -565,10 +565,6 @@ def _task(job: JobView, device_id: int, incarnation: str) -> TaskView | None:
 def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
     found = _task(job, device_id, incarnation)
     return found.stage if found is not None else None
-
-
-def _stage_of(job: JobView, device_id: int) -> TaskStage | None:
-    return job.tasks[device_id].stage if device_id in job.tasks else None
 
 
 def active(job: JobView, cluster: State) -> list[int]:

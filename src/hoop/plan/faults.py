@@ -36,7 +36,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 OF_LINKS = frozenset({"corrupt", "drop", "partition"})
 """Faults of TCP connections."""
 OF_FILES = "disk-full"
-"""The fault of whoever writes the run's files, which no rank does."""
+"""The fault of the process that writes the run's files, which no rank does."""
 _INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in Kind}
 """Each kind of instruction, as it is written in a fault."""
 

@@ -106,7 +106,7 @@ class Access:
     earlier: list[Access] = field(default_factory=list)
     """Accepted before, conflicting, and not ended when this one was accepted."""
     deadline: float | None = None
-    """When it is given up, by ``time.monotonic``; None: whoever accepted it always ends it."""
+    """When it is given up, by ``time.monotonic``; None: the code that accepted it always ends it."""
     patience: float = math.inf
     """How many seconds a later one waits for it at most."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)

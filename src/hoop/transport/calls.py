@@ -43,7 +43,7 @@ class Call:
         self._size, self._part = size, self
 
     def among(self, size: int) -> Call:
-        """The same call, compared by so many of the ranks: those of one host."""
+        """The same call, compared by some of the ranks: those of one host."""
         if self._part._size != size:
             self._part = Call(self.text, size)
         return self._part

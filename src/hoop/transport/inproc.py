@@ -144,7 +144,7 @@ class InprocEndpoint(Endpoint):
             _BOARD.changed.notify_all()
 
     def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
-        """Compares it with what the others have begun; whoever finds a difference ends the endpoints of all."""
+        """Compares it with what the others have begun; a rank that finds a difference ends the endpoints of all."""
         with _BOARD.changed:
             self._collectives += not resumed
             _BOARD.calls[self._key(self.rank)] = self._collectives, call

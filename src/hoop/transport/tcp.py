@@ -97,7 +97,7 @@ class TcpTransport(Transport):
         self._endpoints: dict[_Seat, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
         self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
-        """Endpoints that were here, so that whoever dials one late is told; with what they would answer."""
+        """Endpoints that were here, so that a peer that dials one late gets an answer; with that answer."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()

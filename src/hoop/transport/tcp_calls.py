@@ -7,7 +7,7 @@
 A rank that could not be told learns it from the last words on the links between the two, when they close.
 
 (2) is for ranks that wait for each other, so that no message ever comes. In a collective in which every rank needs
-something of every other, no rank ends while calls differ; so whoever does not find the mismatch is still there for (3).
+something of every other, no rank ends while calls differ; so a rank that misses it is still there for (3).
 
 A question and a verdict go over connections of their own: a data link may be full of a message that nobody reads. The
 listener's thread answers whatever its rank is doing.

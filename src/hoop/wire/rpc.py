@@ -87,7 +87,7 @@ def handlers(service: Any, servicer: object) -> Any:
 
 
 def said_by(error: grpc.RpcError) -> str:
-    """What came back with a failed call, or its status; printable, whoever answered."""
+    """What came back with a failed call, or its status; printable, whatever the peer sent."""
     return printable(error.details() or error.code().name, _LONGEST)
 
 

@@ -11,7 +11,6 @@ from hoop.errors import MembershipChanged
 from hoop.membership import job_membership as jm
 from hoop.membership import messages as m
 from hoop.membership import task_membership as tm
-from hoop.membership.state import State
 
 
 class Job:
@@ -189,4 +188,3 @@ def test_nothing_is_decided_of_a_job_that_is_over() -> None:
     job.told(jm.TaskFinished(1, "a", finished=True))
     assert job.view.over
     assert job.told(jm.TaskReady(1, "a")) == ()
-    assert isinstance(job.state, State)

@@ -127,7 +127,7 @@ class Criterion:
         return found if not found.dim() else found.reshape(())
 
     def share(self, samples: int, batch: int) -> float:
-        """What the gradient of a shard's value is multiplied by: the shard has so many samples of the global batch."""
+        """What the gradient of a shard's value is multiplied by: the shard has ``samples`` of the global batch."""
         if self.minimised == SUM:
             return 1.0
         return samples / batch if self.returns == MEAN else 1.0 / batch
