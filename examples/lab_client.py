@@ -187,7 +187,7 @@ def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
                         process.wait(0.02)
                 yield address.read_text().strip()
             finally:
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # not SIGINT: in the background of a shell it is ignored
                 try:
                     process.wait(PATIENCE_S)
                 except subprocess.TimeoutExpired:

@@ -41,7 +41,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
         try:
             process.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:

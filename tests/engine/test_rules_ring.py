@@ -115,7 +115,8 @@ def steps_of(outcome: Outcome) -> list[tuple[Kind, int, int]]:
 
 @pytest.mark.parametrize("spec", ["ring:async", "ring:async,slices=2"])
 def test_weights_are_at_most_one_update_old_and_steps_overlap(spec: str) -> None:
-    outcomes = train("shm", 2, settings(spec, epochs=1), JOBS["flat"])
+    slow = settings(spec, epochs=1, slowdown=[1.0, 10.0])  # the first rank has time to go on
+    outcomes = train("shm", 2, slow, JOBS["flat"])
     overlaps = 0
     for one in outcomes:
         updates: dict[int, int] = {}

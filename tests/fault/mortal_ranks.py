@@ -144,10 +144,12 @@ class Parent:
         found: dict[int, Ended] = {}
         ready: set[int] = set()
         waiting = False
+        whys: dict[int, str] = {}
         while members:
             links = {self._links[number]: number for number in [*members, *newcomers] if number not in found}
             came = wait(list(links), LONG_S)
-            assert came, f"ranks {sorted(links.values())} were not done within {LONG_S:g} s"
+            missing = sorted(links.values())
+            assert came, f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {whys}"
             lost = []
             for link in came:
                 assert isinstance(link, Connection)
@@ -163,6 +165,8 @@ class Parent:
                     ready.add(number)
                 if told["kind"] == "waiting":
                     waiting = True
+                if told["kind"] == "left":
+                    whys[number] = told["text"]
                 if told["kind"] == "done":
                     found[number] = _ended(link, told)
             for number in lost:
@@ -352,10 +356,17 @@ def _rank(
             tell({"kind": "waiting"})
             assert seats.changed.wait(LONG_S), "the members did not change"
 
+        class Told(Run):
+            """A run that says why it left its links: where nobody died, the parent has no other ones for it."""
+
+            def _recover(self, error: HoopError) -> None:
+                tell({"kind": "left", "text": str(error)})
+                super()._recover(error)
+
         try:
             _arm(faults, wait_here)
             world = seats.alone() if joining else seats.next(LONG_S)
-            run = Run(world, settings, job, emit, lambda: False, None, "test.", joining)
+            run = Told(world, settings, job, emit, lambda: False, None, "test.", joining)
             run.join() if joining else run.go()
             model, role = run._ready.model, run._role
             held = tensors_of(run.worker.held.values(), names_of(model))

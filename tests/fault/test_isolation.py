@@ -6,12 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from fault_cluster import JOB, cluster_of, job_of, result_of, undisturbed, until
+from fault_cluster import JOB, SLOWLY, cluster_of, job_of, result_of, undisturbed, until
 
 from hoop.launch.audit import audit
-
-LONGER = ("--set", "epochs=4")
-"""So that steps are left when all are stopped."""
 
 
 @pytest.mark.parametrize(
@@ -24,7 +21,7 @@ LONGER = ("--set", "epochs=4")
 def test_all_devices_are_stopped_and_go_on(tmp_path: Path, strategy: list[str]) -> None:
     """A laptop's lid, a paused VM: longer than a lease, and than a connection is kept; nobody is dead."""
     with cluster_of(2, tmp_path) as up:
-        options = [*JOB, *LONGER, "--strategy", *strategy, "--json", "--coordinator", up.address]
+        options = [*JOB, *SLOWLY, "--strategy", *strategy, "--json", "--coordinator", up.address]
         run = up.start("train", *options, "--out", str(tmp_path / "out"))
         job = job_of(up.cluster)
         until(up.cluster, job, "steps")
@@ -43,7 +40,7 @@ def test_all_devices_are_stopped_and_go_on(tmp_path: Path, strategy: list[str]) 
                 device.send_signal(signal.SIGCONT)
         result = result_of(run)
         kinds = {event.kind for event in up.cluster.events()}
-    assert result["weights_sha256"] == undisturbed(*LONGER)["weights_sha256"]
+    assert result["weights_sha256"] == undisturbed()["weights_sha256"]
     assert not kinds & {"device_dead", "communicator_failed", "communicator_rebuilt"}
     audited = audit(tmp_path / "out")
     assert audited.holds, audited

@@ -18,16 +18,19 @@ import hoop
 pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 COORDINATOR, VICTIM, OTHER = 1, 3, 4
 """Hosts; device n is on host n + 1."""
+HOSTS = 5
 PORT = "4021"
 JOB = [f"{DRIVER}:job", "--set", "epochs=1000", "--set", "evaluate_every=0", "--set", "checkpoint_every=0"]
-SLOWLY = ["--set", "slowdown=[20, 20, 20]"]
+SLOWLY = ["--set", "slowdown=[20, 20, 20, 20]"]
+TIMEOUT = ["--set", f"timeout_s={10 * PATIENCE_S:g}"]
+"""Of a collective: what ends a wait in these tests is never that."""
 
 
 @pytest.fixture
 def net(tmp_path: Path) -> Iterator[namespaces.Network]:
-    """A coordinator and three devices, each on a host of its own."""
+    """A coordinator and four devices, each on a host of its own."""
     with ExitStack() as ended:
-        net = ended.enter_context(namespaces.network(4))
+        net = ended.enter_context(namespaces.network(HOSTS))
 
         def start(host: int, *arguments: str) -> None:
             there = "--host", net.address(host), "--port", PORT, "--insecure"
@@ -45,7 +48,7 @@ def net(tmp_path: Path) -> Iterator[namespaces.Network]:
             assert process.stdout.readline()
 
         start(COORDINATOR, "coordinator")
-        for host in (2, 3, 4):
+        for host in range(2, HOSTS + 1):
             data = "--data-port", "4022", "--advertise-data", f"{net.address(host)}:4022"  # no shared memory
             where = "--join", f"{net.address(COORDINATOR)}:{PORT}", "--jobs", str(DRIVER.parent)
             start(host, "device", *where, *data, "--id", str(host - 1))
@@ -66,23 +69,49 @@ def net(tmp_path: Path) -> Iterator[namespaces.Network]:
 def test_a_partition_costs_a_device_and_no_bit(
     net: namespaces.Network, tmp_path: Path, came: str, left: str, kind: str, goes: set[str]
 ) -> None:
+    check_costs_a_device_and_no_bit(net, tmp_path, (VICTIM, came, left), (kind, goes), "data")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(2, 3), (4, 2)], ids=["to the next stage", "to the other replica"]
+)
+def test_a_link_of_a_hybrid_that_drops_one_way(
+    net: namespaces.Network, tmp_path: Path, source: int, target: int
+) -> None:
+    """Ranks wait in the sums of their groups, for ranks that wait for a link: all leave that generation at once."""
+    gone = {str(source - 1), str(target - 1)}
+    drop = source, "", net.address(target)
+    check_costs_a_device_and_no_bit(net, tmp_path, drop, ("device_evicted", gone), "hybrid:replicas=2")
+
+
+def check_costs_a_device_and_no_bit(
+    net: namespaces.Network,
+    folder: Path,
+    cut: tuple[int, str, str],
+    expected: tuple[str, set[str]],
+    strategy: str,
+) -> None:
+    """Trains on all four, cuts, waits until three go on, and compares with one device that nothing happens to."""
     address = f"{net.address(COORDINATOR)}:{PORT}"
     with ExitStack() as ended:
-        out = tmp_path / "disturbed"
-        command = [*HOOP, "train", *JOB, *SLOWLY, "--json", "--coordinator", address, "--out", str(out)]
-        run = subprocess.Popen(command, text=True, env=ENV, stdout=subprocess.PIPE)
+        out = folder / "disturbed"
+        train = ["train", *JOB, *SLOWLY, *TIMEOUT, "--strategy", strategy, "--coordinator", address]
+        run = subprocess.Popen(
+            [*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE
+        )
         ended.callback(run.wait, PATIENCE_S)
         ended.callback(run.kill)
         with hoop.connect(address) as cluster:
             job = job_of(cluster)
             until_step(cluster, job, 3)
-            net.cut(VICTIM, came, left)
+            net.cut(*cut)
             news = cluster.events(follow=True)
             gone = next(one for one in news if one.kind in ("device_evicted", "device_dead"))
-            assert (gone.kind, gone.fields["device"] in goes) == (kind, True), gone
-            until(cluster, job, "recovered", ranks=2)
+            kind, devices = expected
+            assert (gone.kind, gone.fields["device"] in devices) == (kind, True), gone
+            until(cluster, job, "recovered", ranks=3)
             cluster.job(job).stop()
             result = result_of(run)
     limit = "--set", f"max_steps={result['steps']}"
-    alone = hoop_train(*JOB, "--devices", "1", *limit, out=tmp_path / "undisturbed")
+    alone = hoop_train(*JOB, "--devices", "1", *limit, out=folder / "undisturbed")
     check_same({**result, "out": str(out)}, alone)

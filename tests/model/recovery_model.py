@@ -249,17 +249,8 @@ class Device:
         match tm.next_step(self.task):
             case tm.NextStep.LEAVE:
                 self._end("left")
-            case tm.NextStep.HAND_OVER:
-                fence = self.fence
-                self.do(5.0, lambda: self._hand_over_ends(fence))
             case tm.NextStep.TAKE:
                 self.do(self.run.random.uniform(0, 0.3), self._take)
-
-    def _hand_over_ends(self, fence: int) -> None:
-        assert self.task is not None
-        hands_over = tm.next_step(self.task) == tm.NextStep.HAND_OVER
-        if fence == self.fence and hands_over and not self.ended:
-            self._end("left")
 
     def _take(self) -> None:
         if self.task is None or self.working or self.ended or tm.next_step(self.task) != tm.NextStep.TAKE:
@@ -282,6 +273,7 @@ class Device:
 
     def _end(self, how: str) -> None:
         self.ended = True
+        self.run.last_step_done |= how == "ended" and self.done == STEPS
         self.working = False
         self.fence += 1
         self.run.left(self)
@@ -422,7 +414,11 @@ class Run:
         self.clear_at: dict[tuple[int, int], float] = {}
         self.operations: dict[tuple[int, str], Operation] = {}
         self.generations: dict[int, tuple[int, ...]] = {}
+        self.processes: dict[tuple[int, int], str] = {}
+        """By generation and device: the incarnation that was assigned a rank in it."""
         self.outcome = ""
+        self.last_step_done = False
+        """A task came to the end of the training, after its last step; its device may have died since."""
         self.journal: list[Any] = []
         self.paused = False
         self.life = 0
@@ -515,6 +511,8 @@ class Run:
     def _left(self, number: int, generation: int) -> bool:
         """Whether a member is not in a generation any more, and its peers can notice it."""
         device = self.devices[number]
+        if device.incarnation != self.processes[generation, number]:
+            return True  # it was killed; this is the process that was started after it
         if not device.alive or device.task is None or device.ended or device.task.taken > generation:
             return True
         return device.task.taken == generation and not device.working
@@ -685,7 +683,7 @@ class Run:
         members = tuple(self.devices)
         self._apply(m.Created(members))
         self._apply(m.JobStarted(JOB, "{}", "run"))
-        self.generations[1] = members
+        self._generation(1, members)
         self.job = self._view(members)
         for number in members:
             device = self.devices[number]
@@ -720,6 +718,8 @@ class Run:
                 self.here(0.0, lambda: self._invite(device_id))
             case jm.Release(device_id, final):
                 self.call(device_id, lambda device: (device.release(final), True)[1], lambda *_: None)
+            case jm.Readmit(device_id):
+                self.here(0.0, lambda: self._apply(m.Readmitted(JOB, device_id)))
             case jm.End(_, text):
                 self._over(text)
             case jm.Await():
@@ -732,7 +732,7 @@ class Run:
         if one.generation == before:
             self._handle(jm.AssignFailed())
             return
-        self.generations[one.generation] = one.members
+        self._generation(one.generation, one.members)
         self._handle(jm.Assigned(one.generation, assign.planned))
         answers: list[bool] = []
 
@@ -745,6 +745,11 @@ class Run:
             self.call(
                 number, lambda device: device.reseat(one.generation, one.members, assign.planned), answered
             )
+
+    def _generation(self, generation: int, members: tuple[int, ...]) -> None:
+        self.generations[generation] = members
+        for number in members:
+            self.processes[generation, number] = self.state.members[number].info.incarnation
 
     def _invite(self, number: int) -> None:
         incarnation = self.state.members[number].info.incarnation
@@ -831,7 +836,7 @@ class Run:
             "finished" if self.job.finished else "lost" if text or not self.job.abandoned else "left"
         )
         if self.outcome == "finished":
-            if not any(one.done == STEPS for one in self.devices.values()):
+            if not self.last_step_done:
                 raise Violation("a job finished, and no device has done its last step")
             return
         if self.outcome == "left":
@@ -846,7 +851,7 @@ class Run:
                 raise Violation(
                     f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}"
                 )
-        begins = [one for one in self.devices.values() if one.alive and one.begins and one.stays]
+        begins = [one for one in self.devices.values() if one.alive and one.begins and one.done == 0]
         if begins and len(begins) == len([one for one in self.devices.values() if one.alive]):
             raise Violation("a job that had only begun was declared lost")
 

@@ -103,11 +103,46 @@ KEPT = {
     "a coordinator that is cut off hears only a newcomer": Setup(
         3, True, True, (Fault(0.825, "coordinator_cut", 2, 3, 2.0), Fault(1.239, "join")), 0.01
     ),
+    "a device that leaves dies, and another does not notice": Setup(
+        2,
+        False,
+        True,
+        (
+            Fault(0.7356549846985936, "leave", 2, 1, 4.4),
+            Fault(0.9608323873707605, "kill", 2, 1, 2.0),
+            Fault(1.0208710199810003, "link", 1, 2, 8.0),
+        ),
+        0.3,
+    ),
+    "a device that leaves dies, and another is cut off": Setup(
+        3,
+        False,
+        True,
+        (
+            Fault(0.05884096583504611, "cut", 1, 3, 0.5),
+            Fault(0.12248095274059373, "leave", 3, 2, 8.0),
+            Fault(0.12904907584934538, "kill", 3, 2, 1.0),
+        ),
+        0.3,
+    ),
+    "a device that is evicted has what the others lack": Setup(
+        3,
+        True,
+        True,
+        (
+            Fault(0.7698384903701663, "kill", 3, 2, 8.0),
+            Fault(0.970511475857939, "cut", 1, 2, 8.0),
+            Fault(1.1200250359816668, "coordinator_cut", 1, 2, 4.4),
+        ),
+        0.3,
+    ),
 }
 """Schedules that once broke an invariant, with as few faults as did."""
+FOUND_AT = (31014, 22450, 40417)
+"""Runs of chance with which some of them did, besides the first few."""
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_schedules_that_once_failed(name: str) -> None:
-    for seed in range(25):
+    for seed in (*range(25), *FOUND_AT):
         assert not breaks(KEPT[name], seed), seed

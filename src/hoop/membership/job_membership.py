@@ -278,6 +278,13 @@ class Release:
 
 
 @dataclass(frozen=True)
+class Readmit:
+    """Let a device take part again that was evicted because of its links: the others lack state that it may have."""
+
+    device_id: int
+
+
+@dataclass(frozen=True)
 class Await:
     """Announce which devices the job waits for, and for how many seconds at most."""
 
@@ -293,7 +300,7 @@ class End:
     text: str = ""
 
 
-JobInstruction = Assign | Move | Invite | Release | Await | End
+JobInstruction = Assign | Move | Invite | Release | Readmit | Await | End
 Result = tuple[JobView, tuple[JobInstruction, ...]]
 
 
@@ -412,9 +419,15 @@ def _resumed(job: JobView, cluster: State, generation: int) -> Result:
     one = cluster.communicator(job.id)
     if generation != one.generation:
         return job, ()
-    gone = sorted(job.leaving - set(one.members))
     job = replace(_evident(job), unsettled=0, moving=0, grace_until=None, awaited=frozenset())
-    return replace(job, leaving=job.leaving - set(gone)), tuple(Release(key, True) for key in gone)
+    instructions: tuple[JobInstruction, ...] = ()
+    for key in _without_rank(job, one):  # the others have its state
+        if key in job.leaving or key in cluster.trouble(job.id).out:
+            instructions += (Release(key, True),)
+        else:
+            job, more = _invited(job, cluster, key)
+            instructions += more
+    return replace(job, leaving=job.leaving & set(one.members)), instructions
 
 
 def _assigned(job: JobView, cluster: State, generation: int, planned: bool) -> Result:
@@ -426,13 +439,13 @@ def _assigned(job: JobView, cluster: State, generation: int, planned: bool) -> R
     for key in one.members:
         if key in tasks:
             tasks[key] = TaskView(tasks[key].incarnation, TaskStage.ACTIVE)
-    movers = tuple(key for key in sorted(job.tasks) if job.tasks[key].stage == TaskStage.ACTIVE)
+    movers = tuple(key for key in sorted(job.tasks) if _had_rank(job, key))
     participants = job.participants | set(one.members)
     job = replace(job, tasks=tasks, participants=participants, waits_since=None)
     job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
-    gone = [key for key in sorted(job.leaving) if key not in one.members and key in tasks]
-    out = [key for key in sorted(cluster.trouble(job.id).out) if key not in one.members and key in tasks]
-    return job, (*(Release(key, False) for key in gone), *(Release(key, True) for key in out))
+    # They stay until the others are at work: what they have may be needed after all.
+    gone = job.leaving | set(cluster.trouble(job.id).out)
+    return job, tuple(Release(key, False) for key in _without_rank(job, one) if key in gone)
 
 
 def _delivered(job: JobView, cluster: State, generation: int, ok: bool, now: float) -> Result:
@@ -496,7 +509,11 @@ def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[
         return True
     if job.undelivered == one.generation:
         return True
-    return len(working) < len(one.members) and not job.finished
+    if job.finished:
+        return False
+    # Until they have moved, members are in the generation before, and wait there for one that only had a rank in that.
+    stranded = job.moving == one.generation and any(not _had_rank(job, key) for key in job.movers)
+    return stranded or len(working) < len(one.members)
 
 
 def _rebuild(job: JobView, cluster: State) -> Result:
@@ -514,11 +531,10 @@ def _scattered(job: JobView, cluster: State, now: float) -> Result:
     ready, missing = _ready(job, cluster), _may_return(job, cluster)
     if not job.elastic or not job.grace_s or not (ready or missing):
         return _end(job)
-    until = now + job.grace_s if job.grace_until is None else job.grace_until
-    job = replace(job, grace_until=until)
-    if ready and (not missing or now >= until):
+    job = _with_grace(job, now)
+    if ready and (not missing or _grace_over(job, cluster, missing, now)):
         return _rebuild(job, cluster) if _rested(job, cluster, now) else (job, ())
-    if now >= until and not ready:
+    if _grace_over(job, cluster, missing, now) and not ready:
         return _end(job)
     return _awaiting(job, cluster, missing, now)
 
@@ -530,11 +546,24 @@ def _lacking(job: JobView, cluster: State, waiting: list[int], now: float) -> Re
         return _rebuild(replace(job, leaving=frozenset()), cluster)
     if ready:
         return _rebuild(job, cluster)
-    until = now + job.grace_s if job.grace_until is None else job.grace_until
-    if missing and job.elastic and now < until:
-        return _awaiting(replace(job, grace_until=until), cluster, missing, now)
+    job = _with_grace(job, now)
+    if missing and job.elastic and not _grace_over(job, cluster, missing, now):
+        evicted = sorted(missing & set(cluster.trouble(job.id).out))
+        job, instructions = _awaiting(job, cluster, missing, now)
+        return job, (*(Readmit(key) for key in evicted), *instructions)
     worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
     return _end(job, worst.error, worst.lacks)
+
+
+def _with_grace(job: JobView, now: float) -> JobView:
+    """The same job; the wait for devices that can come back has begun."""
+    return job if job.grace_until is not None else replace(job, grace_until=now + job.grace_s)
+
+
+def _grace_over(job: JobView, cluster: State, missing: frozenset[int], now: float) -> bool:
+    """Whether the wait is over. A device that has come back and loads what the job needs gets one more grace."""
+    loads = any(_has(job, cluster, key, TaskStage.LOADING) for key in missing)
+    return job.grace_until is not None and now >= job.grace_until + (job.grace_s if loads else 0.0)
 
 
 def _awaiting(job: JobView, cluster: State, missing: frozenset[int], now: float) -> Result:
@@ -577,6 +606,16 @@ def _ready(job: JobView, cluster: State) -> list[int]:
     out = cluster.trouble(job.id).out
     found = (key for key in job.tasks if _has(job, cluster, key, TaskStage.READY))
     return sorted(key for key in found if cluster.members[key].usable and key not in out)
+
+
+def _had_rank(job: JobView, device_id: int) -> bool:
+    """Whether the device's task is the one that has, or had, a rank."""
+    return device_id in job.tasks and job.tasks[device_id].stage == TaskStage.ACTIVE
+
+
+def _without_rank(job: JobView, one: CommunicatorState) -> list[int]:
+    """Devices whose tasks had a rank and have none in the newest generation."""
+    return [key for key in sorted(job.tasks) if _had_rank(job, key) and key not in one.members]
 
 
 def _has(job: JobView, cluster: State, device_id: int, stage: TaskStage) -> bool:

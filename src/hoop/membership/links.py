@@ -5,6 +5,7 @@
     (2) tried anew  new links among the same members: a connection that was reset is no reason to lose a device
     (3) evicted     the two fail again: whoever of them more members complain of goes, else the higher number
     (4) forgiven    after a while it may come back, the next time after twice as long
+    (5) readmitted  before that, where the others lack a part of a job's state that it may have
 
 A pair is tried anew once, and where that helped up to three times a minute; so complaints make few generations.
 """
@@ -102,10 +103,20 @@ def _verdict(state: State, one: CommunicatorState, trouble: Trouble, now: float)
     return state.with_communicator(one).with_trouble(one.id, after), (communicator_record(one), news, stop)
 
 
+def readmitted(state: State, message: m.Readmitted) -> Result:
+    """(5)"""
+    return _back_in(state, message.communicator_id, [message.device_id])
+
+
 def _forgiven(state: State, number: int, now: float) -> Result:
     """(4)"""
+    return _back_in(state, number, [key for key, until in state.trouble(number).out.items() if until <= now])
+
+
+def _back_in(state: State, number: int, devices: list[int]) -> Result:
+    """Evicted devices may take part again."""
     trouble = state.trouble(number)
-    over = sorted(key for key, until in trouble.out.items() if until <= now)
+    over = sorted(key for key in devices if key in trouble.out)
     if not over:
         return state, ()
     left = {key: until for key, until in trouble.out.items() if key not in over}

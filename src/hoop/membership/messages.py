@@ -96,6 +96,14 @@ class Worked:
 
 
 @dataclass(frozen=True)
+class Readmitted:
+    """A device that was evicted because of its links may take part again at once."""
+
+    communicator_id: int
+    device_id: int
+
+
+@dataclass(frozen=True)
 class Created:
     """A communicator of these devices, in rank order."""
 
@@ -176,6 +184,7 @@ Message = (
     | Tick
     | Complained
     | Worked
+    | Readmitted
     | Created
     | Rebuilt
     | Started

@@ -39,6 +39,8 @@ def step(state: State, message: m.Message) -> Result:
             return links.complained(state, message)
         case m.Worked():
             return links.worked(state, message.communicator_id, message.generation)
+        case m.Readmitted():
+            return links.readmitted(state, message)
         case m.Created():
             return _created(state, message.device_ids, message.most or MAX_COMMUNICATORS)
         case m.Rebuilt():

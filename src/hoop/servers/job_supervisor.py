@@ -146,6 +146,8 @@ class JobSupervisor:
             case jm.Release(device_id, final):
                 release = pb.ReseatTaskRequest(job_id=self.record.id, final=final)
                 self._coordinator.in_background(self._tell(device_id, "ReseatTask", release))
+            case jm.Readmit(device_id):
+                self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
                 self._announce_wait(device_ids, seconds)
             case jm.End(error, text):

@@ -43,8 +43,8 @@ KEPT = 8
 """Tasks that have ended and can still be watched."""
 ENDED, FAILED, LEFT = "ended", "failed", "left"
 """The kinds of a task's last event."""
-HANDOVER_S = 5.0
-"""How long one who leaves a job stays at most, for those who have not moved on yet."""
+HANDOVER_S = 600.0
+"""How long a task that has no rank any more stays for the others, if the coordinator never says that it may go."""
 HANDED_OVER = "this device has handed over, and leaves the job"
 TOLD_FIRST = ("started",)
 """What a log never forgets: whoever comes late must know what it is about."""

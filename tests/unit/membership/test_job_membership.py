@@ -101,6 +101,56 @@ def test_a_part_of_the_state_is_missing_and_nobody_can_have_it() -> None:
     assert found == (jm.Release(1, True), jm.End("PeerLost", "second was lost"))
 
 
+def evicted(job: Job) -> None:
+    """Devices 1 and 2 fail to reach each other, over new links too: device 2 is left out."""
+    for _ in range(2):
+        complaint = m.Complained(1, job.generation, 1, 2, job.now)
+        beats = [m.Beat(key, "a", job.now + 0.4) for key in job.state.members]
+        (assign,) = job.cluster(complaint, *beats, m.Tick(job.now + 0.5))
+        job.now += 0.5
+        released = job.assigned(assign)
+    assert job.state.trouble(1).out
+    assert released == (jm.Release(2, False),)
+
+
+def test_an_evicted_device_keeps_its_state_until_the_others_are_at_work() -> None:
+    job = Job(1, 2, 3)
+    evicted(job)
+    assert job.told(jm.TaskResumed(job.generation)) == (jm.Release(2, True),)
+
+
+def test_an_evicted_device_may_come_back_at_once_where_its_state_is_needed() -> None:
+    job = Job(1, 2, 3, planned=False)
+    evicted(job)
+    for key in (1, 3):
+        found = job.told(jm.TaskWaiting(key, "a", job.generation, "second was lost", "PeerLost"))
+    assert jm.Readmit(2) in found
+    job.state = after(job.state, m.Readmitted(1, 2))
+    assert not job.state.trouble(1).out
+    assert job.told(jm.DeviceArrived(2)) == (jm.Invite(2),)
+    assert job.told(jm.TaskReady(2, "a")) == (jm.Assign(joining=(2,)),)
+
+
+def test_a_device_that_loads_what_the_job_lacks_is_waited_for_beyond_the_grace() -> None:
+    job = Job(1, 2, planned=False)
+    job.state = replace(
+        job.state,
+        members={
+            key: replace(one, info=replace(one.info, keeps_memory=True))
+            for key, one in job.state.members.items()
+        },
+    )
+    job.assigned(job.cluster(dead(2))[0])
+    job.told(jm.TaskLost(2, "a"))
+    job.told(jm.TaskWaiting(1, "a", job.generation, "second was lost", "PeerLost"))
+    job.state = after(job.state, m.Joined(replace(device(2, "b"), keeps_memory=True), NOW + 59.0))
+    assert jm.Invite(2) in job.told(jm.DeviceArrived(2))
+    job.now = NOW + 61.0
+    assert job.told(jm.Tick()) == ()
+    job.now = NOW + 121.0
+    assert job.told(jm.Tick())[-1] == jm.End("PeerLost", "second was lost")
+
+
 def test_all_are_lost_and_those_that_keep_their_memory_are_waited_for() -> None:
     job = Job(1, 2)
     keeps = {
@@ -130,6 +180,15 @@ def test_a_device_joins_between_two_steps() -> None:
     assert assign == jm.Assign((3,), (), planned=True)
     assert job.assigned(assign) == (jm.Move((1, 2)),)
     assert job.told(jm.TaskResumed(2)) == ()
+
+
+def test_a_device_that_leaves_dies_before_the_others_have_moved() -> None:
+    """They wait for it in the generation before, in which they may never notice: they get new ranks at once."""
+    job = Job(1, 2, 3)
+    (assign,) = job.told(jm.LeaveRequested(3))
+    assert job.assigned(assign) == (jm.Release(3, False), jm.Move((1, 2, 3)))
+    job.state = after(job.state, dead(3))
+    assert job.told(jm.TaskLost(3, "a")) == (jm.Assign(),)
 
 
 def test_a_device_that_cannot_be_reached_is_asked_again_and_one_that_is_refused_is_not() -> None:

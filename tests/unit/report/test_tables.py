@@ -64,7 +64,7 @@ def test_html_and_terminal_show_text_as_it_is() -> None:
     root = ET.fromstring(TABLE.html())
     cells = [[cell.text for cell in row] for row in root.iter("tr")]
     assert cells[2] == ["a|b [red]<i>", "–", "9", "nan", "no"]
-    assert [cell.get("class") for cell in root.find(".//thead/tr") or []] == [
+    assert [cell.get("class") for cell in root.findall(".//thead/tr/*")] == [
         None,
         "number",
         "number",

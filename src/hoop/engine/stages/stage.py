@@ -6,6 +6,7 @@ given as views, so nothing is allocated that lasts.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -71,6 +72,8 @@ class AutogradStage(Stage):
         precision: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
+        # autograd.grad imports it when it is given a gradient; half a second that the first step is not to wait for.
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         self._segments = [list(blocks) for blocks, _ in segments]
         self._blocks = [block for blocks in self._segments for block in blocks]
         ends = list(itertools.accumulate((count for _, count in segments), initial=0))
