@@ -309,3 +309,15 @@ def test_a_rank_that_comes_late(made: Callable[..., Ranks], scheme: str) -> None
         call(one, unusual if one.rank else usual)
 
     assert_named(outcomes(ranks.start(job)), 1, usual, unusual)
+
+
+def test_a_rank_that_was_told_tells_the_others(made: Callable[..., Ranks]) -> None:
+    """It may end before the rank that told it has come to them, and they would see a lost peer."""
+    links = [one.endpoint for one in made("tcp", 3).communicators]
+    assert all(isinstance(one, TcpEndpoint) for one in links)
+    told, _, other = (one.calls for one in links if isinstance(one, TcpEndpoint))
+    told.hear(1, "rank 1: one operation; rank 2: another")
+    assert told._verdict is not None
+    links[0].tell(told._verdict[1])
+    assert other._verdict is not None
+    assert str(other._verdict[1]) == "rank 1: one operation; rank 2: another"

@@ -2,7 +2,7 @@
 
     a message with another stamp    the receiver asks the sender's listener what it runs there       (1)
     a long wait in a collective     the rank asks the listener of the rank it waits for, now and then (2)
-    a mismatch was found            the rank that found it tells every other rank's listener          (3)
+    a mismatch was found            each rank that knows tells the listeners of all others, then raises (3)
 
 A rank that could not be told learns it from the last words on the links between the two, when they close.
 
@@ -175,11 +175,13 @@ class CallCheck:
         return None
 
     def tell(self, error: CollectiveMismatch) -> None:
-        """(3) Returns when every rank that can be reached knows."""
-        if self._verdict is not None and self._verdict[1] is error:
-            return  # who told this rank tells the others
-        stamp = self.stamp or 1
-        self._verdict = stamp, error
+        """(3) Returns when every rank that can be reached knows.
+
+        A rank that was told tells the others too: it may end before the one that told it has come to them.
+        """
+        if self._verdict is None or self._verdict[1] is not error:
+            self._verdict = self.stamp or 1, error
+        stamp = self._verdict[0]
         text = str(error).encode()[:_VERDICT_BYTES]
         letter = Header(Kind.MISMATCH, *self._place, 0, len(text), call=stamp).pack() + text
         until = time.monotonic() + _TOLD_S
