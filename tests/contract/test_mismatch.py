@@ -321,3 +321,20 @@ def test_a_rank_that_was_told_tells_the_others(made: Callable[..., Ranks]) -> No
     links[0].tell(told._verdict[1])
     assert other._verdict is not None
     assert str(other._verdict[1]) == "rank 1: one operation; rank 2: another"
+
+
+def test_a_rank_that_is_not_there_yet_finds_the_mismatch_when_it_comes() -> None:
+    """Those who found it may have ended by then."""
+    with ExitStack() as opened:
+        transports = [open_transport(URIS["tcp"]) for _ in range(2)]
+        for transport in transports:
+            opened.callback(transport.close)
+        peers = [transport.address for transport in transports]
+        first = Communicator(transports[0].endpoint(1, 1, 0, peers))
+        first.endpoint.tell(CollectiveMismatch("rank 0: one operation; rank 1: another"))
+        first.close()
+        transports[0].close()
+        second = Communicator(transports[1].endpoint(1, 1, 1, peers))
+        opened.callback(second.close)
+        with pytest.raises(CollectiveMismatch, match="one operation"):
+            call(second, Operation("all_reduce", SMALL))

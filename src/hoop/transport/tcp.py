@@ -98,6 +98,8 @@ class TcpTransport(Transport):
         self._newest: dict[int, int] = {}
         self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
         """Endpoints that were here, so that a peer that dials one late gets an answer; with that answer."""
+        self._early: OrderedDict[_Seat, Letter] = OrderedDict()
+        """Mismatches that were told to endpoints before they were here: who told them may be gone when they come."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -121,6 +123,9 @@ class TcpTransport(Transport):
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
             stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
             self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
+            early = self._early.pop(seat, None)
+        if early is not None and early.header is not None:
+            endpoint.calls.hear(early.header.call, early.text)
         if self.checksum:  # from now on it looks
             self._ringer.send(b"!")
         for visitor in waiting:
@@ -213,6 +218,10 @@ class TcpTransport(Transport):
             seat = (hello.communicator, hello.generation, hello.sequence)
             endpoint = self._endpoints.get(seat)
             answer = self._closed.get(seat, nothing_under_way())
+            if endpoint is None and letter is not None and seat not in self._closed:
+                self._early[seat] = letter
+                while len(self._early) > LOBBY_LIMIT:
+                    self._early.popitem(last=False)
         if endpoint is not None and letter is not None and letter.header is not None:
             answer = endpoint.calls.hear(letter.header.call, letter.text)
         elif endpoint is not None:
