@@ -81,8 +81,9 @@ def test_a_rank_that_leaves_a_ring_is_missed_by_all(four: Ranks, leaver: int, ro
     errors = failures(four.start(job), but=leaver)
     blamed = {rank: assert_located(rank, error, operation) for rank, error in errors.items()}
     after = (leaver + 1) % N
-    # The neighbour misses the leaver, or finds that its own neighbour has already given up.
-    assert blamed[after] in {leaver, (leaver + 2) % N}
+    # The neighbour misses the leaver, or finds that its own neighbour has already given up; ranks that share memory
+    # meet before the first round, so there it may be any that has.
+    assert four.scheme == "shm" or blamed[after] in {leaver, (leaver + 2) % N}
     assert leaver in blamed.values()
 
 

@@ -10,6 +10,7 @@ A link is one way. A large message is sent and received in pieces, so that both 
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import time
 from collections.abc import Callable
@@ -36,6 +37,12 @@ _PATIENCE_S = 0.05
 _AT_ONCE_BYTES = 4 << 20
 """Up to here the socket gets what it takes at once, and has it should this rank compute next; of a larger message
 only the beginning, because what is under way should fit into the caches."""
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_message(size: int) -> Header:
+    """What is needed of the header of an expected message; to make a new one takes longer than to compare its bytes."""
+    return Header(Kind.DATA, 0, 0, 0, 0, size)
 
 
 class TcpEndpoint(TcpRepeating):
@@ -165,16 +172,16 @@ class TcpEndpoint(TcpRepeating):
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
         self._resume(peer, link)
-        # Made before the wait, in which there is time for it.
-        place = (self.communicator, self.generation, peer, link.sequence)
-        due = Header(Kind.DATA, *place, size, 0, self.calls.stamp)
         expected = b""
-        if self._checksum is None:
+        if self._checksum is None:  # made before the wait, in which there is time for it
+            place = (self.communicator, self.generation, peer, link.sequence)
             expected = packed(Kind.DATA, *place, size, 0, self.calls.stamp)
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
-        if came != expected:
+        if came == expected:
+            due = _whole_message(size)
+        else:
             try:
                 due = Header.unpack(came)
             except LinkCorrupted as error:
