@@ -73,7 +73,7 @@ def test_a_partition_costs_a_device_and_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(2, 3), (4, 2)], ids=["to the next stage", "to the other replica"]
+    ("source", "target"), [(4, 2), (2, 3)], ids=["to the other replica", "long: to the next stage"]
 )
 def test_a_link_of_a_hybrid_that_drops_one_way(
     net: namespaces.Network, tmp_path: Path, source: int, target: int
