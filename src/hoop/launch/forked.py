@@ -141,12 +141,10 @@ def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
         threading.Thread(target=family.reap, daemon=True).start()
         head(address, parent.tell, parent.whom)
         parent.tell({"kind": "head_done"})
-    except HoopError as error:
-        parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": str(error)})
-    except BrokenPipeError:
-        pass  # nobody listens any more
     except BaseException as error:
-        parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": traceback.format_exc()})
+        text = str(error) if isinstance(error, HoopError) else traceback.format_exc()
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended, which may be why this failed
+            parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": text})
     finally:
         family.end(END_S)
 
