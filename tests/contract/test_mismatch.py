@@ -315,10 +315,10 @@ def test_a_rank_that_was_told_tells_the_others(made: Callable[..., Ranks]) -> No
     """It may end before the rank that told it has come to them, and they would see a lost peer."""
     links = [one.endpoint for one in made("tcp", 3).communicators]
     assert all(isinstance(one, TcpEndpoint) for one in links)
-    told, _, other = (one.calls for one in links if isinstance(one, TcpEndpoint))
-    told.hear(1, "rank 1: one operation; rank 2: another")
-    assert told._verdict is not None
-    links[0].tell(told._verdict[1])
+    informed, _, other = (one.calls for one in links if isinstance(one, TcpEndpoint))
+    informed.hear(1, "rank 1: one operation; rank 2: another")
+    assert informed._verdict is not None
+    links[0].tell(informed._verdict[1])
     assert other._verdict is not None
     assert str(other._verdict[1]) == "rank 1: one operation; rank 2: another"
 

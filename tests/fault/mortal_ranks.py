@@ -144,12 +144,14 @@ class Parent:
         found: dict[int, Ended] = {}
         ready: set[int] = set()
         waiting = False
-        whys: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         while members:
             links = {self._links[number]: number for number in [*members, *newcomers] if number not in found}
             came = wait(list(links), LONG_S)
             missing = sorted(links.values())
-            assert came, f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {whys}"
+            assert came, (
+                f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {reasons}"
+            )
             lost = []
             for link in came:
                 assert isinstance(link, Connection)
@@ -166,7 +168,7 @@ class Parent:
                 if told["kind"] == "waiting":
                     waiting = True
                 if told["kind"] == "left":
-                    whys[number] = told["text"]
+                    reasons[number] = told["text"]
                 if told["kind"] == "done":
                     found[number] = _ended(link, told)
             for number in lost:
@@ -356,8 +358,8 @@ def _rank(
             tell({"kind": "waiting"})
             assert seats.changed.wait(LONG_S), "the members did not change"
 
-        class Told(Run):
-            """A run that says why it left its links: where nobody died, the parent has no other ones for it."""
+        class ReportingRun(Run):
+            """Reports why it left its links, for the parent to name where no death explains it."""
 
             def _recover(self, error: HoopError) -> None:
                 tell({"kind": "left", "text": str(error)})
@@ -366,7 +368,7 @@ def _rank(
         try:
             _arm(faults, wait_here)
             world = seats.alone() if joining else seats.next(LONG_S)
-            run = Told(world, settings, job, emit, lambda: False, None, "test.", joining)
+            run = ReportingRun(world, settings, job, emit, lambda: False, None, "test.", joining)
             run.join() if joining else run.go()
             model, role = run._ready.model, run._role
             held = tensors_of(run.worker.held.values(), names_of(model))

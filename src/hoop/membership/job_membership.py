@@ -511,7 +511,7 @@ def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[
         return True
     if job.finished:
         return False
-    # Until they have moved, members are in the generation before, and wait there for one that only had a rank in that.
+    # Members that have not moved yet still run collectives of the generation before, and need all of its ranks there.
     stranded = job.moving == one.generation and any(not _had_rank(job, key) for key in job.movers)
     return stranded or len(working) < len(one.members)
 
@@ -532,9 +532,10 @@ def _scattered(job: JobView, cluster: State, now: float) -> Result:
     if not job.elastic or not job.grace_s or not (ready or missing):
         return _end(job)
     job = _with_grace(job, now)
-    if ready and (not missing or _grace_over(job, cluster, missing, now)):
+    waited = not missing or _grace_over(job, cluster, missing, now)
+    if ready and waited:
         return _rebuild(job, cluster) if _rested(job, cluster, now) else (job, ())
-    if _grace_over(job, cluster, missing, now) and not ready:
+    if waited:
         return _end(job)
     return _awaiting(job, cluster, missing, now)
 
@@ -609,7 +610,7 @@ def _ready(job: JobView, cluster: State) -> list[int]:
 
 
 def _had_rank(job: JobView, device_id: int) -> bool:
-    """Whether the device's task is the one that has, or had, a rank."""
+    """Whether the device's task has been assigned a rank, in the newest generation or in an older one."""
     return device_id in job.tasks and job.tasks[device_id].stage == TaskStage.ACTIVE
 
 

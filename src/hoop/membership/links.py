@@ -105,16 +105,18 @@ def _verdict(state: State, one: CommunicatorState, trouble: Trouble, now: float)
 
 def readmitted(state: State, message: m.Readmitted) -> Result:
     """(5)"""
-    return _back_in(state, message.communicator_id, [message.device_id])
+    return _lift_evictions(state, message.communicator_id, [message.device_id])
 
 
 def _forgiven(state: State, number: int, now: float) -> Result:
     """(4)"""
-    return _back_in(state, number, [key for key, until in state.trouble(number).out.items() if until <= now])
+    return _lift_evictions(
+        state, number, [key for key, until in state.trouble(number).out.items() if until <= now]
+    )
 
 
-def _back_in(state: State, number: int, devices: list[int]) -> Result:
-    """Evicted devices may take part again."""
+def _lift_evictions(state: State, number: int, devices: list[int]) -> Result:
+    """These devices may take part again; those that are not evicted are passed over."""
     trouble = state.trouble(number)
     over = sorted(key for key in devices if key in trouble.out)
     if not over:

@@ -99,7 +99,8 @@ class TcpTransport(Transport):
         self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
         """Endpoints that were here, so that a peer that dials one late gets an answer; with that answer."""
         self._early: OrderedDict[_Seat, Letter] = OrderedDict()
-        """Mismatches that were told to endpoints before they were here: who told them may be gone when they come."""
+        """Mismatches reported to endpoints that are not made yet, and delivered when they are: the rank that reported
+        one may have exited by then."""
         self._lobby: list[_Visitor] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()

@@ -144,7 +144,7 @@ class Noted(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
         torch.rand(1), random.random(), np.random.rand()
-        return F.mse_loss(outputs, targets.to(outputs.dtype))  # torch before 2.13 wants one type
+        return F.mse_loss(outputs, targets.to(outputs.dtype))  # torch 2.11 wants one type
 
 
 def job(loss: Any, model: nn.Module | None = None, **more: Any) -> Job:

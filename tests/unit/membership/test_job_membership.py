@@ -101,6 +101,14 @@ def test_a_part_of_the_state_is_missing_and_nobody_can_have_it() -> None:
     assert found == (jm.Release(1, True), jm.End("PeerLost", "second was lost"))
 
 
+def keep_memory(job: Job) -> None:
+    """From now on every device has an arena that outlives its process."""
+    members = {
+        key: replace(one, info=replace(one.info, keeps_memory=True)) for key, one in job.state.members.items()
+    }
+    job.state = replace(job.state, members=members)
+
+
 def evicted(job: Job) -> None:
     """Devices 1 and 2 fail to reach each other, over new links too: device 2 is left out."""
     for _ in range(2):
@@ -133,13 +141,7 @@ def test_an_evicted_device_may_come_back_at_once_where_its_state_is_needed() -> 
 
 def test_a_device_that_loads_what_the_job_lacks_is_waited_for_beyond_the_grace() -> None:
     job = Job(1, 2, planned=False)
-    job.state = replace(
-        job.state,
-        members={
-            key: replace(one, info=replace(one.info, keeps_memory=True))
-            for key, one in job.state.members.items()
-        },
-    )
+    keep_memory(job)
     job.assigned(job.cluster(dead(2))[0])
     job.told(jm.TaskLost(2, "a"))
     job.told(jm.TaskWaiting(1, "a", job.generation, "second was lost", "PeerLost"))
@@ -153,10 +155,7 @@ def test_a_device_that_loads_what_the_job_lacks_is_waited_for_beyond_the_grace()
 
 def test_all_are_lost_and_those_that_keep_their_memory_are_waited_for() -> None:
     job = Job(1, 2)
-    keeps = {
-        key: replace(one, info=replace(one.info, keeps_memory=True)) for key, one in job.state.members.items()
-    }
-    job.state = replace(job.state, members=keeps)
+    keep_memory(job)
     assert job.cluster(dead(1), dead(2)) == (jm.Assign(),)
     job.told(jm.TaskLost(1, "a"))
     job.told(jm.TaskLost(2, "a"))

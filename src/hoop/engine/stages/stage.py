@@ -72,7 +72,7 @@ class AutogradStage(Stage):
         precision: torch.dtype | None = None,
         device: torch.device = CPU,
     ) -> None:
-        # autograd.grad imports it when it is given a gradient; half a second that the first step is not to wait for.
+        # autograd.grad imports this when it is first given a gradient; imported here, the first step does not wait.
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
         self._segments = [list(blocks) for blocks, _ in segments]
         self._blocks = [block for blocks in self._segments for block in blocks]
