@@ -15,7 +15,7 @@ train: install ## Train the MNIST model on 4 devices
 	@$(BIN)/hoop train mnist --devices 4
 
 test: check ## Everything a change must pass: check, then the tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 nightly: install ## 100,000 schedules of the recovery model; make test runs 5,000
 	@$(BIN)/python tests/model/explore.py --schedules 100000

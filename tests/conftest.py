@@ -189,8 +189,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+SLOW_FIRST = ("fault", "process", "torch", "engine", "model", "contract")
+"""Folders whose files take longest. They begin first, so that both workers are busy until the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--long"):
         long = [item for item in items if LONG.search(item.nodeid)]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not LONG.search(item.nodeid)]
+    folders = {f"tests/{name}": place for place, name in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: folders.get("/".join(item.nodeid.split("/")[:2]), len(folders)))
