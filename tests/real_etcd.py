@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import DeadlineExceeded
+from hoop.servers.etcd_journal import Etcd
 from hoop.topology import Addresses
-from hoop.wire.etcd import Etcd
 from hoop.wire.generated import etcd_pb2 as pb
 
 PROGRAM = os.environ.get("HOOP_ETCD") or shutil.which("etcd")

@@ -69,12 +69,12 @@ def play(rank: int, task: dict[str, Any]) -> None:
     """One rank, of whichever version is imported."""
     import numpy as np
 
-    from hoop.collectives.catalog import Operation
     from hoop.collectives.communicator import Communicator
+    from hoop.collectives.registry import Operation
     from hoop.memory import Arena, default_directory, dtype
     from hoop.topology import Address
     from hoop.transport import open_transport
-    from hoop.transport.shm import ShmTransport
+    from hoop.transport.shm_listener import ShmTransport
 
     sizes, kind = task["sizes"], dtype("float32")
     with ExitStack() as stack:

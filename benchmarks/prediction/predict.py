@@ -23,18 +23,17 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hoop.bench.contest import Contest
-from hoop.bench.links import link_seconds, together
 from hoop.config import format_size
-from hoop.engine.pricing import cores, memory_seconds
+from hoop.engine.cost_probe import cores, memory_seconds
 from hoop.errors import HoopError
-from hoop.launch.named import job_named, resolved
-from hoop.launch.training import Launch, Training
+from hoop.lab.bench.contest import Contest
+from hoop.lab.bench.links import link_seconds, together
 from hoop.report.tables import Column, Table
+from hoop.runs.api import Launch, Training
+from hoop.runs.job_lookup import job_named, resolved
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.costs import FREE, Costs, Machine
-from hoop.simulate.machine import Points
-from hoop.simulate.run import simulate
+from hoop.simulate.cost_model import FREE, Costs, Machine, Points
+from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 PARTS = ("pipeline:gpipe", "pipeline:1f1b", "ring", "ps:bsp")

@@ -17,11 +17,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from hoop.bench.links import crowding, link_seconds
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.recipes import RECIPES
-from hoop.launch.calibrating import between, calibrated, machine_of
+from hoop.lab.bench.links import crowding, link_seconds
+from hoop.runs.prediction import between, calibrated, machine_of
 
 OUT = Path(__file__).resolve().parents[2] / "src" / "hoop" / "simulate" / "shipped.json"
 SAMPLES = 512

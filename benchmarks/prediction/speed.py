@@ -14,8 +14,8 @@ import time
 from hoop.plan.partition import Block, Place, partition
 from hoop.report.tables import Column, Table
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.costs import Costs, Machine
-from hoop.simulate.run import simulate
+from hoop.simulate.cost_model import Costs, Machine
+from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from hoop.chaos.fleet import Fleet
 from hoop.client.cluster import Cluster, connect
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import Operation
 from hoop.errors import HoopError
-from hoop.servers.attendance import Attendance
+from hoop.lab.chaos.processes import Fleet
+from hoop.servers.heartbeat import Attendance
 from hoop.topology import Address, DeviceInfo
 from hoop.transport import open_transport
-from hoop.transport.faulty import FaultyLinks
-from hoop.wire.credentials import Credentials
+from hoop.transport.fault_injection import FaultyLinks
+from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
 

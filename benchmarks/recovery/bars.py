@@ -26,12 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from alone import client_killed, connection_reset, many_join
 
-from hoop.chaos.blows import Blows, Outcome
-from hoop.chaos.fleet import Fleet
-from hoop.chaos.schedule import Chance
-from hoop.chaos.watch import PATIENCE_S, Watch
 from hoop.client.cluster import Cluster, connect
 from hoop.errors import DeadlineExceeded, HoopError
+from hoop.lab.chaos.fault_actions import Blows, Outcome
+from hoop.lab.chaos.job_watch import PATIENCE_S, Watch
+from hoop.lab.chaos.processes import Fleet
+from hoop.lab.chaos.schedule import Chance
 
 DEVICES, MEMORY, GAP = 4, 64 << 20, 10
 SLOWLY = ["--set", f"slowdown={[4] * 32}"]

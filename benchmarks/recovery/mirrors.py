@@ -28,13 +28,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.collectives.communicator import Communicator
 from hoop.config import format_size
+from hoop.engine.rank_context import World
 from hoop.engine.recipes import RECIPES
-from hoop.engine.run import Run
 from hoop.engine.settings import Settings
-from hoop.engine.world import World
+from hoop.engine.trainer import Run
 from hoop.memory import Arena
 from hoop.topology import Address
-from hoop.transport.shm import ShmTransport
+from hoop.transport.shm_listener import ShmTransport
 
 STRATEGIES = "ps:bsp,ring,pipeline:1f1b,pipeline:gpipe,ring:async"
 SPAN = 32

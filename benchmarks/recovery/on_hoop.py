@@ -17,10 +17,10 @@ from typing import Any
 from tally import BATCH, EPOCHS, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally
 
 from hoop.client.cluster import Cluster, connect
-from hoop.data.order import Order, shard
-from hoop.engine.stages.evidence import print_of
-from hoop.launch.audit import audit
-from hoop.launch.ledger import lines
+from hoop.data.sampler import Order, shard
+from hoop.engine.stage.provenance import print_of
+from hoop.runs.audit import audit
+from hoop.runs.ledger import lines
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 REST_S, END_S = 600.0, 20.0

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tally import BATCH, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally, until
 
-from hoop.data.order import Order
+from hoop.data.sampler import Order
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **FRESH_STORE}

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hoop.data.order import Order
+from hoop.data.sampler import Order
 
 BATCH, SAMPLES, EPOCHS = 256, 60_000, 4
 STEPS_AN_EPOCH = Order(0, SAMPLES).steps(BATCH)

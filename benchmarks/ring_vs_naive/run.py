@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import hoop
-from hoop.papers.ways import WAYS, Ways
+from hoop.lab.papers.mnist_pipeline import WAYS, Ways
 
 HERE = pathlib.Path(__file__).parent
 

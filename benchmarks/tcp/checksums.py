@@ -15,10 +15,10 @@ import time
 
 import numpy as np
 
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import Operation
 from hoop.topology import Address
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.tcp_listener import TcpTransport
 
 ROUNDS = {4: 600, 437544: 150, 4 << 20: 40, 64 << 20: 6}
 """How often each size is measured."""

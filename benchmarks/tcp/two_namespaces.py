@@ -128,7 +128,7 @@ def measure(inside: list[list[str]], contender: str, options: argparse.Namespace
     with ExitStack() as stack:
         ranks = []
         for rank in range(options.ranks):
-            command = [*inside[rank % 2], sys.executable, "-m", "hoop.bench.rank"]
+            command = [*inside[rank % 2], sys.executable, "-m", "hoop.lab.bench.rank"]
             process = subprocess.Popen(
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
             )

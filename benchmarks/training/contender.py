@@ -30,7 +30,7 @@ def by_hoop(options: argparse.Namespace) -> Figures:
     from jobs import job_named
     from resident import Resident
 
-    from hoop.launch.training import train
+    from hoop.runs.api import train
 
     job = job_named(options.job, options.samples)
     resident = Resident()

@@ -21,8 +21,8 @@ import torch
 from race import environment, numbers, table
 from torch import Tensor, nn
 
-from hoop.engine.stages.chain import ChainStage, layers_of
-from hoop.engine.stages.stage import AutogradStage, Stage
+from hoop.engine.stage.autograd import AutogradStage, Stage
+from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.models.catalog import build
 
 Way = Callable[[Tensor, Tensor], None]

@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded
 
 from race import environment, table
 
-from hoop.engine.stages.optimizer import OptimizerSettings
+from hoop.engine.stage.optimizer import OptimizerSettings
 
 Tried = tuple[OptimizerSettings, int, int]
 """The optimizer, the batch, the seed."""
@@ -59,7 +59,7 @@ def accuracy(tried: Tried) -> float:
     from contender import accuracy_of, optimizer_for
 
     from hoop.data.catalog import load
-    from hoop.data.order import Order
+    from hoop.data.sampler import Order
     from hoop.models.catalog import build
 
     torch.set_num_threads(1)

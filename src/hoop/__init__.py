@@ -16,20 +16,20 @@ from hoop.errors import HoopError, PeerError, UserError
 
 if TYPE_CHECKING:
     from hoop.client.buffer import Buffer
-    from hoop.client.calls import Handle
     from hoop.client.cluster import Cluster, connect
     from hoop.client.communicator import Communicator
     from hoop.client.device import Device
+    from hoop.client.handle import Handle
     from hoop.data.dataset import Splits
     from hoop.data.tensors import TensorData
     from hoop.engine.job import Job
-    from hoop.launch.result import Result
-    from hoop.launch.training import train
+    from hoop.runs.api import train
+    from hoop.runs.result import Result
     from hoop.strategies.data_parallel import DataParallel
     from hoop.strategies.hybrid import Hybrid
     from hoop.strategies.parameter_server import ParameterServer
     from hoop.strategies.pipeline import Pipeline
-    from hoop.strategies.ring_model import RingModel
+    from hoop.strategies.ring import RingModel
 
 __version__ = "0.1.0"
 __all__ = [
@@ -61,17 +61,17 @@ _ROOMS = {
     "Communicator": "hoop.client.communicator",
     "DataParallel": "hoop.strategies.data_parallel",
     "Device": "hoop.client.device",
-    "Handle": "hoop.client.calls",
+    "Handle": "hoop.client.handle",
     "Hybrid": "hoop.strategies.hybrid",
     "Job": "hoop.engine.job",
     "ParameterServer": "hoop.strategies.parameter_server",
     "Pipeline": "hoop.strategies.pipeline",
-    "Result": "hoop.launch.result",
-    "RingModel": "hoop.strategies.ring_model",
+    "Result": "hoop.runs.result",
+    "RingModel": "hoop.strategies.ring",
     "Splits": "hoop.data.dataset",
     "TensorData": "hoop.data.tensors",
     "connect": "hoop.client.cluster",
-    "train": "hoop.launch.training",
+    "train": "hoop.runs.api",
 }
 
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 from ranks import LONG_S, SHARED, URIS, Ranks
 
-from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import CATALOG, Operation
 from hoop.memory.dtypes import DTYPES, DType
 
 Array = npt.NDArray[Any]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ranks import LONG_S, Ranks, soon
 
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import Operation
 from hoop.errors import InvalidArgument
 from hoop.memory import dtype
 

@@ -13,16 +13,16 @@ import pytest
 from exchange import receive, say
 from ranks import COMMUNICATOR, LONG_S, Ranks, endpoints_of, soon
 
-import hoop.transport.tcp
-from hoop.collectives.catalog import Operation
+import hoop.transport.tcp_listener
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, LinkCorrupted, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint
-from hoop.transport.faulty import FaultyLinks
+from hoop.transport.fault_injection import FaultyLinks
 from hoop.transport.registry import SCHEMES
-from hoop.transport.tcp import TcpTransport
-from hoop.transport.tcp_repeating import TRIES
+from hoop.transport.tcp_endpoint import TRIES
+from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ class Flipper(FaultyLinks):
 
 @pytest.fixture
 def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flipper]:
-    monkeypatch.setattr(hoop.transport.tcp, "LOOK_S", 0.001)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "LOOK_S", 0.001)
     found = Flipper()
     remove = found.install()
     yield found

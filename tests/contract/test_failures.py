@@ -13,8 +13,8 @@ import pytest
 from exchange import until_started
 from ranks import LONG_S, PROMPT_S, SHARED, URIS, Ranks, endpoints_of, outcomes
 
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator, Report
+from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.transport import open_transport
 

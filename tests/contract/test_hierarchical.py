@@ -17,8 +17,6 @@ from ranks import COMMUNICATOR, LONG_S, PROMPT_S, Ranks, endpoints_of, outcomes,
 from test_collectives import Case, cases, check_large_vectors, inputs, prepare, run
 from test_failures import take_part
 
-from hoop.collectives.catalog import CATALOG, Operation
-from hoop.collectives.choose import LinkCost, choose
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.hierarchical import Layout
 from hoop.collectives.plan import (
@@ -39,15 +37,16 @@ from hoop.collectives.plan import (
     split,
     verify,
 )
+from hoop.collectives.registry import CATALOG, Operation
+from hoop.collectives.selection import LinkCost, choose
 from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged, PeerLost
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
 from hoop.transport import open_transport
-from hoop.transport.hybrid import HybridEndpoint, endpoint_for, number_hosts
-from hoop.transport.hybrid_transport import HybridTransport
+from hoop.transport.hybrid import HybridEndpoint, HybridTransport, endpoint_for, number_hosts
 from hoop.transport.inproc import InprocEndpoint
-from hoop.transport.shm_links import ShmEndpoint
-from hoop.transport.tcp_links import TcpEndpoint
+from hoop.transport.shm_endpoint import ShmEndpoint
+from hoop.transport.tcp_endpoint import TcpEndpoint
 
 PLACEMENTS = {
     "2x2": (0, 0, 1, 1),

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 from real_etcd import PROGRAM, RealEtcd, needs_etcd, running_etcd
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, PeerLost, ResourceExhausted
-from hoop.membership import messages as m
-from hoop.membership.file_journal import FileJournal
-from hoop.membership.journal import Entry, Journal, encode, replay
+from hoop.membership import events as m
+from hoop.membership.journal import Entry, FileJournal, Journal, encode, replay
 from hoop.membership.state import State
-from hoop.membership.step import step
-from hoop.servers import etcd_journal, ownership
+from hoop.membership.state_machine import step
+from hoop.servers import etcd_journal
 from hoop.servers.etcd_journal import EtcdJournal, EtcdPlace
 from hoop.wire.generated import etcd_pb2 as pb
 
@@ -438,7 +437,7 @@ def make_certificates(folder: Path) -> None:
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "START_S", 0.3)
+    monkeypatch.setattr(etcd_journal, "START_S", 0.3)
     nowhere = "127.0.0.1:1,127.0.0.1:2"
     with (
         closing(EtcdJournal(EtcdPlace.parse(f"etcd://{nowhere}/x"), "me", print)) as journal,

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from ranks import URIS, Ranks, soon
 
-from hoop.collectives.catalog import Operation
-from hoop.collectives.choose import LinkCost, choose
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.measure import measure
+from hoop.collectives.registry import Operation
+from hoop.collectives.selection import LinkCost, choose, measure
 from hoop.memory.dtypes import dtype
 
 

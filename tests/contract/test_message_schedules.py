@@ -16,7 +16,7 @@ from ranks import COMMUNICATOR, soon
 
 from hoop.errors import DeadlineExceeded, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import Header, Kind
 
 GENERATION = 3

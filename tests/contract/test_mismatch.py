@@ -15,21 +15,20 @@ import numpy as np
 import pytest
 from ranks import LONG_S, URIS, Ranks, endpoints_of, outcomes, uri_of
 
-from hoop.collectives.catalog import CATALOG, Operation
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.ordered import OrderedSum
-from hoop.collectives.shards import holding
+from hoop.collectives.ordered_all_reduce import OrderedSum
+from hoop.collectives.registry import CATALOG, Operation
+from hoop.collectives.shard_tree import holding
 from hoop.errors import CollectiveMismatch
 from hoop.memory import Arena, dtype
-from hoop.servers.runner import Runner
+from hoop.servers.operation_runner import Runner
 from hoop.topology import Address, DeviceInfo
 from hoop.transport import Transport, open_transport
-from hoop.transport.hybrid import HybridEndpoint
-from hoop.transport.hybrid_transport import HybridTransport
-from hoop.transport.shm import ShmTransport
-from hoop.transport.tcp_links import TcpEndpoint
-from hoop.wire.convert import describe
+from hoop.transport.hybrid import HybridEndpoint, HybridTransport
+from hoop.transport.shm_listener import ShmTransport
+from hoop.transport.tcp_endpoint import TcpEndpoint
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.service import describe
 
 SMALL, LARGE = 5, 300_000
 """Elements: within one message or slot; and more than a stage, or what a socket takes at once."""

@@ -7,8 +7,8 @@ import pytest
 from ranks import URIS, Ranks, soon
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.ordered import OrderedSum
-from hoop.collectives.shards import holding
+from hoop.collectives.ordered_all_reduce import OrderedSum
+from hoop.collectives.shard_tree import holding
 from hoop.errors import HoopError
 
 SHARES = {

@@ -1,4 +1,4 @@
-"""Nobody reads what a peer has not written yet; ``python -m hoop.bench.ordering`` looks for longer."""
+"""Nobody reads what a peer has not written yet; ``python -m hoop.lab.bench.ordering`` looks for longer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ SECONDS = 1.0
 
 
 def look(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hoop.bench.ordering", "--ranks", str(ranks), "--seconds", str(SECONDS)]
+    command = [
+        sys.executable,
+        "-m",
+        "hoop.lab.bench.ordering",
+        "--ranks",
+        str(ranks),
+        "--seconds",
+        str(SECONDS),
+    ]
     return subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=False)
 
 

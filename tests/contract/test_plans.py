@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from ranks import LONG_S, URIS, Ranks
 
-from hoop.collectives.catalog import CATALOG, MAX_ELEMENTS, Collective, Operation
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.plan import (
     DESTINATION,
@@ -30,6 +29,7 @@ from hoop.collectives.plan import (
     split,
     verify,
 )
+from hoop.collectives.registry import CATALOG, MAX_ELEMENTS, Collective, Operation
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import dtype
 from hoop.transport import open_transport

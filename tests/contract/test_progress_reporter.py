@@ -11,7 +11,7 @@ from ranks import LONG_S, Ranks
 import hoop.engine.progress_reporter as module
 from hoop.collectives.communicator import Communicator
 from hoop.engine.progress_reporter import EMIT_ROWS, EVENT_ROWS, KEPT_ROWS, Evaluation, ProgressReporter
-from hoop.engine.stages.evidence import PLACES, Evidence, claim
+from hoop.engine.stage.provenance import PLACES, Evidence, claim
 
 SHARDS = 2
 DEVICE = 3

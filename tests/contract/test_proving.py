@@ -16,13 +16,12 @@ from ranks import COMMUNICATOR, LONG_S, soon
 
 from hoop.errors import MembershipChanged, PeerLost
 from hoop.topology import Address
+from hoop.transport.auth_handshake import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.base import Endpoint
-from hoop.transport.handshake import ABSTRACT, name_of, offer
-from hoop.transport.proving import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.registry import key_of_environment, open_transport
-from hoop.transport.shm import ShmTransport
-from hoop.transport.shm_links import ShmEndpoint
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.shm_endpoint import ShmEndpoint
+from hoop.transport.shm_listener import ABSTRACT, ShmTransport, name_of, offer
+from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 HERE = Address("127.0.0.1", 0)

@@ -13,9 +13,8 @@ import pytest
 
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
-from hoop.transport import bell
-from hoop.transport.handshake import host_identity
-from hoop.transport.shm import ShmTransport
+from hoop.transport import semaphore
+from hoop.transport.shm_listener import ShmTransport, host_identity
 
 
 class _Slow(ShmTransport):
@@ -58,8 +57,8 @@ def named_things(pid: int) -> list[Path]:
 ALONE = """
 import sys
 from hoop.topology import Address
-from hoop.transport.handshake import host_identity
-from hoop.transport.shm import ShmTransport
+from hoop.transport.shm_listener import host_identity
+from hoop.transport.shm_listener import ShmTransport
 
 transport = ShmTransport(Address(host_identity(), 0))
 endpoint = transport.endpoint(7, 1, 0, [transport.address, Address.parse(sys.argv[1])])
@@ -91,7 +90,7 @@ def test_where_semaphores_must_have_names_they_go_when_all_have_opened_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on macOS."""
-    monkeypatch.setattr(bell, "_LIBC", None)
+    monkeypatch.setattr(semaphore, "_LIBC", None)
     here = Address(host_identity(), 0)
     one, other = ShmTransport(here), _Slow(here)
     try:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ranks import LONG_S, PROMPT_S, Ranks, outcomes, soon
 
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, HoopError, InvalidArgument, PeerError
 
 N = 3

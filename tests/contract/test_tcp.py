@@ -22,12 +22,12 @@ import pytest
 from exchange import Pair, Waiter, meet, receive, say, until, until_started
 from ranks import COMMUNICATOR, LONG_S, PROMPT_S, endpoints_of, soon
 
-import hoop.transport.tcp
+import hoop.transport.tcp_listener
 import hoop.wire.frames
 from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, VERSION, Header, Kind
 
 MIB = 1 << 20
@@ -160,7 +160,7 @@ def test_the_lobby_keeps_apart_who_waits_for_whom(transports: list[Transport], r
 def test_the_lobby_has_a_limit(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp, "LOBBY_LIMIT", 2)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "LOBBY_LIMIT", 2)
     for communicator in (1, 2):
         raw(transports[0], hello(communicator=communicator))
         settle(transports[0], raw)
@@ -170,7 +170,7 @@ def test_the_lobby_has_a_limit(
 def test_nobody_waits_in_the_lobby_for_ever(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp, "LOBBY_SECONDS", 0.01)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "LOBBY_SECONDS", 0.01)
     assert refusal(raw(transports[0], hello())) == "nobody took this link within 0.01 s"
 
 
@@ -320,7 +320,7 @@ def test_who_does_not_say_hello_is_told_so(
 def test_who_says_nothing_is_sent_away(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "HELLO_SECONDS", 0.01)
     visitors = [raw(transports[0], words) for words in (b"", hello()[:20])]
     assert [refusal(visitor) for visitor in visitors] == ["no HELLO within 0.01 s"] * 2
 
@@ -365,7 +365,7 @@ def test_last_words_are_heard_though_the_listener_is_slow(
             looks.wait(LONG_S)
         return header
 
-    monkeypatch.setattr(hoop.transport.tcp, "Header", SimpleNamespace(unpack=unpack))
+    monkeypatch.setattr(hoop.transport.tcp_listener, "Header", SimpleNamespace(unpack=unpack))
     say(zero, 1, b"question")
     assert receive(one, 0, 8) == b"question"
     say(one, 0, b"answer")

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 
 from hoop.collectives.communicator import Communicator
+from hoop.engine.fault_tolerance.checkpoint import MOMENT, packed, unpacked
 from hoop.engine.job import Job
-from hoop.engine.run import Run
+from hoop.engine.rank_context import World
 from hoop.engine.settings import Settings
-from hoop.engine.survival.snapshot import MOMENT, packed, unpacked
-from hoop.engine.world import World
+from hoop.engine.trainer import Run
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
-from hoop.transport.shm import ShmTransport
+from hoop.transport.shm_listener import ShmTransport
 
 LONG_S = 100.0
 ARENA_BYTES = 24 << 20

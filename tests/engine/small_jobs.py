@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from hoop.data import catalog
 from hoop.data.dataset import Batch, Indices, Splits
 from hoop.data.tensors import TensorData
+from hoop.engine.cost_probe import MEASURED
 from hoop.engine.job import Job
-from hoop.engine.pricing import MEASURED
 from hoop.engine.settings import Settings
 from hoop.models.mlp import mlp
 

@@ -10,9 +10,9 @@ from forked_ranks import differing
 from small_jobs import JOBS, alone, settings
 
 from hoop.collectives.communicator import Communicator
-from hoop.engine.run import Run
-from hoop.engine.survival.heritage import filled, inherited
-from hoop.engine.world import World
+from hoop.engine.fault_tolerance.local_persistence import filled, inherited
+from hoop.engine.rank_context import World
+from hoop.engine.trainer import Run
 from hoop.memory import Arena
 from hoop.transport import open_transport
 

@@ -19,7 +19,7 @@ from small_jobs import BATCH, SAMPLES, STEPS, flat, mnist, settings
 from torch import Tensor, nn
 
 from hoop.data.dataset import Splits
-from hoop.data.order import Order
+from hoop.data.sampler import Order
 from hoop.data.tensors import TensorData
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job

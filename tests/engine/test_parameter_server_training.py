@@ -6,14 +6,14 @@ import pytest
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
 
-from hoop.collectives.shards import holding
+from hoop.collectives.shard_tree import holding
+from hoop.engine.executor import room_for
 from hoop.engine.job import blocks_of
-from hoop.engine.slots import room_for
-from hoop.engine.stages.weights import Layout
+from hoop.engine.stage.state import Layout
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
-from hoop.strategies.fitting import fit
+from hoop.strategies.memory_fit import fit
 
 
 def workers_of(outcomes: list[Outcome]) -> list[Outcome]:

@@ -6,7 +6,7 @@ import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, alone, settings
 
-from hoop.launch.predicting import costs_told, predicted
+from hoop.runs.prediction import costs_told, predicted
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import BATCH, JOBS, SAMPLES, SHARDS, STEPS, alone, flat, mnist, settings
 from torch import Tensor
 
-from hoop.data.order import Order
+from hoop.data.sampler import Order
 from hoop.plan.instructions import Instruction, Kind
 
 

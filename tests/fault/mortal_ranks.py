@@ -28,24 +28,23 @@ import torch
 from forked_ranks import Outcome
 from torch import Tensor
 
+import hoop.engine.fault_tolerance.manager as engine_safekeeping
 import hoop.engine.progress_reporter as engine_reporter
-import hoop.engine.run as engine_run
-import hoop.engine.survival.safekeeping as engine_safekeeping
+import hoop.engine.trainer as engine_run
 from hoop.collectives.communicator import Communicator
-from hoop.engine.clockwork import Clockwork
+from hoop.engine.executor import Owed
+from hoop.engine.fault_tolerance.checkpoint import Keepsakes, packed, tensors_of, unpacked
+from hoop.engine.fault_tolerance.replication import Mirrors
 from hoop.engine.job import Job, names_of
-from hoop.engine.owed import Owed
-from hoop.engine.run import Run
+from hoop.engine.profiler import Clockwork
+from hoop.engine.rank_context import World
 from hoop.engine.settings import Settings
-from hoop.engine.survival.keepsakes import Keepsakes
-from hoop.engine.survival.mirrors import Mirrors
-from hoop.engine.survival.snapshot import packed, tensors_of, unpacked
-from hoop.engine.world import World
+from hoop.engine.trainer import Run
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
-from hoop.transport.shm import ShmTransport
+from hoop.transport.shm_listener import ShmTransport
 
 LONG_S = 100.0
 ARENA_BYTES = 24 << 20

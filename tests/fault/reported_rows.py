@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hoop.launch.audit import Audit, audit
 from hoop.report.metrics import read_metrics
+from hoop.runs.audit import Audit, audit
 
 Told = Mapping[str, Any]
 

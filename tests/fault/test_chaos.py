@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from hoop.chaos.blows import Outcome
-from hoop.chaos.run import Chaos, ChaosConfig, _violation
-from hoop.chaos.schedule import KINDS, drawn
-from hoop.chaos.table import table, verdict
 from hoop.errors import InvalidArgument
-from hoop.launch.ledger import NAME, Ledger, lines
+from hoop.lab.chaos.fault_actions import Outcome
+from hoop.lab.chaos.run import Chaos, ChaosConfig, _violation, table, verdict
+from hoop.lab.chaos.schedule import KINDS, drawn
 from hoop.report.metrics import read_metrics
+from hoop.runs.ledger import NAME, Ledger, lines
 
 PATIENCE_S = 280.0
 OPTIONS = ["--faults=2", "--seed=3", "--devices=2", "--pace=3", "--kinds=kill,coordinator", "--json"]

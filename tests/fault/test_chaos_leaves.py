@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 OWNER = """
 import sys
 from pathlib import Path
-from hoop.chaos.fleet import Fleet
+from hoop.lab.chaos.processes import Fleet
 from hoop.client.cluster import connect
 with Fleet(Path(sys.argv[1]), 1, 1 << 20) as fleet, connect(fleet.address) as cluster:
     cluster.wait_for_devices(1)

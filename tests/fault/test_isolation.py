@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fault_cluster import JOB, SLOWLY, cluster_of, job_of, result_of, undisturbed, until
 
-from hoop.launch.audit import audit
+from hoop.runs.audit import audit
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from reported_rows import check_run
 from typer.testing import CliRunner
 
 from hoop.cli.main import app
-from hoop.launch.audit import audit
-from hoop.launch.checkpoints import listed, step_of
-from hoop.launch.ledger import NAME, lines
+from hoop.runs.audit import audit
+from hoop.runs.checkpoint_store import listed, step_of
+from hoop.runs.ledger import NAME, lines
 
 JOB = f"{Path(__file__).with_name('mortal_job.py')}:job"
 PATIENCE_S = 100.0

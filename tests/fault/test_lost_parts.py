@@ -13,11 +13,11 @@ from reported_rows import check_events
 from small_jobs import JOBS, STEPS, alone, alone_losses, settings
 from torch import Tensor, nn
 
-from hoop.engine.survival.mirrors import check_room
+from hoop.engine.fault_tolerance.replication import check_room
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
-from hoop.strategies.fitting import fit
+from hoop.strategies.memory_fit import fit
 
 EPOCH = {"epochs": 1}
 

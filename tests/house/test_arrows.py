@@ -48,12 +48,11 @@ TABLE = """
     engine          root memory transport collectives membership models data plan strategies
     simulate        root plan strategies collectives
     report          root plan
-    launch          root memory wire membership client servers data plan strategies engine simulate report
-    chaos           root client report launch
+    launch          root memory wire membership servers
+    runs            root memory wire membership client servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
-    bench           root memory transport collectives
-    hoop            root client strategies data engine launch
-    papers          above
+    hoop            root client strategies data engine runs
+    lab             above
     cli             above
     __main__        cli
 """
@@ -224,7 +223,7 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
         "errors.py": "from __future__ import annotations\nimport enum",
         "config.py": "from hoop import errors\nfrom hoop.errors import HoopError\nfrom . import topology",
         "memory/arena.py": "import numpy\nfrom . import allocator\nfrom hoop.memory.buffers import Buffer",
-        "cli/main.py": "import hoop\nfrom hoop.servers import device\nfrom hoop.papers import study",
+        "cli/main.py": "import hoop\nfrom hoop.servers import device\nfrom hoop.lab.papers import study",
         "__init__.py": "from hoop.client import connect\nfrom .errors import HoopError",
     }
     assert broken_arrows(tree_of(tmp_path, files)) == []

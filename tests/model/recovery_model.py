@@ -22,16 +22,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hoop.errors import HoopError, MembershipChanged
+from hoop.membership import events as m
 from hoop.membership import job_membership as jm
-from hoop.membership import messages as m
 from hoop.membership import task_membership as tm
-from hoop.membership.detector import DetectorConfig
+from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import replay
 from hoop.membership.state import State
-from hoop.membership.step import step
-from hoop.plan.mirroring import holders
+from hoop.membership.state_machine import step
 from hoop.plan.plan import split_evenly
 from hoop.plan.recovery import NO_STATE, WHOLE, Piece, RankStatus, RecoveryPlan, StateLost, agree
+from hoop.plan.replica_placement import holders
 from hoop.topology import Address, DeviceInfo
 
 CONFIG = DetectorConfig(heartbeat_s=0.5, lease_s=1.5, isolation_s=60.0)

@@ -30,7 +30,7 @@ from hoop.events import Event
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 HOOP = (sys.executable, "-m", "hoop")
 START_S = 30.0

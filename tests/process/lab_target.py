@@ -12,7 +12,7 @@ from lab_cluster import Cluster, LabClient, channel_to, hoop_up, wait_for
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 LAB_COORDINATOR = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]

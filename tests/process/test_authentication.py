@@ -27,12 +27,12 @@ import hoop
 from hoop.cli import main
 from hoop.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
 from hoop.topology import Address
-from hoop.wire.certificates import Certificates
+from hoop.wire.auth import Credentials
 from hoop.wire.channels import channel_options
-from hoop.wire.credentials import Credentials
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import ALLOWED, Role
+from hoop.wire.tls import Certificates
 from hoop.wire.tokens import Token, new_token, write_private
 
 CALL_S = 20.0

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lab_cluster import LabClient, check_all_reduce, check_refusal
 from lab_target import METHODS, Target, target_of
 
-from hoop.collectives.catalog import CATALOG
+from hoop.collectives.registry import CATALOG
 from hoop.wire.generated import hoop_pb2 as pb
 
 EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "40"))

@@ -19,7 +19,7 @@ from wrong_requests import ALL, HUGE, MIB, NOBODY, built, create, join, launch, 
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 STREAM_SEND = "/gpu_sim.GPUDevice/StreamSend"

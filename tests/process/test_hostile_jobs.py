@@ -22,7 +22,7 @@ from lab_cluster import channel_to, refused
 import hoop
 from hoop.errors import InvalidArgument
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 if TYPE_CHECKING:
     from conftest import Running

@@ -18,7 +18,7 @@ from lab_cluster import Cluster, LabClient, channel_to, hoop_up, lab, refused, w
 
 import hoop
 from hoop.wire.generated import gpu_sim_pb2 as sim
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 COUNT = 512
 DEVICE = sim.DESCRIPTOR.services_by_name["GPUDevice"]

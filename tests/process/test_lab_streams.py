@@ -17,7 +17,7 @@ from lab_cluster import Cluster, LabClient, channel_to, hoop_up, refused, wait_f
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.rpc import Stub
+from hoop.wire.service import Stub
 
 DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 OWN = pb.DESCRIPTOR.services_by_name["Device"]

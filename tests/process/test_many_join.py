@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import hoop
-from hoop.servers.attendance import Attendance
+from hoop.servers.heartbeat import Attendance
 from hoop.topology import Address, DeviceInfo
-from hoop.wire.credentials import Credentials
+from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
 

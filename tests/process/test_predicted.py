@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hoop.simulate.costs import FREE, BlockCost, Costs, Line
+from hoop.simulate.cost_model import FREE, BlockCost, Costs, Line
 
 
 def trained(strategy: str, *more: str) -> dict[str, float]:

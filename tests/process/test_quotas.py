@@ -12,7 +12,7 @@ import hoop
 from hoop.errors import ResourceExhausted
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
-from hoop.wire.rpc import Stub, translate
+from hoop.wire.service import Stub, translate
 
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 

@@ -64,9 +64,9 @@ def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
 
 GROWING = """
 import dataclasses, json
-from hoop.papers.chain import SGD, chain
-from hoop.papers.lab import Lab
-from hoop.papers.largest import largest
+from hoop.lab.papers.ringtmp import SGD, chain
+from hoop.lab.papers.experiment import Lab
+from hoop.lab.papers.ringtmp import largest
 
 best = largest(
     Lab(), lambda size: chain(size, 3, 64), 32, 16, halvings=2,

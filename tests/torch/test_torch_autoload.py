@@ -14,7 +14,7 @@ from hoop.torch_backend import autoload
 LIGHT = """
 import sys
 import torch
-heavy = {"grpc", "hoop.client", "hoop.collectives", "hoop.memory", "hoop.transport", "hoop.torch_backend.group"}
+heavy = {"grpc", "hoop.client", "hoop.collectives", "hoop.memory", "hoop.transport", "hoop.torch_backend.process_group"}
 print(torch.distributed.Backend("hoop"), sorted(heavy & set(sys.modules)))
 """
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hoop.errors import HoopError
-from hoop.torch_backend import matching
-from hoop.torch_backend.matching import Kind, Matching, Message, Request
+from hoop.torch_backend import p2p
+from hoop.torch_backend.p2p import Kind, Matching, Message, Request
 
 Together = Callable[..., list[Any]]
 
@@ -161,7 +161,7 @@ def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
 
 
 def test_a_full_shelf_stops_a_sender_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matching, "SHELF_BYTES", 4)
+    monkeypatch.setattr(p2p, "SHELF_BYTES", 4)
     shelf = Matching()
     shelf.keep(message(1, 0, size=4))
     assert list(shelf.listened([1, 2])) == [2]

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hoop.torch_backend import hooks as hooks_of_hoop
+from hoop.torch_backend import ddp_hooks as hooks_of_hoop
 
 # torch.distributed.optim and fsdp are imported where they are used: in the ranks, where a deprecation of torch's own
 # is no error.

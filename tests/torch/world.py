@@ -24,7 +24,7 @@ PRELOADED = [
     "torch.distributed.tensor",
     "torch.distributed.optim",
     "torch.distributed.fsdp",
-    "hoop.torch_backend.group",
+    "hoop.torch_backend.process_group",
 ]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument, NotFound
 from hoop.topology import Address, Addresses
+from hoop.wire.auth import Credentials
 from hoop.wire.channels import channel_options
-from hoop.wire.credentials import Credentials
 from hoop.wire.roles import Role
 
 addresses = st.builds(Address, st.sampled_from(["127.0.0.1", "::1", "example.com"]), st.integers(0, 65535))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hoop.engine.survival.stragglers import Stragglers
+from hoop.engine.load_balancer import Stragglers
 
 SHARD_S = 0.01
 

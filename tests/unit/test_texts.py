@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hoop.engine.settings import Settings
 from hoop.errors import HoopError, InvalidArgument, named
 from hoop.events import EventLog
-from hoop.launch.recording import saved_settings
 from hoop.plan.plan import Plan
 from hoop.report import strict_json
+from hoop.runs.run_recorder import saved_settings
 from hoop.simulate.cluster import read_cluster
-from hoop.simulate.costs import Costs
+from hoop.simulate.cost_model import Costs
 from hoop.texts import LONGEST, cleaned, parse_json, printable
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name

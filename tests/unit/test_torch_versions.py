@@ -105,7 +105,7 @@ def test_a_process_group_is_refused_before_anything_else(torch_is: Any) -> None:
 def test_one_rank_warns_once_about_a_newer_one(
     torch_is: Any, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: list[int], warned: int
 ) -> None:
-    group = ModuleType("hoop.torch_backend.group")
+    group = ModuleType("hoop.torch_backend.process_group")
     vars(group)["HoopGroup"] = SimpleNamespace(create=lambda options: "a group")
     monkeypatch.setitem(sys.modules, group.__name__, group)
     torch_is(NEW)
@@ -146,7 +146,7 @@ def test_train_from_python_refuses_and_warns(torch_is: Any) -> None:
 
 
 def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
-    from hoop.launch.training import trainer
+    from hoop.runs.api import trainer
 
     torch_is(OLD)
     nothing: Any = None

@@ -31,13 +31,13 @@ def attach(
     only ends this command; come back as often as you like, also after the job has ended, while its devices are there.
     """
     from hoop.cli.training_view import PlainView, View
-    from hoop.launch import attaching
+    from hoop.runs import job_follower
 
     address = Addresses.parse(coordinator, "--coordinator")
     view = PlainView() if json else View()
     result: dict[str, Any] = {}
     number = 0
-    events = attaching.attach(address, job, out, stop)
+    events = job_follower.attach(address, job, out, stop)
     try:
         with view:
             view.say(f"asking {address} …")

@@ -22,7 +22,7 @@ def audit(
     shard; every checkpoint must be whole and belong to its step. The first thing that does not hold is named, and the
     exit code is 1.
     """
-    from hoop.launch.audit import audit as look
+    from hoop.runs.audit import audit as look
 
     found = look(run)
     if json:

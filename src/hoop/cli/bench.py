@@ -14,7 +14,7 @@ from hoop.config import format_size, parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hoop.bench.contest import Row
+    from hoop.lab.bench.contest import Row
 
 
 def bench(
@@ -43,7 +43,7 @@ def bench(
     of vectors anywhere, [bold]torch[/bold] goes through torch.distributed with Hoop's backend. 437544 bytes are the
     gradient of the 784-128-64-10 MLP. The limit is 2·N·S bytes over the copy bandwidth measured in the same run.
     """
-    from hoop.bench.contest import Contest, copy_bandwidth
+    from hoop.lab.bench.contest import Contest, copy_bandwidth
 
     names = [name.strip() for name in contenders.split(",") if name.strip()]
     counts = [int(_whole(one, "--ranks")) for one in ranks.split(",")]

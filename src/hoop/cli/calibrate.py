@@ -27,9 +27,9 @@ def calibrate(
     """
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.bench.links import crowding, link_seconds
-    from hoop.launch.calibrating import between, calibrated, machine_of
-    from hoop.launch.named import job_named, resolved
+    from hoop.lab.bench.links import crowding, link_seconds
+    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.prediction import between, calibrated, machine_of
 
     typer.echo("measuring links …", err=True)
     machine = machine_of(link_seconds("shm", more=between))

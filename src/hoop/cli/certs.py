@@ -33,8 +33,8 @@ def certs(
     its own with [bold]--tls[/bold]; on one machine --tls FOLDER will do. Calls are then encrypted, and nobody without a
     certificate gets in. FOLDER/ca.key makes more of them: keep it away from the others. Needs the openssl command.
     """
-    from hoop.wire.certificates import AUTHORITY, LINKS
     from hoop.wire.roles import Role
+    from hoop.wire.tls import AUTHORITY, LINKS
     from hoop.wire.tokens import write_private
 
     if folder.exists():
@@ -57,8 +57,8 @@ def certs(
 
 def _sign(folder: Path, role: str, days: int) -> None:
     """A key and a certificate whose name is the role."""
-    from hoop.wire.certificates import CERTIFICATE, KEY, name_of
     from hoop.wire.roles import Role
+    from hoop.wire.tls import CERTIFICATE, KEY, name_of
 
     place = folder / role
     place.mkdir(mode=0o700)

@@ -40,9 +40,8 @@ def chaos(
     seed gives the same faults. Goodput is the share of the time in which steps went on as usual: it depends on how
     often something happens (--every 15s).
     """
-    from hoop.chaos.run import ChaosConfig
-    from hoop.chaos.run import chaos as run
-    from hoop.chaos.table import table, verdict
+    from hoop.lab.chaos.run import ChaosConfig, table, verdict
+    from hoop.lab.chaos.run import chaos as run
     from hoop.strategies.catalog import parse
 
     parse(strategy)

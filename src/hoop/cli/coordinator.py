@@ -16,7 +16,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.servers.journals import JournalPlace
+    from hoop.servers.journal_store import JournalPlace
 
 _UNITS = ("bytes", "elements")
 
@@ -33,9 +33,9 @@ def configure(
     tls: Path | None,
 ) -> CoordinatorConfig:
     """A coordinator's configuration from its options, checked."""
-    from hoop.membership.detector import DetectorConfig
+    from hoop.membership.failure_detector import DetectorConfig
     from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.wire.credentials import find
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
 
     if count_unit not in _UNITS:
@@ -103,9 +103,9 @@ def coordinator(
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping
-    from hoop.servers.assembly import CoordinatorServer
-    from hoop.servers.journals import journal_place
-    from hoop.servers.serving import write_address_file
+    from hoop.servers.coordinator_service import CoordinatorServer
+    from hoop.servers.grpc_server import write_address_file
+    from hoop.servers.journal_store import journal_place
 
     place = (
         journal_place(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls)

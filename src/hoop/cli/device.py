@@ -69,10 +69,10 @@ def device(
     Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0.
     """
     from hoop.cli.running import Stopping
-    from hoop.launch.training import trainer
+    from hoop.runs.api import trainer
     from hoop.servers.device import DeviceConfig, DeviceServer
-    from hoop.servers.serving import write_address_file
-    from hoop.wire.credentials import find
+    from hoop.servers.grpc_server import write_address_file
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
 
     config = DeviceConfig(

@@ -18,7 +18,7 @@ def evaluate(run: Run, json: options.Json = False) -> None:
 
     Of a run's folder the newest checkpoint that is whole is taken.
     """
-    from hoop.launch.trained import measure, trained
+    from hoop.runs.export import measure, trained
 
     one = trained(run)
     for warning in one.found.warnings:

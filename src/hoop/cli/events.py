@@ -21,7 +21,7 @@ def events(
 ) -> None:
     """Show a coordinator's events: devices that join, fall silent, die; communicators; failures."""
     import hoop
-    from hoop.wire.credentials import find
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
 
     credentials = find(Role.CLIENT, token_file=token_file, tls=tls)

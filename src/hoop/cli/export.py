@@ -24,8 +24,8 @@ def export(
     json: options.Json = False,
 ) -> None:
     """Write a trained model's weights, without optimizer and position, as other programs read them."""
-    from hoop.launch.trained import export as write
-    from hoop.launch.trained import trained
+    from hoop.runs.export import export as write
+    from hoop.runs.export import trained
 
     one = trained(run)
     for warning in one.found.warnings:

@@ -53,10 +53,10 @@ def plan(
     Each is simulated with the engine's own plans; for each that loses, why. Asynchronous ones are marked: their
     weights are stale, and a step of theirs may be worth less.
     """
-    from hoop.engine.slots import room_for
-    from hoop.launch.simulated import costs_of, sizes
+    from hoop.engine.executor import room_for
+    from hoop.runs.prediction import costs_of, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
-    from hoop.simulate.failures import Failures
+    from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import search
 
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)

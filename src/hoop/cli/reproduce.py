@@ -17,7 +17,7 @@ from hoop.cli import options
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hoop.papers.catalog import Study
+    from hoop.lab.papers.catalog import Study
 
 
 LINE_S = 10.0
@@ -50,7 +50,7 @@ def reproduce(
     """
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.papers.catalog import STUDIES, study_named
+    from hoop.lab.papers.catalog import STUDIES, study_named
     from hoop.report import strict_json
 
     if list_:
@@ -79,7 +79,7 @@ def reproduce(
 def _run(
     study: Study, quick: bool, accelerator: str, mpirun: Path | None, folder: Path, view: View
 ) -> dict[str, Any]:
-    from hoop.papers.lab import Lab
+    from hoop.lab.papers.experiment import Lab
 
     began = time.monotonic()
     lab = Lab(quick, accelerator, mpirun, view.say, view.note)
@@ -136,7 +136,7 @@ def _each(names: list[str]) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from hoop.papers.findings import stored_claims
+    from hoop.lab.papers.findings import stored_claims
 
     for one in stored_claims(report):
         typer.echo(f"{one['verdict']:<14} {one['claim']}")

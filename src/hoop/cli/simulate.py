@@ -14,7 +14,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.simulate.cluster import Cluster
-    from hoop.simulate.outcome import Outcome
+    from hoop.simulate.result import Outcome
 
 
 def simulate(
@@ -77,10 +77,10 @@ def simulate(
     The very plans of [bold]hoop train[/bold] run in virtual time; try
     [bold]hoop simulate mnist -n 64 --link 1Gbps,0.5ms[/bold].
     """
-    from hoop.launch.simulated import costs_of, sizes, table_of, write_outcome
+    from hoop.runs.prediction import costs_of, sizes, table_of, write_outcome
     from hoop.simulate.cluster import read_cluster
-    from hoop.simulate.device import Stragglers
-    from hoop.simulate.run import simulate as run
+    from hoop.simulate.rank import Stragglers
+    from hoop.simulate.simulation import simulate as run
     from hoop.strategies.catalog import parse
 
     where = read_cluster(cluster) if cluster else _cluster(devices, link, per_host, cores, memory)
@@ -156,7 +156,7 @@ def _stragglers(text: str | None) -> tuple[float, float] | None:
 
 
 def _goodput(outcome: Outcome, rate: float | None, seed: int, mirrored: bool) -> float | None:
-    from hoop.simulate.failures import Failures
+    from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import among_failures
 
     if rate is None:

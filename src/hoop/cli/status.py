@@ -28,7 +28,7 @@ def status(
 ) -> None:
     """Show the devices, communicators and jobs of a running coordinator."""
     import hoop
-    from hoop.wire.credentials import find
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
 
     credentials = find(Role.CLIENT, token_file=token_file, tls=tls)

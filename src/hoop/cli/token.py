@@ -30,7 +30,7 @@ def token(
     machine that is to be a client and nothing else. It is written to a file (mode 600) and never printed. A token does
     not encrypt: where others can listen on the network use [bold]hoop certs[/bold].
     """
-    from hoop.wire.credentials import find
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
     from hoop.wire.tokens import new_token, write_private
 

@@ -20,14 +20,14 @@ from hoop.cli.running import ENDING, heeded
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.resources import Request, admit
-from hoop.simulate.costs import read_costs
+from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
 
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
-    from hoop.launch.training import Launch
+    from hoop.runs.api import Launch
 
 
 def train(
@@ -121,8 +121,8 @@ def train(
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
-    from hoop.launch.training import DEFAULT_DEVICES
-    from hoop.wire.credentials import find
+    from hoop.runs.api import DEFAULT_DEVICES
+    from hoop.wire.auth import find
     from hoop.wire.roles import Role
 
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
@@ -192,8 +192,8 @@ def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resum
 def _detach(launch: Launch, json: bool) -> None:
     """Starts the job and leaves it to itself."""
     from hoop.client.cluster import connect
-    from hoop.launch.choosing import chosen
-    from hoop.launch.conducting import Conducting
+    from hoop.runs.api import chosen
+    from hoop.runs.job_follower import Conducting
 
     assert launch.coordinator is not None, "checked before"
     with connect(launch.coordinator) as cluster:
@@ -231,11 +231,11 @@ def _launch(
 ) -> Launch:
     """Everything that can be wrong is found out here, before anything runs."""
     untested = torch_versions.check(torch_versions.installed())  # before these imports load it
-    from hoop.engine.course import check_faults
-    from hoop.launch.checkpoints import newest_checkpoint
-    from hoop.launch.named import job_named, resolved
-    from hoop.launch.recording import saved_settings
-    from hoop.launch.training import DEFAULT_DEVICES, Launch
+    from hoop.engine.trainer import check_faults
+    from hoop.runs.api import DEFAULT_DEVICES, Launch
+    from hoop.runs.checkpoint_store import newest_checkpoint
+    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.runs.run_recorder import saved_settings
 
     found = None
     if resume:
@@ -271,7 +271,7 @@ def _launch(
 
 
 def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None:
-    from hoop.launch.training import DEFAULT_DEVICES
+    from hoop.runs.api import DEFAULT_DEVICES
 
     strategy = parse(settings.strategy)
     if here or devices:
@@ -284,7 +284,7 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
     Returns the result, and the signal that stopped it or 0.
     """
-    from hoop.launch.training import Training
+    from hoop.runs.api import Training
 
     training = Training(launch)
     events = training.events()

@@ -1,9 +1,13 @@
-"""The way in: a running coordinator and its devices."""
+"""A client's standing with the coordinator: when the client is gone, however it went, what it made is freed.
+
+The way in: a running coordinator and its devices.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,22 +16,59 @@ from typing import Any, ClassVar
 
 import grpc
 
-from hoop.client.calls import call
 from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
+from hoop.client.handle import call
 from hoop.client.jobs import JobHandle
-from hoop.client.session import Session
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
 from hoop.signals import signals_held
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
+from hoop.wire.auth import Credentials, find
 from hoop.wire.channels import STAGING, Knocking, channel_options
-from hoop.wire.convert import device_info
-from hoop.wire.credentials import Credentials, find
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, said_by, translate, unreachable
+from hoop.wire.service import Stub, device_info, said_by, translate, unreachable
+
+
+class Session:
+    """Held open while the client lives; opened again when it breaks on the way."""
+
+    def __init__(self, stub: Stub, whom: str) -> None:
+        self.id = secrets.token_hex(8)
+        self._stub, self._whom = stub, whom
+        self._lock = threading.RLock()
+        self._call: Any = None
+        self._closed = False
+
+    def hold(self) -> str:
+        """Its id, which the coordinator knows when this returns."""
+        with self._lock:
+            if self._call is None and not self._closed:
+                call = self._stub.Hold(pb.HoldRequest(session=self.id))
+                try:
+                    next(call)
+                except grpc.RpcError as error:
+                    raise translate(error, self._whom) from None
+                self._call = call
+                call.add_done_callback(self._broke)
+        return self.id
+
+    def _broke(self, call: Any) -> None:
+        """Opens it again; that waits by itself until the coordinator is there."""
+        with self._lock:
+            if not self._closed and unreachable(call):
+                self._call = self._stub.Hold(pb.HoldRequest(session=self.id), wait_for_ready=True)
+                self._call.add_done_callback(self._broke)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 

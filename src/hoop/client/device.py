@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
-from hoop.client.calls import call
+from hoop.client.handle import call
 from hoop.topology import DeviceInfo
+from hoop.wire.auth import Credentials
 from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
-from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, translate
+from hoop.wire.service import Stub, translate
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 

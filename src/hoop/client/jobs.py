@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
-from hoop.client.calls import call
+from hoop.client.handle import call
 from hoop.errors import DeadlineExceeded, PeerLost, named
 from hoop.signals import signals_held
 from hoop.texts import cleaned, parse_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
-from hoop.wire.rpc import Stub, said_by, translate, unreachable
+from hoop.wire.service import Stub, said_by, translate, unreachable
 
 START_S = 60.0
 Knock = Callable[[float], None]

@@ -18,16 +18,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hoop.collectives.reduction import Array
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import bfloat16_to_float32, float32_to_bfloat16
 
 Vector = npt.NDArray[np.float32]
-Array = npt.NDArray[Any]
+
 MOST_IN_A_BLOCK = 1 << 16
 """A vector is filled up to whole blocks, one a rank at least."""
 

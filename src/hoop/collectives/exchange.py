@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.execute import confirm, together
+from hoop.collectives.link_executor import confirm, together
 from hoop.collectives.reduction import Array
 from hoop.errors import WrongLength
 from hoop.transport.base import Endpoint, SharedEndpoint
 from hoop.transport.calls import Call, wrong_length
-from hoop.transport.mailbox import SLOT_BYTES
+from hoop.transport.shm_segment import SLOT_BYTES
 
 
 def exchange(

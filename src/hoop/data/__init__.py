@@ -4,13 +4,11 @@ A ``Dataset`` has a length and turns sample numbers into tensors; ``Order`` says
 ``load`` finds a dataset by name, as its two splits. Nothing here knows of devices.
 """
 
-from hoop.data.augment import Augment
 from hoop.data.catalog import DATASETS, load
 from hoop.data.dataset import Batch, Dataset, Splits
-from hoop.data.images import ImageData
-from hoop.data.map_style import MapData
-from hoop.data.order import Order, shard
-from hoop.data.tensors import TensorData
+from hoop.data.images import Augment, ImageData
+from hoop.data.sampler import Order, shard
+from hoop.data.tensors import MapData, TensorData
 from hoop.data.text import TextData
 
 __all__ = [

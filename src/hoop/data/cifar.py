@@ -21,13 +21,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from hoop.data.augment import Augment
-from hoop.data.checksum import verified
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress
+from hoop.data.download import Progress, cache, found, missing, verified
 from hoop.data.download import download as fetch
-from hoop.data.images import ImageData
-from hoop.data.places import cache, found, missing
+from hoop.data.images import Augment, ImageData
 from hoop.errors import FailedPrecondition
 
 CHECKSUMS = {

@@ -1,4 +1,6 @@
-"""MNIST, which ships with the package, and Fashion-MNIST, which has its shape.
+"""IDX files, the format MNIST was published in: a header of sizes, then bytes. Gzipped or not.
+
+MNIST, which ships with the package, and Fashion-MNIST, which has its shape.
 
 The IDX files of both have the same names, so a folder that has them is recognised by its training labels.
 """
@@ -6,20 +8,85 @@ The IDX files of both have the same names, so a folder that has them is recognis
 from __future__ import annotations
 
 import functools
+import gzip
 import lzma
-from collections.abc import Iterable, Iterator
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from hoop.data import idx
-from hoop.data.checksum import digest, verified
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress
+from hoop.data.download import Progress, cache, digest, found, missing, verified
 from hoop.data.download import download as fetch
 from hoop.data.images import ImageData
-from hoop.data.places import cache, found, missing
-from hoop.errors import InvalidArgument
+from hoop.errors import FailedPrecondition, InvalidArgument
+
+Bytes = npt.NDArray[np.uint8]
+
+NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+class Arrays(NamedTuple):
+    """Images (samples, height, width) and labels of both splits, in the order of ``NAMES``."""
+
+    train_images: Bytes
+    train_labels: Bytes
+    test_images: Bytes
+    test_labels: Bytes
+
+
+def file_of(folder: Path, name: str) -> Path | None:
+    """The file of this name, plain or gzipped; some unpackers write ``idx3`` with a dot before it."""
+    names = (name, f"{name}.gz", name.replace("-idx", ".idx"))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def is_in(folder: Path) -> bool:
+    """Whether all four files are there."""
+    return all(file_of(folder, name) for name in NAMES)
+
+
+def contents(path: Path) -> bytes:
+    """The file's bytes, unpacked."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise FailedPrecondition(f"{path} is damaged ({error}); remove it and fetch it again") from error
+
+
+def parsed(data: bytes, what: object) -> Bytes:
+    """The array in an IDX file of bytes."""
+    rank = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
+    start = 4 + 4 * rank
+    shape = struct.unpack_from(f">{rank}I", data, 4) if len(data) >= start else ()
+    if not shape or len(data) - start != np.prod(shape, dtype=np.int64):
+        raise FailedPrecondition(
+            f"{what} is not an IDX file of bytes: {len(data)} B, begins {data[:8].hex(' ')}"
+        )
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
+
+
+def read(folder: Path, checksums: Mapping[str, str]) -> Arrays:
+    """The four files of a folder; ``checksums`` are of what they unpack to."""
+    arrays = []
+    for name in NAMES:
+        path = file_of(folder, name)
+        if path is None:
+            raise FailedPrecondition(f"{folder}: {name} is gone; fetch it again")
+        arrays.append(parsed(verified(contents(path), path, checksums[name]), path))
+    return Arrays(*arrays)
+
 
 PACKAGED = Path(__file__).parent / "files" / "mnist-u8.xz"
 PACKAGED_CHECKSUM = "sha256:e9b40985d011bd5a36195bdeb447f26b7824f3acd02e51a1636098d784d5fe98"
@@ -72,7 +139,7 @@ def fashion_mnist(*, download: bool = False, progress: Progress | None = None) -
     if folder is None:
         raise missing(
             "fashion-mnist",
-            f"the folder fashion-mnist with {', '.join(idx.NAMES)} (gzipped or not)",
+            f"the folder fashion-mnist with {', '.join(NAMES)} (gzipped or not)",
             "load it with download=True, which downloads 31 MB",
         )
     return _splits("fashion-mnist", _fashion_in(folder), 0.2860, 0.3530, 1)
@@ -82,35 +149,35 @@ def _folders(names: Iterable[str], other: dict[str, str], also: Iterable[Path] =
     """Folders that have the four files, but for those of the other dataset."""
     labels = "train-labels-idx1-ubyte"
     for folder in found(names, also):
-        if idx.is_in(folder) and (path := idx.file_of(folder, labels)):
+        if is_in(folder) and (path := file_of(folder, labels)):
             actual = digest(other[labels])
-            actual.update(idx.contents(path))
+            actual.update(contents(path))
             if not other[labels].endswith(actual.hexdigest()):
                 yield folder
 
 
 @functools.lru_cache(maxsize=1)
-def _packaged() -> idx.Arrays:
+def _packaged() -> Arrays:
     if not PACKAGED.is_file():
-        wanted = f"the folder mnist with {', '.join(idx.NAMES)} (gzipped or not)"
+        wanted = f"the folder mnist with {', '.join(NAMES)} (gzipped or not)"
         raise missing("mnist", wanted, f"install Hoop again, with its {PACKAGED.name}")
     data = lzma.decompress(verified(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
     flat, train, pixels = np.frombuffer(data, np.uint8), 60_000, 28 * 28
     images, labels = flat[: 70_000 * pixels].reshape(-1, 28, 28), flat[70_000 * pixels :]
-    return idx.Arrays(images[:train], labels[:train], images[train:], labels[train:])
+    return Arrays(images[:train], labels[:train], images[train:], labels[train:])
 
 
 @functools.lru_cache(maxsize=1)
-def _mnist_in(folder: Path) -> idx.Arrays:
-    return idx.read(folder, MNIST)
+def _mnist_in(folder: Path) -> Arrays:
+    return read(folder, MNIST)
 
 
 @functools.lru_cache(maxsize=1)
-def _fashion_in(folder: Path) -> idx.Arrays:
-    return idx.read(folder, FASHION)
+def _fashion_in(folder: Path) -> Arrays:
+    return read(folder, FASHION)
 
 
-def _splits(name: str, arrays: idx.Arrays, mean: float, std: float, enlarge: int) -> Splits:
+def _splits(name: str, arrays: Arrays, mean: float, std: float, enlarge: int) -> Splits:
     train, test = (
         ImageData(f"{name}/{split}", images[:, None], labels, mean=[mean], std=[std], enlarge=enlarge)
         for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))

@@ -9,12 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hoop.data.checksum import verified
-from hoop.data.dataset import Batch, Indices, Splits, checked, frozen, sha256_of
-from hoop.data.download import Progress
+from hoop.data.dataset import Batch, Indices, Landing, Splits, checked, frozen, sha256_of
+from hoop.data.download import Progress, cache, found, missing, places, verified
 from hoop.data.download import download as fetch
-from hoop.data.landing import Landing
-from hoop.data.places import cache, found, missing, places
 from hoop.errors import InvalidArgument, NotFound
 
 SHAKESPEARE = "tinyshakespeare.txt"

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hoop.collectives.catalog import Operation
+from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset
-from hoop.engine.stages.losses import hits
-from hoop.engine.worker import Worker
+from hoop.engine.executor import Worker
+from hoop.engine.stage.autograd import hits
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, Kind
 

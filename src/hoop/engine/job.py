@@ -15,7 +15,7 @@ from torch import nn
 
 from hoop.data.dataset import Splits
 from hoop.engine.settings import Settings
-from hoop.engine.stages.losses import LOSSES, MEAN, REDUCTIONS, SUM, Criterion, Loss, loss_named
+from hoop.engine.stage.autograd import LOSSES, MEAN, REDUCTIONS, SUM, Criterion, Loss, loss_named
 from hoop.errors import InvalidArgument, NotFound
 
 INHERITED: list[Job] = []

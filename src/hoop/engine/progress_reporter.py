@@ -6,7 +6,7 @@
 
 Rows that the old reporting rank had not emitted, or had emitted and was killed before anybody read them, are therefore
 emitted by the new one. A rank's own events have no gap, so the receiver needs no order between ranks: it drops a row
-whose step it has seen (``launch/deduplication.py``). Rows of at most ``KEPT_ROWS`` steps are kept. One is lost only if
+whose step it has seen (``runs/job_follower.py``). Rows of at most ``KEPT_ROWS`` steps are kept. One is lost only if
 the reporting rank is killed when nobody (the coordinator was away) had read its events for more steps than that.
 """
 
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hoop.collectives.catalog import Operation
 from hoop.collectives.communicator import Communicator
-from hoop.engine.stages.evidence import Evidence
+from hoop.collectives.registry import Operation
+from hoop.engine.stage.provenance import Evidence
 from hoop.memory.dtypes import dtype
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -116,7 +116,7 @@ class ProgressReporter:
         self._rows.clear()
 
     def recall(self, step: int, rows: Mapping[int, Sequence[float]]) -> None:
-        """Takes rows that this device's arena held (``survival/diary.py``), if they reach ``step`` and are more."""
+        """Takes rows from this device's arena (``local_persistence.py``), if they reach ``step`` and are more."""
         known = 0
         while step - known in rows:
             known += 1

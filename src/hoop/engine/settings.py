@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hoop.engine.stages.optimizer import OptimizerSettings
+from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
 from hoop.plan.faults import Fault, parse_faults
 from hoop.texts import parse_json

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
-from hoop.memory.backing import default_directory
+from hoop.memory.storage import default_directory
 from hoop.resources import STARTED, Request, admit
-from hoop.servers.assembly import CoordinatorServer
 from hoop.servers.coordinator import CoordinatorConfig
-from hoop.servers.serving import write_address_file
+from hoop.servers.coordinator_service import CoordinatorServer
+from hoop.servers.grpc_server import write_address_file
 from hoop.topology import Address
 
 STOP_S = 5.0

@@ -1,26 +1,74 @@
-"""The journal: what a restarted coordinator must know, one checksummed line an entry.
+"""What the journal keeps: one entry for everything that a restarted coordinator must know.
+
+The journal: what a restarted coordinator must know, one checksummed line an entry.
 
     crc32 of the JSON, eight hex digits, a space, the JSON, a newline
 
 Appended, and safe, before the coordinator answers; rewritten as one snapshot when it is opened, so it does not grow
 from restart to restart. It is kept in a file (``file_journal``) or in etcd (``servers.etcd_journal``).
+
+The journal in a file.
+
+A torn last line (the coordinator died while it wrote) is cut off; a bad line before good ones is damage.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.membership.detector import DetectorConfig, Pulse
-from hoop.membership.entries import communicator_entry, job_entry, lost_record
+from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from hoop.membership import events as m
+from hoop.membership.failure_detector import DetectorConfig, Pulse
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.job_settings import check_settings
+
+
+def joined_record(info: DeviceInfo) -> m.Record:
+    """A device is here."""
+    return m.Record({"kind": "device_joined", "info": asdict(info)})
+
+
+def lost_record(member: Member) -> m.Record:
+    """A device is gone."""
+    about = {"device": member.info.device_id, "health": str(member.health), "ended": member.ended}
+    return m.Record({"kind": "device_gone", **about})
+
+
+def communicator_record(one: CommunicatorState) -> m.Record:
+    """A communicator as it is now."""
+    return m.Record(communicator_entry(one))
+
+
+def job_record(job: JobState) -> m.Record:
+    """A job as it is now."""
+    return m.Record(job_entry(job))
+
+
+def communicator_entry(one: CommunicatorState) -> dict[str, object]:
+    """A communicator as the journal keeps it: all but the outcome of its latest work."""
+    return {
+        "kind": "communicator",
+        "id": one.id,
+        "members": list(one.members),
+        "generation": one.generation,
+        "finalized": one.finalized,
+        "broken_by": one.broken_by,
+        "reason": one.reason if one.broken_by else "",
+    }
+
+
+def job_entry(job: JobState) -> dict[str, object]:
+    """A job as the journal keeps it; what it told is the devices' to remember."""
+    return {"kind": "job", **asdict(job)}
+
 
 Entry = Mapping[str, Any]
 MOVE_AWAY = "move the file away to start without it"
@@ -151,3 +199,51 @@ def _info(plain: Mapping[str, Any]) -> DeviceInfo:
     places = {name: Address(**plain[name]) for name in ("address", "data_address")}
     shared = plain.get("shared_address")
     return DeviceInfo(**{**plain, **places, "shared_address": Address(**shared) if shared else None})
+
+
+class FileJournal:
+    """An open journal file."""
+
+    def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
+        self.path = path
+        data = path.read_bytes() if path.exists() else b""
+        self.state = restore(decode(data, path), config, now, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(path.name + ".new")
+        with open(fresh, "wb", opener=_private) as file:
+            file.writelines(encode(entry) for entry in snapshot(self.state))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        _sync_folder(path.parent)
+        self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
+
+    def append(self, *entries: Entry) -> None:
+        """Writes entries and syncs them, or leaves the journal as it was and raises."""
+        lines = b"".join(map(encode, entries))
+        good = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(lines)
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            written, why = 0, error.strerror
+        else:
+            why = "the disk is full"
+        if written != len(lines):
+            os.ftruncate(self._file.fileno(), good)  # half a line would spoil the next one
+            raise ResourceExhausted(f"journal {self.path}: cannot write {len(lines)} bytes: {why}; make room")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -19,6 +19,8 @@ With a parameter server the number in front is a slice of the weights, and the w
     2T@1     … which takes them from the worker at rank 1
     2V@1     the server gives slice 2's weights to the worker at rank 1
     2G@4     … which gets them from the server at rank 4; nothing is sent to ask for them
+
+What an instruction counts as, in accounts of time, traces and pictures: the engine's and the simulator's alike.
 """
 
 from __future__ import annotations
@@ -112,3 +114,36 @@ class Instruction(NamedTuple):
         """
         kind, stage, micro, _ = self
         return Instruction(_MIRRORS[kind], stage + _ACROSS.get(kind, 0), micro, rank)
+
+
+COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
+CATEGORY = {
+    Kind.LOAD: "load",
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward",
+    Kind.BACKWARD_WEIGHT: "backward",
+    Kind.UPDATE: "update",
+    Kind.REDUCE: "reduce",
+    Kind.SEND_OUTPUT: "send",
+    Kind.SEND_GRADIENT: "send",
+    Kind.PUSH: "push",
+    Kind.GIVE: "send",
+    Kind.RECV_INPUT: "wait",
+    Kind.RECV_GRADIENT: "wait",
+    Kind.GET: "wait",
+    Kind.TAKE: "wait",
+}
+"""Each kind's category; a receive is waiting, and what is copied once it has come is ``recv``."""
+SHARE = {
+    "load": COMPUTE,
+    "forward": COMPUTE,
+    "backward": COMPUTE,
+    "update": COMPUTE,
+    "reduce": COMMUNICATE,
+    "send": COMMUNICATE,
+    "push": COMMUNICATE,
+    "recv": COMMUNICATE,
+    "wait": IDLE,
+}
+"""Which share of a device's time each category belongs to."""

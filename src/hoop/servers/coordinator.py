@@ -19,21 +19,21 @@ import grpc
 
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.events import EventLog
-from hoop.membership import messages as m
-from hoop.membership.detector import DetectorConfig
+from hoop.membership import events as m
+from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import Journal
 from hoop.membership.state import State
-from hoop.membership.step import MAX_COMMUNICATORS, step
-from hoop.servers.journals import JournalPlace, open_journal
+from hoop.membership.state_machine import MAX_COMMUNICATORS, step
+from hoop.servers.grpc_server import check_exposure, serve
+from hoop.servers.journal_store import JournalPlace, open_journal
 from hoop.servers.memory_order import MemoryOrder
-from hoop.servers.serving import check_exposure, serve
 from hoop.texts import LONGEST
 from hoop.topology import Address
+from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
-from hoop.wire.credentials import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.rpc import Stub, said_by, translate, unreachable
+from hoop.wire.service import Stub, said_by, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5

@@ -1,4 +1,7 @@
-"""hoop.v1.Coordinator: joining, health, communicators, collectives, events."""
+"""hoop.v1.Coordinator: joining, health, communicators, collectives, events.
+
+A coordinator with its services in place.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,21 @@ import time
 from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, MembershipChanged, NotFound
-from hoop.membership import messages as m
+from hoop.membership import events as m
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
-from hoop.servers.conductor import Conductor
-from hoop.servers.coordinator import Coordinator
-from hoop.servers.copying import copy
-from hoop.servers.disputes import Disputes
-from hoop.servers.following import following
-from hoop.servers.groups import Groups
+from hoop.servers import lab_service
+from hoop.servers.client_sessions import Sessions, check_session
+from hoop.servers.coordinator import Coordinator, CoordinatorConfig
+from hoop.servers.job_record import following
 from hoop.servers.jobs import Jobs
-from hoop.servers.sessions import Sessions, check_session
-from hoop.servers.work import Work
-from hoop.wire.convert import describe, device_info, event_message
+from hoop.servers.link_diagnosis import Disputes
+from hoop.servers.operation_request import Work
+from hoop.servers.operations import Conductor, Groups, copy
+from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
+from hoop.wire.service import describe, device_info, event_message, handlers
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
@@ -189,3 +192,28 @@ class CoordinatorService:
     async def copy(self, request: pb.CopyRequest) -> pb.CopyResponse:
         await copy(self._coordinator, request)
         return pb.CopyResponse()
+
+
+class CoordinatorServer:
+    """The coordinator, serving both the lab's protocol and Hoop's."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.coordinator = Coordinator(config)
+        conductor, groups = Conductor(self.coordinator), Groups()
+        service = CoordinatorService(self.coordinator, conductor, groups)
+        self._jobs = service.jobs
+        self._services = (
+            handlers(
+                lab_service.COORDINATOR_SERVICE,
+                lab_service.LabCoordinator(self.coordinator, conductor, groups),
+            ),
+            handlers(SERVICE, service),
+        )
+
+    async def start(self) -> Address:
+        await self.coordinator.open()
+        self._jobs.resume()
+        return await self.coordinator.start(self._services)
+
+    async def stop(self) -> None:
+        await self.coordinator.stop()

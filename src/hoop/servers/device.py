@@ -15,21 +15,21 @@ import grpc
 
 from hoop.errors import HoopError
 from hoop.memory import Arena
-from hoop.memory.backing import default_directory
-from hoop.servers import device_service, lab_device
-from hoop.servers.attendance import Attendance
-from hoop.servers.runner import Runner
-from hoop.servers.serving import check_exposure, serve
-from hoop.servers.streams import MAX_OPEN, StreamTable
+from hoop.memory.storage import default_directory
+from hoop.servers import device_service, lab_service
+from hoop.servers.grpc_server import check_exposure, serve
+from hoop.servers.heartbeat import Attendance
+from hoop.servers.lab_service import MAX_OPEN, StreamTable
+from hoop.servers.operation_runner import Runner
 from hoop.servers.tasks import Tasks, Trainer
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
-from hoop.transport.shm import share
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.shm_listener import share
+from hoop.transport.tcp_listener import TcpTransport
+from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES
-from hoop.wire.credentials import Credentials
 from hoop.wire.roles import Role
-from hoop.wire.rpc import handlers
+from hoop.wire.service import handlers
 
 ID_LABEL = "device_id"
 """Under this label an arena remembers whose memory it is, so that a restarted device gets its id again."""
@@ -82,7 +82,7 @@ class DeviceServer:
         self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
         self._runner = Runner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.behind, config.max_streams)
-        self._lab = lab_device.LabDevice(self._arena, self._runner, self._streams, config.credentials)
+        self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.damaged
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
@@ -112,7 +112,7 @@ class DeviceServer:
         try:
             self._service.info = self._info
             services = (
-                handlers(lab_device.SERVICE, self._lab),
+                handlers(lab_service.DEVICE_SERVICE, self._lab),
                 handlers(device_service.SERVICE, self._service),
             )
             self._server, address = await serve(

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, PeerLost
 from hoop.memory import Arena, Buffer
-from hoop.servers.following import following
-from hoop.servers.runner import MAX_TIMEOUT_S, Runner, locate
-from hoop.servers.streams import StreamTable
+from hoop.servers.job_record import following
+from hoop.servers.lab_service import StreamTable
+from hoop.servers.operation_runner import MAX_TIMEOUT_S, Runner, locate
 from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STREAM_CHUNK_BYTES
-from hoop.wire.convert import describe
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.service import describe
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 

@@ -1,10 +1,13 @@
-"""One job, as the coordinator knows it."""
+"""An event log as an async stream: what is there, then what comes, in order and without a gap.
+
+One job, as the coordinator knows it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,34 @@ from hoop.membership.state import CommunicatorState
 from hoop.servers.tasks import TOLD_FIRST
 from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
+
+
+async def following(
+    log: EventLog, after: int, ends: Callable[[Event], bool] = lambda event: False
+) -> AsyncIterator[Event]:
+    """Events with a higher sequence, from now on as they come; stops after one that ends it.
+
+    The log may be published to from any thread.
+    """
+    loop = asyncio.get_running_loop()
+    changed = asyncio.Event()
+
+    def wake(_: Event) -> None:
+        loop.call_soon_threadsafe(changed.set)
+
+    unsubscribe = log.subscribe(wake)
+    try:
+        while True:
+            changed.clear()
+            for event in log.after(after):
+                after = event.sequence
+                yield event
+                if ends(event):
+                    return
+            await changed.wait()
+    finally:
+        unsubscribe()
+
 
 JOB_ENDED = "job_ended"
 

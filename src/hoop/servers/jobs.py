@@ -19,19 +19,17 @@ import grpc
 
 from hoop.errors import HoopError, NotFound, PeerLost, named
 from hoop.events import Event
+from hoop.membership import events as m
 from hoop.membership import job_membership as jm
-from hoop.membership import messages as m
 from hoop.membership.state import CommunicatorState, JobState
-from hoop.servers.conductor import Conductor
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.following import following
-from hoop.servers.job_record import JOB_ENDED, JobRecord, is_over
-from hoop.servers.job_supervisor import START_S, JobSupervisor
-from hoop.servers.launching import seat
+from hoop.servers.job_record import JOB_ENDED, JobRecord, following, is_over
+from hoop.servers.operations import Conductor, seat
+from hoop.servers.rank_assignment import START_S, JobSupervisor
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import job_name
-from hoop.wire.rpc import translate, unreachable
+from hoop.wire.service import translate, unreachable
 
 STOP_S = 5.0
 DRAIN_S = 10.0

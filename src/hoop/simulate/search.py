@@ -9,21 +9,20 @@ from typing import Any
 
 from hoop.config import format_size
 from hoop.errors import UserError
-from hoop.plan.categories import COMMUNICATE, COMPUTE, IDLE
+from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.costs import Costs
-from hoop.simulate.failures import Failures, Goodput, goodput
-from hoop.simulate.outcome import Outcome
-from hoop.simulate.run import SPAN, simulate
+from hoop.simulate.cost_model import Costs
+from hoop.simulate.failure_model import Failures, Goodput, goodput
+from hoop.simulate.result import Outcome
+from hoop.simulate.simulation import SPAN, simulate
+from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import parse
 from hoop.strategies.data_parallel import DataParallel
-from hoop.strategies.fitting import Room, one_each
 from hoop.strategies.hybrid import Hybrid
+from hoop.strategies.memory_fit import Room, one_each
 from hoop.strategies.parameter_server import MODES, ParameterServer
-from hoop.strategies.pipeline import Pipeline
-from hoop.strategies.ring_model import RingModel
-from hoop.strategies.schedules import SCHEDULES
-from hoop.strategies.strategy import Strategy
+from hoop.strategies.pipeline import SCHEDULES, Pipeline
+from hoop.strategies.ring import RingModel
 
 STEPS = 4
 """Of asynchronous strategies so many steps are simulated."""

@@ -1,4 +1,9 @@
-"""Every strategy, and how one is typed: ``data``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``.
+"""A strategy on another number of devices than it was chosen for: some were lost, or came.
+
+hybrid   as many of its replicas as divide the devices
+ps       as many of its servers as leave a worker
+
+Every strategy, and how one is typed: ``data``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``.
 
 After the name and a colon come fields, ``field=value``, separated by commas. A value that can only mean one field may
 stand alone: a schedule, a mode, ``sync`` or ``async``.
@@ -9,14 +14,41 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hoop.errors import InvalidArgument
+from hoop.errors import FailedPrecondition, InvalidArgument, UserError
+from hoop.plan.plan import Plan
+from hoop.strategies.base import Strategy
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
 from hoop.strategies.parameter_server import MODES, ParameterServer
-from hoop.strategies.pipeline import Pipeline
-from hoop.strategies.ring_model import RingModel
-from hoop.strategies.schedules import SCHEDULES
-from hoop.strategies.strategy import Strategy
+from hoop.strategies.pipeline import SCHEDULES, Pipeline
+from hoop.strategies.ring import RingModel
+
+
+def adapted(strategy: Strategy, devices: int) -> Strategy:
+    """The same strategy for so many devices, if it can be."""
+    if isinstance(strategy, Hybrid):
+        replicas = max(one for one in range(1, strategy.replicas + 1) if devices % one == 0)
+        return dataclasses.replace(strategy, replicas=replicas)
+    if isinstance(strategy, ParameterServer):
+        return dataclasses.replace(strategy, servers=max(1, min(strategy.servers, devices - 1)))
+    return strategy
+
+
+def usable(strategy: Strategy, devices: int, micros: int, blocks: int) -> tuple[Strategy, Plan]:
+    """The strategy and its plan for as many of the devices as it can use; the others hold nothing, and are spare."""
+    why = ""
+    for count in range(devices, 0, -1):
+        one = adapted(strategy, count)
+        try:
+            if one.stages(count) <= blocks:
+                plan = one.plan(count, micros)
+                spare: tuple[tuple[()], ...] = ((),) * (devices - count)
+                return one, Plan(plan.micros, plan.holders, (*plan.ranks, *spare), plan.servers)
+            why = why or f"{one.stages(count)} stages are more than the model's {blocks} blocks"
+        except UserError as error:
+            why = why or str(error)
+    raise FailedPrecondition(f"strategy: {strategy.spec} cannot go on with {devices} of its devices: {why}")
+
 
 STRATEGIES: dict[str, type[DataParallel | ParameterServer | RingModel | Pipeline | Hybrid]] = {
     kind.name: kind for kind in (DataParallel, ParameterServer, RingModel, Pipeline, Hybrid)

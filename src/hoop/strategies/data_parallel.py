@@ -17,7 +17,7 @@ from typing import ClassVar
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.strategies.strategy import check_sizes, shares
+from hoop.strategies.base import check_sizes, shares
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hoop.errors import InvalidArgument
+from hoop.plan.builder import weave
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.plan.weave import weave
-from hoop.strategies.pipeline import check_schedule
-from hoop.strategies.schedules import SCHEDULES
-from hoop.strategies.strategy import check_sizes, shares
+from hoop.strategies.base import check_sizes, shares
+from hoop.strategies.pipeline import SCHEDULES, check_schedule
 
 
 @dataclass(frozen=True)

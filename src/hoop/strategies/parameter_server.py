@@ -27,10 +27,10 @@ from typing import ClassVar
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan
-from hoop.plan.rehearse import rehearse
 from hoop.plan.rules import ListRule, Rule
+from hoop.plan.unit_clock import rehearse
+from hoop.strategies.base import check_sizes, shares
 from hoop.strategies.data_parallel import whole_model
-from hoop.strategies.strategy import check_sizes, shares
 
 MODES = ("bsp", "asp", "ssp")
 

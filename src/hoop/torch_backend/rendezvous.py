@@ -24,14 +24,14 @@ from hoop.collectives.communicator import Communicator
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
 from hoop.torch_backend.errors import for_torch
-from hoop.torch_backend.links import Links
-from hoop.torch_backend.post import Post
+from hoop.torch_backend.group_links import Links
+from hoop.torch_backend.p2p import Post
 from hoop.transport import Endpoint, Transport, open_transport
-from hoop.transport.bell import BELL_BYTES, Bell
-from hoop.transport.hybrid_transport import HybridTransport
-from hoop.transport.mailbox import PAGE, map_bytes, new_memory
+from hoop.transport.hybrid import HybridTransport
 from hoop.transport.registry import key_of_environment
-from hoop.transport.shm_links import bell_name
+from hoop.transport.semaphore import BELL_BYTES, Bell
+from hoop.transport.shm_endpoint import bell_name
+from hoop.transport.shm_segment import PAGE, map_bytes, new_memory
 
 ON_ONE_HOST = "shm"
 """The transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another; for messages it is

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from hoop.collectives.lane import Started
+from hoop.collectives.work_queue import Started
 from hoop.errors import DeadlineExceeded
 from hoop.torch_backend.errors import for_torch
 

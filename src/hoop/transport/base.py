@@ -1,4 +1,9 @@
-"""The contract of every transport.
+"""What can be seen of a rank's links from outside, while it waits for them.
+
+A rank that computes for long and a link that has gone silent look alike to whoever waits. Two counters tell them apart:
+bytes that a link has taken at one end, and bytes that have come out of it at the other.
+
+The contract of every transport.
 
 An endpoint belongs to one rank, in one communicator, at one generation, and is used by one thread at
 a time (``abort`` and ``close`` may come from another). Between two ranks messages arrive in the order
@@ -10,20 +15,48 @@ finishes here too, whatever the sizes. The price is that the bytes must stay as 
 the ``Pending`` that ``send`` returns tells, and ``detach`` copies what is left for whoever cannot wait.
 
 All deadlines are values of ``time.monotonic()``.
+
+The rest of a message that a link has not taken yet.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.calls import Call
-from hoop.transport.mailbox import Bytes, Mailbox
-from hoop.transport.watch import LinkWatch
+from hoop.transport.shm_segment import Bytes, Mailbox
+
+
+class LinkWatch:
+    """Of one endpoint; read from any thread. Ranks that share memory have no links, and nothing to see."""
+
+    def __init__(self, moved: Callable[[int], tuple[int, int]] = lambda peer: (0, 0)) -> None:
+        self.moved = moved
+        """Bytes that the link to a peer has taken, and bytes that have come from it."""
+        self.waits_for: tuple[int, ...] = ()
+        """Peers of whom this rank needs something before it goes on."""
+        self.connecting = False
+        """Whether what it needs is that they take its connection."""
+        self.failed: int | None = None
+        """The peer to whom the link failed: not one who gave up for another's sake, and said so."""
+        self._seen: object = None
+        self._since = 0.0
+
+    def stalled(self, now: float, patience: float) -> tuple[int, ...]:
+        """Asked again and again: those whom it has been waiting for, for so long, without a byte from any of them."""
+        peers = self.waits_for
+        seen = peers, self.connecting, self._came(peers)
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return peers if now - self._since >= patience else ()
+
+    def _came(self, peers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.moved(peer)[1] for peer in peers)
 
 
 class Pending(ABC):
@@ -184,3 +217,27 @@ class Transport(ABC):
 def remaining(deadline: float) -> float:
     """Seconds until a deadline, never negative."""
     return max(0.0, deadline - time.monotonic())
+
+
+class Parcel(Pending):
+    """Some pieces of memory, handed over from the front."""
+
+    def __init__(self, parts: list[memoryview]) -> None:
+        self.parts = parts
+
+    @property
+    def done(self) -> bool:
+        return not self.parts
+
+    def detach(self) -> None:
+        self.parts = [memoryview(bytes(part)) for part in self.parts]
+
+    def prepare(self) -> None:
+        """Its turn has come to be handed over."""
+
+    def advance(self, taken: int) -> None:
+        """The link has taken so many bytes more."""
+        while self.parts and taken >= self.parts[0].nbytes:
+            taken -= self.parts.pop(0).nbytes
+        if taken:
+            self.parts[0] = self.parts[0][taken:]

@@ -6,6 +6,8 @@
 
 A rank waits in one of the two at a time. If messages are still to be handed over in the other, a thread of this
 endpoint does that meanwhile, and has stopped before the wait returns: each of the two is used by one thread at a time.
+
+The transport of ranks on several hosts: TCP and shared memory behind one address.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost
+from hoop.errors import CollectiveMismatch, FailedPrecondition, HoopError, InvalidArgument, PeerLost
+from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint, Transport
 from hoop.transport.calls import Call
-from hoop.transport.tcp_waiting import TcpWaiting
+from hoop.transport.shm_listener import ShmTransport
+from hoop.transport.tcp_endpoint import TcpWaiting
+from hoop.transport.tcp_listener import TcpTransport
 
 
 class _Side:
@@ -256,3 +261,43 @@ def number_hosts(shared_peers: Sequence[Address | None]) -> list[int]:
         rank if address is None else first.setdefault(address.host, rank)
         for rank, address in enumerate(shared_peers)
     ]
+
+
+_TRIES = 20
+
+
+class HybridTransport(Transport):
+    """Peers whose addresses have the same host part share memory with each other."""
+
+    scheme = "hybrid"
+
+    def __init__(self, address: Address, arena: Arena | None = None, key: bytes = b"") -> None:
+        for left in reversed(range(_TRIES)):
+            self._links = TcpTransport(address, key=key)
+            self.address = self._links.address
+            try:
+                self._shared = ShmTransport(self.address, arena)
+                return
+            except FailedPrecondition:  # its port is free for TCP, and not for shared memory
+                self._links.close()
+                if address.port or not left:
+                    raise
+
+    def endpoint(
+        self,
+        communicator: int,
+        generation: int,
+        rank: int,
+        peers: Sequence[Address],
+        hosts: Sequence[str | None] = (),
+    ) -> Endpoint:
+        """``hosts`` says who shares memory where addresses do not tell: those with the same; None: with nobody."""
+        places = [
+            Address(host, peer.port) if host is not None else None
+            for peer, host in zip(peers, hosts or [peer.host for peer in peers], strict=True)
+        ]
+        return spanning_endpoint(self._links, self._shared, communicator, generation, rank, peers, places)
+
+    def close(self) -> None:
+        self._shared.close()
+        self._links.close()

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
 from hoop.transport.base import Transport
-from hoop.transport.hybrid_transport import HybridTransport
+from hoop.transport.hybrid import HybridTransport
 from hoop.transport.inproc import InprocTransport
-from hoop.transport.shm import ShmTransport
-from hoop.transport.tcp import TcpTransport
+from hoop.transport.shm_listener import ShmTransport
+from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.tokens import Token
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {

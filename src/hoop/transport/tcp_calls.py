@@ -24,9 +24,9 @@ from math import inf
 
 from hoop.errors import CollectiveMismatch, HoopError, LinkCorrupted
 from hoop.topology import Address
+from hoop.transport.auth_handshake import prove, read_exactly
 from hoop.transport.calls import Call, distance, mismatch, wrong_length
-from hoop.transport.proving import prove, read_exactly
-from hoop.transport.tcp_sockets import connect
+from hoop.transport.tcp_socket import connect
 from hoop.wire.frames import HEADER_BYTES, Header, Kind
 
 FIRST_QUESTION_S = 0.2

@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
     HELLO = 1
     """The first frame on a link: who dials, for which communicator; ``sequence`` is the rank dialled. With a payload,
-    16 random bytes, it asks for a CHALLENGE (transport/proving.py)."""
+    16 random bytes, it asks for a CHALLENGE (transport/auth_handshake.py)."""
     DATA = 2
     REFUSAL = 3
     """Sent back once before the link is closed; the payload is a sentence."""

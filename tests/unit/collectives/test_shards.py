@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hoop.collectives.ordered import linked_plan
+from hoop.collectives.ordered_all_reduce import linked_plan
 from hoop.collectives.plan import verify
-from hoop.collectives.shards import Holding, Leaf, Node, Sum, expression, holding
+from hoop.collectives.shard_tree import Holding, Leaf, Node, Sum, expression, holding
 from hoop.errors import InvalidArgument
 
 

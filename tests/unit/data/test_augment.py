@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hoop.data import Augment, ImageData, Order, shard
-from hoop.data.augment import cropped, flips, offsets
+from hoop.data.images import cropped, flips, offsets
 from hoop.errors import InvalidArgument
 
 RANDOM = np.random.default_rng(0)

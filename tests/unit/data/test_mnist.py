@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hoop.data import ImageData, idx, load, mnist
+from hoop.data import ImageData, load, mnist
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 
 
@@ -21,7 +21,7 @@ def images_of(dataset: Any) -> ImageData:
     return dataset
 
 
-def packaged() -> idx.Arrays:
+def packaged() -> mnist.Arrays:
     return mnist._packaged()
 
 
@@ -29,25 +29,25 @@ def idx_file(array: np.ndarray) -> bytes:
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
-def write(folder: Path, arrays: idx.Arrays, *, zipped: bool = False) -> None:
+def write(folder: Path, arrays: mnist.Arrays, *, zipped: bool = False) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, array in zip(idx.NAMES, arrays, strict=True):
+    for name, array in zip(mnist.NAMES, arrays, strict=True):
         data = idx_file(array)
         path = folder / (f"{name}.gz" if zipped else name)
         path.write_bytes(gzip.compress(data, 1) if zipped else data)
 
 
-def small(first: int) -> idx.Arrays:
+def small(first: int) -> mnist.Arrays:
     """Four images in MNIST's shape."""
     images = np.full((4, 28, 28), first, np.uint8)
     labels = np.array([first, 1, 2, 3], np.uint8)
-    return idx.Arrays(images, labels, images[:2], labels[:2])
+    return mnist.Arrays(images, labels, images[:2], labels[:2])
 
 
-def checksums(arrays: idx.Arrays) -> dict[str, str]:
+def checksums(arrays: mnist.Arrays) -> dict[str, str]:
     return {
         name: f"md5:{hashlib.md5(idx_file(array)).hexdigest()}"
-        for name, array in zip(idx.NAMES, arrays, strict=True)
+        for name, array in zip(mnist.NAMES, arrays, strict=True)
     }
 
 
@@ -148,7 +148,7 @@ def test_a_broken_gzip_is_refused(place: Path) -> None:
 )
 def test_what_is_no_idx_file_is_refused(data: bytes) -> None:
     with pytest.raises(FailedPrecondition, match=r"x\.idx is not an IDX file"):
-        idx.parsed(data, "x.idx")
+        mnist.parsed(data, "x.idx")
 
 
 def test_an_incomplete_folder_is_passed_over(place: Path) -> None:

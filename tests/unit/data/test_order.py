@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.data import Order, shard
-from hoop.data.draws import ORDER, draws, key_of
+from hoop.data.sampler import ORDER, draws, key_of
 from hoop.errors import InvalidArgument, OutOfRange
 
 orders = st.builds(Order, seed=st.integers(0, 2**64 - 1), length=st.integers(1, 300))

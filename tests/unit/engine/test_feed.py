@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from hoop.data.augment import Augment
 from hoop.data.dataset import Batch, Indices
-from hoop.data.images import ImageData
-from hoop.data.order import Order, shard
-from hoop.engine.feed import Feed, Position
+from hoop.data.images import Augment, ImageData
+from hoop.data.sampler import Order, shard
+from hoop.engine.data_feed import Feed, Position
 
 SAMPLES, MICROS = 30, 4
 SHARD_BYTES = 8 * (16 * 4 + 8)

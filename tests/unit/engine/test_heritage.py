@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hoop.engine.stages.evidence import Evidence
-from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.diary import KEPT, Diary, remembered
-from hoop.engine.survival.heritage import inherited, newest
-from hoop.engine.survival.keepsakes import Keepsakes
-from hoop.engine.survival.own import claimed
-from hoop.engine.survival.parts import Live, described
+from hoop.engine.fault_tolerance.checkpoint import Keepsakes
+from hoop.engine.fault_tolerance.local_persistence import KEPT, Diary, inherited, newest, remembered
+from hoop.engine.fault_tolerance.replication import claimed
+from hoop.engine.fault_tolerance.state_slices import Live, described
+from hoop.engine.stage.provenance import Evidence
+from hoop.engine.stage.state import Vectors
 from hoop.memory import Arena
 
 RUN = "a run"

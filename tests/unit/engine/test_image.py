@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hoop.engine.stages.optimizer import OptimizerSettings, go_on, updating
-from hoop.engine.stages.weights import Vectors
-from hoop.engine.survival.image import Image, Mirror, imaged
-from hoop.engine.survival.parts import Flat, Live
+from hoop.engine.fault_tolerance.replication import Image, Mirror, imaged
+from hoop.engine.fault_tolerance.state_slices import Flat, Live
+from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
+from hoop.engine.stage.state import Vectors
 from hoop.memory import Arena
 
 TRAINED, BUFFERS, STEPS = 192, 64, 5

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
-from hoop.engine.reduction import SAMPLES, Decomposition, reduction_of, with_criterion
-from hoop.engine.stages.losses import Criterion, Objective, cross_entropy, hits
+from hoop.engine.loss_reduction import SAMPLES, Decomposition, reduction_of, with_criterion
+from hoop.engine.stage.autograd import Criterion, Objective, cross_entropy, hits
 from hoop.errors import InvalidArgument
 
 CLASSES = 5

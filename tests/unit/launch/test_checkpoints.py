@@ -16,11 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.survival.snapshot import packed, unpacked
+from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
 from hoop.errors import FailedPrecondition
 from hoop.files import remove_leftovers, replacing, write_bytes
-from hoop.launch.checkpoints import name_of, newest_checkpoint, read, set_aside, step_of
-from hoop.launch.keeping import Keeper, Snapshot
+from hoop.runs.checkpoint_store import Keeper, Snapshot, name_of, newest_checkpoint, read, set_aside, step_of
 
 TENSORS = {"0.weight": torch.arange(6.0).reshape(2, 3), "optimizer.moment0.0.weight": torch.zeros(2, 3)}
 WHOLE = packed(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import FailedPrecondition
-from hoop.launch.children import check_forkable
+from hoop.launch.forked import check_forkable
 
 
 def test_threads_of_autograd_forbid_a_fork(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hoop.launch.deduplication import REMEMBERED, Deduplicator
+from hoop.runs.job_follower import REMEMBERED, Deduplicator
 
 
 def rows(first: int, last: int, **changes: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import pytest
 
 from hoop import files
 from hoop.errors import ResourceExhausted
-from hoop.launch.full_disk import FullDisk
 from hoop.plan.faults import parse_faults
+from hoop.runs.run_recorder import FullDisk
 
 
 def test_one_checkpoint_finds_no_room_and_the_next_does(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.data.order import Order, shard
-from hoop.engine.stages.evidence import Evidence, claim, print_of
-from hoop.engine.survival.snapshot import packed, unpacked
+from hoop.data.sampler import Order, shard
+from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
+from hoop.engine.stage.provenance import Evidence, claim, print_of
 from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
 from hoop.files import write_bytes
-from hoop.launch.audit import audit
-from hoop.launch.checkpoints import FOLDER, name_of
-from hoop.launch.ledger import NAME, Ledger, lines
+from hoop.runs.audit import audit
+from hoop.runs.checkpoint_store import FOLDER, name_of
+from hoop.runs.ledger import NAME, Ledger, lines
 
 ABOUT: dict[str, Any] = {"seed": 3, "samples": 21, "batch_size": 8, "micros": 4, "data": "d"}
 ORDER, AN_EPOCH = Order(3, 21), 3

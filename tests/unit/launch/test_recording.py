@@ -11,8 +11,8 @@ import torch
 
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
-from hoop.launch.checkpoints import newest_checkpoint
-from hoop.launch.recording import Recording, saved_settings
+from hoop.runs.checkpoint_store import newest_checkpoint
+from hoop.runs.run_recorder import Recording, saved_settings
 
 STEPS: dict[str, Any] = {
     "kind": "steps",

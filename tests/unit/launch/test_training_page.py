@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hoop.engine.settings import Settings
-from hoop.engine.stages.optimizer import OptimizerSettings
+from hoop.engine.stage.optimizer import OptimizerSettings
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn, randn
 
 from hoop.errors import InternalError, InvalidArgument, UserError
-from hoop.launch.user_code import blaming
+from hoop.runs.user_code import blaming
 
 
 def test_what_went_through_the_users_code_is_the_users() -> None:
@@ -42,7 +42,7 @@ def test_hoops_own_errors_pass() -> None:
 def test_everything_else_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if this file were one of the libraries.
     monkeypatch.setattr(
-        "hoop.launch.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))
+        "hoop.runs.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))
     )
     with pytest.raises(InternalError, match=r"a bug in Hoop, in x: .*JSONDecodeError"), blaming("in x"):
         json.loads("{")

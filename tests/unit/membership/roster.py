@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hoop.membership import messages as m
-from hoop.membership.detector import DetectorConfig
+from hoop.membership import events as m
+from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.state import State
-from hoop.membership.step import step
+from hoop.membership.state_machine import step
 from hoop.topology import Address, DeviceInfo
 
 NOW = 1000.0

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.membership.detector import DetectorConfig, Pulse
+from hoop.membership.failure_detector import DetectorConfig, Pulse
 
 CONFIG = DetectorConfig(heartbeat_s=0.125, lease_s=1.5, failures=3, window=5)  # exact in binary
 

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from roster import CONFIG, NOW, after, announced, cluster, dead, recorded, stops
 
-from hoop.membership import messages as m
-from hoop.membership.state import State
-from hoop.membership.step import step
-from hoop.membership.trouble import WINDOW_S
+from hoop.membership import events as m
+from hoop.membership.state import WINDOW_S, State
+from hoop.membership.state_machine import step
 
 LONG_ENOUGH = CONFIG.lease_s / 6
 THREE = after(cluster(1, 2, 3), m.Created((1, 2, 3)))

@@ -8,8 +8,8 @@ import pytest
 from roster import CONFIG, NOW, after, cluster, dead, device
 
 from hoop.errors import MembershipChanged
+from hoop.membership import events as m
 from hoop.membership import job_membership as jm
-from hoop.membership import messages as m
 from hoop.membership import task_membership as tm
 
 

@@ -15,11 +15,10 @@ import pytest
 from roster import CONFIG, NOW, after, cluster, dead, device, recorded
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.membership import messages as m
-from hoop.membership.file_journal import FileJournal
-from hoop.membership.journal import Entry, decode, encode, replay, snapshot
+from hoop.membership import events as m
+from hoop.membership.journal import Entry, FileJournal, decode, encode, replay, snapshot
 from hoop.membership.state import Health, Outcome, State
-from hoop.membership.step import step
+from hoop.membership.state_machine import step
 from hoop.topology import Address
 
 HISTORY: list[m.Message] = [

@@ -14,11 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from roster import CONFIG, NOW, device, stops
 
 from hoop.errors import MembershipChanged, UserError
-from hoop.membership import messages as m
-from hoop.membership.entries import communicator_entry
-from hoop.membership.journal import decode, encode, replay, snapshot
+from hoop.membership import events as m
+from hoop.membership.journal import communicator_entry, decode, encode, replay, snapshot
 from hoop.membership.state import Health, Outcome, State
-from hoop.membership.step import step
+from hoop.membership.state_machine import step
 
 device_ids = st.integers(1, 5)
 picks = st.integers(0, 5)

@@ -8,10 +8,10 @@ import pytest
 from roster import CONFIG, NOW, after, announced, cluster, dead, device, recorded, stops
 
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, NotFound, ResourceExhausted
-from hoop.membership import messages as m
-from hoop.membership.entries import communicator_entry
+from hoop.membership import events as m
+from hoop.membership.journal import communicator_entry
 from hoop.membership.state import Health, Outcome, State
-from hoop.membership.step import step
+from hoop.membership.state_machine import step
 
 # ---- joining
 
@@ -82,7 +82,7 @@ def test_joining_again_starts_with_a_clean_record() -> None:
 
 
 def test_as_many_devices_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hoop.membership.devices.MAX_DEVICES", 2)
+    monkeypatch.setattr("hoop.membership.state_machine.MAX_DEVICES", 2)
     state = cluster(1, 2)
     for one in (0, 3):
         with pytest.raises(ResourceExhausted, match="2 devices are known already"):
@@ -410,7 +410,7 @@ def test_what_cannot_be_a_communicator(device_ids: tuple[int, ...], kind: type[E
 
 
 def test_as_many_communicators_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hoop.membership.step.MAX_COMMUNICATORS", 2)
+    monkeypatch.setattr("hoop.membership.state_machine.MAX_COMMUNICATORS", 2)
     state = after(cluster(1), m.Created((1,)), m.Created((1,)))
     with pytest.raises(ResourceExhausted, match=r"2 communicators exist; destroy some \(CommDestroy\)"):
         step(state, m.Created((1,)))

@@ -16,8 +16,8 @@ from hoop.errors import (
     OutOfRange,
     ResourceExhausted,
 )
-from hoop.memory import Arena, Buffer, backing, dtype
-from hoop.memory.geometry import Geometry
+from hoop.memory import Arena, Buffer, dtype, storage
+from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
 
@@ -267,12 +267,12 @@ def test_delete_removes_the_file_and_only_this_one(arena: Arena, path: Path) -> 
 def test_a_file_deleted_between_open_and_lock_is_not_taken(
     arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = backing.BackingFile._lock
+    lock = storage.BackingFile._lock
 
-    def late(self: backing.BackingFile) -> None:
+    def late(self: storage.BackingFile) -> None:
         arena.close(delete=True)
         lock(self)
 
-    monkeypatch.setattr(backing.BackingFile, "_lock", late)
+    monkeypatch.setattr(storage.BackingFile, "_lock", late)
     with pytest.raises(FailedPrecondition, match="deleted while it was being opened; try again"):
         Arena.open(path)

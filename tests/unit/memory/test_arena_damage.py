@@ -11,8 +11,8 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.memory import Arena
-from hoop.memory.geometry import PAGE, Geometry
-from hoop.memory.header import Header
+from hoop.memory.arena import Header
+from hoop.memory.storage import PAGE, Geometry
 
 CAPACITY = 64 * 1024
 
@@ -118,7 +118,7 @@ def test_a_checksum_does_not_make_nonsense_a_table(
         arena.allocate("b", 8)
         header = arena._header
         assert header is not None
-        monkeypatch.setattr("hoop.memory.header.json.dumps", lambda *_, **__: payload)
+        monkeypatch.setattr("hoop.memory.arena.json.dumps", lambda *_, **__: payload)
         header.save([])
         monkeypatch.undo()
     with Arena.open(path) as arena:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfMemory
-from hoop.memory import Arena, backing, default_directory
-from hoop.memory.geometry import Geometry
+from hoop.memory import Arena, default_directory, storage
+from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
 Python = Callable[..., subprocess.Popen[str]]
@@ -78,7 +78,7 @@ def test_where_space_cannot_be_reserved_it_is_at_least_counted(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
-    monkeypatch.setattr(backing, "free_space", lambda directory: CAPACITY)
+    monkeypatch.setattr(storage, "free_space", lambda directory: CAPACITY)
     with pytest.raises(OutOfMemory, match=r"No space left on device; .* has 64 KiB free"):
         Arena.create(path, CAPACITY)  # which fits, but not with its header
     assert not path.exists()
@@ -132,10 +132,10 @@ def test_a_file_system_that_cannot_reserve_still_works(path: Path, monkeypatch: 
 
 
 def test_a_failure_after_reserving_leaves_no_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: backing.BackingFile, size: int) -> None:
+    def refuse(self: storage.BackingFile, size: int) -> None:
         raise OutOfMemory("no address space")
 
-    monkeypatch.setattr(backing.BackingFile, "map", refuse)
+    monkeypatch.setattr(storage.BackingFile, "map", refuse)
     with pytest.raises(OutOfMemory, match="no address space"):
         Arena.create(path, CAPACITY)
     assert not path.exists()
@@ -170,7 +170,7 @@ def test_links_and_files_that_others_can_change_are_not_trusted(arena: Arena, pa
 
 def test_default_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = tmp_path / "shm"
-    monkeypatch.setattr(backing, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(storage, "_SHARED_MEMORY", shared)
     elsewhere = Path(tempfile.gettempdir())
     assert default_directory(1) == elsewhere
     shared.mkdir()

@@ -12,8 +12,8 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.memory import Allocator, Arena, dtype
-from hoop.memory.geometry import Geometry
-from hoop.memory.header import Header
+from hoop.memory.arena import Header
+from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
 Python = Callable[..., subprocess.Popen[str]]
@@ -209,7 +209,7 @@ def test_a_killed_device_comes_back_with_its_bytes(path: Path, python: Python) -
 
 def test_a_device_killed_in_the_middle_of_create(path: Path, python: Python) -> None:
     program = (
-        "import os, signal, sys\nfrom hoop.memory import Arena\nfrom hoop.memory.header import Header\n"
+        "import os, signal, sys\nfrom hoop.memory import Arena\nfrom hoop.memory.arena import Header\n"
         "save = Header.save\n"
         "def die(self, spans):\n    save(self, spans)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
         "Header.save = die\n"

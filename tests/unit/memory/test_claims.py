@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import hoop.memory.claims as claims_module
+import hoop.memory.commit_record as claims_module
 from hoop.memory import Arena
-from hoop.memory.claims import NOTHING, Claim, boot, claims
+from hoop.memory.commit_record import NOTHING, Claim, boot, claims
 
 RUN = "a run"
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.plan.amounts import RankTraffic, in_flight, traffic
-from hoop.plan.check import check
 from hoop.plan.instructions import Instruction
-from hoop.plan.plan import Plan
+from hoop.plan.plan import Plan, RankTraffic, in_flight, traffic
+from hoop.plan.validation import check
 
 TWO_STAGES = ["0L0 0F0 0>0@1 0(0@1 0B0 0A 0U", "1<0@0 1F0 1B0 1)0@0 1A 1U"]
 TWO_REPLICAS = ["0L0 0F0 0B0 0A 0U", "0L1 0F1 0B1 0A 0U"]

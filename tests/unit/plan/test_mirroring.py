@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from hoop.plan.mirroring import holders
+from hoop.plan.replica_placement import holders
 
 
 def test_on_one_machine_the_next_rank_does() -> None:

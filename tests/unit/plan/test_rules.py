@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hoop.errors import InternalError
-from hoop.plan.check import check
+from hoop.plan.builder import weave
 from hoop.plan.instructions import Instruction
 from hoop.plan.plan import Plan
-from hoop.plan.rehearse import rehearse
 from hoop.plan.rules import ListRule, Rule
-from hoop.plan.timing import chart, timeline
-from hoop.plan.weave import weave
+from hoop.plan.unit_clock import chart, rehearse, timeline
+from hoop.plan.validation import check
 
 
 def line(text: str) -> tuple[Instruction, ...]:

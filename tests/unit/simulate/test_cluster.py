@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import InvalidArgument, NotFound
-from hoop.simulate import shipped
+from hoop.simulate import cost_model
 from hoop.simulate.cluster import Cluster, Host, Link, parse_bandwidth, read_cluster
-from hoop.simulate.costs import BlockCost, Costs, Line, Machine, read_costs
+from hoop.simulate.cost_model import BlockCost, Costs, Line, Machine, read_costs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -95,10 +95,10 @@ def test_a_line_goes_through_its_points() -> None:
 
 
 def test_costs_come_with_hoop() -> None:
-    assert {"mnist", "lenet"} <= set(shipped.names())
-    for name in shipped.names():
-        costs = shipped.shipped(name)
+    assert {"mnist", "lenet"} <= set(cost_model.names())
+    for name in cost_model.names():
+        costs = cost_model.shipped(name)
         assert costs.blocks, name
         assert "shipped" in costs.source
     with pytest.raises(NotFound, match="hoop calibrate nothing"):
-        shipped.shipped("nothing")
+        cost_model.shipped("nothing")

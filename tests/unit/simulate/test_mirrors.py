@@ -8,9 +8,9 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.simulate.cluster import Cluster, Link
-from hoop.simulate.costs import FREE, BlockCost, Costs, Line
-from hoop.simulate.outcome import Outcome
-from hoop.simulate.run import simulate
+from hoop.simulate.cost_model import FREE, BlockCost, Costs, Line
+from hoop.simulate.result import Outcome
+from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 MACHINE = replace(FREE, copy_s=1.0, byte_s=0.5, message_s=2.0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hoop.simulate.cluster import Cluster, Link
-from hoop.simulate.costs import Costs, Machine
-from hoop.simulate.failures import Failures, goodput
-from hoop.simulate.run import simulate
+from hoop.simulate.cost_model import Costs, Machine
+from hoop.simulate.failure_model import Failures, goodput
 from hoop.simulate.search import among_failures, search
+from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 

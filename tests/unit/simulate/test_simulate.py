@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.plan.amounts import traffic
-from hoop.plan.rehearse import rehearse
+from hoop.plan.plan import traffic
+from hoop.plan.unit_clock import rehearse
 from hoop.simulate.cluster import Cluster, Host, Link
-from hoop.simulate.costs import FREE, BlockCost, Costs, Line, Machine
-from hoop.simulate.device import Outage, Stragglers
-from hoop.simulate.run import simulate
+from hoop.simulate.cost_model import FREE, BlockCost, Costs, Line, Machine
+from hoop.simulate.rank import Outage, Stragglers
+from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import every, parse
 
 FAST = Link(1e30)

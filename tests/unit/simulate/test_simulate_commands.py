@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from hoop.cli.main import app
-from hoop.simulate.costs import Costs, Machine
+from hoop.simulate.cost_model import Costs, Machine
 
 ROOT = Path(__file__).resolve().parents[3]
 

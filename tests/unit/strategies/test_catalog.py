@@ -6,14 +6,14 @@ import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.plan.partition import Block
+from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import STRATEGIES, every, parse
 from hoop.strategies.data_parallel import DataParallel
-from hoop.strategies.fitting import advice, fit, fitting
 from hoop.strategies.hybrid import Hybrid
+from hoop.strategies.memory_fit import advice, fit, fitting
 from hoop.strategies.parameter_server import ParameterServer
 from hoop.strategies.pipeline import Pipeline
-from hoop.strategies.ring_model import RingModel
-from hoop.strategies.strategy import Strategy
+from hoop.strategies.ring import RingModel
 
 MIB = 1 << 20
 

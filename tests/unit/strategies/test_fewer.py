@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hoop.errors import FailedPrecondition
-from hoop.plan.check import check
-from hoop.strategies.catalog import parse
-from hoop.strategies.fewer import usable
+from hoop.plan.validation import check
+from hoop.strategies.catalog import parse, usable
 
 BLOCKS = 5
 

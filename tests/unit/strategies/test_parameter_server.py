@@ -10,9 +10,8 @@ from shaken_links import shake
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, Kind
 from hoop.plan.plan import Plan
-from hoop.plan.rehearse import rehearse
 from hoop.plan.rules import Rule
-from hoop.plan.timing import units
+from hoop.plan.unit_clock import rehearse, units
 from hoop.strategies.parameter_server import ParameterServer
 
 

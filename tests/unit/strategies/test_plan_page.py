@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hoop.plan.timing import chart
+from hoop.plan.unit_clock import chart
 from hoop.strategies.catalog import parse
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "plans.md"

@@ -8,14 +8,12 @@ from hypothesis import strategies as st
 from shaken_links import shake
 
 from hoop.errors import InvalidArgument
-from hoop.plan.amounts import in_flight
-from hoop.plan.check import check
 from hoop.plan.instructions import Instruction, Kind
-from hoop.plan.plan import Plan
-from hoop.plan.rehearse import rehearse
+from hoop.plan.plan import Plan, in_flight
 from hoop.plan.rules import Rule
-from hoop.plan.timing import timeline
-from hoop.strategies.ring_model import RingModel
+from hoop.plan.unit_clock import rehearse, timeline
+from hoop.plan.validation import check
+from hoop.strategies.ring import RingModel
 
 
 def rules_of(ring: RingModel, devices: int, micros: int, steps: int) -> tuple[Plan, list[Rule]]:

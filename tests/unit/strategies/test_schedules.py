@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hoop.plan.timing import chart, timeline
+from hoop.plan.unit_clock import chart, timeline
+from hoop.strategies.base import Strategy
 from hoop.strategies.pipeline import Pipeline
-from hoop.strategies.ring_model import RingModel
-from hoop.strategies.strategy import Strategy
+from hoop.strategies.ring import RingModel
 
 GRIDS = {
     ("1f1b", 4, 8): """
@@ -73,7 +73,7 @@ def bubbles(strategy: Strategy, devices: int, micros: int) -> list[float]:
 @pytest.mark.parametrize("devices", range(1, 9))
 @pytest.mark.parametrize("micros", range(1, 17))
 def test_bubbles(devices: int, micros: int) -> None:
-    """The formulas of strategies/schedules.py, on every rank."""
+    """The formulas of strategies/pipeline.py, on every rank."""
     p, m = devices, micros
     for plain in (Pipeline("gpipe"), Pipeline("1f1b"), RingModel()):
         assert bubbles(plain, p, m) == pytest.approx([(p - 1) / m] * p), plain.spec

@@ -7,20 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.plan.amounts import in_flight, traffic
-from hoop.plan.check import check
-from hoop.plan.plan import Plan
-from hoop.plan.rehearse import rehearse
+from hoop.plan.plan import Plan, in_flight, traffic
 from hoop.plan.rules import ListRule
-from hoop.plan.timing import timeline
+from hoop.plan.unit_clock import rehearse, timeline
+from hoop.plan.validation import check
+from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import every, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
 from hoop.strategies.parameter_server import ParameterServer
-from hoop.strategies.pipeline import Pipeline
-from hoop.strategies.ring_model import RingModel
-from hoop.strategies.schedules import SCHEDULES
-from hoop.strategies.strategy import Strategy
+from hoop.strategies.pipeline import SCHEDULES, Pipeline
+from hoop.strategies.ring import RingModel
 
 schedules = st.sampled_from(list(SCHEDULES))
 slices = st.integers(1, 4)

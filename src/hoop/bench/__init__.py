@@ -1,1 +1,0 @@
-"""Hoop beside its rivals, in one run: the same collective, sizes and ranks, as a ratio."""

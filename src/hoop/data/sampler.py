@@ -1,0 +1,137 @@
+"""Random numbers by name instead of by turn: a draw is a hash of what it is for.
+
+A generator's numbers depend on how many were taken before, so on who took them. A draw here depends on its
+key and on the sample alone: any device, in any batch, in any order, draws the same. It is integer arithmetic
+modulo 2^64 (the output function of splitmix64), so also on any machine and with any version of NumPy, whose
+generators' methods may change between releases.
+
+Which samples a step takes: an epoch is one permutation, cut into steps, each cut into shards.
+
+    permutation(epoch)   17 3 42 8 | 5 0 11 29 | 2 31      without replacement: every sample once an epoch
+    step                     0     |     1     |   2       the last may be short; nothing dropped or repeated
+    shard(…, s, 2)        0  | 1   |  0  |  1  | 0 | 1     contiguous, sizes differ by one at most
+
+A step that takes every sample takes them as they lie: shuffled they would be the same samples, only dearer to gather.
+A position in the data is (epoch, step): the samples follow from it by arithmetic, so resuming costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hoop.data.dataset import Indices
+from hoop.errors import InvalidArgument, OutOfRange
+
+ORDER, FLIP, CROP, ITEM = range(4)
+"""What a draw is for: the last part of its key, so that no two uses share their numbers."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = 2**64 - 1
+
+
+def _mixed(value: int) -> int:
+    """splitmix64 of one number: the next output of a generator in this state."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * _FACTORS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _FACTORS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def key_of(*parts: int) -> int:
+    """One key of several numbers, each in 0..2^64-1; their order counts."""
+    key = 0
+    for part in parts:
+        if not 0 <= part <= _MASK:
+            raise InvalidArgument(f"seed or epoch: {part} is not in 0..2^64-1")
+        key = _mixed(key ^ part)
+    return key
+
+
+def draws(samples: npt.NDArray[np.int64], *parts: int) -> npt.NDArray[np.uint64]:
+    """64 random bits for each sample, under the key of these numbers.
+
+    Different samples get different values (splitmix64 permutes the 64-bit numbers), so sorting has no ties.
+    """
+    state = samples.astype(np.uint64)
+    state *= np.uint64(_GOLDEN)
+    state += np.uint64((key_of(*parts) + _GOLDEN) & _MASK)
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
+        state ^= state >> np.uint64(shift)
+        state *= np.uint64(factor)
+    state ^= state >> np.uint64(31)
+    return state
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order in which samples are taken: a function of (seed, epoch, length), equal on every machine.
+
+    The permutation of an epoch sorts the samples by a hash of (seed, epoch, length, sample): see ``draws``.
+    """
+
+    seed: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise InvalidArgument(f"length: {self.length} samples cannot be ordered; at least 1")
+        if not 0 <= self.seed < 2**64:
+            raise InvalidArgument(f"seed: {self.seed} is not in 0..2^64-1")
+
+    def permutation(self, epoch: int) -> Indices:
+        """Every sample number once, in the order of this epoch; read-only."""
+        if epoch < 0:
+            raise InvalidArgument(f"epoch: {epoch} is not 0 or more")
+        return _permutation(self.seed, epoch, self.length)
+
+    def steps(self, batch_size: int) -> int:
+        """How many steps an epoch has."""
+        if batch_size < 1:
+            raise InvalidArgument(f"batch_size: {batch_size} is not at least 1")
+        return -(-self.length // batch_size)
+
+    def batches(self, batch_size: int) -> list[slice]:
+        """Where an epoch is cut: the part of the permutation that each step takes."""
+        starts = range(0, self.steps(batch_size) * batch_size, batch_size)
+        return [slice(start, min(start + batch_size, self.length)) for start in starts]
+
+    def indices(self, epoch: int, step: int, batch_size: int) -> Indices:
+        """The samples of one step."""
+        steps = self.steps(batch_size)
+        if not 0 <= step < steps:
+            raise OutOfRange(
+                f"step: an epoch of {self.length} by {batch_size} has 0..{steps - 1}, not {step}"
+            )
+        if steps == 1:
+            return _all(self.length)
+        return self.permutation(epoch)[step * batch_size : (step + 1) * batch_size]
+
+
+def shard(indices: Indices, shard: int, shards: int) -> Indices:
+    """One of ``shards`` nearly equal contiguous parts; empty where there are fewer samples than shards."""
+    if not 0 <= shard < shards:
+        raise OutOfRange(f"shard: {shard} is not in 0..{shards - 1}")
+    count = len(indices)
+    return indices[count * shard // shards : count * (shard + 1) // shards]
+
+
+@functools.lru_cache(maxsize=4)
+def _all(length: int) -> Indices:
+    """The same array at every step: whoever reads it may keep what it read."""
+    order = np.arange(length, dtype=np.int64)
+    order.flags.writeable = False
+    return order
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, length: int) -> Indices:
+    """Kept for a few epochs, because every step asks for a part."""
+    keys = draws(np.arange(length, dtype=np.int64), seed, epoch, length, ORDER)
+    order = np.argsort(keys).astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order

@@ -1,0 +1,310 @@
+"""How large an arena is and where its addresses are in its file.
+
+    0            4096           + table_size   + table_size  64 KiB aligned
+    | superblock | table slot 0 | table slot 1 | (unused) | data: capacity bytes … |
+                                                          ^ min_address            ^ max_address
+
+The superblock says so: the sizes, once and for all, with a checksum.
+
+The file beneath an arena: opened safely, owned by one process, its space really reserved.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import tempfile
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+from pathlib import Path
+from typing import Literal
+
+from hoop.config import format_size
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, NotFound, OutOfMemory, OutOfRange
+
+PAGE = 4096
+MIN_ADDRESS = 0x1000
+TABLE_SIZE = 256 * 1024  # room for some thousands of buffers
+
+_DATA_ALIGNMENT = 65536  # the largest page among our platforms
+_MAGIC = b"HOOPAREN"
+_VERSION = 1
+_IDENTITY = struct.Struct("<8sI")  # magic, version: what every version has in common
+_SIZES = struct.Struct("<QQQ")  # capacity, min address, table size
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that an arena is created with, and every place that follows from them."""
+
+    capacity: int
+    min_address: int = MIN_ADDRESS
+    table_size: int = TABLE_SIZE
+
+    def check(self, who: str) -> Geometry:
+        """Itself, if these sizes are possible."""
+        if self.capacity < 1:
+            raise InvalidArgument(f"{who}: capacity is {self.capacity} bytes, it must be at least 1")
+        if self.min_address < 1 or self.min_address % PAGE:
+            raise InvalidArgument(
+                f"{who}: min_address is {self.min_address:#x}, it must be a positive multiple of {PAGE:#x}"
+            )
+        if self.max_address >= 2**63:
+            raise InvalidArgument(
+                f"{who}: min_address {self.min_address:#x} + capacity {self.capacity} "
+                f"= {self.max_address:#x} does not fit in 63 bits"
+            )
+        if self.table_size < PAGE or self.table_size % PAGE:
+            raise InvalidArgument(f"{who}: table_size is {self.table_size}, it must be a multiple of {PAGE}")
+        return self
+
+    @cached_property
+    def max_address(self) -> int:
+        """The first address after the arena."""
+        return self.min_address + self.capacity
+
+    @cached_property
+    def data_offset(self) -> int:
+        """Where the byte of ``min_address`` is in the file."""
+        return -(-(PAGE + 2 * self.table_size) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
+
+    @property
+    def file_size(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.capacity
+
+    def locate(self, address: int, size: int, align: int, who: str) -> int:
+        """The place in the file of ``[address, address + size)``, if all of that is in the arena."""
+        # Python's integers, whatever the caller's are: a sum of NumPy's could wrap around.
+        address, size = index(address), index(size)
+        if (address | size) >> 64:  # negative or too large; the call itself would cost more than the rest
+            check_uint64(who, address=address, size=size)
+        if address < self.min_address or address + size > self.max_address:
+            raise OutOfRange(
+                f"{who}: address {address:#x} with size {size} ends at {address + size:#x} and is not "
+                f"inside [{self.min_address:#x}, {self.max_address:#x})"
+            )
+        if address % align:
+            raise InvalidArgument(
+                f"{who}: address {address:#x} is not aligned for elements of {align} bytes; "
+                f"use a multiple of {align}, such as {address - address % align:#x}"
+            )
+        return address - self.min_address + self.data_offset
+
+    def pack(self) -> bytes:
+        """The superblock."""
+        body = _IDENTITY.pack(_MAGIC, _VERSION) + _SIZES.pack(
+            self.capacity, self.min_address, self.table_size
+        )
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @classmethod
+    def unpack(cls, page: bytes, file_size: int, who: str) -> Geometry:
+        """What a file's first page says, if it can be believed."""
+        body = page[: _IDENTITY.size + _SIZES.size]
+        crc = page[len(body) : len(body) + _CRC.size]
+        if not any(page):
+            raise damaged(who, "the superblock is empty, its creation never finished")
+        if len(page) < PAGE:
+            raise damaged(who, f"the superblock is cut off after {len(page)} of {PAGE} bytes")
+        magic, version = _IDENTITY.unpack_from(body)
+        if magic != _MAGIC:
+            raise damaged(who, f"the superblock begins with {magic!r} instead of {_MAGIC!r}")
+        if version != _VERSION:
+            raise damaged(who, f"the superblock has format version {version}, this Hoop reads {_VERSION}")
+        if _CRC.pack(zlib.crc32(body)) != crc:
+            raise damaged(who, "the superblock does not match its checksum")
+        try:
+            found = cls(*_SIZES.unpack_from(body, _IDENTITY.size)).check(who)
+        except InvalidArgument as error:
+            raise damaged(who, f"the superblock is impossible ({error})") from error
+        if file_size < found.file_size:
+            raise damaged(who, f"the file has {file_size} bytes where the superblock says {found.file_size}")
+        return found
+
+
+def check_uint64(who: str, **values: int) -> None:
+    """Refuse what no request's 64 bits can hold: that is a mistake in any arena."""
+    for what, value in values.items():
+        if not 0 <= value < 2**64:
+            raise InvalidArgument(f"{who}: {what} {value:#x} is not a number from 0 to 2**64 - 1")
+
+
+def damaged(who: str, part: str) -> FailedPrecondition:
+    """The error for a file that cannot be believed."""
+    return FailedPrecondition(
+        f"{who}: arena header is damaged: {part}; nothing in it is trusted: "
+        "restore the file from a copy, or delete it and create a new one"
+    )
+
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
+_CANNOT_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 files there are opened without following links, mode 0600
+_CREATE = {"never": 0, "missing": os.O_CREAT, "always": os.O_CREAT | os.O_EXCL}
+
+
+class BackingFile:
+    """An open regular file of ours; with ``exclusive``, no other process has it so until it is closed."""
+
+    def __init__(self, path: Path, *, create: Literal["never", "missing", "always"], exclusive: bool) -> None:
+        self.path = path
+        self.exclusive = exclusive
+        self._process = os.getpid()
+        try:
+            # A predictable name in a shared directory: follow no link that somebody else may have put there.
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | _CREATE[create], 0o600)
+        except (OSError, ValueError) as error:
+            raise _opening(path, error) from error
+        # A file object and not the bare number: one that is forgotten warns, and is closed.
+        self._file = open(fd, "r+b", buffering=0)  # noqa: SIM115
+        try:
+            if exclusive:
+                self._lock()
+            self._check()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file now."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def read(self, size: int) -> bytes:
+        """The first bytes, fewer if the file is shorter."""
+        return os.pread(self._file.fileno(), size, 0)
+
+    def reserve(self, size: int) -> None:
+        """Make the file this long, all zero, with space behind every byte; else say what is missing."""
+        fd = self._file.fileno()
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask took
+            os.ftruncate(fd, 0)
+            room = free_space(self.path.parent)
+            if room is not None and room < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # A file with holes finds out that the disk is full when a page is touched, and that is a SIGBUS.
+            _reserve(fd, size)
+        except (OSError, OverflowError) as error:
+            full = isinstance(error, OverflowError) or error.errno in _FULL
+            room = free_space(self.path.parent)
+            raise (OutOfMemory if full else FailedPrecondition)(
+                f"arena {self.path}: cannot reserve {format_size(size)} ({size} bytes): {error}; "
+                f"{self.path.parent} has {'an unknown room' if room is None else format_size(room)} free; "
+                "use a smaller capacity or another directory"
+            ) from error
+
+    def map(self, size: int) -> mmap.mmap:
+        """The first bytes as shared memory, which keeps living for as long as something refers to it."""
+        try:
+            return mmap.mmap(self._file.fileno(), size)
+        except OSError as error:
+            raise OutOfMemory(
+                f"arena {self.path}: cannot map {format_size(size)} ({size} bytes): {error}; "
+                "use a smaller capacity or raise the limit on address space (ulimit -v)"
+            ) from error
+
+    def reopened(self) -> int:
+        """A descriptor of the same file that does not carry the lock, to give to another process."""
+        own = f"/proc/self/fd/{self._file.fileno()}"  # on Linux it needs no name any more
+        path, follow = (own, 0) if os.path.exists(own) else (str(self.path), os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | follow)
+        if os.path.samestat(os.fstat(descriptor), os.fstat(self._file.fileno())):
+            return descriptor
+        os.close(descriptor)
+        raise FailedPrecondition(f"arena {self.path}: the name means another file now; restart the device")
+
+    def unlink(self) -> None:
+        """Remove the name, if it still means this file."""
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        if os.path.samestat(named, os.fstat(self._file.fileno())):
+            os.unlink(self.path)
+
+    def close(self) -> None:
+        """Give up the lock and the file."""
+        if not self._file.closed:
+            # Explicitly: the mapping has its own duplicate of the descriptor, which would keep the lock while
+            # views live. Not in a forked child: the lock is its parent's.
+            if self.exclusive and os.getpid() == self._process:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPrecondition(
+                f"arena {self.path}: another process owns it (or another Arena of this one); "
+                "stop that device, use another path, or attach to share its bytes"
+            ) from None
+        except OSError as error:
+            raise FailedPrecondition(
+                f"arena {self.path}: cannot be locked: {error.strerror}; use a path on a local file system"
+            ) from error
+
+    def _check(self) -> None:
+        found = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise FailedPrecondition(f"arena {self.path}: not a regular file; choose another path")
+        if found.st_nlink == 0:  # its owner deleted it between our open and our lock
+            raise FailedPrecondition(f"arena {self.path}: deleted while it was being opened; try again")
+        user = os.geteuid()
+        if user not in (0, found.st_uid) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise FailedPrecondition(
+                f"arena {self.path}: user {found.st_uid} owns it with mode "
+                f"{stat.S_IMODE(found.st_mode):o}, so others than user {user} can change it; "
+                "delete it, or chown and chmod 600 it if it is yours"
+            )
+
+
+def free_space(directory: Path) -> int | None:
+    """Bytes that the file system of a directory can still take, None where it does not say."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs without a limit says 0 of 0
+
+
+def default_directory(needed_bytes: int) -> Path:
+    """Where files of this many bytes best live: shared memory if it has the room, else on the disk."""
+    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        room = free_space(_SHARED_MEMORY)
+        if room is None or room >= needed_bytes:
+            return _SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def _reserve(fd: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+        else:
+            return
+    os.ftruncate(fd, size)
+
+
+def _opening(path: Path, error: OSError | ValueError) -> HoopError:
+    if isinstance(error, ValueError):
+        return InvalidArgument(f"arena {str(path)!r}: not a path: {error}")
+    if isinstance(error, FileExistsError):
+        return FailedPrecondition(f"arena {path}: the file already exists; open it, or delete it first")
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"arena {path}: no such file or directory; create the arena first")
+    if error.errno == errno.ELOOP:
+        return FailedPrecondition(f"arena {path}: a symbolic link, which is not followed; use the real path")
+    return FailedPrecondition(f"arena {path}: cannot be opened: {error.strerror}; choose another path")

@@ -1,0 +1,201 @@
+"""Checks a run's ledger against the order of its samples: every sample of every epoch went into exactly one step.
+
+    the order     recomputed from (seed, epoch), which the ledger's first line has
+    the ledger    what the devices told: whose gradient of which samples is in each step's sum
+    checkpoints   each names the hash of its step
+
+The first thing that does not hold is named; nothing after it is looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hoop.data.sampler import Order, shard
+from hoop.engine.stage.provenance import print_of
+from hoop.errors import FailedPrecondition, HoopError, NotFound
+from hoop.runs.checkpoint_store import listed, read
+from hoop.runs.ledger import NAME, Line, hashes, lines
+
+_SAME = ("seed", "samples", "batch_size", "data")
+"""What may not change when a run goes on: an epoch would not be one any more."""
+
+
+@dataclass
+class Audit:
+    """What was found."""
+
+    steps: int = 0
+    """In the history that the newest checkpoint belongs to."""
+    epochs: int = 0
+    """That are complete, every sample in exactly one step."""
+    samples: int = 0
+    """In each of them."""
+    shards: dict[int, int] = field(default_factory=dict)
+    """How many each device computed."""
+    resumed: list[int] = field(default_factory=list)
+    """The steps after which the run went on."""
+    repeated: int = 0
+    """Steps that were done again by a run that went on from before them; the first time is in no model."""
+    taken_over: list[dict[str, Any]] = field(default_factory=list)
+    """Steps that were finished after a loss: who was lost, and which shards were computed anew by whom."""
+    checkpoints: list[str] = field(default_factory=list)
+    """Those that are whole and belong to their step of this ledger."""
+    violation: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.violation is None
+
+
+def audit(out: Path) -> Audit:
+    """Looks through a run's folder."""
+    path = out / NAME
+    if not path.is_file():
+        raise NotFound(f"{path}: not there; is {out} a run's folder (what --out named)?")
+    found = Audit()
+    try:
+        history = _History(path, found)
+        seen = []
+        for line in lines(path):
+            seen.append(line)
+            history.take(line)
+        history.end()
+        _checkpoints(out, hashes(seen), found)
+    except (HoopError, KeyError, TypeError, ValueError, OverflowError) as error:
+        found.violation = str(error) if isinstance(error, HoopError) else f"{path}: not a ledger: {error!r}"
+    return found
+
+
+def _checkpoints(out: Path, after: Mapping[str, int], found: Audit) -> None:
+    for path in listed(out):
+        metadata = read(path)[1]
+        named, steps = str(metadata.get("ledger")), metadata["steps"]
+        if after.get(named) != steps:
+            of = f"step {after[named]}" if named in after else "no step"
+            raise FailedPrecondition(
+                f"{path}: it is of step {steps} and names the hash {named}, which is of {of} of the ledger"
+            )
+        found.checkpoints.append(path.name)
+
+
+class _History:
+    """The ledger, line by line."""
+
+    def __init__(self, path: Path, found: Audit) -> None:
+        self._path, self._found = path, found
+        self._about: dict[str, Any] = {}
+        self._order = Order(0, 1)
+        self._by: dict[int, list[int]] = {}
+        self._lost: list[int] = []
+        self._taken: dict[int, tuple[list[int], list[int]]] = {}
+        self._counts = np.zeros(0, np.int64)
+        """How often each sample of the epoch under way was fed."""
+
+    def take(self, line: Line) -> None:
+        entry = line.entry
+        self._where = f"{self._path}, line {line.number}"
+        match next(iter(entry), None):
+            case "begin":
+                self._begin(entry)
+            case "step":
+                self._step(int(entry["step"]), list(entry["by"]), str(entry["fed"]))
+            case "lost":
+                self._lost.append(int(entry["lost"]))
+            case "recovered":
+                if entry["missing"]:
+                    self._taken[int(entry["recovered"])] = (list(entry["missing"]), self._lost)
+                self._lost = []
+            case other:
+                raise self._wrong(f"{other!r} is unknown")
+
+    def _wrong(self, text: str) -> FailedPrecondition:
+        return FailedPrecondition(f"{self._where}: {text}")
+
+    def _begin(self, entry: Mapping[str, Any]) -> None:
+        found, step = self._found, int(entry["begin"])
+        if not self._about and step:
+            raise self._wrong(f"the record begins at step {step}: what went into those before is not known")
+        for name in _SAME if self._about else ():
+            if entry[name] != self._about[name]:
+                raise self._wrong(
+                    f"after step {step} {name} is {entry[name]} and was {self._about[name]}: which samples belong "
+                    "to an epoch has changed"
+                )
+        if step > found.steps:
+            raise self._wrong(f"the run goes on after step {step}, and step {found.steps} is the last before")
+        if self._about:
+            found.resumed.append(step)
+            found.repeated += found.steps - step
+        self._about = dict(entry)
+        self._order = Order(entry["seed"], entry["samples"])
+        found.samples = self._order.length
+        self._by = {one: by for one, by in self._by.items() if one <= step}
+        found.steps = step
+        # What of its epoch has been fed, as the steps before it were found to be.
+        epoch, done = divmod(step, self._an_epoch)
+        self._counts = np.zeros(self._order.length, np.int64)
+        for one in range(done):
+            np.add.at(self._counts, self._order.indices(epoch, one, entry["batch_size"]), 1)
+
+    @property
+    def _an_epoch(self) -> int:
+        return self._order.steps(self._about["batch_size"])
+
+    def _step(self, step: int, by: list[int], fed: str) -> None:
+        if step != self._found.steps + 1:
+            raise self._wrong(f"step {step} follows step {self._found.steps}")
+        epoch, place = divmod(step - 1, self._an_epoch)
+        samples = self._order.indices(epoch, place, self._about["batch_size"])
+        micros = int(self._about["micros"])
+        if not by:
+            raise self._wrong(f"step {step}: no device told what went into it")
+        if len(by) != micros or len(fed) != 6 * micros:
+            raise self._wrong(f"step {step}: {len(by)} shards, where a batch has {micros}")
+        for one in range(micros):
+            self._shard(step, one, by[one], fed[6 * one : 6 * one + 6], shard(samples, one, micros))
+        np.add.at(self._counts, samples, 1)
+        self._found.steps, self._by[step] = step, by
+        if place == self._an_epoch - 1:
+            wrong = np.flatnonzero(self._counts != 1)
+            if wrong.size:
+                raise self._wrong(
+                    f"epoch {epoch + 1}: sample {wrong[0]} was fed {self._counts[wrong[0]]} times"
+                )
+            self._counts[:] = 0
+
+    def _shard(self, step: int, number: int, by: int, fed: str, samples: np.ndarray[Any, Any]) -> None:
+        what = f"step {step}, shard {number}"
+        if not len(samples):
+            if by:
+                raise self._wrong(f"{what}: it has no samples, and device {by} fed some")
+            return
+        if by <= 0:
+            raise self._wrong(f"{what}: its {len(samples)} samples went in {-by} times")
+        if fed != f"{print_of(samples):06x}":
+            raise self._wrong(
+                f"{what}: device {by} fed other samples than the order has there (print {fed}, "
+                f"of the order {print_of(samples):06x})"
+            )
+        missing, lost = self._taken.get(step, ([], []))
+        if number in missing and by in lost:
+            raise self._wrong(f"{what}: it is device {by}'s, which was lost before it could be")
+
+    def end(self) -> None:
+        """What can be said when all lines have been seen."""
+        found = self._found
+        if not self._about:
+            raise FailedPrecondition(f"{self._path}: empty")
+        found.epochs = found.steps // self._an_epoch
+        count = Counter(one for by in self._by.values() for one in by if one)
+        found.shards = dict(sorted(count.items()))
+        for step, (missing, lost) in self._taken.items():
+            if step in self._by:
+                by = {str(one): self._by[step][one] for one in missing}
+                found.taken_over.append({"step": step, "lost": lost, "by": by})

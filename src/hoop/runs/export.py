@@ -1,0 +1,146 @@
+"""A trained model, from a run's folder or a checkpoint: measured again, or handed on to other programs."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from hoop.data.dataset import Dataset
+from hoop.engine.evaluation import CHUNK
+from hoop.engine.job import Job
+from hoop.engine.loss_reduction import with_criterion
+from hoop.engine.settings import Settings
+from hoop.engine.stage.autograd import Criterion, hits
+from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
+from hoop.files import write_bytes
+from hoop.runs.api import load_into
+from hoop.runs.checkpoint_store import Found, newest_checkpoint, read
+from hoop.runs.job_follower import weights_digest
+from hoop.runs.job_lookup import job_named
+from hoop.runs.user_code import blaming
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with the weights of a checkpoint."""
+
+    found: Found
+    settings: Settings
+    steps: int
+    job: Job
+    model: nn.Module
+    weights_sha256: str
+
+
+def trained(place: Path) -> Trained:
+    """The model of a run's newest whole checkpoint, or of the checkpoint that is named."""
+    if not place.exists():
+        raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
+    found = newest_checkpoint(place) if place.is_dir() else Found(place)
+    path = found.path
+    tensors, metadata = read(path)
+    if "settings" not in metadata:
+        raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
+    settings = Settings.from_json(json.dumps(metadata["settings"]))
+    if settings.job.startswith("inherited:"):
+        raise FailedPrecondition(
+            f"{path}: this run was started by hoop.train with live objects, which only that program has; "
+            "there, result.model holds the weights"
+        )
+    job = job_named(settings.job, load=False)
+    with blaming(f"making the model of {settings.job}"):
+        model = job.model(settings.seed)
+    load_into(model, tensors)
+    return Trained(found, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
+
+
+def measure(one: Trained) -> dict[str, Any]:
+    """Loss and accuracy on the test samples, computed in this process by the model as it is.
+
+    On the training samples where the job has no others; ``split`` says which.
+    """
+    with blaming(f"evaluating {one.settings.job}"):
+        splits = one.job.data()
+        data = splits.test
+        one.model.eval()
+        job = with_criterion(one.job, splits.train, one.settings.seed, one.model)
+        assert job.criterion is not None, "it was found, or it was not told apart and raised"
+        loss, right = _figures(one, data, job.criterion)
+    return {
+        "job": one.settings.job,
+        "checkpoint": str(one.found.path),
+        "passed_over": list(one.found.passed_over),
+        "steps": one.steps,
+        "split": splits.evaluated,
+        "samples": len(data),
+        "accuracy": right / len(data),
+        "loss": loss / len(data),
+        "weights_sha256": one.weights_sha256,
+    }
+
+
+def _figures(one: Trained, data: Dataset, criterion: Criterion) -> tuple[float, float]:
+    loss = right = 0.0
+    half = one.settings.precision == "bfloat16"
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        for low in range(0, len(data), CHUNK):
+            samples = np.arange(low, min(len(data), low + CHUNK), dtype=np.int64)
+            inputs, targets = data.batch(samples, epoch=0, seed=0)
+            outputs = one.model(inputs).float()
+            value = float(criterion.value(outputs, targets))
+            loss += criterion.figure(value, len(samples), len(data))
+            right += hits(outputs, targets)
+    return loss, right
+
+
+def export(one: Trained, to: Path) -> None:
+    """Writes the model in the format that the file's name asks for."""
+    if to.suffix not in FORMATS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, (what, _) in FORMATS.items())
+        raise InvalidArgument(f"--to: {to.name!r} is of no kind that is known; name it {known}")
+    write_bytes(to, FORMATS[to.suffix][1](one))
+
+
+def _state(one: Trained) -> Mapping[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in one.model.state_dict().items()}
+
+
+def _safetensors(one: Trained) -> bytes:
+    return safetensors.torch.save(dict(_state(one)))
+
+
+def _npz(one: Trained) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **{name: tensor.numpy() for name, tensor in _state(one).items()})  # type: ignore[arg-type]
+    return file.getvalue()
+
+
+def _program(one: Trained) -> bytes:
+    """With the model's code in it, for any number of rows."""
+    data = one.job.data().test
+    inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
+    one.model.eval()
+    with blaming(f"exporting {one.settings.job}"):
+        program = torch.export.export(
+            one.model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False
+        )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return file.getvalue()
+
+
+FORMATS: dict[str, tuple[str, Callable[[Trained], bytes]]] = {
+    ".safetensors": ("a plain state_dict", _safetensors),
+    ".npz": ("the same for NumPy", _npz),
+    ".pt2": ("a torch.export program, code included", _program),
+}
+"""Each by the end of its name. The first two hold numbers alone; the last is PyTorch's own archive of a program."""
