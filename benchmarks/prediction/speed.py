@@ -11,7 +11,7 @@ import json
 import sys
 import time
 
-from hoop.plan.partition import Block, Place, partition
+from hoop.plan.partition import Block, StageDevice, partition
 from hoop.report.tables import Column, Table
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs, Machine
@@ -30,7 +30,7 @@ def simulated(spec: str, devices: int, micros: int) -> list[object]:
 def cut(blocks: int, stages: int) -> list[object]:
     made = [Block(str(index), 1.0 + index * 7 % 5, 1000) for index in range(blocks)]
     begun = time.process_time()
-    partition(made, [Place(str(index)) for index in range(stages)])
+    partition(made, [StageDevice(str(index)) for index in range(stages)])
     return [f"a cut of {blocks} blocks", stages, None, None, time.process_time() - begun]
 
 

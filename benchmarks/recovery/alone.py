@@ -17,8 +17,8 @@ from hoop.client.cluster import Cluster, connect
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
 from hoop.errors import HoopError
-from hoop.lab.chaos.processes import Fleet
-from hoop.servers.heartbeat import Attendance
+from hoop.lab.chaos.processes import ClusterProcesses
+from hoop.servers.heartbeat import HeartbeatClient
 from hoop.topology import Address, DeviceInfo
 from hoop.transport import open_transport
 from hoop.transport.fault_injection import FaultyLinks
@@ -42,13 +42,15 @@ with hoop.connect(sys.argv[1]) as cluster:
 
 def many_join() -> float:
     """Until the last of them is in; each has a connection of its own, and leaves with a word."""
-    with tempfile.TemporaryDirectory() as scratch, Fleet(Path(scratch), 0, 1 << 20) as fleet:
+    with tempfile.TemporaryDirectory() as scratch, ClusterProcesses(Path(scratch), 0, 1 << 20) as fleet:
         return asyncio.run(_all_join(fleet.address))
 
 
 async def _all_join(address: Address) -> float:
     open_to_all = Credentials(Role.DEVICE)
-    crowd = [Attendance(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
+    crowd = [
+        HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)
+    ]
     here = [Address("127.0.0.1", 1 + number) for number in range(MANY)]
     infos = [DeviceInfo(0, at, at, 0x1000, 0x2000, "here", at.port, f"{at.port:016x}") for at in here]
     began = time.monotonic()
@@ -62,7 +64,7 @@ def client_killed() -> float:
     """Until its communicator is gone and no device has anything of its staging."""
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Fleet(Path(scratch), 2, 64 << 20) as fleet,
+        ClusterProcesses(Path(scratch), 2, 64 << 20) as fleet,
         connect(fleet.address) as cluster,
     ):
         cluster.wait_for_devices(2, PATIENCE_S)

@@ -28,10 +28,10 @@ from alone import client_killed, connection_reset, many_join
 
 from hoop.client.cluster import Cluster, connect
 from hoop.errors import DeadlineExceeded, HoopError
-from hoop.lab.chaos.fault_actions import Blows, Outcome
-from hoop.lab.chaos.job_watch import PATIENCE_S, Watch
-from hoop.lab.chaos.processes import Fleet
-from hoop.lab.chaos.schedule import Chance
+from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
+from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
+from hoop.lab.chaos.processes import ClusterProcesses
+from hoop.lab.chaos.schedule import ScheduledFault
 
 DEVICES, MEMORY, GAP = 4, 64 << 20, 10
 SLOWLY = ["--set", f"slowdown={[4] * 32}"]
@@ -64,28 +64,28 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[Fleet, Cluster, Watch]]:
+def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[ClusterProcesses, Cluster, JobWatch]]:
     """A cluster of processes on which MNIST is trained, for as long as it is needed."""
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Fleet(Path(scratch), devices, MEMORY) as fleet,
+        ClusterProcesses(Path(scratch), devices, MEMORY) as fleet,
         connect(fleet.address) as cluster,
     ):
         cluster.wait_for_devices(devices, PATIENCE_S)
         settings = ["--set", "evaluate_every=0", "--set", "checkpoint_every=0", "--set", "epochs=1000000"]
         where = ["--coordinator", str(fleet.address), "--devices", str(devices), "--json"]
-        watch = Watch(cluster, devices)
+        watch = JobWatch(cluster, devices)
         fleet.start("train", "mnist", *settings, *more, *where)
         watch.event("started", 0)
         yield fleet, cluster, watch
 
 
-def _struck(kind: str, turns: int) -> Iterator[Outcome]:
+def _struck(kind: str, turns: int) -> Iterator[FaultOutcome]:
     """A fault of this kind so many times; each is over, and all devices are there, before the next."""
     with _training(*SLOWLY) as (fleet, cluster, watch):
-        blows = Blows(fleet, cluster, watch, DEVICES, every_s=0.0)
+        blows = FaultActions(fleet, cluster, watch, DEVICES, every_s=0.0)
         for turn in range(turns):
-            yield blows.strike(Chance(turn + 1, kind, GAP, turn / turns))
+            yield blows.strike(ScheduledFault(turn + 1, kind, GAP, turn / turns))
 
 
 def kill(turns: int) -> list[Bar]:
@@ -122,7 +122,7 @@ def slow(turns: int) -> list[Bar]:
         with _training("--fault", fault, devices=devices) as (_, _, watch):
             struck = watch.event("fault", 0).told["step"]
 
-            def named(since: int = struck, watch: Watch = watch) -> list[tuple[int, bool]]:
+            def named(since: int = struck, watch: JobWatch = watch) -> list[tuple[int, bool]]:
                 """The step of each name that was called, and whether it was rightly."""
                 told = [one.told for one in watch.events if one.kind == "straggler" and one.told["slow"]]
                 return [(one["step"], one["straggler"] == last and one["step"] >= since) for one in told]

@@ -28,10 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.collectives.communicator import Communicator
 from hoop.config import format_size
-from hoop.engine.rank_context import World
+from hoop.engine.rank_context import RankContext
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
-from hoop.engine.trainer import Run
+from hoop.engine.trainer import Trainer
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport.shm_listener import ShmTransport
@@ -55,7 +55,7 @@ def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: 
         opened.append(Communicator(place))
         return opened[-1]
 
-    def never(patience: float) -> World:
+    def never(patience: float) -> RankContext:
         raise AssertionError("nobody is lost here")
 
     marks: list[tuple[float, float, int]] = []
@@ -65,10 +65,10 @@ def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: 
         return False
 
     whole = group(range(len(peers)))
-    world = World(arena, whole, group, (rank, len(peers)), never)
+    world = RankContext(arena, whole, group, (rank, len(peers)), never)
     before = arena.used
     settings = Settings().replaced({**recipe.settings, **told["settings"]})
-    run = Run(world, settings, recipe, lambda event: None, stopping, None, f"turn{number}.")
+    run = Trainer(world, settings, recipe, lambda event: None, stopping, None, f"turn{number}.")
     run.go()
     begun = marks[::2]  # asked as a run goes on, and as ranks meet
     steps = told["settings"]["max_steps"] / len(begun)

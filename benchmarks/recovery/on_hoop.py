@@ -17,8 +17,8 @@ from typing import Any
 from tally import BATCH, EPOCHS, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally
 
 from hoop.client.cluster import Cluster, connect
-from hoop.data.sampler import Order, shard
-from hoop.engine.stage.provenance import print_of
+from hoop.data.sampler import SampleOrder, shard
+from hoop.engine.stage.provenance import sample_fingerprint
 from hoop.runs.audit import audit
 from hoop.runs.ledger import lines
 
@@ -100,17 +100,17 @@ def _strike(cluster: Cluster, fault: signal.Signals, patience: float) -> dict[st
 
 def _fed(out: Path) -> dict[str, int]:
     """Every shard of the ledger whose print is that of its samples; ``hoop audit`` must find the same."""
-    tally, order, micros = Tally(), Order(0, 1), 1
+    tally, order, micros = Tally(), SampleOrder(0, 1), 1
     for line in lines(out / "ledger.jsonl"):
         entry = line.entry
         if "begin" in entry:
-            order, micros = Order(entry["seed"], entry["samples"]), entry["micros"]
+            order, micros = SampleOrder(entry["seed"], entry["samples"]), entry["micros"]
             assert order.length == SAMPLES, f"the ledger is of {order.length} samples"
         if "step" in entry:
             samples = order.indices(*divmod(entry["step"] - 1, STEPS_AN_EPOCH), BATCH)
             for number, by in enumerate(entry["by"]):
                 part = shard(samples, number, micros)
-                if by > 0 and entry["fed"][6 * number :][:6] == f"{print_of(part):06x}":
+                if by > 0 and entry["fed"][6 * number :][:6] == f"{sample_fingerprint(part):06x}":
                     tally.feed(entry["step"], part)
     verdict = audit(out)
     assert verdict.violation is None, verdict.violation

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tally import BATCH, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally, until
 
-from hoop.data.sampler import Order
+from hoop.data.sampler import SampleOrder
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **FRESH_STORE}
@@ -78,7 +78,7 @@ def rank_main(folder: Path, every: int, timeout: float) -> None:
 def _samples(step: int, rank: int, ranks: int) -> Any:
     """A rank's part of a step, as a distributed sampler gives it: an epoch is a permutation, nothing is dropped."""
     epoch, place = divmod(step - 1, STEPS_AN_EPOCH)
-    return Order(1, SAMPLES).indices(epoch, place, BATCH)[rank::ranks].copy()
+    return SampleOrder(1, SAMPLES).indices(epoch, place, BATCH)[rank::ranks].copy()
 
 
 class Told(NamedTuple):

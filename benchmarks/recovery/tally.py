@@ -8,10 +8,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from hoop.data.sampler import Order
+from hoop.data.sampler import SampleOrder
 
 BATCH, SAMPLES, EPOCHS = 256, 60_000, 4
-STEPS_AN_EPOCH = Order(0, SAMPLES).steps(BATCH)
+STEPS_AN_EPOCH = SampleOrder(0, SAMPLES).steps(BATCH)
 STEPS = EPOCHS * STEPS_AN_EPOCH
 Found = TypeVar("Found")
 

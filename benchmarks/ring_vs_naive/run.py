@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import hoop
-from hoop.lab.papers.mnist_pipeline import WAYS, Ways
+from hoop.lab.papers.mnist_pipeline import VARIANTS, AllReduceVariants
 
 HERE = pathlib.Path(__file__).parent
 
@@ -100,12 +100,12 @@ def measure(run: Callable[[], object], seconds: float) -> float:
 def table(rows: list[dict[str, object]]) -> str:
     lines = [
         "| devices | vector | link latency | "
-        + " | ".join(f"{way}, ms" for way in WAYS)
+        + " | ".join(f"{way}, ms" for way in VARIANTS)
         + " | listed / ring |",
-        "|---" * (len(WAYS) + 4) + "|",
+        "|---" * (len(VARIANTS) + 4) + "|",
     ]
     for row in rows:
-        times = [float(str(row[way])) for way in WAYS]
+        times = [float(str(row[way])) for way in VARIANTS]
         best = min(times)
         cells = [f"**{ms:.1f}**" if ms == best else f"{ms:.1f}" for ms in times]
         size = int(str(row["bytes"]))
@@ -116,7 +116,7 @@ def table(rows: list[dict[str, object]]) -> str:
             if size < 1 << 20
             else f"{size >> 20} MiB"
         )
-        ratio = times[WAYS.index("listed")] / times[WAYS.index("ring")]
+        ratio = times[VARIANTS.index("listed")] / times[VARIANTS.index("ring")]
         latency = float(str(row["latency_ms"]))
         lines.append(
             f"| {row['devices']} | {name} | {f'{latency:g} ms' if latency else 'none added'} | "
@@ -146,7 +146,7 @@ def main() -> None:
         for devices in map(int, arguments.devices.split(",")):
             with cluster(devices, latency / 1000) as address, hoop.connect(address) as client:
                 for size in map(int, arguments.bytes.split(",")):
-                    trial = Ways(client, devices, size // 8)
+                    trial = AllReduceVariants(client, devices, size // 8)
                     row: dict[str, object] = {"devices": devices, "bytes": size, "latency_ms": latency}
                     for way, run in trial.every().items():
                         trial.check(run)

@@ -59,7 +59,7 @@ def accuracy(tried: Tried) -> float:
     from contender import accuracy_of, optimizer_for
 
     from hoop.data.catalog import load
-    from hoop.data.sampler import Order
+    from hoop.data.sampler import SampleOrder
     from hoop.models.catalog import build
 
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def accuracy(tried: Tried) -> float:
     inputs, targets = data.train.batch(np.arange(len(data.train)), epoch=0, seed=0)
     model = build("mlp", seed)
     optimizer, criterion = optimizer_for(model, chosen, fused=True), torch.nn.CrossEntropyLoss()
-    order = Order(seed, len(targets))
+    order = SampleOrder(seed, len(targets))
     steps = order.steps(batch)
     for step in range(10 * steps):
         rows = torch.from_numpy(order.indices(step // steps, step % steps, batch).copy())

@@ -18,23 +18,23 @@ from test_collectives import Case, cases, check_large_vectors, inputs, prepare, 
 from test_failures import take_part
 
 from hoop.collectives.communicator import Communicator, Report
-from hoop.collectives.hierarchical import Layout
+from hoop.collectives.hierarchical import HostLayout
 from hoop.collectives.plan import (
     DESTINATION,
     SOURCE,
     WINDOW,
+    CollectivePlan,
     Copy,
     Finish,
     Fold,
     Meet,
-    Plan,
     Range,
     Recv,
     Reduce,
     Send,
     Shape,
     Take,
-    split,
+    split_range,
     verify,
 )
 from hoop.collectives.registry import CATALOG, Operation
@@ -81,7 +81,7 @@ def shapes(collective: str, hosts: tuple[int, ...]) -> Iterator[Shape]:
             yield Shape(len(hosts), count, root, chunk=chunk, hosts=hosts)
 
 
-def plans(collective: str, algorithm: str, shape: Shape) -> list[Plan]:
+def plans(collective: str, algorithm: str, shape: Shape) -> list[CollectivePlan]:
     return [CATALOG[collective].spanning[algorithm](shape, rank) for rank in range(shape.size)]
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_wrong_with_any_plan(collective: str, algorithm: str, hosts: 
             assert not stray(shape, rank, plan), f"{shape}, rank {rank}: {stray(shape, rank, plan)}"
 
 
-def stray(shape: Shape, rank: int, plan: Plan) -> str:
+def stray(shape: Shape, rank: int, plan: CollectivePlan) -> str:
     """What is out of bounds in a plan: memory of another host, more than a buffer or window has, the source."""
     team = [one for one, host in enumerate(shape.hosts) if host == shape.hosts[rank]]
     room = {SOURCE: shape.count, DESTINATION: shape.count, WINDOW: shape.chunk or shape.count}
@@ -135,7 +135,7 @@ def stray(shape: Shape, rank: int, plan: Plan) -> str:
 
 def test_a_meeting_of_some_that_one_misses_is_found() -> None:
     made = plans("all_reduce", "hierarchical", Shape(4, 8, hosts=(0, 0, 1, 1)))
-    made[1] = Plan(())
+    made[1] = CollectivePlan(())
     assert [
         problem
         for problem in verify(made)
@@ -164,7 +164,9 @@ def test_what_a_ring_between_hosts_costs(hosts: tuple[int, ...]) -> None:
     for shape in shapes("all_reduce", hosts):
         made = plans("all_reduce", "hierarchical", shape)
         assert sum(plan.elements for plan in made) == 2 * (h - 1) * shape.count
-        segments = [b - a for start, stop in split(shape.count, k) for a, b in split(stop - start, h)]
+        segments = [
+            b - a for start, stop in split_range(shape.count, k) for a, b in split_range(stop - start, h)
+        ]
         assert sum(plan.messages for plan in made) == 2 * (h - 1) * sum(map(bool, segments))
 
 
@@ -203,7 +205,7 @@ def test_hosts_may_lay_vectors_open_in_different_ways(hosts: tuple[int, ...]) ->
 
 
 def test_without_hosts_everybody_is_on_one_of_its_own() -> None:
-    assert Layout.of(Shape(3, 8), 1) == Layout(((0,), (1,), (2,)), 1, 0)
+    assert HostLayout.of(Shape(3, 8), 1) == HostLayout(((0,), (1,), (2,)), 1, 0)
     ring = [CATALOG["all_reduce"].algorithms["ring"](Shape(3, 8), rank) for rank in range(3)]
     for plan, like in zip(plans("all_reduce", "hierarchical", Shape(3, 8)), ring, strict=True):
         assert (plan.messages, plan.elements) == (like.messages, like.elements)
@@ -239,7 +241,7 @@ def test_the_order_is_fixed_and_all_ranks_hold_the_same_bits(ranks: Ranks, algor
         one.run(Operation("all_reduce", count, algorithm=algorithm), sources[one.rank], result, LONG_S)
         return result.tobytes()
 
-    layout = Layout.of(Shape(ranks.size, count, hosts=ranks.hosts), 0)
+    layout = HostLayout.of(Shape(ranks.size, count, hosts=ranks.hosts), 0)
     sums = []
     for team in layout.teams:
         total = sources[team[0]].copy()
@@ -247,12 +249,12 @@ def test_the_order_is_fixed_and_all_ranks_hold_the_same_bits(ranks: Ranks, algor
             total += sources[rank]
         sums.append(total)
     h, wanted = len(sums), np.zeros(count, np.float32)
-    for start, stop in split(count, layout.lanes):
+    for start, stop in split_range(count, layout.lanes):
         if algorithm == "hierarchical_tree":
             parts = [total[start:stop] for total in sums]
             wanted[start:stop] = parts[0] + parts[1] if h == 2 else (parts[0] + parts[1]) + parts[2]
             continue
-        for first, (low, high) in enumerate(split(stop - start, h)):
+        for first, (low, high) in enumerate(split_range(stop - start, h)):
             part = slice(start + low, start + high)
             total = sums[first][part].copy()
             for step in range(1, h):

@@ -26,7 +26,7 @@ from hoop.membership.journal import Entry, FileJournal, Journal, encode, replay
 from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.servers import etcd_journal
-from hoop.servers.etcd_journal import EtcdJournal, EtcdPlace
+from hoop.servers.etcd_journal import EtcdJournal, EtcdLocation
 from hoop.wire.generated import etcd_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "membership"))
@@ -37,7 +37,7 @@ WAIT_S = 20.0
 Open = Callable[[], Journal]
 _names = (f"test/{number}" for number in itertools.count())
 
-HISTORY: list[m.Message] = [
+HISTORY: list[m.MembershipEvent] = [
     *(m.Joined(device(one), NOW) for one in (1, 2, 3)),
     m.Created((1, 2)),
     m.Created((2, 3)),
@@ -51,7 +51,7 @@ HISTORY: list[m.Message] = [
 ]
 
 
-def batches_of(messages: list[m.Message]) -> list[list[Entry]]:
+def batches_of(messages: list[m.MembershipEvent]) -> list[list[Entry]]:
     """What the journal gets to see of these, a step at a time."""
     state, batches = State(CONFIG), []
     for message in messages:
@@ -101,7 +101,7 @@ class InEtcd:
 
     def unopened(self, who: str, lease_s: float = LEASE_S) -> EtcdJournal:
         # The first endpoint is nobody's: the next is asked.
-        place = EtcdPlace.parse(f"etcd://127.0.0.1:1,{self.etcd.address}/{self.prefix}", lease_s)
+        place = EtcdLocation.parse(f"etcd://127.0.0.1:1,{self.etcd.address}/{self.prefix}", lease_s)
         return EtcdJournal(place, who, self.lost.put)
 
     def stored(self) -> dict[bytes, pb.KeyValue]:
@@ -414,7 +414,7 @@ def test_over_tls(tmp_path: Path) -> None:
     with running_etcd(tmp_path, options, "https", ours) as etcd:
         text = f"etcd://{etcd.address}/test"
         for _ in range(2):
-            with closing(EtcdJournal(EtcdPlace.parse(text, LEASE_S, ours), "me", print)) as journal:
+            with closing(EtcdJournal(EtcdLocation.parse(text, LEASE_S, ours), "me", print)) as journal:
                 journal.open(CONFIG, print)
                 journal.append(*BATCHES[0])
         assert sorted(journal.state.members) == [1]
@@ -440,7 +440,7 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(etcd_journal, "START_S", 0.3)
     nowhere = "127.0.0.1:1,127.0.0.1:2"
     with (
-        closing(EtcdJournal(EtcdPlace.parse(f"etcd://{nowhere}/x"), "me", print)) as journal,
+        closing(EtcdJournal(EtcdLocation.parse(f"etcd://{nowhere}/x"), "me", print)) as journal,
         pytest.raises(DeadlineExceeded, match=f"^etcd at {nowhere} did not answer within .* tries"),
     ):
         journal.open(CONFIG, print)
@@ -459,10 +459,10 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_place_that_is_none(text: str, reason: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^--journal: .*{re.escape(reason)}"):
-        EtcdPlace.parse(text)
+        EtcdLocation.parse(text)
 
 
 def test_a_password_is_not_repeated() -> None:
     with pytest.raises(InvalidArgument) as raised:
-        EtcdPlace.parse("etcd://root:secret@127.0.0.1:2379/hoop")
+        EtcdLocation.parse("etcd://root:secret@127.0.0.1:2379/hoop")
     assert "secret" not in str(raised.value)

@@ -17,7 +17,7 @@ from ranks import COMMUNICATOR, soon
 from hoop.errors import DeadlineExceeded, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.frames import Header, Kind
+from hoop.wire.frames import FrameHeader, FrameKind
 
 GENERATION = 3
 MESSAGES = 6
@@ -34,7 +34,7 @@ def transport() -> Iterator[TcpTransport]:
 
 def frame(sequence: int, communicator: int, generation: int = GENERATION) -> bytes:
     payload = sequence.to_bytes(8, "little")
-    return Header(Kind.DATA, communicator, generation, 1, sequence, len(payload)).pack() + payload
+    return FrameHeader(FrameKind.DATA, communicator, generation, 1, sequence, len(payload)).pack() + payload
 
 
 def schedule(draw: random.Random, communicator: int) -> list[bytes]:
@@ -65,7 +65,7 @@ def delivered(transport: TcpTransport, communicator: int, frames: list[bytes]) -
     place = (transport.address.host, transport.address.port)
     taken: list[int] = []
     with socket.create_connection(place) as sock:
-        hello = Header(Kind.HELLO, communicator, GENERATION, 1, 0, 0).pack()
+        hello = FrameHeader(FrameKind.HELLO, communicator, GENERATION, 1, 0, 0).pack()
         sock.sendall(hello + b"".join(frames))
         sock.shutdown(socket.SHUT_WR)
         try:

@@ -16,12 +16,12 @@ import pytest
 from ranks import LONG_S, URIS, Ranks, endpoints_of, outcomes, uri_of
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.ordered_all_reduce import OrderedSum
+from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.registry import CATALOG, Operation
-from hoop.collectives.shard_tree import holding
+from hoop.collectives.shard_tree import merge_plan
 from hoop.errors import CollectiveMismatch
 from hoop.memory import Arena, dtype
-from hoop.servers.operation_runner import Runner
+from hoop.servers.operation_runner import OperationRunner
 from hoop.topology import Address, DeviceInfo
 from hoop.transport import Transport, open_transport
 from hoop.transport.hybrid import HybridEndpoint, HybridTransport
@@ -191,12 +191,12 @@ def test_prepared_operations(made: Callable[..., Ranks], scheme: str, count: int
 def test_ordered_sums(made: Callable[..., Ranks], scheme: str) -> None:
     """Two sums over different elements, called in another order by one rank."""
     ranks = made(scheme, 2)
-    holdings = [holding([0], 2), holding([1], 2)]
+    holdings = [merge_plan([0], 2), merge_plan([1], 2)]
 
     def job(one: Communicator) -> None:
         slots, room = np.ones((1, 10), np.float32), np.ones(10, np.float32)
         deadline = time.monotonic() + LONG_S
-        sums = [OrderedSum(one, holdings, 2, slots, room, deadline, span) for span in ((0, 5), (5, 10))]
+        sums = [OrderedAllReduce(one, holdings, 2, slots, room, deadline, span) for span in ((0, 5), (5, 10))]
         sums[one.rank](deadline)
 
     for error in outcomes(ranks.start(job)):
@@ -246,7 +246,7 @@ def test_a_launch_with_different_operations(tmp_path: Path) -> None:
     with ExitStack() as opened:
         arenas = [opened.enter_context(Arena.create(tmp_path / str(rank), 1 << 20)) for rank in range(2)]
         links = [opened.enter_context(open_transport(URIS["tcp"])) for _ in range(2)]
-        runners = [Runner(arena, link, None) for arena, link in zip(arenas, links, strict=True)]
+        runners = [OperationRunner(arena, link, None) for arena, link in zip(arenas, links, strict=True)]
         for runner in runners:
             opened.callback(runner.close)
         members = [

@@ -7,8 +7,8 @@ import pytest
 from ranks import URIS, Ranks, soon
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.ordered_all_reduce import OrderedSum
-from hoop.collectives.shard_tree import holding
+from hoop.collectives.ordered_all_reduce import OrderedAllReduce
+from hoop.collectives.shard_tree import merge_plan
 from hoop.errors import HoopError
 
 SHARES = {
@@ -25,13 +25,13 @@ SHARES = {
 def totals(ranks: Ranks, orders: list[list[int]], count: int, calls: int = 2) -> list[bytes]:
     shards = sum(map(len, orders))
     values = np.random.default_rng(7).normal(size=(calls, shards, count)).astype(np.float32)
-    holdings = [holding(list(order), shards) for order in orders]
+    holdings = [merge_plan(list(order), shards) for order in orders]
 
     def job(one: Communicator) -> bytes:
         mine = holdings[one.rank]
         slots = np.zeros((max(1, mine.slots), count), np.float32)
         room = np.zeros(count, np.float32)
-        add = OrderedSum(one, holdings, shards, slots, room, soon())
+        add = OrderedAllReduce(one, holdings, shards, slots, room, soon())
         found = b""
         for call in range(calls):
             for shard, landing in zip(mine.order, mine.landings, strict=True):
@@ -59,11 +59,13 @@ def test_every_rank_gets_the_bits_of_one(scheme: str, size: int, count: int) -> 
 
 @pytest.mark.parametrize("scheme", URIS)
 def test_a_rank_that_leaves_is_named(scheme: str) -> None:
-    holdings = [holding([0], 2), holding([1], 2)]
+    holdings = [merge_plan([0], 2), merge_plan([1], 2)]
     with Ranks(scheme, 2) as ranks:
 
         def job(one: Communicator) -> str:
-            add = OrderedSum(one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon())
+            add = OrderedAllReduce(
+                one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon()
+            )
             if one.rank == 1:
                 one.close()
                 return ""

@@ -16,17 +16,17 @@ from hoop.collectives.communicator import Communicator
 from hoop.collectives.plan import (
     DESTINATION,
     SOURCE,
+    CollectivePlan,
     Copy,
     Finish,
     Meet,
-    Plan,
     Range,
     Recv,
     Reduce,
     Send,
     Shape,
     pieces,
-    split,
+    split_range,
     verify,
 )
 from hoop.collectives.registry import CATALOG, MAX_ELEMENTS, Collective, Operation
@@ -62,7 +62,7 @@ def shapes(collective: str, algorithm: str) -> Iterator[Shape]:
                 yield Shape(n, count, root, peer, chunk)
 
 
-def plans(collective: str, algorithm: str, shape: Shape) -> list[Plan]:
+def plans(collective: str, algorithm: str, shape: Shape) -> list[CollectivePlan]:
     entry = CATALOG[collective]
     function = {**entry.algorithms, **entry.shared}[algorithm]
     return [function(shape, rank) for rank in range(shape.size)]
@@ -98,7 +98,7 @@ def test_plans_stay_within_their_buffers(collective: str, algorithm: str) -> Non
             assert not problem, f"{shape}, rank {rank}: {problem}"
 
 
-def stray(entry: Collective, shape: Shape, rank: int, plan: Plan) -> str:
+def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> str:
     """What is out of bounds in a plan, if anything."""
     extents = (entry.source(shape, rank), entry.destination(shape, rank), plan.scratch)
     for instruction in plan:
@@ -132,14 +132,14 @@ def test_every_round_is_complete_in_itself(collective: str, algorithm: str) -> N
             f"{shape}: ranks differ in rounds {[*map(len, all_rounds)]}"
         )
         for index, together in enumerate(zip(*all_rounds, strict=True)):
-            problems = verify([Plan((instructions,)) for instructions in together])
+            problems = verify([CollectivePlan((instructions,)) for instructions in together])
             assert not problems, f"{shape}, round {index}: {problems}"
 
 
 @pytest.mark.parametrize("parts", range(1, 8))
 def test_split_covers_everything_in_nearly_equal_parts(parts: int) -> None:
     for count in COUNTS:
-        ranges = split(count, parts)
+        ranges = split_range(count, parts)
         assert [index for start, stop in ranges for index in range(start, stop)] == list(range(count))
         lengths = [stop - start for start, stop in ranges]
         assert len(lengths) == parts
@@ -157,10 +157,10 @@ def test_split_covers_everything_in_nearly_equal_parts(parts: int) -> None:
 SEGMENT, OTHER = Range(DESTINATION, 0, 4), Range(DESTINATION, 0, 3)
 
 
-def dropped(plan: Plan, kind: type) -> Plan:
+def dropped(plan: CollectivePlan, kind: type) -> CollectivePlan:
     """Without its first instruction of a kind."""
     at = next(index for index, instruction in enumerate(plan) if isinstance(instruction, kind))
-    return Plan((tuple(instruction for index, instruction in enumerate(plan) if index != at),))
+    return CollectivePlan((tuple(instruction for index, instruction in enumerate(plan) if index != at),))
 
 
 def test_a_missing_receive_is_found() -> None:
@@ -176,7 +176,7 @@ def test_a_missing_send_is_found() -> None:
 
 
 def test_a_wrong_length_is_found() -> None:
-    wrong = [Plan(((Send(1, SEGMENT),),)), Plan(((Recv(0, OTHER),),))]
+    wrong = [CollectivePlan(((Send(1, SEGMENT),),)), CollectivePlan(((Recv(0, OTHER),),))]
     assert verify(wrong) == [f"rank 1: {Recv(0, OTHER)} gets 4 elements"]
     ring = plans("all_reduce", "ring", Shape(3, 9))
     ring[2] = plans("all_reduce", "ring", Shape(3, 10))[2]
@@ -186,23 +186,23 @@ def test_a_wrong_length_is_found() -> None:
 def test_a_deadlock_is_found() -> None:
     """Both wait before they speak; the other way round it is fine, for nobody waits when sending."""
     talk = [(Recv(1, SEGMENT), Send(1, SEGMENT)), (Reduce(0, SEGMENT), Send(0, SEGMENT))]
-    assert verify([Plan((steps,)) for steps in talk]) == [
+    assert verify([CollectivePlan((steps,)) for steps in talk]) == [
         f"rank 0: waits for ever at {Recv(1, SEGMENT)}",
         f"rank 1: waits for ever at {Reduce(0, SEGMENT)}",
     ]
-    assert verify([Plan((steps[::-1],)) for steps in talk]) == []
+    assert verify([CollectivePlan((steps[::-1],)) for steps in talk]) == []
 
 
 def test_a_missed_meeting_is_found() -> None:
     meets = plans("barrier", "staged", Shape(3, 0))
-    meets[1] = Plan(())
+    meets[1] = CollectivePlan(())
     assert verify(meets) == [f"rank {rank}: waits for ever at {Meet()}" for rank in (0, 2)]
 
 
 def test_a_swapped_order_is_found() -> None:
     wrong = [
-        Plan(((Send(1, SEGMENT), Send(1, OTHER)),)),
-        Plan(((Recv(0, OTHER), Recv(0, SEGMENT)),)),
+        CollectivePlan(((Send(1, SEGMENT), Send(1, OTHER)),)),
+        CollectivePlan(((Recv(0, OTHER), Recv(0, SEGMENT)),)),
     ]
     assert len(verify(wrong)) == 2
 
@@ -230,7 +230,7 @@ Cost = list[tuple[int, int]]
 
 def ring_all_reduce(shape: Shape) -> Cost:
     """2(n-1) messages and 2(n-1)/n · S elements a rank; a rank sends every segment but two twice."""
-    n, lengths = shape.size, [stop - start for start, stop in split(shape.count, shape.size)]
+    n, lengths = shape.size, [stop - start for start, stop in split_range(shape.count, shape.size)]
     sent = [
         [lengths[(rank - step) % n] for step in range(2 * n - 2)]  # r, r-1, …, and on around the ring
         for rank in range(n)
@@ -243,7 +243,7 @@ def halving_doubling(shape: Shape) -> Cost:
     """A rank below m, the largest power of two, sends in halving all that it does not keep, in doubling all that it
     has by then; the ranks beyond m send S once, and get it from their partners."""
     n, count, m = shape.size, shape.count, 1 << (shape.size.bit_length() - 1)
-    segments = split(count, m)
+    segments = split_range(count, m)
 
     def aligned(index: int, width: int) -> int:
         """Elements of the ``width`` segments around one, as powers of two are aligned."""

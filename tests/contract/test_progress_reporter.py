@@ -11,7 +11,7 @@ from ranks import LONG_S, Ranks
 import hoop.engine.progress_reporter as module
 from hoop.collectives.communicator import Communicator
 from hoop.engine.progress_reporter import EMIT_ROWS, EVENT_ROWS, KEPT_ROWS, Evaluation, ProgressReporter
-from hoop.engine.stage.provenance import PLACES, Evidence, claim
+from hoop.engine.stage.provenance import PLACES, Provenance, mark
 
 SHARDS = 2
 DEVICE = 3
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.evidence = Evidence(SHARDS)
+        self.evidence = Provenance(SHARDS)
         self.reporter = ProgressReporter(lambda told: self.events.append(dict(told)), self.evidence)
 
     def step(self, *steps: int) -> None:
@@ -36,7 +36,7 @@ class Rank:
         for step in steps:
             summed = np.zeros(PLACES * SHARDS, np.float32)
             for shard in range(SHARDS):
-                claim(summed, shard, DEVICE, step)
+                mark(summed, shard, DEVICE, step)
             self.evidence.note(step - 1, summed)
             self.reporter.add(step, [step / 3], 0.5)
 

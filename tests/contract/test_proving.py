@@ -22,7 +22,7 @@ from hoop.transport.registry import key_of_environment, open_transport
 from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_listener import ABSTRACT, ShmTransport, name_of, offer
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 HERE = Address("127.0.0.1", 0)
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -115,7 +115,7 @@ def test_a_proof_is_of_no_use_twice() -> None:
             again.sendall(overheard[0])
             exactly(again, HEADER_BYTES + NONCE_BYTES + PROOF_BYTES)
             again.sendall(overheard[1])
-            assert Header.unpack(exactly(again, HEADER_BYTES)).kind == Kind.REFUSAL
+            assert FrameHeader.unpack(exactly(again, HEADER_BYTES)).kind == FrameKind.REFUSAL
 
 
 def exactly(sock: socket.socket, size: int) -> bytes:
@@ -163,9 +163,9 @@ def test_memory_is_not_handed_to_another_user() -> None:
 
 greetings = st.builds(
     lambda kind, numbers, length, rest: (
-        Header(kind, COMMUNICATOR, numbers[0], numbers[1], numbers[2], length).pack() + rest
+        FrameHeader(kind, COMMUNICATOR, numbers[0], numbers[1], numbers[2], length).pack() + rest
     ),
-    st.sampled_from(Kind),
+    st.sampled_from(FrameKind),
     st.tuples(*[st.sampled_from([0, 1, 2, 2**32 - 1])] * 3),
     st.sampled_from([0, 16, 48, 2**40]),
     st.binary(max_size=100),
@@ -199,7 +199,7 @@ def test_any_bytes_and_descriptors_at_a_shared_memory_listener() -> None:
     """From a process of the same user, which is let in so far: what it offers is looked at before it is used."""
     offers = st.builds(
         lambda source, start, size: (
-            Header(Kind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack()
+            FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack()
             + b"a" * 32
             + start.to_bytes(8, "little")
             + size.to_bytes(8, "little")
@@ -237,7 +237,7 @@ def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
         target = right.endpoint(COMMUNICATOR, 1, 1, peers)
         real = left.endpoint(COMMUNICATOR + 1, 1, 0, peers)
         assert isinstance(real, ShmEndpoint)
-        hello = Header(Kind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + offer(real.token, 0, 0)
+        hello = FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + offer(real.token, 0, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(LONG_S)
             sock.connect(name_of(right.address))

@@ -28,7 +28,7 @@ from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, Member
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.frames import HEADER_BYTES, VERSION, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, VERSION, FrameHeader, FrameKind
 
 MIB = 1 << 20
 Dial = Callable[..., socket.socket]
@@ -56,7 +56,7 @@ def raw() -> Iterator[Dial]:
 
 
 def hello(source: int = 1, dialled: int = 0, communicator: int = COMMUNICATOR, generation: int = 1) -> bytes:
-    return Header(Kind.HELLO, communicator, generation, source, dialled, 0).pack()
+    return FrameHeader(FrameKind.HELLO, communicator, generation, source, dialled, 0).pack()
 
 
 def frame(
@@ -65,9 +65,9 @@ def frame(
     source: int = 1,
     communicator: int = COMMUNICATOR,
     generation: int = 1,
-    kind: int = Kind.DATA,
+    kind: int = FrameKind.DATA,
 ) -> bytes:
-    return Header(kind, communicator, generation, source, sequence, len(payload)).pack() + payload
+    return FrameHeader(kind, communicator, generation, source, sequence, len(payload)).pack() + payload
 
 
 def heard(sock: socket.socket) -> bytes:
@@ -83,8 +83,8 @@ def refusal(sock: socket.socket) -> str:
     """The sentence with which the other side hung up."""
     said = heard(sock)
     assert len(said) >= HEADER_BYTES, "it hung up without a word"
-    header = Header.unpack(said[:HEADER_BYTES])
-    assert header.kind == Kind.REFUSAL
+    header = FrameHeader.unpack(said[:HEADER_BYTES])
+    assert header.kind == FrameKind.REFUSAL
     assert header.length == len(said) - HEADER_BYTES
     return said[HEADER_BYTES:].decode()
 
@@ -202,7 +202,7 @@ def test_a_second_link_from_the_same_rank_does_not_replace_the_first(
         ([frame(0), frame(2), frame(1)], r"message 2 came where 1 was due \(lost or reordered\)"),
         ([frame(0), frame(2)], r"message 2 came where 1 was due \(lost or reordered\)"),
         ([frame(0), frame(1, source=0)], r"a frame of kind 2 from rank 0 is out of place"),
-        ([frame(0), frame(1, kind=Kind.HELLO)], r"a frame of kind 1 from rank 1 is out of place"),
+        ([frame(0), frame(1, kind=FrameKind.HELLO)], r"a frame of kind 1 from rank 1 is out of place"),
         ([frame(0), frame(1, b"payload")], r"message 1 has 7 bytes, expected 8"),
     ],
     ids=["duplicated", "reordered", "lost", "of another rank", "of another kind", "too short"],
@@ -262,7 +262,7 @@ def test_every_bit_of_a_header_counts(transports: list[Transport], pair: Pair, r
     good = frame(0)[:HEADER_BYTES]
     for byte in range(HEADER_BYTES):
         with pytest.raises(LinkCorrupted):
-            Header.unpack(flipped(good, byte))
+            FrameHeader.unpack(flipped(good, byte))
     raw(transports[0], hello(), frame(0), flipped(frame(1), HEADER_BYTES - 1))
     assert receive(pair[0], 1, 8) == b"payload!"
     with pytest.raises(LinkCorrupted, match="a frame header's checksum does not hold"):
@@ -306,8 +306,8 @@ def test_a_link_that_changes_a_byte_is_named() -> None:
         (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "not a Hoop frame"),
         (flipped(hello(), 10), "a frame header's checksum does not hold"),
         (frame(0), "the first frame on a link must be HELLO"),
-        (Header(9, 7, 1, 1, 0, 0).pack(), "unknown frame kind 9"),
-        (Header(Kind.DATA, 7, 1, 1, 0, 1 << 62).pack(), "over the limit"),
+        (FrameHeader(9, 7, 1, 1, 0, 0).pack(), "unknown frame kind 9"),
+        (FrameHeader(FrameKind.DATA, 7, 1, 1, 0, 1 << 62).pack(), "over the limit"),
     ],
     ids=["a browser", "damaged", "not a HELLO", "unknown kind", "absurd length"],
 )
@@ -359,13 +359,13 @@ def test_last_words_are_heard_though_the_listener_is_slow(
     zero, one = pair
     looks = threading.Event()
 
-    def unpack(data: bytes) -> Header:
-        header = Header.unpack(data)
+    def unpack(data: bytes) -> FrameHeader:
+        header = FrameHeader.unpack(data)
         if header.source == 1:
             looks.wait(LONG_S)
         return header
 
-    monkeypatch.setattr(hoop.transport.tcp_listener, "Header", SimpleNamespace(unpack=unpack))
+    monkeypatch.setattr(hoop.transport.tcp_listener, "FrameHeader", SimpleNamespace(unpack=unpack))
     say(zero, 1, b"question")
     assert receive(one, 0, 8) == b"question"
     say(one, 0, b"answer")

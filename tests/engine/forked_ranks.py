@@ -26,9 +26,9 @@ from torch import Tensor
 from hoop.collectives.communicator import Communicator
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, packed, unpacked
 from hoop.engine.job import Job
-from hoop.engine.rank_context import World
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
-from hoop.engine.trainer import Run
+from hoop.engine.trainer import Trainer
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
@@ -188,9 +188,9 @@ def _rank(
             return rank == 0 and stop_at is not None and asked > stop_at
 
         try:
-            world = World(arena, communicator, group, (rank, size))
+            world = RankContext(arena, communicator, group, (rank, size))
             before = arena.used
-            run = Run(world, settings, job, emit, stopping, resume, "test.")
+            run = Trainer(world, settings, job, emit, stopping, resume, "test.")
             allocated = arena.used - before
             run.go()
             held = {

@@ -10,9 +10,9 @@ from forked_ranks import differing
 from small_jobs import JOBS, alone, settings
 
 from hoop.collectives.communicator import Communicator
-from hoop.engine.fault_tolerance.local_persistence import filled, inherited
-from hoop.engine.rank_context import World
-from hoop.engine.trainer import Run
+from hoop.engine.fault_tolerance.local_persistence import filled, load_from_arena
+from hoop.engine.rank_context import RankContext
+from hoop.engine.trainer import Trainer
 from hoop.memory import Arena
 from hoop.transport import open_transport
 
@@ -25,18 +25,20 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
     changed = settings("data", **CHANGES)
     with Arena.create(tmp_path / "arena", 24 << 20) as arena, open_transport("inproc://one:0") as transport:
 
-        def world(number: int) -> World:
+        def world(number: int) -> RankContext:
             one = Communicator(transport.endpoint(number, 1, 0, [transport.address]))
             seats = lambda patience, lacks=None: world(number + 1)  # noqa: E731
-            return World(arena, one, lambda ranks: one, reseated=seats, outlives=True, run=RUN)
+            return RankContext(arena, one, lambda ranks: one, reseated=seats, outlives=True, run=RUN)
 
         told: list[dict[str, Any]] = []
-        first = Run(world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], told.append, lambda: False)
+        first = Trainer(
+            world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], told.append, lambda: False
+        )
         first.go()
         wanted = {name: one.clone() for name, one in first._role.wanted(first._ready.model).items()}
         held = first.worker.held[0]
         held.state_array[held.layout.trained :] += 1  # as a forward does, for a while
-        second = Run(world(9), changed, JOBS["normed"], told.append, lambda: False, joins=True)
+        second = Trainer(world(9), changed, JOBS["normed"], told.append, lambda: False, joins=True)
         assert second._done == 5
         (newest, *_) = second._arrival.left
         assert newest.step == 5
@@ -57,5 +59,5 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
         assert not differing(last, alone("normed", tuple(CHANGES.items()))), "as if nothing had happened"
         second.close()
         assert [one.name for one in arena.buffers() if not one.name.startswith("snapshot")] == []
-        third = inherited(arena, "", RUN)
+        third = load_from_arena(arena, "", RUN)
         assert [one.step for one in third] == [second._course.limit], "the final snapshot"

@@ -19,7 +19,7 @@ from small_jobs import BATCH, SAMPLES, STEPS, flat, mnist, settings
 from torch import Tensor, nn
 
 from hoop.data.dataset import Splits
-from hoop.data.sampler import Order
+from hoop.data.sampler import SampleOrder
 from hoop.data.tensors import TensorData
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
@@ -85,7 +85,7 @@ LOSSES: dict[str, tuple[str, Loss, float]] = {
 
 def plain(job: Job, rate: float) -> tuple[nn.Module, list[float], float]:
     """SGD on whole batches in plain PyTorch: the model, the losses of its steps, and the loss of all test samples."""
-    model, order, loss = job.model(0), Order(0, SAMPLES), job.loss
+    model, order, loss = job.model(0), SampleOrder(0, SAMPLES), job.loss
     assert callable(loss)
     optimizer = torch.optim.SGD(model.parameters(), rate)
     losses = []

@@ -6,11 +6,11 @@ import pytest
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
 
-from hoop.collectives.shard_tree import holding
+from hoop.collectives.shard_tree import merge_plan
 from hoop.engine.executor import room_for
 from hoop.engine.job import blocks_of
-from hoop.engine.stage.state import Layout
-from hoop.plan.instructions import Instruction, Kind
+from hoop.engine.stage.state import StateLayout
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
 from hoop.strategies.memory_fit import fit
@@ -60,7 +60,7 @@ def test_bsp_trains_like_one_device(scheme: str, job: str, servers: int, devices
 @pytest.mark.parametrize(("shards", "nodes"), [(7, [1, 1, 1, 1]), (9, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
 def test_bsp_with_shares_that_are_no_whole_nodes_or_nothing(shards: int, nodes: list[int]) -> None:
     plan = parse("ps").plan(5, shards)
-    assert [len(holding(plan.computed_by(rank, 0), shards).nodes) for rank in range(4)] == nodes
+    assert [len(merge_plan(plan.computed_by(rank, 0), shards).nodes) for rank in range(4)] == nodes
     outcomes = train("shm", 5, settings("ps", shards=shards, epochs=1), JOBS["normed"])
     expected = alone("normed", (("shards", shards), ("epochs", 1)))
     assert differing(expected, tensors_in(checkpoint(outcomes))) == []
@@ -108,7 +108,11 @@ def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, device
     assert sum(losses[-STEPS:]) < sum(losses[:STEPS])
     for one in servers_of(outcomes):
         kinds = [Instruction.parse(text).kind for text in one.done]
-        assert kinds.count(Kind.UPDATE) == kinds.count(Kind.TAKE) == 2 * STEPS * (devices - servers)
+        assert (
+            kinds.count(InstructionKind.UPDATE)
+            == kinds.count(InstructionKind.TAKE)
+            == 2 * STEPS * (devices - servers)
+        )
     found = tensors_in(checkpoint(outcomes))
     assert all(int(one) == 2 * STEPS for name, one in found.items() if name.endswith("num_batches_tracked"))
     assert set(found) == set(alone(job)), "weights and optimizer state, whole"
@@ -124,9 +128,9 @@ def test_nobody_gets_weights_who_is_too_far_ahead(staleness: int) -> None:
     gives = 0
     for text in outcomes[3].done:
         one = Instruction.parse(text)
-        if one.kind is Kind.TAKE:
+        if one.kind is InstructionKind.TAKE:
             clocks[one.peer] += 1
-        elif one.kind is Kind.GIVE:
+        elif one.kind is InstructionKind.GIVE:
             gives += 1
             assert clocks[one.peer] - min(clocks.values()) <= staleness, f"{text} at {clocks}"
     assert gives == 3 * 30
@@ -191,7 +195,7 @@ def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> N
     plan = strategy.plan(devices, wanted.micros)
     blocks = []
     for index, block in enumerate(blocks_of(job.model(0))):
-        layout = Layout([block], wanted.micros)
+        layout = StateLayout([block], wanted.micros)
         state = 4 * wanted.optimizer.slots * layout.trained
         blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
     room = room_for(wanted.balance)

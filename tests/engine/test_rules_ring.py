@@ -10,8 +10,8 @@ from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import BATCH, JOBS, SAMPLES, SHARDS, STEPS, alone, flat, mnist, settings
 from torch import Tensor
 
-from hoop.data.sampler import Order
-from hoop.plan.instructions import Instruction, Kind
+from hoop.data.sampler import SampleOrder
+from hoop.plan.instructions import Instruction, InstructionKind
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -85,7 +85,7 @@ def test_an_asynchronous_ring_is_sgd_with_weights_one_update_old() -> None:
     rate = 0.1
     wanted = settings("ring:async", optimizer="sgd", lr=rate, epochs=1)
     found = tensors_in(checkpoint(train("shm", 2, wanted, JOBS["flat"])))
-    model, data, order = flat(0), mnist().train, Order(0, SAMPLES)
+    model, data, order = flat(0), mnist().train, SampleOrder(0, SAMPLES)
     before = [one.detach().clone() for one in model.parameters()]
     for step in range(STEPS):
         newest = [one.detach().clone() for one in model.parameters()]
@@ -103,12 +103,12 @@ def test_an_asynchronous_ring_is_sgd_with_weights_one_update_old() -> None:
         assert torch.allclose(found[name], one, atol=1e-5), name
 
 
-def steps_of(outcome: Outcome) -> list[tuple[Kind, int, int]]:
+def steps_of(outcome: Outcome) -> list[tuple[InstructionKind, int, int]]:
     """(kind, stage, step of its span) of what a rank computed; updates count themselves."""
     found = []
     for text in outcome.done:
         one = Instruction.parse(text)
-        if one.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE):
+        if one.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.UPDATE):
             found.append((one.kind, one.stage, one.micro // SHARDS))
     return found
 
@@ -121,12 +121,12 @@ def test_weights_are_at_most_one_update_old_and_steps_overlap(spec: str) -> None
     for one in outcomes:
         updates: dict[int, int] = {}
         for kind, stage, step in steps_of(one):
-            if kind is Kind.UPDATE:
+            if kind is InstructionKind.UPDATE:
                 updates[stage] = updates.get(stage, 0) + 1
             else:
                 made = updates.get(stage, 0)
                 assert made in (step, step - 1), f"stage {stage}, step {step}, after {made} updates"
-                overlaps += kind is Kind.FORWARD and made < step
+                overlaps += kind is InstructionKind.FORWARD and made < step
     assert overlaps, "every step waited for the one before"
 
 

@@ -32,14 +32,14 @@ import hoop.engine.fault_tolerance.manager as engine_safekeeping
 import hoop.engine.progress_reporter as engine_reporter
 import hoop.engine.trainer as engine_run
 from hoop.collectives.communicator import Communicator
-from hoop.engine.executor import Owed
-from hoop.engine.fault_tolerance.checkpoint import Keepsakes, packed, tensors_of, unpacked
-from hoop.engine.fault_tolerance.replication import Mirrors
+from hoop.engine.executor import DeferredUpdates
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, packed, tensors_of, unpacked
+from hoop.engine.fault_tolerance.replication import Replicator
 from hoop.engine.job import Job, names_of
-from hoop.engine.profiler import Clockwork
-from hoop.engine.rank_context import World
+from hoop.engine.profiler import InstructionProfiler
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
-from hoop.engine.trainer import Run
+from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.memory import Arena
 from hoop.topology import Address
@@ -49,12 +49,12 @@ from hoop.transport.shm_listener import ShmTransport
 LONG_S = 100.0
 ARENA_BYTES = 24 << 20
 PLACES: dict[str, tuple[Any, str]] = {
-    "instruction": (Clockwork, "note"),
-    "keeps": (Mirrors, "keep"),
+    "instruction": (InstructionProfiler, "note"),
+    "keeps": (Replicator, "keep"),
     "meets": (engine_safekeeping, "vote"),
-    "settles": (Owed, "settle"),
+    "settles": (DeferredUpdates, "settle"),
     "evaluates": (engine_run, "evaluate"),
-    "snapshots": (Keepsakes, "add"),
+    "snapshots": (SnapshotPublisher, "add"),
     "prepares": (engine_safekeeping, "prepare"),
     "begins": (engine_run, "prepare"),
     "collects": (engine_safekeeping, "collect"),
@@ -251,20 +251,20 @@ class _Seats:
                         one.endpoint.abort(PeerLost("the members have changed"))
                     self.changed.set()
 
-    def alone(self) -> World:
+    def alone(self) -> RankContext:
         """Where a newcomer gets ready."""
         return self._world(
             1 << 20, {"generation": 1, "rank": 0, "peers": [list(vars(self._transport.address).values())]}
         )
 
-    def next(self, patience: float) -> World:
+    def next(self, patience: float) -> RankContext:
         self.close()
         seat = self._seats.get(timeout=patience)
         while not self._seats.empty():  # only the last one counts
             seat = self._seats.get()
         return self._world(9, seat)
 
-    def _world(self, number: int, seat: dict[str, Any]) -> World:
+    def _world(self, number: int, seat: dict[str, Any]) -> RankContext:
         generation, rank = seat["generation"], seat["rank"]
         peers = [Address(*one) for one in seat["peers"]]
         made: dict[tuple[int, ...], Communicator] = {}
@@ -284,7 +284,7 @@ class _Seats:
                 made[key] = opened(identity, key.index(rank), [peers[one] for one in key])
             return made[key]
 
-        def reseated(patience: float, lacks: HoopError | None = None) -> World:
+        def reseated(patience: float, lacks: HoopError | None = None) -> RankContext:
             if lacks is not None:
                 raise lacks
             try:
@@ -295,7 +295,7 @@ class _Seats:
         self.generation = generation
         whole = made[tuple(range(len(peers)))] = opened(number, rank, peers)
         hosts = tuple(seat.get("hosts", ()))
-        return World(self._arena, whole, group, (rank, len(peers)), reseated, hosts=hosts)
+        return RankContext(self._arena, whole, group, (rank, len(peers)), reseated, hosts=hosts)
 
     def close(self) -> None:
         with self._lock:
@@ -357,7 +357,7 @@ def _rank(
             tell({"kind": "waiting"})
             assert seats.changed.wait(LONG_S), "the members did not change"
 
-        class ReportingRun(Run):
+        class ReportingRun(Trainer):
             """Reports why it left its links, for the parent to name where no death explains it."""
 
             def _recover(self, error: HoopError) -> None:

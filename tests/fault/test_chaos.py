@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.lab.chaos.fault_actions import Outcome
+from hoop.lab.chaos.fault_actions import FaultOutcome
 from hoop.lab.chaos.run import Chaos, ChaosConfig, _violation, table, verdict
-from hoop.lab.chaos.schedule import KINDS, drawn
+from hoop.lab.chaos.schedule import KINDS, draw_schedule
 from hoop.report.metrics import read_metrics
 from hoop.runs.ledger import NAME, Ledger, lines
 
@@ -23,18 +23,19 @@ OPTIONS = ["--faults=2", "--seed=3", "--devices=2", "--pace=3", "--kinds=kill,co
 
 
 def test_a_seed_gives_the_same_faults_again() -> None:
-    assert drawn(200, 7) == drawn(200, 7)
-    assert drawn(200, 7) != drawn(200, 8)
-    assert {one.kind for one in drawn(200, 7)} == set(KINDS)
-    assert {one.of([3, 1, 2]) for one in drawn(200, 7)} == {1, 2, 3}
-    assert [one.number for one in drawn(3, 0, ["kill"])] == [1, 2, 3]
+    assert draw_schedule(200, 7) == draw_schedule(200, 7)
+    assert draw_schedule(200, 7) != draw_schedule(200, 8)
+    assert {one.kind for one in draw_schedule(200, 7)} == set(KINDS)
+    assert {one.of([3, 1, 2]) for one in draw_schedule(200, 7)} == {1, 2, 3}
+    assert [one.number for one in draw_schedule(3, 0, ["kill"])] == [1, 2, 3]
     with pytest.raises(InvalidArgument, match="there are kill, stop"):
-        drawn(1, 0, ["flood"])
+        draw_schedule(1, 0, ["flood"])
 
 
 def test_the_table_has_a_line_a_kind() -> None:
     found = Chaos(
-        ChaosConfig(), [Outcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), Outcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)]
+        ChaosConfig(),
+        [FaultOutcome(1, "kill", 2, 5, 0.1, 0.2, 3.0), FaultOutcome(2, "kill", 1, 9, 0.3, 0.4, 5.0)],
     )
     (row,) = table(found).rows
     assert row == ["kill", 2, 0.2, 0.3, pytest.approx(0.3), 0.4, 4.0, 5.0, 0, 0]

@@ -30,8 +30,8 @@ from hoop.membership.journal import replay
 from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.plan.plan import split_evenly
-from hoop.plan.recovery import NO_STATE, WHOLE, Piece, RankStatus, RecoveryPlan, StateLost, agree
-from hoop.plan.replica_placement import holders
+from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, RecoveryPlan, SliceSpec, StateLost, agree
+from hoop.plan.replica_placement import replica_holders
 from hoop.topology import Address, DeviceInfo
 
 CONFIG = DetectorConfig(heartbeat_s=0.5, lease_s=1.5, isolation_s=60.0)
@@ -86,7 +86,7 @@ class Operation:
 class Device:
     """A device's process: its task, if it has one, and what it holds of the state."""
 
-    def __init__(self, run: Run, number: int, arena: dict[int, set[Piece]] | None) -> None:
+    def __init__(self, run: Run, number: int, arena: dict[int, set[SliceSpec]] | None) -> None:
         self.run, self.number = run, number
         self.incarnation = f"{number}.{run.next_number()}"
         self.alive, self.paused, self.member = True, False, False
@@ -103,7 +103,7 @@ class Device:
         self.working = False
         """It uses the links of a generation."""
         self.done, self.stays, self.turn, self.begins = NO_STATE, False, 0, False
-        self.live: dict[int, set[Piece]] = {}
+        self.live: dict[int, set[SliceSpec]] = {}
         """Step to pieces that it can provide."""
         self.leaving = False
 
@@ -132,7 +132,7 @@ class Device:
         self.alive = False
         self.run.left(self)
 
-    def held(self) -> dict[int, set[Piece]]:
+    def held(self) -> dict[int, set[SliceSpec]]:
         """What can be had of it: its memory while it lives, its arena after."""
         if self.log and self.log[-1][0] == "left":
             return {}  # it was released: others have what it had
@@ -336,11 +336,11 @@ class Device:
             self.tell("recovered", generation=self.task.taken)
         self._train()
 
-    def _pieces(self, members: tuple[int, ...]) -> tuple[set[Piece], set[Piece]]:
+    def _pieces(self, members: tuple[int, ...]) -> tuple[set[SliceSpec], set[SliceSpec]]:
         """Its own pieces of the state in this cut, and those that it keeps a replica of."""
-        cut = [[Piece(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, len(members))]
+        cut = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, len(members))]
         rank = members.index(self.number)
-        kept_by = holders(len(members))
+        kept_by = replica_holders(len(members))
         replicas = {one for owner in range(len(members)) if kept_by[owner] == rank for one in cut[owner]}
         return set(cut[rank]), replicas
 
@@ -589,7 +589,7 @@ class Run:
         self.here(0.25, lambda: self._tick(life))
         self._apply(m.Tick(self.now))
 
-    def _apply(self, message: m.Message) -> None:
+    def _apply(self, message: m.MembershipEvent) -> None:
         try:
             self.state, instructions = step(self.state, message)
         except HoopError:
@@ -611,7 +611,7 @@ class Run:
             for number in arrived:
                 self._handle(jm.DeviceArrived(number))
             if instructions or isinstance(message, m.Tick):
-                self._handle(jm.Tick())
+                self._handle(jm.JobTick())
 
     def _abort(self, number: int, generation: int) -> None:
         device = self.devices[number]
@@ -627,7 +627,7 @@ class Run:
         def heard() -> None:
             known = True
             try:
-                self.state, _ = step(self.state, m.Beat(device.number, device.incarnation, self.now))
+                self.state, _ = step(self.state, m.Heartbeat(device.number, device.incarnation, self.now))
             except MembershipChanged:
                 known = False
             self.send(0, device.number, lambda: device.do(0.0, lambda: device.answered(known)))
@@ -656,7 +656,7 @@ class Run:
                 not state[0] and self.life == life
             ):  # the answer to a call goes with the coordinator that made it
                 state[0] = True
-                self._apply(m.Called(number, "" if answered else "no answer", self.now))
+                self._apply(m.CallReported(number, "" if answered else "no answer", self.now))
                 then(answered, ok)
 
         def arrived() -> None:
@@ -690,7 +690,7 @@ class Run:
             device.start_task(1, members, joining=False)
             self._handle(jm.TaskFound(number, device.incarnation, 1))
             self._watch(device)
-        self._handle(jm.Found())
+        self._handle(jm.TasksListed())
 
     def _view(self, participants: Sequence[int]) -> jm.JobView:
         planned = not self.setup.partitioned
@@ -823,7 +823,7 @@ class Run:
                     )
                 )
             case "recovered":
-                self._apply(m.Worked(JOB, about["generation"]))
+                self._apply(m.LinkWorked(JOB, about["generation"]))
                 self._handle(jm.TaskResumed(about["generation"]))
             case "ended":
                 self._handle(jm.TaskFinished(*task, finished=True))
@@ -842,7 +842,7 @@ class Run:
         if self.outcome == "left":
             return
         whole = {WHOLE.name: 1} if not self.setup.partitioned else {f"p{n}": 1 for n in range(PIECES)}
-        held: dict[int, set[Piece]] = {}
+        held: dict[int, set[SliceSpec]] = {}
         for device in self.devices.values():
             for done, pieces in device.held().items():
                 held.setdefault(done, set()).update(pieces)
@@ -943,12 +943,12 @@ class Run:
                 self._handle(jm.TaskFound(number, incarnation, generation))
             left[0] -= 1
             if not left[0]:
-                self._handle(jm.Found())
+                self._handle(jm.TasksListed())
 
         for number in usable:
             self.call(number, lambda device: True, lambda came, ok, number=number: found(number, came))
         if not usable:
-            self._handle(jm.Found())
+            self._handle(jm.TasksListed())
 
 
 KINDS = (

@@ -29,7 +29,7 @@ from hoop.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Una
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import channel_options
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import ALLOWED, Role
 from hoop.wire.tls import Certificates
@@ -236,7 +236,7 @@ def test_a_device_does_not_pass_for_the_coordinator(with_tls: Guarded) -> None:
 # ---- ring sockets
 
 
-def said_to(address: str, words: bytes) -> Header:
+def said_to(address: str, words: bytes) -> FrameHeader:
     """The header of what a device's data port answers before it hangs up."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=CALL_S) as sock:
@@ -244,17 +244,17 @@ def said_to(address: str, words: bytes) -> Header:
         heard = b""
         while len(heard) < HEADER_BYTES and (data := sock.recv(4096)):
             heard += data
-        if Header.unpack(heard[:HEADER_BYTES]).kind == Kind.CHALLENGE:
+        if FrameHeader.unpack(heard[:HEADER_BYTES]).kind == FrameKind.CHALLENGE:
             sock.sendall(bytes(32))  # a proof by someone without the key
             heard = sock.recv(4096)
-    return Header.unpack(heard[:HEADER_BYTES])
+    return FrameHeader.unpack(heard[:HEADER_BYTES])
 
 
 def test_a_ring_socket_without_proof_is_refused(either: Guarded) -> None:
-    plain = Header(Kind.HELLO, 1, 1, 0, 1, 0).pack()
-    keyed = Header(Kind.HELLO, 1, 1, 0, 1, 16).pack() + bytes(16)
+    plain = FrameHeader(FrameKind.HELLO, 1, 1, 0, 1, 0).pack()
+    keyed = FrameHeader(FrameKind.HELLO, 1, 1, 0, 1, 16).pack() + bytes(16)
     for words in (plain, keyed):
-        assert said_to(either.device["data_address"], words).kind == Kind.REFUSAL
+        assert said_to(either.device["data_address"], words).kind == FrameKind.REFUSAL
 
 
 # ---- and it works

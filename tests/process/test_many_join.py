@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import hoop
-from hoop.servers.heartbeat import Attendance
+from hoop.servers.heartbeat import HeartbeatClient
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
@@ -31,7 +31,9 @@ def newcomer(number: int) -> DeviceInfo:
 async def all_join(address: Address) -> list[int]:
     """Each over a connection of its own, with heartbeats from then on; they leave with a word."""
     open_to_all = Credentials(Role.DEVICE)
-    crowd = [Attendance(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
+    crowd = [
+        HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)
+    ]
     joins = (one.join(newcomer(number), PATIENCE_S) for number, one in enumerate(crowd))
     ids = [info.device_id for info in await asyncio.gather(*joins)]
     for one in crowd:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hoop.errors import HoopError
 from hoop.torch_backend import p2p
-from hoop.torch_backend.p2p import Kind, Matching, Message, Request
+from hoop.torch_backend.p2p import MessageKind, P2PMessage, P2PRequest, TagMatcher
 
 Together = Callable[..., list[Any]]
 
@@ -126,31 +126,35 @@ def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:
 # ---- matching, without links
 
 
-def request(peer: int | None, tag: int, size: int = 2) -> tuple[Request, list[tuple[HoopError | None, int]]]:
+def request(
+    peer: int | None, tag: int, size: int = 2
+) -> tuple[P2PRequest, list[tuple[HoopError | None, int]]]:
     ends: list[tuple[HoopError | None, int]] = []
     data = np.zeros(size, np.uint8)
-    return Request(False, peer, Kind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)), ends
+    return P2PRequest(
+        False, peer, MessageKind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)
+    ), ends
 
 
-def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> Message:
-    return Message(peer, Kind.MESSAGE, tag, np.full(size, byte, np.uint8))
+def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> P2PMessage:
+    return P2PMessage(peer, MessageKind.MESSAGE, tag, np.full(size, byte, np.uint8))
 
 
 def test_requests_of_one_kind_are_served_in_order() -> None:
-    shelf = Matching()
+    shelf = TagMatcher()
     first, _ = request(None, 1)
     second, _ = request(2, 1)
     assert not shelf.ask(first)
     assert not shelf.ask(second)
-    assert shelf.claim(2, Kind.MESSAGE, 9) is None
-    assert shelf.claim(2, Kind.BARRIER, 1) is None
-    assert shelf.claim(2, Kind.MESSAGE, 1) is first
-    assert shelf.claim(3, Kind.MESSAGE, 1) is None
-    assert shelf.claim(2, Kind.MESSAGE, 1) is second
+    assert shelf.claim(2, MessageKind.MESSAGE, 9) is None
+    assert shelf.claim(2, MessageKind.BARRIER, 1) is None
+    assert shelf.claim(2, MessageKind.MESSAGE, 1) is first
+    assert shelf.claim(3, MessageKind.MESSAGE, 1) is None
+    assert shelf.claim(2, MessageKind.MESSAGE, 1) is second
 
 
 def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
-    shelf = Matching()
+    shelf = TagMatcher()
     for byte in (5, 6):
         shelf.keep(message(1, 0, byte))
     for byte in (5, 6):
@@ -162,7 +166,7 @@ def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
 
 def test_a_full_shelf_stops_a_sender_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p, "SHELF_BYTES", 4)
-    shelf = Matching()
+    shelf = TagMatcher()
     shelf.keep(message(1, 0, size=4))
     assert list(shelf.listened([1, 2])) == [2]
     asked, _ = request(1, 9)

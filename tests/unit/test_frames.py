@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import LinkCorrupted
-from hoop.wire.frames import HEADER_BYTES, MAGIC, MAX_PAYLOAD, VERSION, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, MAGIC, MAX_PAYLOAD, VERSION, FrameHeader, FrameKind
 
-DATA = Header(
-    Kind.DATA,
+DATA = FrameHeader(
+    FrameKind.DATA,
     communicator=7,
     generation=3,
     source=2,
@@ -26,8 +26,8 @@ VERSION_AT, KIND_AT, LENGTH_AT = 4, 5, 32
 
 u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 headers = st.builds(
-    Header,
-    kind=st.sampled_from(Kind),
+    FrameHeader,
+    kind=st.sampled_from(FrameKind),
     communicator=u64,
     generation=u32,
     source=u32,
@@ -50,11 +50,11 @@ def changed(at: int, value: bytes) -> bytes:
 
 
 @given(headers)
-def test_what_is_packed_comes_back(header: Header) -> None:
+def test_what_is_packed_comes_back(header: FrameHeader) -> None:
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     for data in (packed, bytearray(packed), memoryview(packed)):
-        assert Header.unpack(data) == header
+        assert FrameHeader.unpack(data) == header
 
 
 def test_the_bytes_are_those_of_the_drawing() -> None:
@@ -68,9 +68,10 @@ def test_the_bytes_are_those_of_the_drawing() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [DATA, Header(Kind.HELLO, 0, 0, 0, 0, 0), Header(Kind.REFUSAL, 1, 1, 1, 1, 60)]
+    "header",
+    [DATA, FrameHeader(FrameKind.HELLO, 0, 0, 0, 0, 0), FrameHeader(FrameKind.REFUSAL, 1, 1, 1, 1, 60)],
 )
-def test_every_single_flipped_bit_is_noticed(header: Header) -> None:
+def test_every_single_flipped_bit_is_noticed(header: FrameHeader) -> None:
     packed = header.pack()
     for bit in range(8 * HEADER_BYTES):
         flipped = bytearray(packed)
@@ -78,41 +79,41 @@ def test_every_single_flipped_bit_is_noticed(header: Header) -> None:
         with pytest.raises(
             LinkCorrupted, match="checksum does not hold" if bit >= 32 else "not a Hoop frame"
         ):
-            Header.unpack(flipped)
+            FrameHeader.unpack(flipped)
 
 
 @pytest.mark.parametrize("size", [*range(HEADER_BYTES), HEADER_BYTES + 1, 2 * HEADER_BYTES])
 def test_another_length_is_refused(size: int) -> None:
     with pytest.raises(LinkCorrupted, match=f"has {HEADER_BYTES} bytes, got {size}"):
-        Header.unpack((DATA.pack() * 2)[:size])
+        FrameHeader.unpack((DATA.pack() * 2)[:size])
 
 
 def test_another_version_is_named() -> None:
     for version in set(range(256)) - {VERSION}:
         with pytest.raises(LinkCorrupted, match=f"frame version {version}, this side speaks {VERSION}"):
-            Header.unpack(changed(VERSION_AT, bytes([version])))
+            FrameHeader.unpack(changed(VERSION_AT, bytes([version])))
 
 
 def test_an_unknown_kind_is_named() -> None:
     for kind in range(256):
         data = changed(KIND_AT, bytes([kind]))
-        if kind in set(Kind):
-            assert Header.unpack(data).kind == kind
+        if kind in set(FrameKind):
+            assert FrameHeader.unpack(data).kind == kind
         else:
             with pytest.raises(LinkCorrupted, match=f"unknown frame kind {kind}$"):
-                Header.unpack(data)
+                FrameHeader.unpack(data)
 
 
 def test_a_length_above_the_limit_is_refused() -> None:
-    assert Header.unpack(changed(LENGTH_AT, struct.pack("<Q", MAX_PAYLOAD))).length == MAX_PAYLOAD
+    assert FrameHeader.unpack(changed(LENGTH_AT, struct.pack("<Q", MAX_PAYLOAD))).length == MAX_PAYLOAD
     for length in (MAX_PAYLOAD + 1, 2**63, 2**64 - 1):
         with pytest.raises(LinkCorrupted, match=f"a frame of {length} bytes, over the limit"):
-            Header.unpack(changed(LENGTH_AT, struct.pack("<Q", length)))
+            FrameHeader.unpack(changed(LENGTH_AT, struct.pack("<Q", length)))
 
 
 def test_another_protocol_is_told_by_its_first_bytes() -> None:
     with pytest.raises(LinkCorrupted, match="it starts with b'GET ', not b'HOOP'"):
-        Header.unpack(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".ljust(HEADER_BYTES))
+        FrameHeader.unpack(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".ljust(HEADER_BYTES))
 
 
 fixed = st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)
@@ -121,16 +122,16 @@ fixed = st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES)
 @given(st.one_of(st.binary(max_size=2 * HEADER_BYTES), fixed, fixed.map(lambda data: MAGIC + data[4:])))
 def test_random_bytes_are_never_a_frame(data: bytes) -> None:
     with pytest.raises(LinkCorrupted):
-        Header.unpack(data)
+        FrameHeader.unpack(data)
 
 
 @given(st.binary(min_size=HEADER_BYTES - 8, max_size=HEADER_BYTES - 8), st.booleans())
 def test_random_bytes_with_a_good_checksum_are_a_possible_frame_or_refused(data: bytes, ours: bool) -> None:
     head = MAGIC + (bytes([VERSION]) + data[1:] if ours else data)
     try:
-        header = Header.unpack(sealed(head))
+        header = FrameHeader.unpack(sealed(head))
     except LinkCorrupted:
         return
-    assert header.kind in list(Kind)
+    assert header.kind in list(FrameKind)
     assert header.length <= MAX_PAYLOAD
     assert header.pack()[8:-4] == head[8:]

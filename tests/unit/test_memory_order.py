@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import DeadlineExceeded
-from hoop.servers.memory_order import Access, Footprint, MemoryOrder, Span
+from hoop.servers.memory_order import Access, MemoryFootprint, MemoryOrder, MemoryRange
 
 spans = st.builds(
-    lambda device, start, size, writes: Span(device, start, start + size, writes),
+    lambda device, start, size, writes: MemoryRange(device, start, start + size, writes),
     st.integers(1, 2),
     st.integers(0, 12),
     st.integers(0, 4),
@@ -22,34 +22,34 @@ spans = st.builds(
 
 
 @given(st.lists(spans, max_size=6), st.lists(spans, max_size=6))
-def test_conflicts_are_those_of_the_bytes(one: list[Span], other: list[Span]) -> None:
-    def touched(all_: list[Span], writes: bool) -> set[tuple[int, int]]:
+def test_conflicts_are_those_of_the_bytes(one: list[MemoryRange], other: list[MemoryRange]) -> None:
+    def touched(all_: list[MemoryRange], writes: bool) -> set[tuple[int, int]]:
         wanted = [span for span in all_ if span.writes or not writes]
         return {(span.device_id, at) for span in wanted for at in range(span.start, span.stop)}
 
     expected = touched(one, True) & touched(other, False) or touched(one, False) & touched(other, True)
-    assert Footprint(one).conflicts(Footprint(other)) == bool(expected)
-    assert Footprint(other).conflicts(Footprint(one)) == bool(expected)
+    assert MemoryFootprint(one).conflicts(MemoryFootprint(other)) == bool(expected)
+    assert MemoryFootprint(other).conflicts(MemoryFootprint(one)) == bool(expected)
 
 
 @pytest.mark.parametrize(
     ("other", "conflict"),
     [
-        (Span(1, 0, 8, True, "x"), True),
-        (Span(1, 8, 16, True, "x"), False),
-        (Span(1, 0, 8, True, "y"), False),
-        (Span(2, 0, 8, True, "x"), False),
-        (Span(1, 9999, 10000, True), True),
-        (Span(2, 9999, 10000, True), False),
+        (MemoryRange(1, 0, 8, True, "x"), True),
+        (MemoryRange(1, 8, 16, True, "x"), False),
+        (MemoryRange(1, 0, 8, True, "y"), False),
+        (MemoryRange(2, 0, 8, True, "x"), False),
+        (MemoryRange(1, 9999, 10000, True), True),
+        (MemoryRange(2, 9999, 10000, True), False),
     ],
 )
-def test_named_buffers(other: Span, conflict: bool) -> None:
+def test_named_buffers(other: MemoryRange, conflict: bool) -> None:
     """Of the same name by their offsets, of different names never; a name and an address may be the same bytes."""
-    assert Footprint([Span(1, 0, 8, False, "x")]).conflicts(Footprint([other])) == conflict
+    assert MemoryFootprint([MemoryRange(1, 0, 8, False, "x")]).conflicts(MemoryFootprint([other])) == conflict
 
 
 def write(order: MemoryOrder, name: str, start: int, stop: int) -> Access:
-    return order.accept(name, [Span(1, start, stop, True)])
+    return order.accept(name, [MemoryRange(1, start, stop, True)])
 
 
 def test_they_take_turns_in_the_order_of_acceptance() -> None:
@@ -92,11 +92,11 @@ def test_who_waits_in_vain_says_for_what() -> None:
 def test_an_access_that_nobody_ends_lapses() -> None:
     async def run() -> None:
         order = MemoryOrder()
-        order.accept("announced", [Span(1, 0, 8, True)], time.monotonic() + 0.01)
-        waiting = order.behind("Read", [Span(1, 0, 8, False)])
+        order.accept("announced", [MemoryRange(1, 0, 8, True)], time.monotonic() + 0.01)
+        waiting = order.behind("Read", [MemoryRange(1, 0, 8, False)])
         with pytest.raises(DeadlineExceeded, match=r"Read waited .* for announced"):
             await waiting.turn(60)
-        await order.behind("Read", [Span(1, 0, 8, False)]).turn(0)
+        await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(0)
         assert not len(order)
 
     asyncio.run(run())
@@ -111,9 +111,9 @@ def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there
         running.patience = 0.01
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=r"Read waited .* for a launch"):
-                await order.behind("Read", [Span(1, 0, 8, False)]).turn(60)
+                await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(60)
         order.end(running)
-        await order.behind("Read", [Span(1, 0, 8, False)]).turn(0)
+        await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(0)
 
     asyncio.run(run())
 
@@ -121,13 +121,13 @@ def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there
 def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
     async def run() -> None:
         order = MemoryOrder()
-        reads = [order.accept("read", [Span(1, 0, 8, False)]) for _ in range(3)]
+        reads = [order.accept("read", [MemoryRange(1, 0, 8, False)]) for _ in range(3)]
         for one in reads:
             await one.turn(0)
         behind = write(order, "write", 0, 8)
 
         async def enter() -> None:
-            async with order.turn("cancelled", [Span(1, 0, 8, True)], 60):
+            async with order.turn("cancelled", [MemoryRange(1, 0, 8, True)], 60):
                 raise AssertionError("it is not its turn")
 
         task = asyncio.ensure_future(enter())

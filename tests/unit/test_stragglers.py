@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hoop.engine.load_balancer import Stragglers
+from hoop.engine.load_balancer import StragglerDetector
 
 SHARD_S = 0.01
 
@@ -22,7 +22,7 @@ def healthy(draw: random.Random) -> float:
 def test_a_slow_device_is_named_within_ten_steps_and_nobody_else(size: int, factor: int) -> None:
     for seed in range(50):
         draw = random.Random(seed)
-        watch, victim, begins = Stragglers(size), draw.randrange(size), draw.randint(0, 40)
+        watch, victim, begins = StragglerDetector(size), draw.randrange(size), draw.randint(0, 40)
         named: dict[int, int] = {}
         for step in range(begins + 10):
             times = [healthy(draw) for _ in range(size)]
@@ -36,13 +36,13 @@ def test_a_slow_device_is_named_within_ten_steps_and_nobody_else(size: int, fact
 @pytest.mark.parametrize("size", [2, 4, 16])
 def test_healthy_devices_are_never_named(size: int) -> None:
     draw = random.Random(size)
-    watch = Stragglers(size)
+    watch = StragglerDetector(size)
     for _ in range(20_000):
         assert watch.after([healthy(draw) for _ in range(size)]) == []
 
 
 def test_a_device_that_recovers_is_one_no_more_and_verdicts_do_not_flap() -> None:
-    watch = Stragglers(3)
+    watch = StragglerDetector(3)
     verdicts = []
     for times in ([1, 1, 1], [1, 3, 1], [1, 1.4, 1], [1, 1.05, 1]):
         for _ in range(20):
@@ -54,7 +54,7 @@ def test_a_device_that_recovers_is_one_no_more_and_verdicts_do_not_flap() -> Non
 @pytest.mark.parametrize("crowding", [1.5, 2.0, 250.0])
 def test_where_devices_outnumber_cores_nobody_is_named(crowding: float) -> None:
     """Four devices on two cores: the scheduler lets one of them wait five times as long, step after step."""
-    crowded = Stragglers(4, crowding)
+    crowded = StragglerDetector(4, crowding)
     for _ in range(50):
         assert crowded.after([1.0, 1.0, 5.0, 1.2]) == []
     assert crowded.left_out(2) == []
@@ -63,13 +63,13 @@ def test_where_devices_outnumber_cores_nobody_is_named(crowding: float) -> None:
 
 @pytest.mark.parametrize("crowding", [0.25, 1.0])
 def test_with_a_core_for_each_a_slow_one_is_named(crowding: float) -> None:
-    watch = Stragglers(4, crowding)
+    watch = StragglerDetector(4, crowding)
     verdicts = [one for _ in range(10) for one in watch.after([1.0, 1.0, 5.0, 1.2])]
     assert [(one.rank, one.slow, one.times) for one in verdicts] == [(2, True, 5.0)]
 
 
 def test_a_device_without_shards_keeps_its_verdict() -> None:
-    watch = Stragglers(2)
+    watch = StragglerDetector(2)
     for _ in range(10):
         watch.after([1.0, 5.0])
     for _ in range(10):

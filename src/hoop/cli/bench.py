@@ -14,7 +14,7 @@ from hoop.config import format_size, parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hoop.lab.bench.contest import Row
+    from hoop.lab.bench.contest import BenchResult
 
 
 def bench(
@@ -53,7 +53,7 @@ def bench(
     if plot is not None and not plot.parent.is_dir():
         raise InvalidArgument(f"--plot: there is no folder {plot.parent}; make it first")
     limits = {count: copy_bandwidth(min(count, os.cpu_count() or 1)) for count in counts}
-    rows: list[Row] = []
+    rows: list[BenchResult] = []
     for row in contest.run():
         rows.append(row)
         typer.echo(
@@ -79,7 +79,7 @@ def _whole(text: str, field: str) -> int:
     return int(text)
 
 
-def as_table(rows: list[Row], names: list[str], limits: dict[int, float]) -> str:
+def as_table(rows: list[BenchResult], names: list[str], limits: dict[int, float]) -> str:
     """A Markdown table, one line a size and rank count and contender."""
     yardstick = {(row.ranks, row.bytes): row.seconds for row in rows if row.contender == names[-1]}
     lines = [
@@ -98,9 +98,9 @@ def as_table(rows: list[Row], names: list[str], limits: dict[int, float]) -> str
     return "\n".join(lines)
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[BenchResult], path: Path) -> None:
     """Time by size, one line a contender, one panel a number of ranks."""
-    from hoop.report.chart import Chart, Line, Lines
+    from hoop.report.chart import Chart, ChartLine, Lines
 
     panels = []
     for count in sorted({row.ranks for row in rows}):
@@ -109,6 +109,6 @@ def draw(rows: list[Row], path: Path) -> None:
             mine = sorted(
                 (row.bytes, row.seconds * 1e6) for row in rows if (row.contender, row.ranks) == (name, count)
             )
-            lines.append(Line(name, [size for size, _ in mine], [time for _, time in mine]))
+            lines.append(ChartLine(name, [size for size, _ in mine], [time for _, time in mine]))
         panels.append(Lines(f"us, {count} ranks", lines, kind="log"))
     path.write_text(Chart("All-reduce, median time", panels, x_label="bytes", x_kind="log").svg())

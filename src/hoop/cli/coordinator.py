@@ -16,7 +16,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.servers.journal_store import JournalPlace
+    from hoop.servers.journal_store import JournalLocation
 
 _UNITS = ("bytes", "elements")
 
@@ -27,7 +27,7 @@ def configure(
     count_unit: str,
     lease: str,
     timeout: str,
-    journal: JournalPlace | None,
+    journal: JournalLocation | None,
     insecure: bool,
     token_file: Path | None,
     tls: Path | None,
@@ -105,10 +105,10 @@ def coordinator(
     from hoop.cli.running import Stopping
     from hoop.servers.coordinator_service import CoordinatorServer
     from hoop.servers.grpc_server import write_address_file
-    from hoop.servers.journal_store import journal_place
+    from hoop.servers.journal_store import journal_location
 
     place = (
-        journal_place(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls)
+        journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls)
         if journal
         else None
     )

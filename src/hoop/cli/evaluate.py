@@ -18,9 +18,9 @@ def evaluate(run: Run, json: options.Json = False) -> None:
 
     Of a run's folder the newest checkpoint that is whole is taken.
     """
-    from hoop.runs.export import measure, trained
+    from hoop.runs.export import load_trained, measure
 
-    one = trained(run)
+    one = load_trained(run)
     for warning in one.found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     found = measure(one)

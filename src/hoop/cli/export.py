@@ -25,9 +25,9 @@ def export(
 ) -> None:
     """Write a trained model's weights, without optimizer and position, as other programs read them."""
     from hoop.runs.export import export as write
-    from hoop.runs.export import trained
+    from hoop.runs.export import load_trained
 
-    one = trained(run)
+    one = load_trained(run)
     for warning in one.found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     write(one, to)

@@ -67,7 +67,7 @@ def reproduce(
     if mpirun is None and (on_path := shutil.which("mpirun")):
         mpirun = Path(on_path)
     folder = out or Path("runs/papers") / name
-    with View() as view:
+    with StudyView() as view:
         report = _run(study, quick, accelerator, mpirun, folder, view)
     if json:
         typer.echo(strict_json.dumps(report))
@@ -77,12 +77,12 @@ def reproduce(
 
 
 def _run(
-    study: Study, quick: bool, accelerator: str, mpirun: Path | None, folder: Path, view: View
+    study: Study, quick: bool, accelerator: str, mpirun: Path | None, folder: Path, view: StudyView
 ) -> dict[str, Any]:
-    from hoop.lab.papers.experiment import Lab
+    from hoop.lab.papers.experiment import Experiment
 
     began = time.monotonic()
-    lab = Lab(quick, accelerator, mpirun, view.say, view.note)
+    lab = Experiment(quick, accelerator, mpirun, view.say, view.note)
     found = study.run(lab)
     if lab.busy:
         found.limits.insert(
@@ -143,7 +143,7 @@ def _show(report: dict[str, Any]) -> None:
         typer.echo(f"{'':<14} paper: {one['the paper']} · ours: {one['ours']} ({one['how']})")
 
 
-class View:
+class StudyView:
     """Lines that stay, and one that lives where there is a terminal; all on standard error."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class View:
         self._status = self._console.status("") if self._console.is_terminal else None
         self._began = self._printed = time.monotonic()
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> StudyView:
         if self._status is not None:
             self._status.start()
         return self

@@ -14,7 +14,7 @@ from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from hoop.simulate.cluster import Cluster
-    from hoop.simulate.result import Outcome
+    from hoop.simulate.result import SimulationResult
 
 
 def simulate(
@@ -79,7 +79,7 @@ def simulate(
     """
     from hoop.runs.prediction import costs_of, sizes, table_of, write_outcome
     from hoop.simulate.cluster import read_cluster
-    from hoop.simulate.rank import Stragglers
+    from hoop.simulate.rank import SimulatedStragglers
     from hoop.simulate.simulation import simulate as run
     from hoop.strategies.catalog import parse
 
@@ -91,8 +91,8 @@ def simulate(
     batch, micros = sizes(priced, batch_size, shards, where.size)
     priced = priced.of(-(-batch // micros))
     slow = _stragglers(stragglers)
-    chance = Stragglers(*slow, seed) if slow else None
-    found: list[Outcome] = []
+    chance = SimulatedStragglers(*slow, seed) if slow else None
+    found: list[SimulationResult] = []
     for one in wanted:
         typer.echo(f"simulating {one.spec} …", err=True)
         found.append(
@@ -155,7 +155,7 @@ def _stragglers(text: str | None) -> tuple[float, float] | None:
     return chance, factor
 
 
-def _goodput(outcome: Outcome, rate: float | None, seed: int, mirrored: bool) -> float | None:
+def _goodput(outcome: SimulationResult, rate: float | None, seed: int, mirrored: bool) -> float | None:
     from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import among_failures
 

@@ -193,12 +193,12 @@ def _detach(launch: Launch, json: bool) -> None:
     """Starts the job and leaves it to itself."""
     from hoop.client.cluster import connect
     from hoop.runs.api import chosen
-    from hoop.runs.job_follower import Conducting
+    from hoop.runs.job_follower import JobFollower
 
     assert launch.coordinator is not None, "checked before"
     with connect(launch.coordinator) as cluster:
         devices = chosen(cluster, launch.devices)
-        number = Conducting(cluster, launch.settings, devices, resume=launch.resume).job.id
+        number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"
     typer.echo(text, file=sys.__stdout__)

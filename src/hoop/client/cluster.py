@@ -26,10 +26,10 @@ from hoop.signals import signals_held
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials, find
-from hoop.wire.channels import STAGING, Knocking, channel_options
+from hoop.wire.channels import STAGING, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, device_info, said_by, translate, unreachable
+from hoop.wire.service import Stub, device_info, status_of, translate, unreachable
 
 
 class Session:
@@ -94,7 +94,7 @@ class Cluster:
 
     def knock(self, patience: float) -> None:
         """Returns when the coordinator answers; raises if it does not within ``patience`` seconds."""
-        knocking = Knocking("the coordinator", self.address, patience)
+        knocking = Backoff("the coordinator", self.address, patience)
         for pause in knocking.pauses():
             try:
                 self._stub.GetStatus(pb.GetStatusRequest(), timeout=min(self._timeout, 5.0))
@@ -102,7 +102,7 @@ class Cluster:
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.address}") from None
-                knocking.heard(said_by(error))
+                knocking.heard(status_of(error))
                 time.sleep(pause)
         raise knocking.failure()
 

@@ -90,9 +90,9 @@ Vectors = Buffer | Sequence[Any]
 class Communicator:
     """An ordered set of devices.
 
-    Every collective takes a ``Buffer``, works on the devices' memory and returns a report, or takes a list
+    Every collective takes a ``ArenaBuffer``, works on the devices' memory and returns a report, or takes a list
     with one NumPy array or torch tensor a rank and returns such a list. Options of all of them:
-    ``algorithm``, ``chunk_bytes``, ``driver``, ``timeout``, and ``wait=False`` for a ``Handle`` at once; of
+    ``algorithm``, ``chunk_bytes``, ``driver``, ``timeout``, and ``wait=False`` for a ``WorkHandle`` at once; of
     ``all_reduce`` on a buffer also ``compression``.
     Inside ``with comm.group():`` operations on buffers are queued and run in order as one launch.
     """

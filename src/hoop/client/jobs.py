@@ -15,7 +15,7 @@ from hoop.signals import signals_held
 from hoop.texts import cleaned, parse_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
-from hoop.wire.service import Stub, said_by, translate, unreachable
+from hoop.wire.service import Stub, status_of, translate, unreachable
 
 START_S = 60.0
 Knock = Callable[[float], None]
@@ -75,7 +75,7 @@ class JobHandle:
             except grpc.RpcError as error:
                 if not patience or not unreachable(error):
                     raise translate(error, self._whom) from None
-                reason = said_by(error)
+                reason = status_of(error)
             yield _own("away", f"{self._whom} is away ({reason}); job {self.id} goes on without it")
             try:
                 self._knock(patience)

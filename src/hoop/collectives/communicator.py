@@ -12,13 +12,13 @@ from functools import partial
 
 import numpy as np
 
-from hoop.collectives.compressed_all_reduce import Compressed
-from hoop.collectives.link_executor import Spanning, confirm, over_links, together
+from hoop.collectives.compressed_all_reduce import CompressedAllReduce
+from hoop.collectives.link_executor import MultiHostExecutor, confirm, over_links, together
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.registry import CATALOG, Operation
 from hoop.collectives.selection import LinkCost, choose, measure
-from hoop.collectives.shm_executor import Move, Sharing, Staged
-from hoop.collectives.work_queue import Handle, Lane
+from hoop.collectives.shm_executor import RunFunction, ShmExecutor, WindowedOperation
+from hoop.collectives.work_queue import WorkHandle, WorkQueue
 from hoop.errors import (
     CollectiveMismatch,
     DeadlineExceeded,
@@ -36,7 +36,7 @@ _IN_PLACE = {"all_gather": -1, "gather": -1, "reduce_scatter": 1, "scatter": 1}
 """Where a destination may overlap its source: so many of this rank's blocks further on; elsewhere at the same place."""
 
 
-class Ready:
+class PreparedOperation:
     """One operation, for any buffers that fit it: ``ready(source, destination, deadline)``.
 
     How it is done is worked out (``plan``) when it first runs: the choice depends on what memory the others share.
@@ -50,13 +50,13 @@ class Ready:
         endpoint: Endpoint,
         operation: Operation,
         call: Call,
-        plan: Callable[[Operation, Call, float], tuple[str, Move]],
+        plan: Callable[[Operation, Call, float], tuple[str, RunFunction]],
     ) -> None:
         """``call``: what all ranks must agree on."""
         operation.check(endpoint.size)
         self.operation, self.call = operation, call
         self._plan = plan
-        self._move: Move | None = None
+        self._move: RunFunction | None = None
         self._rank, self._alone = endpoint.rank, endpoint.size == 1
         self._kind = operation.dtype.numpy
         self._given, self._taken = operation.extents(endpoint.size, endpoint.rank)
@@ -84,7 +84,7 @@ class Ready:
         if self._alone:
             self(source, destination, deadline)
             return None
-        if not isinstance(self._move, Staged) or not self._move.whole:
+        if not isinstance(self._move, WindowedOperation) or not self._move.whole:
             return partial(self, source, destination, deadline)
         self.check(source, destination)
         try:
@@ -154,7 +154,7 @@ class Report:
     algorithm: str
 
 
-class Prepared:
+class PersistentAllReduce:
     """An all_reduce that is run again and again on the same memory: call it with a deadline, or ``start`` it."""
 
     def __init__(
@@ -173,7 +173,7 @@ class Prepared:
         finally:
             self._leave()
 
-    def start(self, timeout: float) -> Handle:
+    def start(self, timeout: float) -> WorkHandle:
         """Runs it behind what was started before, and returns at once."""
         return self._communicator.queue(self._operation, self._run, timeout, lambda: self.algorithm)
 
@@ -191,15 +191,15 @@ class Communicator:
         self.rank, self.size = endpoint.rank, endpoint.size
         self.cost: LinkCost | None = None
         """What a link costs, where it was measured; decides between algorithms. Set before the first operation."""
-        self.lane = Lane(f"hoop-{endpoint.communicator}-lane")
+        self.lane = WorkQueue(f"hoop-{endpoint.communicator}-lane")
         """Where operations queue; whoever runs a ``ready`` one by itself enters it first."""
-        self._ready: dict[tuple[Operation, str], Ready] = {}
+        self._ready: dict[tuple[Operation, str], PreparedOperation] = {}
         self._broken: HoopError | None = None
         self._scratch: Array = np.empty(0, np.uint8)
-        self._sharing = Sharing(endpoint) if isinstance(endpoint, SharedEndpoint) else None
-        self._spanning = Spanning(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
+        self._sharing = ShmExecutor(endpoint) if isinstance(endpoint, SharedEndpoint) else None
+        self._spanning = MultiHostExecutor(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
 
-    def ready(self, operation: Operation, text: str = "") -> Ready:
+    def ready(self, operation: Operation, text: str = "") -> PreparedOperation:
         """The operation, to be called with buffers and a deadline as often as one likes.
 
         ``text``: how mismatches name it and what all ranks must agree on, where it is part of something larger.
@@ -207,7 +207,9 @@ class Communicator:
         found = self._ready.get((operation, text))
         if found is None:
             call = self.call(text or str(operation))
-            found = self._ready[operation, text] = Ready(self.endpoint, operation, call, self._plan)
+            found = self._ready[operation, text] = PreparedOperation(
+                self.endpoint, operation, call, self._plan
+            )
             if len(self._ready) > _KEPT:
                 del self._ready[next(iter(self._ready))]
         return found
@@ -220,11 +222,11 @@ class Communicator:
         """Raises if these buffers do not fit the operation; nothing has moved then."""
         self.ready(operation).check(source, destination)
 
-    def _plan(self, operation: Operation, call: Call, deadline: float) -> tuple[str, Move]:
+    def _plan(self, operation: Operation, call: Call, deadline: float) -> tuple[str, RunFunction]:
         """Which algorithm, and the operation by it."""
         endpoint = self.endpoint
         if operation.compression:
-            return operation.compression, Compressed(operation, self.size, partial(self._part, call))
+            return operation.compression, CompressedAllReduce(operation, self.size, partial(self._part, call))
         if isinstance(endpoint, SharedEndpoint):
             endpoint.gather(deadline)  # what they share decides
         self._weigh(operation, call, deadline)
@@ -250,7 +252,7 @@ class Communicator:
 
         return algorithm, move
 
-    def _part(self, call: Call, operation: Operation) -> Ready:
+    def _part(self, call: Call, operation: Operation) -> PreparedOperation:
         """An operation that is part of another one, and is named as that."""
         return self.ready(operation, call.text)
 
@@ -291,7 +293,7 @@ class Communicator:
         finally:
             self.lane.leave()
 
-    def start(self, operation: Operation, source: Array, destination: Array, timeout: float) -> Handle:
+    def start(self, operation: Operation, source: Array, destination: Array, timeout: float) -> WorkHandle:
         """Runs the operation behind those started before, and returns at once; the buffers are its own until it ends.
 
         ``timeout`` counts from when its turn comes. When one fails that others were to take part in, those behind it
@@ -303,9 +305,9 @@ class Communicator:
 
     def queue(
         self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
-    ) -> Handle:
+    ) -> WorkHandle:
         """Runs a job (until its deadline) in its turn, as that operation."""
-        handle = Handle(str(operation))
+        handle = WorkHandle(str(operation))
         self.lane.start(handle, partial(self._in_turn, operation, job, timeout, algorithm))
         return handle
 
@@ -354,7 +356,7 @@ class Communicator:
 
     def prepare(
         self, operation: Operation, source: Array, destination: Array, timeout: float = 60.0
-    ) -> Prepared:
+    ) -> PersistentAllReduce:
         """An all_reduce that is run again and again on the same memory: call it with a deadline, or start it.
 
         Every rank must prepare it, and call it, in the same order. In arenas a call costs two meetings and the
@@ -369,7 +371,7 @@ class Communicator:
         else:
             algorithm, move = self._plan(operation, call, deadline)
             run = partial(move, source, destination)
-        return Prepared(self, operation, algorithm, run)
+        return PersistentAllReduce(self, operation, algorithm, run)
 
     def exchange(
         self, source: Array, destination: Array, deadline: float, call: Call

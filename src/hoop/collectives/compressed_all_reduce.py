@@ -21,7 +21,7 @@ VECTORS = 256
 _BYTES = dtype("uint8")
 
 
-class Compressed:
+class CompressedAllReduce:
     """One operation, for any vectors: ``compressed(source, destination, deadline)``; one at a time."""
 
     def __init__(

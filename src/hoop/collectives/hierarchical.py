@@ -26,12 +26,12 @@ from hoop.collectives.plan import (
     DESTINATION,
     SOURCE,
     WINDOW,
+    CollectiveInstruction,
+    CollectivePlan,
     Copy,
     Finish,
     Fold,
-    Instruction,
     Meet,
-    Plan,
     Range,
     Recv,
     Reduce,
@@ -39,12 +39,12 @@ from hoop.collectives.plan import (
     Send,
     Shape,
     Take,
-    split,
+    split_range,
 )
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """Who is where, as one rank sees it; hosts are counted by their first rank."""
 
     teams: tuple[tuple[int, ...], ...]
@@ -54,7 +54,7 @@ class Layout:
     """Which of its host's ranks it is."""
 
     @classmethod
-    def of(cls, shape: Shape, rank: int) -> Layout:
+    def of(cls, shape: Shape, rank: int) -> HostLayout:
         hosts = shape.hosts or range(shape.size)
         teams: dict[int, tuple[int, ...]] = {}
         for one, host in enumerate(hosts):
@@ -70,31 +70,31 @@ class Layout:
         return min(map(len, self.teams))
 
 
-def all_reduce(shape: Shape, rank: int) -> Plan:
+def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """A ring between hosts: 2(h-1) messages and 2(h-1)/h · S/k elements a rank of a lane; none of the others."""
     return _all_reduce(shape, rank, ring.all_reduce)
 
 
-def tree_all_reduce(shape: Shape, rank: int) -> Plan:
+def tree_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """A tree between hosts: in all k · 2(h-1) messages and 2(h-1) · S elements, in 2 ceil(log2 h) rounds."""
     return _all_reduce(shape, rank, tree.all_reduce)
 
 
-def _all_reduce(shape: Shape, rank: int, between: Callable[[Shape, int], Plan]) -> Plan:
-    at = Layout.of(shape, rank)
-    slices = split(shape.count, at.lanes)
+def _all_reduce(shape: Shape, rank: int, between: Callable[[Shape, int], CollectivePlan]) -> CollectivePlan:
+    at = HostLayout.of(shape, rank)
+    slices = split_range(shape.count, at.lanes)
     in_lane = at.place < at.lanes
     start, stop = slices[at.place] if in_lane else (0, 0)
     across = between(Shape(len(at.teams), stop - start), at.host)
     lane = [team[at.place] for team in at.teams] if in_lane else []
     rounds = _between(across, lane, start) if in_lane else [()] * len(across.rounds)
     owners = dict(zip(at.team, slices, strict=False))
-    return Plan((_fold_inside(shape, at, slices), *rounds, _share_inside(shape, at, owners)))
+    return CollectivePlan((_fold_inside(shape, at, slices), *rounds, _share_inside(shape, at, owners)))
 
 
-def broadcast(shape: Shape, rank: int) -> Plan:
+def broadcast(shape: Shape, rank: int) -> CollectivePlan:
     """A tree between the leaders of hosts (the root is its host's): h-1 messages of S in all, ceil(log2 h) rounds."""
-    at = Layout.of(shape, rank)
+    at = HostLayout.of(shape, rank)
     leaders = [shape.root if shape.root in team else team[0] for team in at.teams]
     leader = leaders[at.host]
     across = tree.broadcast(Shape(len(leaders), shape.count, root=leaders.index(shape.root)), at.host)
@@ -102,19 +102,19 @@ def broadcast(shape: Shape, rank: int) -> Plan:
     whole = (0, shape.count)
     start = [Copy(Range(SOURCE, *whole), Range(DESTINATION, *whole))] if rank == shape.root else []
     meet = [Meet(at.team)] if len(at.team) > 1 and not shape.chunk else []
-    return Plan(((*meet, *start), *rounds, _share_inside(shape, at, {leader: whole})))
+    return CollectivePlan(((*meet, *start), *rounds, _share_inside(shape, at, {leader: whole})))
 
 
 # ---- between hosts
 
 
-def _between(plan: Plan, ranks: Sequence[int], offset: int) -> list[Round]:
+def _between(plan: CollectivePlan, ranks: Sequence[int], offset: int) -> list[Round]:
     """A plan for hosts, in place, as one for these ranks, with its vector at ``offset`` of their destinations."""
 
     def there(where: Range) -> Range:
         return Range(DESTINATION, where.start + offset, where.stop + offset)
 
-    def translated(instruction: Instruction) -> list[Instruction]:
+    def translated(instruction: CollectiveInstruction) -> list[CollectiveInstruction]:
         match instruction:
             case Send(peer, where):
                 return [Send(ranks[peer], there(where))]
@@ -135,7 +135,7 @@ def _between(plan: Plan, ranks: Sequence[int], offset: int) -> list[Round]:
 # ---- inside a host
 
 
-def _fold_inside(shape: Shape, at: Layout, slices: list[tuple[int, int]]) -> Round:
+def _fold_inside(shape: Shape, at: HostLayout, slices: list[tuple[int, int]]) -> Round:
     """Rank i of the team ends with slice i of everybody's source, not finished, in its destination."""
     if len(at.team) == 1:
         return (Copy(Range(SOURCE, 0, shape.count), Range(DESTINATION, 0, shape.count)),)
@@ -143,7 +143,7 @@ def _fold_inside(shape: Shape, at: Layout, slices: list[tuple[int, int]]) -> Rou
         own = slices[at.place : at.place + 1]
         folds = [Fold(Range(WINDOW, *part), Range(DESTINATION, *part), ranks=at.team) for part in own]
         return (Meet(at.team), *folds)
-    steps: list[Instruction] = []
+    steps: list[CollectiveInstruction] = []
     room = shape.chunk // len(slices)
     assert room, f"a window of {shape.chunk} elements has no room for {len(slices)} slices"
     for begin in range(0, slices[0][1], room):
@@ -158,7 +158,7 @@ def _fold_inside(shape: Shape, at: Layout, slices: list[tuple[int, int]]) -> Rou
     return tuple(steps)
 
 
-def _share_inside(shape: Shape, at: Layout, owners: dict[int, tuple[int, int]]) -> Round:
+def _share_inside(shape: Shape, at: HostLayout, owners: dict[int, tuple[int, int]]) -> Round:
     """Everybody ends with every owner's part of the destination."""
     me = at.team[at.place]
     if len(at.team) == 1:
@@ -171,7 +171,7 @@ def _share_inside(shape: Shape, at: Layout, owners: dict[int, tuple[int, int]]) 
             if owner != me
         ]
         return (Meet(at.team), *takes, Meet(at.team))
-    steps: list[Instruction] = []
+    steps: list[CollectiveInstruction] = []
     longest = max(stop - start for start, stop in owners.values())
     for begin in range(0, longest, shape.chunk):
         takes = []

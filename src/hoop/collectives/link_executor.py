@@ -15,13 +15,13 @@ import numpy as np
 
 from hoop.collectives.plan import (
     WINDOW,
+    BufferRole,
+    CollectiveInstruction,
     Combine,
     Copy,
     Finish,
     Fold,
-    Instruction,
     Meet,
-    Place,
     Range,
     Recv,
     Reduce,
@@ -30,14 +30,14 @@ from hoop.collectives.plan import (
 )
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.registry import Operation
-from hoop.collectives.shm_executor import Sharing
+from hoop.collectives.shm_executor import ShmExecutor
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, LinkCorrupted, PeerLost
-from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint
+from hoop.transport.base import Endpoint, PendingSend, SharedEndpoint, SpanningEndpoint
 from hoop.transport.calls import Call
 from hoop.transport.shm_segment import STAGE_BYTES
 
 
-class Execution:
+class LinkExecution:
     """One rank's buffers and links during one operation."""
 
     def __init__(
@@ -56,11 +56,11 @@ class Execution:
         self._reduction = reduction
         self._deadline = deadline
         self._landing = np.empty(0, source.dtype)
-        self._unsent: list[tuple[int, int, Pending]] = []
+        self._unsent: list[tuple[int, int, PendingSend]] = []
         self.done = 0
         """Instructions executed so far; what an error message quotes."""
 
-    def run(self, instructions: Iterable[Instruction]) -> None:
+    def run(self, instructions: Iterable[CollectiveInstruction]) -> None:
         endpoint, deadline = self._endpoint, self._deadline
         for instruction in instructions:
             match instruction:
@@ -120,13 +120,13 @@ def over_links(
     endpoint: Endpoint,
     operation: Operation,
     begin: Callable[[], None],
-    instructions: Sequence[Instruction],
+    instructions: Sequence[CollectiveInstruction],
     buffers: tuple[Array, Array, Array],
     reduction: Reduction,
     deadline: float,
 ) -> None:
     """An operation by messages, which ``begin`` opens; an error says how far it had come."""
-    execution = Execution(endpoint, *buffers, reduction, deadline)
+    execution = LinkExecution(endpoint, *buffers, reduction, deadline)
     try:
         begin()
         execution.run(instructions)
@@ -163,12 +163,12 @@ def confirm(endpoint: Endpoint, deadline: float) -> None:
     endpoint.messages_sent, endpoint.bytes_sent = sent  # a report counts what carries the vector
 
 
-class Spanning:
+class MultiHostExecutor:
     """One rank's side of hierarchical plans."""
 
     def __init__(self, endpoint: SpanningEndpoint) -> None:
         self._endpoint = endpoint
-        self._sharing = None if endpoint.local is None else Sharing(endpoint.local)
+        self._sharing = None if endpoint.local is None else ShmExecutor(endpoint.local)
 
     def run(
         self,
@@ -212,7 +212,7 @@ class Spanning:
         endpoint, width = self._endpoint, STAGE_BYTES // operation.dtype.itemsize
         host, in_arenas = None, False
         if endpoint.local is not None:
-            host = _Host(endpoint.local, operation, source, destination, deadline)
+            host = _HostExecution(endpoint.local, operation, source, destination, deadline)
             host.call = call.among(endpoint.local.size)
             # Every host finds out for itself: what is sent between hosts is the same either way.
             in_arenas = self._lay_open(host, source, destination, deadline)
@@ -220,7 +220,7 @@ class Spanning:
             endpoint.size, endpoint.rank, algorithm, hosts=endpoint.hosts, window=0 if in_arenas else width
         )
         reduction = Reduction(operation.op, operation.dtype)
-        links = Execution(endpoint, source, destination, source[:0], reduction, deadline)
+        links = LinkExecution(endpoint, source, destination, source[:0], reduction, deadline)
         # Where vectors are in arenas the first meeting was for telling where.
         steps = itertools.islice(plan, int(in_arenas), None)
         for inside, group in itertools.groupby(steps, _is_inside):
@@ -230,7 +230,7 @@ class Spanning:
             else:
                 links.run(group)
 
-    def _lay_open(self, host: _Host, source: Array, destination: Array, deadline: float) -> bool:
+    def _lay_open(self, host: _HostExecution, source: Array, destination: Array, deadline: float) -> bool:
         """Whether all vectors of this host's ranks lie in arenas."""
         host.local.gather(deadline)
         if self._sharing is None or any(arena is None for arena in host.local.arenas):
@@ -243,7 +243,7 @@ class Spanning:
         return seen is not None
 
 
-class _Host:
+class _HostExecution:
     """This rank among those of its host, in one operation."""
 
     def __init__(
@@ -266,7 +266,7 @@ class _Host:
         """Everybody's vector, as last laid open; or where it lies."""
         self.destinations: list[Array] = []
 
-    def run(self, steps: Iterable[Instruction]) -> None:
+    def run(self, steps: Iterable[CollectiveInstruction]) -> None:
         for step in steps:
             match step:
                 case Copy(there, here):
@@ -296,13 +296,13 @@ class _Host:
 
     def _staged(self, publication: int) -> list[Array]:
         if not self._stages:
-            kind = self._own[Place.SOURCE].dtype
+            kind = self._own[BufferRole.SOURCE].dtype
             boxes = self.local.mailboxes
             self._stages = [[box.stages[turn].view(kind) for box in boxes] for turn in (0, 1)]
         return self._stages[publication & 1]
 
 
-def _is_inside(step: Instruction) -> bool:
+def _is_inside(step: CollectiveInstruction) -> bool:
     """Whether it is for the ranks of one host."""
     return isinstance(step, Meet | Take | Fold) or (
         isinstance(step, Copy) and step.destination.place == WINDOW

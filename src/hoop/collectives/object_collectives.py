@@ -13,7 +13,7 @@ from hoop.collectives.registry import Operation
 from hoop.memory.dtypes import dtype
 
 
-def gathered(communicator: Communicator, mine: Any, timeout: float) -> list[Any]:
+def all_gather_object(communicator: Communicator, mine: Any, timeout: float) -> list[Any]:
     """What every rank says, by rank; every rank must call it."""
     said = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     lengths = np.zeros(communicator.size, np.int64)
@@ -28,7 +28,7 @@ def gathered(communicator: Communicator, mine: Any, timeout: float) -> list[Any]
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
-def vote(communicator: Communicator, stop: bool, told: Array, timeout: float) -> bool:
+def any_rank(communicator: Communicator, stop: bool, told: Array, timeout: float) -> bool:
     """All ranks meet: whether anybody wants to stop; ``told`` becomes what the one who knows had put there."""
     said = np.append(np.float64(stop), told)
     communicator.run(Operation("all_reduce", said.size, dtype("float64")), said, said, timeout)

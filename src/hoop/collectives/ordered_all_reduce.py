@@ -13,22 +13,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.link_executor import Execution, together
+from hoop.collectives.link_executor import LinkExecution, together
 from hoop.collectives.plan import (
     DESTINATION,
     SCRATCH,
     SOURCE,
+    CollectiveInstruction,
+    CollectivePlan,
     Combine,
     Copy,
-    Instruction,
-    Plan,
     Range,
     Recv,
     Send,
-    split,
+    split_range,
 )
 from hoop.collectives.reduction import Array, Reduction
-from hoop.collectives.shard_tree import Holding, Leaf, Sum, expression
+from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, expression
 from hoop.memory.dtypes import dtype
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.calls import Call
@@ -40,13 +40,13 @@ Step = Callable[[float], None]
 
 
 def linked_plan(
-    total: Sum, holdings: Sequence[Holding], count: int, rank: int, span: tuple[int, int] | None = None
-) -> Plan:
+    total: Sum, holdings: Sequence[MergePlan], count: int, rank: int, span: tuple[int, int] | None = None
+) -> CollectivePlan:
     """The sum over links. SOURCE is a rank's slots one after the other, each of ``count`` elements."""
     slices = _slices(*(span or (0, count)), len(holdings))
     low, high = slices[rank]
     width = high - low
-    out: list[Instruction] = []
+    out: list[CollectiveInstruction] = []
     for peer in _others(rank, len(holdings)):
         start, stop = slices[peer]
         if stop > start:
@@ -55,7 +55,7 @@ def linked_plan(
                 for _, slot in holdings[rank].nodes
             ]
     if not width:
-        return Plan((tuple(out), tuple(_spread(slices, rank))))
+        return CollectivePlan((tuple(out), tuple(_spread(slices, rank))))
     places: dict[Leaf, Range] = {
         Leaf(rank, slot): Range(SOURCE, slot * count + low, slot * count + high)
         for _, slot in holdings[rank].nodes
@@ -81,12 +81,12 @@ def linked_plan(
         return target
 
     build(total, into)
-    return Plan((tuple(out), tuple(_spread(slices, rank))), scratch=used)
+    return CollectivePlan((tuple(out), tuple(_spread(slices, rank))), scratch=used)
 
 
 def _slices(low: int, high: int, size: int) -> list[tuple[int, int]]:
     """Who sums which elements."""
-    return [(low + start, low + stop) for start, stop in split(high - low, size)]
+    return [(low + start, low + stop) for start, stop in split_range(high - low, size)]
 
 
 def _others(rank: int, size: int) -> list[int]:
@@ -94,22 +94,22 @@ def _others(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size)]
 
 
-def _spread(slices: Sequence[tuple[int, int]], rank: int) -> list[Instruction]:
+def _spread(slices: Sequence[tuple[int, int]], rank: int) -> list[CollectiveInstruction]:
     """This rank's slice of the total to everybody, everybody's slice here."""
     others = _others(rank, len(slices))
     mine = Range(DESTINATION, *slices[rank])
-    out: list[Instruction] = [Send(peer, mine) for peer in others if mine.length]
+    out: list[CollectiveInstruction] = [Send(peer, mine) for peer in others if mine.length]
     theirs = [(peer, Range(DESTINATION, *slices[peer])) for peer in reversed(others)]
     return out + [Recv(peer, where) for peer, where in theirs if where.length]
 
 
-class OrderedSum:
+class OrderedAllReduce:
     """The sum of all shards at every rank, prepared once and called by all ranks alike."""
 
     def __init__(
         self,
         communicator: Communicator,
-        holdings: Sequence[Holding],
+        holdings: Sequence[MergePlan],
         shards: int,
         slots: Array,
         room: Array,
@@ -169,20 +169,20 @@ def _nothing(deadline: float) -> None:
     """One rank that holds the whole sum already."""
 
 
-def _text(holdings: Sequence[Holding], count: int, span: tuple[int, int], room: Array) -> str:
+def _text(holdings: Sequence[MergePlan], count: int, span: tuple[int, int], room: Array) -> str:
     """What all ranks must agree on."""
     held = " | ".join(" ".join(map(str, one.order)) for one in holdings)
     return f"ordered all_reduce of {count} {room.dtype}, elements {span[0]} to {span[1]}, of shards {held}"
 
 
-def _linked(communicator: Communicator, call: Call, plan: Plan, slots: Array, room: Array) -> Step:
+def _linked(communicator: Communicator, call: Call, plan: CollectivePlan, slots: Array, room: Array) -> Step:
     scratch = np.empty(plan.scratch, room.dtype)
     endpoint, source = communicator.endpoint, slots.reshape(-1)
 
     def run(deadline: float) -> None:
         def add() -> None:
             endpoint.begin(call, deadline)
-            Execution(endpoint, source, room, scratch, _SUM, deadline).run(plan)
+            LinkExecution(endpoint, source, room, scratch, _SUM, deadline).run(plan)
 
         together(endpoint, add)
 

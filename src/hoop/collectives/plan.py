@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 
-class Place(IntEnum):
+class BufferRole(IntEnum):
     """Which buffer a range is in."""
 
     SOURCE = 0
@@ -29,13 +29,18 @@ class Place(IntEnum):
     """What this rank lays open to the others, where they share memory; starts as a copy of the source, or is it."""
 
 
-SOURCE, DESTINATION, SCRATCH, WINDOW = Place.SOURCE, Place.DESTINATION, Place.SCRATCH, Place.WINDOW
+SOURCE, DESTINATION, SCRATCH, WINDOW = (
+    BufferRole.SOURCE,
+    BufferRole.DESTINATION,
+    BufferRole.SCRATCH,
+    BufferRole.WINDOW,
+)
 
 
 class Range(NamedTuple):
     """Elements ``[start, stop)`` of a buffer."""
 
-    place: Place
+    place: BufferRole
     start: int
     stop: int
 
@@ -115,19 +120,19 @@ class Fold(NamedTuple):
     """Whose windows: the ranks of one host, and then it is not finished, for other hosts follow; empty: all."""
 
 
-Instruction = Send | Recv | Reduce | Copy | Combine | Finish | Meet | Take | Fold
-Round = tuple[Instruction, ...]
+CollectiveInstruction = Send | Recv | Reduce | Copy | Combine | Finish | Meet | Take | Fold
+Round = tuple[CollectiveInstruction, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectivePlan:
     """What one rank does, round by round."""
 
     rounds: tuple[Round, ...]
     scratch: int = 0
     """Elements of scratch that it needs."""
 
-    def __iter__(self) -> Iterator[Instruction]:
+    def __iter__(self) -> Iterator[CollectiveInstruction]:
         for instructions in self.rounds:
             yield from instructions
 
@@ -158,7 +163,7 @@ class Shape:
     """The host of each rank, where some share one; empty: nobody does, or nobody asks."""
 
 
-def split(count: int, parts: int) -> list[tuple[int, int]]:
+def split_range(count: int, parts: int) -> list[tuple[int, int]]:
     """``count`` elements as ``parts`` nearly equal ranges; the first ones take the remainder."""
     size, rest = divmod(count, parts)
     bounds = [index * size + min(index, rest) for index in range(parts + 1)]
@@ -172,7 +177,7 @@ def pieces(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     return [(at, min(at + chunk, stop)) for at in range(start, stop, chunk)]
 
 
-def verify(plans: Sequence[Plan]) -> list[str]:
+def verify(plans: Sequence[CollectivePlan]) -> list[str]:
     """What is wrong with these plans, one for each rank, as sentences; empty when nothing is.
 
     Runs them against each other with unlimited buffering: every Send must find its Recv, of the same

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from hoop.collectives import hierarchical, naive, ring, shm_algorithms, tree
 from hoop.collectives.compression import compressor
-from hoop.collectives.plan import Plan, Shape
+from hoop.collectives.plan import CollectivePlan, Shape
 from hoop.collectives.reduction import OPERATIONS
 from hoop.errors import InvalidArgument
 from hoop.memory.dtypes import DType, dtype
 
-PlanFunction = Callable[[Shape, int], Plan]
+PlanFunction = Callable[[Shape, int], CollectivePlan]
 DEFAULT_CHUNK_BYTES = 256 * 1024
 MAX_ELEMENTS = 1 << 48
 FLOAT32 = dtype("float32")
@@ -59,7 +59,7 @@ def _at_peer(shape: Shape, rank: int) -> int:
     return shape.count if rank == shape.peer else 0
 
 
-def _shared(plan: Callable[..., Plan]) -> dict[str, PlanFunction]:
+def _shared(plan: Callable[..., CollectivePlan]) -> dict[str, PlanFunction]:
     """Through stages used in turn, or directly in memory that must not change until all have read it."""
     return {"staged": plan, "direct": functools.partial(plan, last_meeting=True)}
 
@@ -182,7 +182,7 @@ class Operation:
         count: int | None = None,
         hosts: tuple[int, ...] = (),
         window: int = 0,
-    ) -> Plan:
+    ) -> CollectivePlan:
         """What a rank does; ``count`` plans for fewer elements, where a vector is worked on piece by piece, ``hosts``
         for ranks on several, with windows of so many elements inside them (0: vectors lie in shared memory)."""
         shape = self.shape(size)
@@ -222,5 +222,5 @@ class Operation:
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> Plan:
+def _plan(collective: str, algorithm: str, shape: Shape, rank: int) -> CollectivePlan:
     return CATALOG[collective].every[algorithm](shape, rank)

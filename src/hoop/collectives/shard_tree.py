@@ -36,7 +36,7 @@ class Node(NamedTuple):
         return Node(self.low, middle), Node(middle, self.high)
 
 
-class Landing(NamedTuple):
+class SlotMerge(NamedTuple):
     """Where a shard's gradient is put, and which slots are added to which afterwards."""
 
     slot: int
@@ -45,18 +45,18 @@ class Landing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Holding:
+class MergePlan:
     """What a rank that computes these shards, in this order, does with their gradients, and holds in the end."""
 
     order: tuple[int, ...]
-    landings: tuple[Landing, ...]
+    landings: tuple[SlotMerge, ...]
     nodes: tuple[tuple[Node, int], ...]
     """Each node it holds in the end, with its slot."""
     slots: int
     """How many gradients it must have room for at once."""
 
 
-def holding(order: Sequence[int], shards: int) -> Holding:
+def merge_plan(order: Sequence[int], shards: int) -> MergePlan:
     """How a rank adds up the shards it computes: it merges two halves of the tree as soon as it has both."""
     if len(set(order)) != len(order) or not all(0 <= shard < shards for shard in order):
         raise InvalidArgument(f"order: {list(order)} is not some of {shards} shards, each once")
@@ -77,8 +77,8 @@ def holding(order: Sequence[int], shards: int) -> Holding:
             merges.append((left, right))
             free.append(right)
             held[node := parent] = left
-        landings.append(Landing(slot, tuple(merges)))
-    return Holding(tuple(order), tuple(landings), tuple(sorted(held.items())), slots)
+        landings.append(SlotMerge(slot, tuple(merges)))
+    return MergePlan(tuple(order), tuple(landings), tuple(sorted(held.items())), slots)
 
 
 def _parents(shards: int) -> dict[Node, Node]:
@@ -104,7 +104,7 @@ Sum = Leaf | tuple["Sum", "Sum"]
 """What is added to what."""
 
 
-def expression(holdings: Sequence[Holding], shards: int) -> Sum:
+def expression(holdings: Sequence[MergePlan], shards: int) -> Sum:
     """The whole sum in terms of what the ranks hold; every shard must be held exactly once."""
     computed = sorted(shard for one in holdings for shard in one.order)
     if computed != list(range(shards)):

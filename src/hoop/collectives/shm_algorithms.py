@@ -16,46 +16,46 @@ from __future__ import annotations
 from hoop.collectives.plan import (
     DESTINATION,
     WINDOW,
+    BufferRole,
+    CollectiveInstruction,
+    CollectivePlan,
     Fold,
-    Instruction,
     Meet,
-    Place,
-    Plan,
     Range,
     Shape,
     Take,
-    split,
+    split_range,
 )
 
 
-def _plan(*steps: Instruction, last_meeting: bool) -> Plan:
-    return Plan(((Meet(),), steps, *(((Meet(),),) if last_meeting else ())))
+def _plan(*steps: CollectiveInstruction, last_meeting: bool) -> CollectivePlan:
+    return CollectivePlan(((Meet(),), steps, *(((Meet(),),) if last_meeting else ())))
 
 
-def flat_all_reduce(shape: Shape, rank: int) -> Plan:
+def flat_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """One meeting; every rank folds all n vectors."""
     whole = Range(DESTINATION, 0, shape.count)
     return _plan(Fold(Range(WINDOW, 0, shape.count), whole), last_meeting=False)
 
 
-def staged_all_reduce(shape: Shape, rank: int) -> Plan:
+def staged_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """Two meetings; rank r folds slice r in its window, then every rank takes every slice."""
-    slices = split(shape.count, shape.size)
+    slices = split_range(shape.count, shape.size)
     mine = Range(WINDOW, *slices[rank])
     takes = tuple(
         Take(peer, Range(WINDOW, *bounds), Range(DESTINATION, *bounds)) for peer, bounds in enumerate(slices)
     )
-    return Plan(((Meet(),), (Fold(mine, mine), Meet()), takes))
+    return CollectivePlan(((Meet(),), (Fold(mine, mine), Meet()), takes))
 
 
-def direct_all_reduce(shape: Shape, rank: int) -> Plan:
+def direct_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """Two meetings; rank r folds slice r of all sources and writes it to all destinations."""
-    mine = split(shape.count, shape.size)[rank]
+    mine = split_range(shape.count, shape.size)[rank]
     here = Range(DESTINATION, *mine)
     return _plan(Fold(Range(WINDOW, *mine), here, everyone=True), last_meeting=True)
 
 
-def broadcast(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def broadcast(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """Everybody takes the root's vector."""
     return _plan(
         Take(shape.root, Range(WINDOW, 0, shape.count), Range(DESTINATION, 0, shape.count)),
@@ -63,14 +63,14 @@ def broadcast(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
     )
 
 
-def reduce(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def reduce(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """The root folds all n vectors."""
     whole = Range(DESTINATION, 0, shape.count)
     steps = (Fold(Range(WINDOW, 0, shape.count), whole),) if rank == shape.root else ()
     return _plan(*steps, last_meeting=last_meeting)
 
 
-def all_gather(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def all_gather(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """Everybody takes everybody's vector."""
     steps = [
         Take(peer, Range(WINDOW, 0, shape.count), _block(DESTINATION, peer, shape))
@@ -79,26 +79,26 @@ def all_gather(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
     return _plan(*steps, last_meeting=last_meeting)
 
 
-def reduce_scatter(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def reduce_scatter(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """Rank r folds everybody's block r."""
     here = Range(DESTINATION, 0, shape.count)
     return _plan(Fold(_block(WINDOW, rank, shape), here), last_meeting=last_meeting)
 
 
-def gather(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def gather(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """The root takes everybody's vector."""
     if rank == shape.root:
         return all_gather(shape, rank, last_meeting)
     return _plan(last_meeting=last_meeting)
 
 
-def scatter(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def scatter(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """Rank r takes block r of the root's vector."""
     take = Take(shape.root, _block(WINDOW, rank, shape), Range(DESTINATION, 0, shape.count))
     return _plan(take, last_meeting=last_meeting)
 
 
-def all_to_all(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def all_to_all(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """Rank r takes block r of everybody's vector."""
     steps = [
         Take(peer, _block(WINDOW, rank, shape), _block(DESTINATION, peer, shape))
@@ -107,10 +107,10 @@ def all_to_all(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
     return _plan(*steps, last_meeting=last_meeting)
 
 
-def barrier(shape: Shape, rank: int, last_meeting: bool = False) -> Plan:
+def barrier(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
     """One meeting."""
-    return Plan(((Meet(),),))
+    return CollectivePlan(((Meet(),),))
 
 
-def _block(place: Place, index: int, shape: Shape) -> Range:
+def _block(place: BufferRole, index: int, shape: Shape) -> Range:
     return Range(place, index * shape.count, (index + 1) * shape.count)

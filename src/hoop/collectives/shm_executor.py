@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from hoop.collectives.plan import WINDOW, Fold, Instruction, Meet, Range, Take
+from hoop.collectives.plan import WINDOW, CollectiveInstruction, Fold, Meet, Range, Take
 from hoop.collectives.reduction import QUIET, Array, Reduction
 from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, InvalidArgument
@@ -36,7 +36,7 @@ Turns = list[tuple[list[Step], list[list[Step]]]]
 Span = tuple[int, int]
 
 
-class Staged:
+class WindowedOperation:
     """One operation of one rank, for any source and destination."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Staged:
     def _turns(self, windows: Sequence[Sequence[Array]], size: int) -> Turns:
         return [(self._puts(one, size), self._phases(one, size)) for one in windows] if size else []
 
-    def _plan(self, rank: int, size: int) -> list[Instruction]:
+    def _plan(self, rank: int, size: int) -> list[CollectiveInstruction]:
         return list(self._operation.plan(self._endpoint.size, rank, self._algorithm, size))
 
     def _puts(self, windows: Sequence[Array], size: int) -> list[Step]:
@@ -232,18 +232,18 @@ def _fold(reduction: Reduction, parts: list[Array], rank: int, own: int, into: A
 FLAT_BYTES = 8 * 1024
 """Up to here reading everybody's vector costs less than a second meeting."""
 
-Move = Callable[[Array, Array, float], None]
+RunFunction = Callable[[Array, Array, float], None]
 """An operation: from the source to the destination, until the deadline."""
 
 
-class Sharing:
+class ShmExecutor:
     """One rank's side of shared plans."""
 
     def __init__(self, endpoint: SharedEndpoint) -> None:
         self._endpoint = endpoint
         self._views: dict[tuple[str, DType], list[list[Array]]] = {}
 
-    def move(self, operation: Operation, algorithm: str, call: Call) -> Move:
+    def move(self, operation: Operation, algorithm: str, call: Call) -> RunFunction:
         """The operation, worked out for any buffers; ``gather`` has been called."""
         if operation.collective == "barrier":
             return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
@@ -253,7 +253,7 @@ class Sharing:
 
     # ---- through windows
 
-    def _staged(self, operation: Operation, algorithm: str, call: Call | None) -> Move:
+    def _staged(self, operation: Operation, algorithm: str, call: Call | None) -> RunFunction:
         """``call``: compared at the first meeting, if it was not before."""
         if not operation.count:  # nothing moves, but the ranks meet: another may have something to move
             return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
@@ -261,7 +261,9 @@ class Sharing:
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
         where, room = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
         width = max(1, room // kind.itemsize // blocks)
-        return Staged(self._endpoint, operation, algorithm, self._windows(where, kind), width, call)
+        return WindowedOperation(
+            self._endpoint, operation, algorithm, self._windows(where, kind), width, call
+        )
 
     def _windows(self, where: str, kind: DType) -> list[list[Array]]:
         """Everybody's slots or stages, as vectors of this type, for each turn."""
@@ -311,7 +313,7 @@ class Sharing:
         operation: Operation,
         call: Call,
         reduction: Reduction,
-        staged: list[Move],
+        staged: list[RunFunction],
         source: Array,
         destination: Array,
         deadline: float,

@@ -26,16 +26,16 @@ from hoop.collectives.plan import (
     DESTINATION,
     SCRATCH,
     SOURCE,
+    CollectiveInstruction,
+    CollectivePlan,
     Copy,
     Finish,
-    Instruction,
-    Plan,
     Range,
     Recv,
     Reduce,
     Send,
     Shape,
-    split,
+    split_range,
 )
 
 
@@ -43,14 +43,14 @@ def _levels(n: int) -> int:
     return max(n - 1, 0).bit_length()
 
 
-def _up(shape: Shape, rank: int, own: Range) -> list[tuple[Instruction, ...]]:
+def _up(shape: Shape, rank: int, own: Range) -> list[tuple[CollectiveInstruction, ...]]:
     """A round a level: children are reduced into ``own``, then ``own`` goes to the parent."""
     n = shape.size
     place = (rank - shape.root) % n
-    rounds: list[tuple[Instruction, ...]] = []
+    rounds: list[tuple[CollectiveInstruction, ...]] = []
     for level in range(_levels(n)):
         bit = 1 << level
-        steps: list[Instruction] = []
+        steps: list[CollectiveInstruction] = []
         if shape.count and place & (bit - 1) == 0:
             if place & bit:
                 steps.append(Send((rank - bit) % n, own))
@@ -60,14 +60,14 @@ def _up(shape: Shape, rank: int, own: Range) -> list[tuple[Instruction, ...]]:
     return rounds
 
 
-def _down(shape: Shape, rank: int, own: Range) -> list[tuple[Instruction, ...]]:
+def _down(shape: Shape, rank: int, own: Range) -> list[tuple[CollectiveInstruction, ...]]:
     """The same tree the other way: received from the parent, then sent to the children."""
     n = shape.size
     place = (rank - shape.root) % n
-    rounds: list[tuple[Instruction, ...]] = []
+    rounds: list[tuple[CollectiveInstruction, ...]] = []
     for level in reversed(range(_levels(n))):
         bit = 1 << level
-        steps: list[Instruction] = []
+        steps: list[CollectiveInstruction] = []
         if shape.count and place & (bit - 1) == 0:
             if place & bit:
                 steps.append(Recv((rank - bit) % n, own))
@@ -77,12 +77,12 @@ def _down(shape: Shape, rank: int, own: Range) -> list[tuple[Instruction, ...]]:
     return rounds
 
 
-def all_reduce(shape: Shape, rank: int) -> Plan:
+def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """Reduce to rank 0 and broadcast: 2(n-1) messages of S in all, in 2 ceil(log2 n) rounds."""
     shape = dataclasses.replace(shape, root=0)
     own = Range(DESTINATION, 0, shape.count)
     finish = ((Finish(own),),) if rank == 0 else ((),)
-    return Plan(
+    return CollectivePlan(
         (
             (Copy(Range(SOURCE, 0, shape.count), own),),
             *_up(shape, rank, own),
@@ -92,29 +92,31 @@ def all_reduce(shape: Shape, rank: int) -> Plan:
     )
 
 
-def reduce(shape: Shape, rank: int) -> Plan:
+def reduce(shape: Shape, rank: int) -> CollectivePlan:
     """n-1 messages of S in all, in ceil(log2 n) rounds; ranks that pass sums on keep them in scratch."""
     is_root = rank == shape.root
     own = Range(DESTINATION if is_root else SCRATCH, 0, shape.count)
     finish = ((Finish(own),),) if is_root else ((),)
-    return Plan(
+    return CollectivePlan(
         ((Copy(Range(SOURCE, 0, shape.count), own),), *_up(shape, rank, own), *finish),
         scratch=0 if is_root else shape.count,
     )
 
 
-def broadcast(shape: Shape, rank: int) -> Plan:
+def broadcast(shape: Shape, rank: int) -> CollectivePlan:
     """n-1 messages of S in all, in ceil(log2 n) rounds."""
     own = Range(DESTINATION, 0, shape.count)
-    start: tuple[Instruction, ...] = (Copy(Range(SOURCE, 0, shape.count), own),) if rank == shape.root else ()
-    return Plan((start, *_down(shape, rank, own)))
+    start: tuple[CollectiveInstruction, ...] = (
+        (Copy(Range(SOURCE, 0, shape.count), own),) if rank == shape.root else ()
+    )
+    return CollectivePlan((start, *_down(shape, rank, own)))
 
 
-def barrier(shape: Shape, rank: int) -> Plan:
+def barrier(shape: Shape, rank: int) -> CollectivePlan:
     """In round k rank r tells r + 2^k and hears r - 2^k: ceil(log2 n) empty messages a rank."""
     n = shape.size
     nothing = Range(SOURCE, 0, 0)
-    return Plan(
+    return CollectivePlan(
         tuple(
             (Send((rank + (1 << k)) % n, nothing), Recv((rank - (1 << k)) % n, nothing))
             for k in range(_levels(n))
@@ -122,7 +124,7 @@ def barrier(shape: Shape, rank: int) -> Plan:
     )
 
 
-def halving_doubling_all_reduce(shape: Shape, rank: int) -> Plan:
+def halving_doubling_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """2 log2 n messages and 2(n-1)/n · S elements a rank where n is a power of two.
 
     Otherwise, with m the largest power of two below n, the n-m extra ranks send S once and their partners S more.
@@ -133,25 +135,27 @@ def halving_doubling_all_reduce(shape: Shape, rank: int) -> Plan:
     whole = Range(DESTINATION, 0, count)
     copy = Copy(Range(SOURCE, 0, count), whole)
     if not count or n == 1:
-        return Plan(((copy, Finish(whole)),))
+        return CollectivePlan(((copy, Finish(whole)),))
     if rank >= power:
         partner = rank - power
-        return Plan(((copy, Send(partner, whole)), *_idle(power), (Recv(partner, whole),)))
-    first: tuple[Instruction, ...] = (copy, Reduce(rank + power, whole)) if rank < extra else (copy,)
-    last: tuple[Instruction, ...] = (Send(rank + power, whole),) if rank < extra else ()
-    return Plan((first, *_halve_and_double(rank, power, count), last))
+        return CollectivePlan(((copy, Send(partner, whole)), *_idle(power), (Recv(partner, whole),)))
+    first: tuple[CollectiveInstruction, ...] = (
+        (copy, Reduce(rank + power, whole)) if rank < extra else (copy,)
+    )
+    last: tuple[CollectiveInstruction, ...] = (Send(rank + power, whole),) if rank < extra else ()
+    return CollectivePlan((first, *_halve_and_double(rank, power, count), last))
 
 
-def _idle(power: int) -> tuple[tuple[Instruction, ...], ...]:
+def _idle(power: int) -> tuple[tuple[CollectiveInstruction, ...], ...]:
     """As many empty rounds as the others have, so that rounds mean the same on every rank."""
     return ((),) * (2 * (power.bit_length() - 1) + 1)
 
 
-def _halve_and_double(rank: int, power: int, count: int) -> list[tuple[Instruction, ...]]:
-    bounds = [start for start, _ in split(count, power)] + [count]
+def _halve_and_double(rank: int, power: int, count: int) -> list[tuple[CollectiveInstruction, ...]]:
+    bounds = [start for start, _ in split_range(count, power)] + [count]
     low, high = 0, power  # the segments this rank is still responsible for
-    halving: list[tuple[Instruction, ...]] = []
-    doubling: list[tuple[Instruction, ...]] = []
+    halving: list[tuple[CollectiveInstruction, ...]] = []
+    doubling: list[tuple[CollectiveInstruction, ...]] = []
     distance = power // 2
     while distance:
         peer, middle = rank ^ distance, (low + high) // 2
@@ -167,5 +171,5 @@ def _halve_and_double(rank: int, power: int, count: int) -> list[tuple[Instructi
     return [*halving, (Finish(own),), *doubling]
 
 
-def _send(peer: int, what: Range) -> tuple[Instruction, ...]:
+def _send(peer: int, what: Range) -> tuple[CollectiveInstruction, ...]:
     return (Send(peer, what),) if what.length else ()

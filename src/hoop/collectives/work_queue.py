@@ -20,7 +20,7 @@ from hoop.errors import DeadlineExceeded, PeerLost
 CLOSING_SECONDS = 2.0
 
 
-class Started:
+class PendingWork:
     """One operation that was started: finished once, by the thread that ran it."""
 
     def __init__(self, title: str) -> None:
@@ -61,7 +61,7 @@ class Started:
         return waiter.acquire(timeout=seconds) or self._done
 
 
-class Handle(Started):
+class WorkHandle(PendingWork):
     """An operation of a communicator that was started."""
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -75,12 +75,12 @@ class Handle(Started):
         return self._result
 
 
-class Lane:
+class WorkQueue:
     """A queue, and the thread that empties it. Whoever runs an operation holds the turn."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: deque[tuple[Started, Callable[[], Any]]] = deque()
+        self._jobs: deque[tuple[PendingWork, Callable[[], Any]]] = deque()
         self._bell: SimpleQueue[None] = SimpleQueue()
         """Rung for every job, and when the lane closes."""
         self._turn = threading.Lock()
@@ -94,7 +94,7 @@ class Lane:
         """Takes the turn for the caller's thread if nothing is under way (1); whoever gets it must ``leave``."""
         return not (self._jobs or self._closed) and self._turn.acquire(False)
 
-    def start(self, handle: Started, job: Callable[[], Any], entered: bool = False) -> None:
+    def start(self, handle: PendingWork, job: Callable[[], Any], entered: bool = False) -> None:
         """Queues a job and returns (2); what it returns or raises ends the handle.
 
         Whoever has entered and cannot finish hands the rest over, ahead of all others, and has left then.

@@ -118,7 +118,7 @@ MOST = 16
 """Pairs of tensors that are remembered: as many as a pipeline has micro-batches in flight, or so."""
 
 
-class Landing(threading.local):
+class BatchBuffers(threading.local):
     """The tensors that a thread's batches went to, and room for the bytes they were made of."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hoop.data.dataset import Batch, Indices, Landing, checked, frozen, sha256_of
-from hoop.data.sampler import CROP, FLIP, draws
+from hoop.data.dataset import Batch, BatchBuffers, Indices, checked, frozen, sha256_of
+from hoop.data.sampler import CROP, FLIP, random_draws
 from hoop.errors import InvalidArgument
 
 Images = npt.NDArray[np.uint8]
@@ -45,12 +45,12 @@ class Augment:
 
 def flips(samples: Indices, *, epoch: int, seed: int) -> npt.NDArray[np.bool_]:
     """Which samples are mirrored."""
-    return (draws(samples, seed, epoch, FLIP) >> np.uint64(63)).astype(np.bool_)
+    return (random_draws(samples, seed, epoch, FLIP) >> np.uint64(63)).astype(np.bool_)
 
 
 def offsets(samples: Indices, padding: int, *, epoch: int, seed: int) -> tuple[Indices, Indices]:
     """Where each sample is cut out of its padded image, from the top and from the left."""
-    bits, places = draws(samples, seed, epoch, CROP), np.uint64(2 * padding + 1)
+    bits, places = random_draws(samples, seed, epoch, CROP), np.uint64(2 * padding + 1)
     halves = bits >> np.uint64(32), bits & np.uint64(0xFFFFFFFF)
     top, left = ((half % places).astype(np.int64) for half in halves)
     return top, left
@@ -106,7 +106,7 @@ class ImageData:
         self.enlarge = enlarge
         self._mean = _per_channel([255 * value for value in mean])
         self._scale = _per_channel([1 / (255 * value) for value in std])
-        self._landing = Landing()
+        self._landing = BatchBuffers()
 
     def __len__(self) -> int:
         return len(self.images)

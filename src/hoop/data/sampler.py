@@ -52,7 +52,7 @@ def key_of(*parts: int) -> int:
     return key
 
 
-def draws(samples: npt.NDArray[np.int64], *parts: int) -> npt.NDArray[np.uint64]:
+def random_draws(samples: npt.NDArray[np.int64], *parts: int) -> npt.NDArray[np.uint64]:
     """64 random bits for each sample, under the key of these numbers.
 
     Different samples get different values (splitmix64 permutes the 64-bit numbers), so sorting has no ties.
@@ -68,7 +68,7 @@ def draws(samples: npt.NDArray[np.int64], *parts: int) -> npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Order:
+class SampleOrder:
     """The order in which samples are taken: a function of (seed, epoch, length), equal on every machine.
 
     The permutation of an epoch sorts the samples by a hash of (seed, epoch, length, sample): see ``draws``.
@@ -131,7 +131,7 @@ def _all(length: int) -> Indices:
 @functools.lru_cache(maxsize=4)
 def _permutation(seed: int, epoch: int, length: int) -> Indices:
     """Kept for a few epochs, because every step asks for a part."""
-    keys = draws(np.arange(length, dtype=np.int64), seed, epoch, length, ORDER)
+    keys = random_draws(np.arange(length, dtype=np.int64), seed, epoch, length, ORDER)
     order = np.argsort(keys).astype(np.int64, copy=False)
     order.flags.writeable = False
     return order

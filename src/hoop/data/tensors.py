@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hoop.data.dataset import Batch, Indices, checked, rows_of, sha256_of
-from hoop.data.sampler import ITEM, draws
+from hoop.data.sampler import ITEM, random_draws
 from hoop.errors import InvalidArgument
 
 
@@ -112,7 +112,7 @@ class MapData:
         inputs, targets = rows_of(out, len(samples), self)
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             for row, (sample, bits) in enumerate(
-                zip(samples.tolist(), draws(samples, seed, epoch, ITEM).tolist(), strict=True)
+                zip(samples.tolist(), random_draws(samples, seed, epoch, ITEM).tolist(), strict=True)
             ):
                 torch.default_generator.manual_seed(bits >> 1)
                 _put(self._pair(sample), (inputs[row], targets[row]), f"{self.name}[{sample}]")

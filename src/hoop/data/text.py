@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hoop.data.dataset import Batch, Indices, Landing, Splits, checked, frozen, sha256_of
+from hoop.data.dataset import Batch, BatchBuffers, Indices, Splits, checked, frozen, sha256_of
 from hoop.data.download import Progress, cache, found, missing, places, verified
 from hoop.data.download import download as fetch
 from hoop.errors import InvalidArgument, NotFound
@@ -39,7 +39,7 @@ class TextData:
             )
         self.name, self.vocabulary, self.context = name, vocabulary, context
         self.tokens = frozen(tokens.astype(np.uint8 if len(vocabulary) <= 256 else np.uint32))
-        self._landing = Landing()
+        self._landing = BatchBuffers()
         end = (len(tokens) - 1) // context * context
         self._inputs = self.tokens[:end].reshape(-1, context)
         self._targets = self.tokens[1 : end + 1].reshape(-1, context)

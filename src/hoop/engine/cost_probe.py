@@ -30,16 +30,16 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import vote
+from hoop.collectives.object_collectives import any_rank
 from hoop.data.dataset import Batch, Dataset
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
 from hoop.engine.stage.gpu import Accelerator
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import OptimizerSettings, updating
-from hoop.engine.stage.provenance import Evidence, print_of
-from hoop.engine.stage.state import Layout
-from hoop.engine.tensor_channel import Post
-from hoop.plan.instructions import Instruction, Kind
+from hoop.engine.stage.provenance import Provenance, sample_fingerprint
+from hoop.engine.stage.state import StateLayout
+from hoop.engine.tensor_channel import TensorChannel
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
 from hoop.transport.base import SharedEndpoint
 
@@ -48,12 +48,12 @@ SMALL, LARGE = 16, 1 << 16
 """Elements of the tensors that travel."""
 
 
-def rehearsed(communicator: Communicator, shards: int, timeout: float) -> dict[str, float]:
+def rehearsed_step(communicator: Communicator, shards: int, timeout: float) -> dict[str, float]:
     """A message, its bytes, an agreement about a step of so many shards; all ranks must call it together."""
     if communicator.size == 1:
         return {}
     endpoint, deadline = communicator.endpoint, time.monotonic() + timeout
-    post, evidence = Post(endpoint), Evidence(shards)
+    post, evidence = TensorChannel(endpoint), Provenance(shards)
     following, before = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
     agreed: list[float] = []
     small: list[float] = []
@@ -62,7 +62,7 @@ def rehearsed(communicator: Communicator, shards: int, timeout: float) -> dict[s
     def agree() -> None:
         told = np.zeros((1, 1 + evidence.places))
         told[:, 1:] = evidence.rows(0, 1)
-        vote(communicator, False, told, timeout)
+        any_rank(communicator, False, told, timeout)
         evidence.adopt(0, told[:, 1:])
 
     for turn in range(TURNS):
@@ -71,7 +71,7 @@ def rehearsed(communicator: Communicator, shards: int, timeout: float) -> dict[s
             tensor = torch.zeros(elements)
 
             def exchange(turn: int = turn, tensor: torch.Tensor = tensor) -> None:
-                post.send(Instruction(Kind.SEND_OUTPUT, 0, turn, following), tensor, deadline)
+                post.send(Instruction(InstructionKind.SEND_OUTPUT, 0, turn, following), tensor, deadline)
                 post.receive(before, deadline)
                 endpoint.flush(deadline)
 
@@ -115,7 +115,7 @@ def profile(
         with torch.no_grad():
             for buffer, was in zip(block.buffers(), before, strict=True):
                 buffer.copy_(was)
-        layout = Layout([block], shards)
+        layout = StateLayout([block], shards)
         found.append(
             Block(
                 name=f"{index} ({type(block).__name__})",
@@ -223,7 +223,7 @@ _MOST_ROWS = 2048
 """Samples that are computed to see what several shards at once cost."""
 
 
-def priced(
+def measured_costs(
     costs: Sequence[Block],
     blocks: Sequence[nn.Module],
     data: Dataset,
@@ -327,7 +327,7 @@ def _load_seconds(data: Dataset, rows: int) -> float:
 
     def load() -> None:
         samples = chance.integers(len(data), size=rows)
-        print_of(samples)
+        sample_fingerprint(samples)
         data.batch(samples, epoch=MEASURED, seed=0, out=out)
 
     return usually(load)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.data.sampler import shard
-from hoop.engine.stage.provenance import print_of
+from hoop.engine.stage.provenance import sample_fingerprint
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Position:
     """Steps before it, of all epochs."""
 
 
-class Feed:
+class DataFeed:
     """One rank's view of the samples of a step."""
 
     def __init__(self, data: Dataset, seed: int, rows: int) -> None:
@@ -81,7 +81,7 @@ class Feed:
         found = self._kept.get(key) or self._read(micros[0], samples)
         ends = itertools.accumulate((self.rows(micro) for micro in micros), initial=0)
         for micro, (low, high) in zip(micros, itertools.pairwise(ends), strict=True):
-            self.prints[micro] = print_of(samples[low:high])
+            self.prints[micro] = sample_fingerprint(samples[low:high])
         return found
 
     def rows(self, micro: int) -> int:
@@ -92,7 +92,7 @@ class Feed:
         if found is None:
             found = self._kept.get((micro, self.rows(micro))) or self._read(micro, self._samples[micro])
             self._batches[micro] = found
-            self.prints[micro] = print_of(self._samples[micro])
+            self.prints[micro] = sample_fingerprint(self._samples[micro])
         return found
 
     def _read(self, micro: int, samples: Indices) -> Batch:

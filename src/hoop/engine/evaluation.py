@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset
-from hoop.engine.executor import Worker
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.stage.autograd import hits
 from hoop.memory.dtypes import dtype
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 
 CHUNK = 500
 
 
-def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
+def evaluate(worker: PlanExecutor, data: Dataset) -> tuple[float, float]:
     """The loss of all samples and the share of them that are right; every rank must call it and gets the same."""
     chunks = -(-len(data) // CHUNK)
     figures = np.zeros((chunks, 2), np.float64)
@@ -46,7 +46,7 @@ def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
                 if stage == 0:
                     value = data.batch(samples, epoch=0, seed=0, out=out)[0]
                 elif chain[stage - 1] != rank:
-                    arriving = Instruction(Kind.RECV_INPUT, stage, chunk, chain[stage - 1])
+                    arriving = Instruction(InstructionKind.RECV_INPUT, stage, chunk, chain[stage - 1])
                     value = worker.post.expect(arriving, deadline)
                 assert value is not None, "a stage's input is loaded, received, or the stage's before"
                 value = worker.held[stage].evaluate(value)
@@ -57,7 +57,7 @@ def evaluate(worker: Worker, data: Dataset) -> tuple[float, float]:
                     loss = worker.criterion.figure(loss, len(samples), len(data))
                     figures[chunk] = loss, hits(value, targets)
                 elif chain[stage + 1] != rank:
-                    leaving = Instruction(Kind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
+                    leaving = Instruction(InstructionKind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
                     worker.post.send(leaving, value, deadline)
         worker.post.endpoint.flush(deadline)
     finally:

@@ -21,20 +21,20 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hoop.collectives.shard_tree import Holding, holding
+from hoop.collectives.shard_tree import MergePlan, merge_plan
 from hoop.data.dataset import Dataset, Indices
-from hoop.engine.data_feed import Feed, Position
-from hoop.engine.profiler import Clockwork, now
-from hoop.engine.rank_context import World
+from hoop.engine.data_feed import DataFeed, Position
+from hoop.engine.profiler import InstructionProfiler, now
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, Objective
-from hoop.engine.stage.batched_shards import Joint, grouped, joinable
+from hoop.engine.stage.batched_shards import BatchedShards, batchable, grouped
 from hoop.engine.stage.gpu import Accelerator, holder
-from hoop.engine.stage.gradient_reduction import Norm, Totals
+from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
-from hoop.engine.stage.state import NOTHING, Figures, Held, Vectors
-from hoop.engine.tensor_channel import Post
-from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
+from hoop.engine.stage.state import NOTHING, Figures, StageState, StateVectors
+from hoop.engine.tensor_channel import TensorChannel
+from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
 from hoop.strategies.memory_fit import Gradients, Room
@@ -49,13 +49,13 @@ def most_slots(plan: Plan, balance: bool) -> int:
     if plan.stages == 1 and balance and plan.size > 1 and not plan.servers:
         shares |= {tuple(range(low, plan.micros)) for low in range(plan.micros)}
         shares |= {tuple(range(1, high)) for high in range(2, plan.micros)}
-    return max(holding(share, plan.micros).slots for share in shares)
+    return max(merge_plan(share, plan.micros).slots for share in shares)
 
 
 def _gradients(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
     slots = most_slots(plan, balance)
     if plan.servers:
-        nodes = sum(len(holding(plan.computed_by(rank, 0), plan.micros).nodes) for rank in plan.holders[0])
+        nodes = sum(len(merge_plan(plan.computed_by(rank, 0), plan.micros).nodes) for rank in plan.holders[0])
         return Gradients(slots, nodes if strategy.synchronous else 1)
     # A device with several stages adds up one of them while the next step's gradients of another come in.
     several = any(len(plan.held_by(rank)) > 1 for rank in range(plan.size))
@@ -67,10 +67,10 @@ def room_for(balance: bool) -> Room:
     return partial(_gradients, balance)
 
 
-class Owed:
+class DeferredUpdates:
     """One rank's."""
 
-    def __init__(self, clock: Clockwork) -> None:
+    def __init__(self, clock: InstructionProfiler) -> None:
         self._clock = clock
         self.puts_off = False
         """Whether anything is put off at all."""
@@ -97,10 +97,10 @@ Key = tuple[int, int]
 """A stage and a micro-batch."""
 
 
-class Flow:
+class ActivationFlow:
     """Tensors between stages, here or at another rank; of a micro-batch without samples there are none."""
 
-    def __init__(self, feed: Feed, post: Post) -> None:
+    def __init__(self, feed: DataFeed, post: TensorChannel) -> None:
         self.feed, self.post = feed, post
         self.deadline = 0.0
         self.inputs: dict[Key, Tensor] = {}
@@ -141,49 +141,51 @@ class Flow:
             self.gradients[one.stage, one.micro] = self.post.expect(one, self.deadline)
 
 
-class Worker:
+class PlanExecutor:
     """One rank: its stages, its data, and the instructions it runs."""
 
     def __init__(
         self,
-        world: World,
+        world: RankContext,
         settings: Settings,
         blocks: Sequence[nn.Module],
         cut: Sequence[int],
         plan: Plan,
         data: Dataset,
         criterion: Criterion,
-        vectors: Vectors,
+        vectors: StateVectors,
         accelerator: Accelerator | None = None,
     ) -> None:
         self.world, self.settings, self.criterion, self.rank = world, settings, criterion, world.rank
-        self.clock, self.last = Clockwork(), plan.stages - 1
-        self.owed = Owed(self.clock)
+        self.clock, self.last = InstructionProfiler(), plan.stages - 1
+        self.owed = DeferredUpdates(self.clock)
         rows = -(-settings.batch_size // plan.micros)
-        self.flow = Flow(Feed(data, settings.seed, rows), Post(world.communicator.endpoint))
+        self.flow = ActivationFlow(
+            DataFeed(data, settings.seed, rows), TensorChannel(world.communicator.endpoint)
+        )
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, StageState] = {}
         hold = holder(accelerator, plan, settings)
         for stage in plan.held_by(world.rank):
             low, high = bounds[stage], bounds[stage + 1]
             how = settings, f"stage{stage}.", not plan.servers, chain
             self.held[stage] = hold(vectors, blocks[low:high], low, *how)
         self._lowest = min(self.held, default=0)
-        self._norm = Norm(world, settings, blocks, bounds)
+        self._norm = GradientNorm(world, settings, blocks, bounds)
         self._objective = Objective(criterion)
-        self._totals: dict[int, Totals] = {}
-        self._handlers: dict[Kind, Callable[[Instruction], None]] = {
-            Kind.LOAD: self.flow.load,
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_OUTPUT: self.flow.send_output,
-            Kind.RECV_INPUT: self.flow.recv_input,
-            Kind.SEND_GRADIENT: self.flow.send_gradient,
-            Kind.RECV_GRADIENT: self.flow.recv_gradient,
-            Kind.REDUCE: self._reduce,
-            Kind.UPDATE: self._update,
+        self._totals: dict[int, GradientReducer] = {}
+        self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
+            InstructionKind.LOAD: self.flow.load,
+            InstructionKind.FORWARD: self._forward,
+            InstructionKind.BACKWARD: self._backward,
+            InstructionKind.BACKWARD_INPUT: self._backward_input,
+            InstructionKind.BACKWARD_WEIGHT: self._backward_weight,
+            InstructionKind.SEND_OUTPUT: self.flow.send_output,
+            InstructionKind.RECV_INPUT: self.flow.recv_input,
+            InstructionKind.SEND_GRADIENT: self.flow.send_gradient,
+            InstructionKind.RECV_GRADIENT: self.flow.recv_gradient,
+            InstructionKind.REDUCE: self._reduce,
+            InstructionKind.UPDATE: self._update,
         }
         self._figures: dict[int, Figures] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
@@ -195,22 +197,22 @@ class Worker:
         """Shards of the step under way that are in their slots, in the order they came."""
         self.updated = -1
         """Steps up to the last update."""
-        self._joint: Joint | None = None
+        self._joint: BatchedShards | None = None
         self.joint_most = 1
         if plan.stages == 1 and self._objective.by_hand is not None:
             whole = self.held.get(0)
-            self.joint_most = joinable(world, whole, rows, settings.timeout_s)
+            self.joint_most = batchable(world, whole, rows, settings.timeout_s)
             if self.joint_most > 1 and whole is not None:
-                self._joint = Joint(self.feed, whole, self.clock, rows)
+                self._joint = BatchedShards(self.feed, whole, self.clock, rows)
         self.follow(plan)
 
     @property
-    def feed(self) -> Feed:
+    def feed(self) -> DataFeed:
         """Where samples come from."""
         return self.flow.feed
 
     @property
-    def post(self) -> Post:
+    def post(self) -> TensorChannel:
         """Where tensors for other ranks go."""
         return self.flow.post
 
@@ -226,14 +228,14 @@ class Worker:
 
     # ---- plans
 
-    def move(self, world: World) -> None:
+    def move(self, world: RankContext) -> None:
         """The same rank's work among others: the members have changed."""
         self.sent += self.post.endpoint.bytes_sent
         self.world, self.rank = world, world.rank
-        self.flow.post = Post(world.communicator.endpoint)
+        self.flow.post = TensorChannel(world.communicator.endpoint)
         self._norm.move(world)
 
-    def follow(self, plan: Plan, holdings: Sequence[Holding] | None = None) -> None:
+    def follow(self, plan: Plan, holdings: Sequence[MergePlan] | None = None) -> None:
         """Goes over to this plan, with all other ranks; the stages must be held by the same ranks.
 
         ``holdings``: what each rank holds in the end, where they have something already.
@@ -245,12 +247,12 @@ class Worker:
         for stage, held in sorted(self.held.items()):
             ranks = plan.holders[stage]
             if holdings is None:
-                holdings = [holding(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
-            mine: Holding = holdings[ranks.index(self.rank)]
+                holdings = [merge_plan(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
+            mine: MergePlan = holdings[ranks.index(self.rank)]
             held.arrange(mine, most_slots(plan, self.settings.balance))
             if not plan.servers:  # who add up what they are sent
                 group = self.world.communicator if len(ranks) == self.world.size else self.world.group(ranks)
-                self._totals[stage] = Totals(group, holdings, plan.micros, held, deadline)
+                self._totals[stage] = GradientReducer(group, holdings, plan.micros, held, deadline)
             holdings = None
         most = self.joint_most if self._joint is not None else 1
         self._program = list(grouped(plan.ranks[self.rank], most))
@@ -288,7 +290,7 @@ class Worker:
                 clock.note(instruction, started, now(), self._waited)
         self.post.endpoint.flush(self._deadline)
 
-    def handle(self, handlers: Mapping[Kind, Callable[[Instruction], None]]) -> None:
+    def handle(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
         """These kinds are somebody else's business from now on: a role's."""
         self._handlers |= handlers
 
@@ -371,7 +373,7 @@ class Worker:
             self._spent(started)
         self._tell_speed(instruction)
 
-    def _landed(self, held: Held, stage: int, micro: int, merged: bool = False) -> None:
+    def _landed(self, held: StageState, stage: int, micro: int, merged: bool = False) -> None:
         figures = self._figures.pop(micro, NOTHING) if stage == self.last else NOTHING
         held.landed(micro, figures, self.feed.full, self.feed.prints.get(micro, 0), merged)
         self.computed.append(micro)

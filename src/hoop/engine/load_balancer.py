@@ -36,7 +36,7 @@ FLOOR_S = 0.001
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StragglerVerdict:
     """A rank that has become a straggler, or is one no more."""
 
     rank: int
@@ -50,7 +50,7 @@ class Verdict:
         return {"kind": "straggler", "step": step, **what}
 
 
-class Stragglers:
+class StragglerDetector:
     """Watches every rank's seconds a shard. All ranks see the same figures, and judge alike."""
 
     def __init__(self, size: int, crowding: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class Stragglers:
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
         self.slow: set[int] = set()
 
-    def after(self, seconds: Sequence[float]) -> list[Verdict]:
+    def after(self, seconds: Sequence[float]) -> list[StragglerVerdict]:
         """A step's figures, by rank; 0 for one that computed nothing. What has changed with it."""
         if not self._judges:
             return []
@@ -79,7 +79,7 @@ class Stragglers:
                 verdicts.append(self._verdict(rank, False))
         return verdicts
 
-    def left_out(self, rank: int) -> list[Verdict]:
+    def left_out(self, rank: int) -> list[StragglerVerdict]:
         """A rank gets no more shards, by its usual speed: nothing more will be known of it."""
         if not self._judges or rank in self.slow:
             return []
@@ -91,9 +91,9 @@ class Stragglers:
         """What is fast elsewhere."""
         return median(min(seen) for one, seen in enumerate(self._seen) if one != rank)
 
-    def _verdict(self, rank: int, slow: bool) -> Verdict:
+    def _verdict(self, rank: int, slow: bool) -> StragglerVerdict:
         self.slow ^= {rank}
-        return Verdict(rank, slow, median(self._seen[rank]) / self._others(rank))
+        return StragglerVerdict(rank, slow, median(self._seen[rank]) / self._others(rank))
 
 
 LONGEST = 512
@@ -102,13 +102,13 @@ GAIN = 0.85
 """A new share must be predicted to take at most this part of the step."""
 
 
-def balance_for(strategy: Strategy, plan: Plan, wanted: bool, crowding: float) -> Balance | None:
+def load_balancer_for(strategy: Strategy, plan: Plan, wanted: bool, crowding: float) -> LoadBalancer | None:
     """None where nothing can move: one rank, or one that holds nothing."""
     whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
-    return Balance(strategy, plan, plan.size, crowding) if wanted and whole else None
+    return LoadBalancer(strategy, plan, plan.size, crowding) if wanted and whole else None
 
 
-class Balance:
+class LoadBalancer:
     """Decides when shards move."""
 
     def __init__(self, strategy: Strategy, plan: Plan, size: int, crowding: float = 1.0) -> None:
@@ -116,8 +116,8 @@ class Balance:
         self._plan = plan
         self._size = size
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
-        self._stragglers = Stragglers(size, crowding)
-        self._verdicts: list[Verdict] = []
+        self._stragglers = StragglerDetector(size, crowding)
+        self._verdicts: list[StragglerVerdict] = []
         self._steps = 0
         self._next = self._pause = WINDOW
 

@@ -9,7 +9,7 @@ from hoop.plan.instructions import CATEGORY, COMMUNICATE, COMPUTE, IDLE, SHARE, 
 
 
 @dataclass
-class Clockwork:
+class InstructionProfiler:
     """One device's account of its time."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0})
@@ -40,7 +40,7 @@ class Clockwork:
                 del self.spans[at]
             self.spans.append((name, category, started, ended - started))
 
-    def add(self, before: Clockwork) -> None:
+    def add(self, before: InstructionProfiler) -> None:
         """What was noted elsewhere comes before what is noted here."""
         self.seconds = {share: seconds + before.seconds[share] for share, seconds in self.seconds.items()}
         self.spans = before.spans + self.spans

@@ -22,7 +22,7 @@ import numpy as np
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
-from hoop.engine.stage.provenance import Evidence
+from hoop.engine.stage.provenance import Provenance
 from hoop.memory.dtypes import dtype
 
 Emit = Callable[[Mapping[str, Any]], None]
@@ -50,7 +50,7 @@ class Evaluation(NamedTuple):
 class ProgressReporter:
     """One rank's rows of the last steps, and which of them it has emitted."""
 
-    def __init__(self, emit: Emit, evidence: Evidence, split: str = "test") -> None:
+    def __init__(self, emit: Emit, evidence: Provenance, split: str = "test") -> None:
         """``split``: the name of the data that evaluations are made on."""
         self._emit = emit
         self._evidence = evidence

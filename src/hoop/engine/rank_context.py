@@ -19,7 +19,7 @@ from hoop.transport.inproc import InprocTransport
 
 
 @dataclass(frozen=True)
-class World:
+class RankContext:
     """One rank's place in a job."""
 
     arena: Arena
@@ -30,14 +30,14 @@ class World:
     neighbours: tuple[int, int] = (0, 1)
     """Which of the job's devices on this host this is, and how many there are."""
 
-    reseated: Callable[[float, HoopError | None], World] | None = None
+    reseated: Callable[[float, HoopError | None], RankContext] | None = None
     """Waits, at most this many seconds, for a rank among the devices that are there now; None: nobody assigns ranks.
 
     The error, if there is one, is what the ranks that met last could not go on without.
     """
     moving: Callable[[], bool] = lambda: False
     """Whether there is another world to move to, for everybody, after a step that all agree on."""
-    moved: Callable[[], World] | None = None
+    moved: Callable[[], RankContext] | None = None
     """That world; the links of this one stay open until everybody is there, and that one ``settled``."""
     settled: Callable[[], None] = lambda: None
 
@@ -73,14 +73,14 @@ class World:
         return self.size > 1 and not isinstance(self.communicator.endpoint, SharedEndpoint)
 
 
-def alone(world: World) -> World:
+def alone(world: RankContext) -> RankContext:
     """A place to get ready in, for one whose peers are in trouble: the same device, and nobody else."""
     transport = InprocTransport(Address("alone", 0))
     one = Communicator(transport.endpoint(0, 1, 0, [transport.address]))
     return replace(world, communicator=one, group=lambda ranks: one, hosts=())
 
 
-def settle(world: World, threads: int, pin: bool) -> None:
+def settle(world: RankContext, threads: int, pin: bool) -> None:
     """Gives the calling thread its cores: devices of one host do not fight for the same ones."""
     torch.set_num_threads(threads)
     if not pin or not hasattr(os, "sched_setaffinity"):

@@ -17,18 +17,18 @@ from torch import nn
 
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset, Splits
-from hoop.engine.cost_probe import priced, profile, rehearsed
-from hoop.engine.executor import Worker, room_for
+from hoop.engine.cost_probe import measured_costs, profile, rehearsed_step
+from hoop.engine.executor import PlanExecutor, room_for
 from hoop.engine.fault_tolerance.replication import check_room
 from hoop.engine.job import Job, blocks_of
-from hoop.engine.rank_context import World
-from hoop.engine.roles.base import Role, Spare
-from hoop.engine.roles.parameter_server import SPAN, Served, Server
-from hoop.engine.roles.ring import AsynchronousRing, Ring
+from hoop.engine.rank_context import RankContext
+from hoop.engine.roles.base import RankRole, StandbyRole
+from hoop.engine.roles.parameter_server import SPAN, ParameterServerRole, ServerClientRole
+from hoop.engine.roles.ring import AsynchronousRingRole, RingRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.gpu import accelerator_of
 from hoop.engine.stage.linear_chain import layers_of
-from hoop.engine.stage.state import Vectors, shared_parameters
+from hoop.engine.stage.state import StateVectors, shared_parameters
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
 from hoop.memory.dtypes import dtype
 from hoop.plan.partition import Block
@@ -36,7 +36,7 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import every, parse, usable
-from hoop.strategies.memory_fit import advice, fit, fitting
+from hoop.strategies.memory_fit import advice, fit, fitting_strategies
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 
@@ -56,25 +56,29 @@ def check_role(strategy: Strategy, plan: Plan, settings: Settings) -> None:
 
 
 def role_of(
-    worker: Worker, strategy: Strategy, blocks: Sequence[nn.Module], data: Dataset, vectors: Vectors
-) -> Role:
+    worker: PlanExecutor,
+    strategy: Strategy,
+    blocks: Sequence[nn.Module],
+    data: Dataset,
+    vectors: StateVectors,
+) -> RankRole:
     """This rank's role."""
     plan = worker.plan
     if worker.rank in plan.servers:
-        return Server(worker, strategy, blocks, vectors)
+        return ParameterServerRole(worker, strategy, blocks, vectors)
     if not worker.held:
-        return Spare(worker, 1 if strategy.synchronous else SPAN)
+        return StandbyRole(worker, 1 if strategy.synchronous else SPAN)
     if plan.servers:
-        return Served(worker, strategy)
+        return ServerClientRole(worker, strategy)
     if strategy.rule(plan, worker.rank) is None:
-        return Role(worker)
+        return RankRole(worker)
     if strategy.synchronous:
-        return Ring(worker, strategy)
-    return AsynchronousRing(worker, strategy, data, vectors)
+        return RingRole(worker, strategy)
+    return AsynchronousRingRole(worker, strategy, data, vectors)
 
 
 @dataclass
-class Ready:
+class TrainingSetup:
     """All that a run needs."""
 
     model: nn.Module
@@ -83,8 +87,8 @@ class Ready:
     """Where each stage begins."""
     strategy: Strategy
     plan: Plan
-    worker: Worker
-    role: Role
+    worker: PlanExecutor
+    role: RankRole
     priced: dict[str, Any] | None = None
     """What a step costs, for whoever predicts it; None where the model was cut anew."""
 
@@ -106,8 +110,8 @@ class Ready:
 
 
 def prepare(
-    world: World, settings: Settings, job: Job, data: Splits, vectors: Vectors, anew: bool = False
-) -> Ready:
+    world: RankContext, settings: Settings, job: Job, data: Splits, vectors: StateVectors, anew: bool = False
+) -> TrainingSetup:
     """Builds this rank's worker; raises, at every rank alike, if the job cannot run.
 
     ``anew``: the devices are no longer those that the strategy was chosen for; as many are used as can be.
@@ -143,19 +147,21 @@ def prepare(
     found = profile(blocks, sample, settings.optimizer, settings.micros, accelerator=accelerator)
     costs = _shared(world, settings, found)
     bounds, spare = _bounds(world, settings, strategy, costs, plan, blocks)
-    worker = Worker(world, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
+    worker = PlanExecutor(world, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
     if strategy.name == "data" and layers_of(blocks) is not None:
         worker.feed.room = spare
     role = role_of(worker, strategy, blocks, data.train, vectors)
     if world.befall is not None:
         world.befall(worker)
-    ready = Ready(model, costs, bounds, strategy, plan, worker, role)
+    ready = TrainingSetup(model, costs, bounds, strategy, plan, worker, role)
     if not anew:  # a run is predicted once, when it starts
         ready.priced = _priced(world, settings, job, data, ready)
     return ready
 
 
-def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Ready) -> dict[str, Any]:
+def _priced(
+    world: RankContext, settings: Settings, job: Job, data: Splits, ready: TrainingSetup
+) -> dict[str, Any]:
     """Every rank measures, at the same time as the others, as they will compute."""
     endpoint, worker, model = world.communicator.endpoint, ready.worker, ready.model
     apart = not isinstance(endpoint, SharedEndpoint)
@@ -163,12 +169,16 @@ def _priced(world: World, settings: Settings, job: Job, data: Splits, ready: Rea
     rows = -(-settings.batch_size // settings.micros)
     joint = min(worker.joint_most, -(-settings.micros // max(1, len(worker.plan.holders[0]))))
     blocks = blocks_of(model)
-    found = priced(ready.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, joint)
-    found |= rehearsed(world.communicator, settings.micros, settings.timeout_s)
+    found = measured_costs(
+        ready.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, joint
+    )
+    found |= rehearsed_step(world.communicator, settings.micros, settings.timeout_s)
     return found | {"hosts": list(hosts) if apart else [0] * world.size}
 
 
-def _agree(world: World, settings: Settings, model: nn.Module | None, data: Splits, reduction: str) -> None:
+def _agree(
+    world: RankContext, settings: Settings, model: nn.Module | None, data: Splits, reduction: str
+) -> None:
     """All ranks have the same settings, loss, first weights (of a ``model``) and data, or an error says who differs."""
     digest = hashlib.sha256(settings.to_json().encode() + reduction.encode())
     digest.update(data.train.checksum.encode() + data.test.checksum.encode())
@@ -186,7 +196,7 @@ def _agree(world: World, settings: Settings, model: nn.Module | None, data: Spli
         )
 
 
-def _shared(world: World, settings: Settings, costs: list[Block]) -> list[Block]:
+def _shared(world: RankContext, settings: Settings, costs: list[Block]) -> list[Block]:
     """Rank 0's measurements at every rank, so that all cut alike."""
     numbers = np.array(
         [[one.seconds, one.activation_bytes, one.output_bytes, one.forward_seconds or 0.0] for one in costs]
@@ -209,7 +219,7 @@ def _shared(world: World, settings: Settings, costs: list[Block]) -> list[Block]
 
 
 def _bounds(
-    world: World,
+    world: RankContext,
     settings: Settings,
     strategy: Strategy,
     costs: list[Block],
@@ -225,7 +235,7 @@ def _bounds(
     try:
         found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, room=gradients)
     except FailedPrecondition as error:
-        others = fitting(every(plan.size), costs, memory, plan.micros, gradients)
+        others = fitting_strategies(every(plan.size), costs, memory, plan.micros, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
     if settings.mirror and strategy.name != "data" and world.reseated is not None:
         check_room(plan, found, costs, memory, world.hosts, world.outlives)

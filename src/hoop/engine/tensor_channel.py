@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from hoop.errors import InternalError, LinkCorrupted
-from hoop.plan.instructions import Instruction, Kind
-from hoop.transport.base import Endpoint, Pending
+from hoop.plan.instructions import Instruction, InstructionKind
+from hoop.transport.base import Endpoint, PendingSend
 
 _DIMENSIONS = 8
-_KINDS = list(Kind)
+_KINDS = list(InstructionKind)
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16, torch.uint8, torch.int32]
 _MOST_ELEMENTS = 1 << 40
-Landing = Callable[[Instruction], Tensor | None]
+TensorReceiver = Callable[[Instruction], Tensor | None]
 """Where a message is put; None: in memory of its own."""
 
 
-class Post:
+class TensorChannel:
     """Sends and receives tensors over an endpoint; used by one thread."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -33,7 +33,7 @@ class Post:
         self.meanwhile: Callable[[], None] | None = None
         """What can be done while nothing has come; once."""
 
-    def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> Pending | None:
+    def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> PendingSend | None:
         """Starts a message; the tensor must stay as it is until the links are flushed, or what this returns is done."""
         if tensor.dim() > _DIMENSIONS or tensor.dtype not in _DTYPES:
             raise InternalError(
@@ -54,7 +54,7 @@ class Post:
         return self.endpoint.send(instruction.peer, _bytes(tensor), deadline) if tensor.numel() else None
 
     def receive(
-        self, peer: int, deadline: float, landing: Landing | None = None
+        self, peer: int, deadline: float, landing: TensorReceiver | None = None
     ) -> tuple[Instruction, Tensor]:
         """The next message from a peer, as this rank calls it; ``landing`` may have a place for it."""
         if self.meanwhile is not None and not self.ready([peer]):

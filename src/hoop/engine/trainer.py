@@ -22,24 +22,24 @@ from collections.abc import Callable
 from typing import Any
 
 from hoop.data.dataset import Splits, described, fingerprint
-from hoop.data.sampler import Order
+from hoop.data.sampler import SampleOrder
 from hoop.engine.data_feed import Position
 from hoop.engine.evaluation import evaluate
-from hoop.engine.executor import Worker
-from hoop.engine.fault_tolerance.checkpoint import Keepsakes, unpacked
-from hoop.engine.fault_tolerance.local_persistence import InPlace, inherited, remembered
-from hoop.engine.fault_tolerance.manager import Safekeeping
-from hoop.engine.fault_tolerance.recovery import UNSEATS, level, rest_of_step
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, unpacked
+from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_from_arena, remembered
+from hoop.engine.fault_tolerance.manager import ShardedStateManager
+from hoop.engine.fault_tolerance.recovery import RECOVERABLE, level, rest_of_step
 from hoop.engine.job import Job
-from hoop.engine.load_balancer import balance_for
+from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.progress_reporter import Emit, Evaluation, ProgressReporter
-from hoop.engine.rank_context import World, alone, settle
-from hoop.engine.roles.base import Work
+from hoop.engine.rank_context import RankContext, alone, settle
+from hoop.engine.roles.base import StepWork
 from hoop.engine.settings import Settings
-from hoop.engine.setup import Ready, prepare
-from hoop.engine.stage.provenance import Evidence
-from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, Vectors
+from hoop.engine.setup import TrainingSetup, prepare
+from hoop.engine.stage.provenance import Provenance
+from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, StateVectors
 from hoop.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -54,7 +54,7 @@ from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.strategies.catalog import parse
 
 
-def account(worker: Worker, seconds: float, done: int, stopped: bool) -> dict[str, Any]:
+def account(worker: PlanExecutor, seconds: float, done: int, stopped: bool) -> dict[str, Any]:
     """Time by kind of work, bytes, memory, and the first steps' instructions, each with its place in time."""
     return {
         "kind": "account",
@@ -74,15 +74,15 @@ def check_faults(settings: Settings, devices: int, samples: int, linked: bool = 
     """Raises if a placed fault can never happen in a job that begins with this many devices and samples."""
     if faults := settings.placed:
         plan = parse(settings.strategy).plan(devices, settings.micros)
-        check_reachable(faults, plan, Course(settings, samples).limit, linked)
+        check_reachable(faults, plan, StepSchedule(settings, samples).limit, linked)
 
 
-class Course:
+class StepSchedule:
     """All steps of a run."""
 
     def __init__(self, settings: Settings, samples: int) -> None:
         self._settings = settings
-        self._order = Order(settings.seed, samples)
+        self._order = SampleOrder(settings.seed, samples)
         self.samples = samples
         self.per_epoch = self._order.steps(settings.batch_size)
         self._steps = settings.epochs * self.per_epoch
@@ -97,7 +97,7 @@ class Course:
         """The learning rate of the step after so many."""
         return self._settings.optimizer.rate(done, self._steps)
 
-    def next(self, done: int, stride: int) -> list[Work]:
+    def next(self, done: int, stride: int) -> list[StepWork]:
         """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
         epoch, step = divmod(done, self.per_epoch)
         end = min((step // stride + 1) * stride, self.per_epoch, step + self.limit - done)
@@ -105,7 +105,7 @@ class Course:
         for one in range(step, end):
             number = done + one - step
             samples = self._order.indices(epoch, one, self._settings.batch_size)
-            found.append(Work(Position(epoch, one, number), samples, self.rate(number)))
+            found.append(StepWork(Position(epoch, one, number), samples, self.rate(number)))
         return found
 
     def ends(self, done: int) -> bool:
@@ -124,14 +124,14 @@ class Course:
 MEET_S = 30.0
 
 
-class Arrival:
+class LateJoin:
     """A rank's coming: it is ready, it has a state from somewhere, and from then on it is one that stays."""
 
-    def __init__(self, joins: bool, emit: Emit, world: World, prefix: str) -> None:
+    def __init__(self, joins: bool, emit: Emit, world: RankContext, prefix: str) -> None:
         """``prefix``: of the names of the run's buffers in the arena."""
         self._emit, self._came = emit, joins
         self._rows = remembered(world.arena, prefix, world.run) if joins else {}
-        self.left = inherited(world.arena, prefix, world.run) if joins else []
+        self.left = load_from_arena(world.arena, prefix, world.run) if joins else []
         """What its arena held of the run, the newest first."""
         self.comes = joins
         """It has no state yet, or one that its arena held."""
@@ -143,7 +143,9 @@ class Arrival:
         about = {"data": fingerprint(data), "about": described(data)}
         self._emit({"kind": "ready", "seconds": seconds, **about})
 
-    def there(self, step: int, world: World, source: str, afresh: bool, progress: ProgressReporter) -> None:
+    def there(
+        self, step: int, world: RankContext, source: str, afresh: bool, progress: ProgressReporter
+    ) -> None:
         """Every rank is at this step and calls this; ``source``: where this rank has its state from, if it had lost it.
 
         ``afresh``: no rank has stayed. The rows of the last steps are handed over, from a rank that stayed or, if all
@@ -167,12 +169,12 @@ PATIENCE_S = 600.0
 """How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
 
 
-class Run:
+class Trainer:
     """One rank's part in a job."""
 
     def __init__(
         self,
-        world: World,
+        world: RankContext,
         settings: Settings,
         job: Job,
         emit: Emit,
@@ -187,20 +189,20 @@ class Run:
         settle(world, settings.threads_per_device, settings.pin)
         self._data = job.data()
         job = with_criterion(job, self._data.train, settings.seed)
-        self._course = Course(settings, len(self._data.train))
+        self._course = StepSchedule(settings, len(self._data.train))
         if not joins:
             check_faults(settings, world.size, len(self._data.train), world.linked)
         self._done = self._ended = self._begun_at = 0
         self._stopped = self._moving = self._leaves = False
         self._missing: list[int] = []
-        self._arrival = Arrival(joins, emit, world, prefix)
-        self._keepsakes = Keepsakes(world.arena, prefix, emit, world.run, joins)
-        self._evidence = Evidence(settings.micros)
+        self._arrival = LateJoin(joins, emit, world, prefix)
+        self._keepsakes = SnapshotPublisher(world.arena, prefix, emit, world.run, joins)
+        self._evidence = Provenance(settings.micros)
         self._progress = ProgressReporter(emit, self._evidence, self._data.evaluated)
-        self._vectors = Vectors(world.arena, prefix, world.run)
+        self._vectors = StateVectors(world.arena, prefix, world.run)
         replicas = parse(settings.strategy).name == "data"
         keeping = settings, job, self._data, self._vectors, self._evidence, self._arrival.left
-        self._safe = None if replicas else Safekeeping(*keeping)
+        self._safe = None if replicas else ShardedStateManager(*keeping)
         self._loss: PeerError | None = None
         if joins and self._safe is not None:
             return  # there is nothing to get ready before it is known what this rank is to hold
@@ -222,14 +224,18 @@ class Run:
         if self._safe is not None:
             self._safe.hold(self._ready, self._done)
             return
-        self._own = InPlace(self._ready, self._vectors, self._arrival.left, bool(tensors), world.outlives)
+        self._own = InPlaceState(
+            self._ready, self._vectors, self._arrival.left, bool(tensors), world.outlives
+        )
         self._done = self._own.take_up() if joins else self._own.whole(self._done)
         self._ended = self._course.ended(self._done) if joins else self._done
 
-    def _take(self, ready: Ready) -> None:
+    def _take(self, ready: TrainingSetup) -> None:
         self._ready, self.worker, self._role = ready, ready.worker, ready.role
         self._role.testify(self._evidence)
-        self._balance = balance_for(ready.strategy, ready.plan, self._settings.balance, self._world.crowding)
+        self._balance = load_balancer_for(
+            ready.strategy, ready.plan, self._settings.balance, self._world.crowding
+        )
 
     def go(self) -> None:
         """Trains until the epochs are over or somebody asks to stop."""
@@ -243,7 +249,7 @@ class Run:
                     self._end()
                     break
                 self._advance()
-            except UNSEATS as error:
+            except RECOVERABLE as error:
                 if self._leaves:
                     raise
                 self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
@@ -309,7 +315,7 @@ class Run:
                 break
             except StateLost as lost:
                 lacks = self._keepsakes.over(f"with the devices that are gone {lost}")
-            except UNSEATS as another:
+            except RECOVERABLE as another:
                 error, lacks = another, None
             except HoopError as refused:
                 lacks = refused
@@ -334,7 +340,7 @@ class Run:
             told |= {"missing": self._missing, "ranks": self._world.size}
             self._emit({**told, "generation": self._world.communicator.endpoint.generation})
 
-    def _cut_anew(self, world: World, safe: Safekeeping) -> None:
+    def _cut_anew(self, world: RankContext, safe: ShardedStateManager) -> None:
         """The last step of which everything is left, on the devices that are there now; see ``plan.recovery``."""
         self._world = world
         try:
@@ -358,7 +364,7 @@ class Run:
         self._done += 1
         self._progress.add(self._done, [float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
 
-    def _go_on(self, world: World, planned: bool = False) -> None:
+    def _go_on(self, world: RankContext, planned: bool = False) -> None:
         """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
         worker, settings, course = self.worker, self._settings, self._course
         worker.move(world)
@@ -396,7 +402,7 @@ class Run:
             worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
             self._count_late()
             worker.follow(usual)
-        self._balance = balance_for(self._ready.strategy, usual, settings.balance, world.crowding)
+        self._balance = load_balancer_for(self._ready.strategy, usual, settings.balance, world.crowding)
 
     def _after(self, losses: list[float], begun: float) -> None:
         """Figures of some steps that began then, and whether all ranks are to stop."""

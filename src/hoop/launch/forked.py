@@ -167,7 +167,7 @@ class Children:
                 os.kill(pid, signal.SIGKILL)
 
 
-class Family:
+class ProcessGroups:
     """Children of several kinds, which leave one kind after the other; any thread may ask, and all of them wait."""
 
     def __init__(self, *kinds: Children) -> None:
@@ -234,7 +234,7 @@ def own_token() -> Token | None:
     return token if token is not None and token.is_join else None
 
 
-class Forked:
+class ForkedCluster:
     """A head process and its cluster, seen from the process that started them."""
 
     def __init__(self, config: ForkedConfig, head: Head) -> None:
@@ -285,7 +285,9 @@ def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
     heard, say = os.pipe()
     complaints, complain = os.pipe()
     leading, devices = Children(), Children()
-    family = Family(devices, leading)  # in this order they leave: a device says goodbye to its coordinator
+    family = ProcessGroups(
+        devices, leading
+    )  # in this order they leave: a device says goodbye to its coordinator
     close = {tells, lives, heard, complaints, leading.hold, devices.hold}
     try:
         work = partial(coordinate, config.coordinator, say, leading.held)
@@ -351,7 +353,7 @@ class _Parent:
         self._stop = stop
         self._known.set()
 
-    def listen(self, family: Family) -> None:
+    def listen(self, family: ProcessGroups) -> None:
         """A byte asks to stop after a step; the end of the pipe, to end everything at once."""
         while os.read(self._lives, 1) == STOP:
             threading.Thread(target=self._ask, daemon=True).start()
@@ -363,7 +365,7 @@ class _Parent:
         with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
             self._stop()
 
-    def relay(self, complaints: int, family: Family) -> None:
+    def relay(self, complaints: int, family: ProcessGroups) -> None:
         """A device that cannot start is the end of it: the others wait for it in vain."""
         with os.fdopen(complaints, "r", encoding="utf-8") as lines:
             for line in lines:

@@ -19,7 +19,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A heartbeat came."""
 
     device_id: int
@@ -28,7 +28,7 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Called:
+class CallReported:
     """A call to a device ended; ``failure`` says why it could not be made, or nothing."""
 
     device_id: int
@@ -88,7 +88,7 @@ class Complained:
 
 
 @dataclass(frozen=True)
-class Worked:
+class LinkWorked:
     """The members of a generation have all reached each other."""
 
     communicator_id: int
@@ -173,17 +173,17 @@ class JobEnded:
     text: str = ""
 
 
-Message = (
+MembershipEvent = (
     Joined
-    | Beat
-    | Called
+    | Heartbeat
+    | CallReported
     | LinkClosed
     | Probed
     | Left
     | Excused
     | Tick
     | Complained
-    | Worked
+    | LinkWorked
     | Readmitted
     | Created
     | Rebuilt
@@ -233,4 +233,4 @@ class Stop:
     """Whose death it is about, if it is about one."""
 
 
-Instruction = Announce | Record | Probe | Stop
+MembershipInstruction = Announce | Record | Probe | Stop

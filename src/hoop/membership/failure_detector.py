@@ -44,7 +44,7 @@ class DetectorConfig:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class HeartbeatHistory:
     """What is known of one device's life."""
 
     last_beat: float
@@ -56,17 +56,17 @@ class Pulse:
     """Until then the first heartbeat may come; 0 once it has."""
 
     @classmethod
-    def joined(cls, now: float, config: DetectorConfig) -> Pulse:
+    def joined(cls, now: float, config: DetectorConfig) -> HeartbeatHistory:
         """Of a device that has just joined, and has not sent a heartbeat yet."""
         return cls(now, first_beat_until=now + max(config.first_beat_s, config.lease_s))
 
-    def beat(self, now: float) -> Pulse:
+    def beat(self, now: float) -> HeartbeatHistory:
         return replace(self, last_beat=max(now, self.last_beat), first_beat_until=0.0)
 
-    def called(self, ok: bool, config: DetectorConfig) -> Pulse:
+    def called(self, ok: bool, config: DetectorConfig) -> HeartbeatHistory:
         return replace(self, calls=(*self.calls, ok)[-config.window :])
 
-    def excused(self, seconds: float, now: float) -> Pulse:
+    def excused(self, seconds: float, now: float) -> HeartbeatHistory:
         """The watcher itself was away for so long: silence meanwhile is nobody's fault."""
         first_beat_until = self.first_beat_until and self.first_beat_until + seconds
         return replace(self, last_beat=min(now, self.last_beat + seconds), first_beat_until=first_beat_until)

@@ -122,7 +122,7 @@ class TaskFound:
 
 
 @dataclass(frozen=True)
-class Found:
+class TasksListed:
     """Every task was started, or asked for by a restarted coordinator."""
 
 
@@ -220,13 +220,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True)
-class Tick:
+class JobTick:
     """Time passed, or the cluster's state changed."""
 
 
 JobEvent = (
     TaskFound
-    | Found
+    | TasksListed
     | DeviceArrived
     | InviteFailed
     | TaskReady
@@ -239,7 +239,7 @@ JobEvent = (
     | Delivered
     | LeaveRequested
     | StopRequested
-    | Tick
+    | JobTick
 )
 
 
@@ -326,7 +326,7 @@ def _noted(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
             return _found(
                 job, cluster, device_id, TaskView(incarnation, TaskStage.LOADING), generation, now
             ), ()
-        case Found():
+        case TasksListed():
             return replace(job, finding=False), ()
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
@@ -373,7 +373,7 @@ def _noted(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
             return replace(job, leaving=leaving, abandoned=job.abandoned or leaving >= members), ()
         case StopRequested():
             return replace(job, abandoned=job.abandoned or not active(job, cluster)), ()
-        case Tick():
+        case JobTick():
             return job, ()
 
 

@@ -24,8 +24,16 @@ from typing import Any, Protocol
 
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.membership import events as m
-from hoop.membership.failure_detector import DetectorConfig, Pulse
-from hoop.membership.state import CommunicatorState, Health, JobState, Member, Outcome, State, with_job
+from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
+from hoop.membership.state import (
+    CommunicatorState,
+    Health,
+    JobState,
+    Member,
+    OperationOutcome,
+    State,
+    with_job,
+)
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.job_settings import check_settings
@@ -132,7 +140,7 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
             case "device_joined":
                 info = _info(entry["info"])
                 members[info.device_id] = Member(
-                    info, Pulse(now), Health.SUSPECT, "the coordinator was restarted"
+                    info, HeartbeatHistory(now), Health.SUSPECT, "the coordinator was restarted"
                 )
             case "device_gone":
                 old = members[entry["device"]]
@@ -147,7 +155,7 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
                     entry["id"],
                     tuple(entry["members"]),
                     entry["generation"],
-                    Outcome.FAILED if entry["broken_by"] else Outcome.IN_PROGRESS,
+                    OperationOutcome.FAILED if entry["broken_by"] else OperationOutcome.IN_PROGRESS,
                     printable(entry["reason"]),
                     entry["broken_by"],
                     entry["finalized"],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hoop.errors import NotFound
-from hoop.membership.failure_detector import DetectorConfig, Pulse
+from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 
 TRIES = 3
@@ -23,7 +23,7 @@ Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Trouble:
+class LinkFaults:
     """What is known of a communicator's failed links."""
 
     generation: int = 0
@@ -63,7 +63,7 @@ class Health(StrEnum):
     LEFT = "left"
 
 
-class Outcome(StrEnum):
+class OperationOutcome(StrEnum):
     """How a communicator's latest work stands."""
 
     IN_PROGRESS = "in_progress"
@@ -77,7 +77,7 @@ class Member:
     """One device, as the coordinator sees it."""
 
     info: DeviceInfo
-    pulse: Pulse
+    pulse: HeartbeatHistory
     health: Health = Health.ALIVE
     reason: str = ""
     ended: bool = False
@@ -95,7 +95,7 @@ class CommunicatorState:
     id: int
     members: tuple[int, ...]
     generation: int = 1
-    outcome: Outcome = Outcome.IN_PROGRESS
+    outcome: OperationOutcome = OperationOutcome.IN_PROGRESS
     reason: str = ""
     broken_by: int = 0
     """The device whose death broke it; 0: none. Only a rebuild mends that."""
@@ -139,7 +139,7 @@ class State:
     jobs: Mapping[int, JobState] = field(default_factory=dict)
     next_communicator: int = 1
     last_tick: float = 0.0
-    troubles: Mapping[int, Trouble] = field(default_factory=dict)
+    troubles: Mapping[int, LinkFaults] = field(default_factory=dict)
     """By communicator. Not in the journal: whoever cannot reach a peer says so again."""
 
     def member(self, device_id: int) -> Member:
@@ -163,8 +163,8 @@ class State:
             ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id)
         )
 
-    def trouble(self, communicator_id: int) -> Trouble:
-        return self.troubles.get(communicator_id, Trouble())
+    def trouble(self, communicator_id: int) -> LinkFaults:
+        return self.troubles.get(communicator_id, LinkFaults())
 
     def with_member(self, member: Member) -> State:
         return replace(self, members={**self.members, member.info.device_id: member})
@@ -172,5 +172,5 @@ class State:
     def with_communicator(self, one: CommunicatorState) -> State:
         return replace(self, communicators={**self.communicators, one.id: one})
 
-    def with_trouble(self, communicator_id: int, trouble: Trouble) -> State:
+    def with_trouble(self, communicator_id: int, trouble: LinkFaults) -> State:
         return replace(self, troubles={**self.troubles, communicator_id: trouble})

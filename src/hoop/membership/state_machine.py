@@ -23,21 +23,21 @@ from dataclasses import replace
 
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, ResourceExhausted
 from hoop.membership import events as m
-from hoop.membership.failure_detector import Pulse
+from hoop.membership.failure_detector import HeartbeatHistory
 from hoop.membership.journal import communicator_record, job_record, joined_record, lost_record
 from hoop.membership.state import (
     WINDOW_S,
     CommunicatorState,
     Health,
     JobState,
+    LinkFaults,
     Member,
-    Outcome,
+    OperationOutcome,
     State,
-    Trouble,
     with_job,
 )
 
-Result = tuple[State, tuple[m.Instruction, ...]]
+Result = tuple[State, tuple[m.MembershipInstruction, ...]]
 
 
 def announce(kind: str, member: Member, what: str) -> m.Announce:
@@ -50,8 +50,8 @@ def tell(kind: str, one: CommunicatorState, what: str) -> m.Announce:
 
 
 def in_order(
-    record: m.Record, news: m.Announce, broken: tuple[m.Instruction, ...]
-) -> tuple[m.Instruction, ...]:
+    record: m.Record, news: m.Announce, broken: tuple[m.MembershipInstruction, ...]
+) -> tuple[m.MembershipInstruction, ...]:
     """What broke is written before why: a journal that ends between them must not call it whole."""
     records = tuple(one for one in broken if isinstance(one, m.Record))
     return (*records, record, news, *(one for one in broken if not isinstance(one, m.Record)))
@@ -88,7 +88,7 @@ def worked(state: State, communicator_id: int, generation: int) -> Result:
 
 def decided(state: State, now: float) -> Result:
     """Time passed: what is ripe is decided."""
-    instructions: tuple[m.Instruction, ...] = ()
+    instructions: tuple[m.MembershipInstruction, ...] = ()
     for number, trouble in list(state.troubles.items()):
         one = state.communicators[number]
         lost = one.broken_by or trouble.generation != one.generation  # which explains it, or is the remedy
@@ -100,7 +100,7 @@ def decided(state: State, now: float) -> Result:
     return state, instructions
 
 
-def _ripe(state: State, trouble: Trouble, now: float) -> bool:
+def _ripe(state: State, trouble: LinkFaults, now: float) -> bool:
     lease = state.config.lease_s
     if now - trouble.since < SETTLING * lease:
         return False
@@ -108,7 +108,7 @@ def _ripe(state: State, trouble: Trouble, now: float) -> bool:
     return all(one.health == Health.ALIVE and now - one.pulse.last_beat < FRESH * lease for one in involved)
 
 
-def _verdict(state: State, one: CommunicatorState, trouble: Trouble, now: float) -> Result:
+def _verdict(state: State, one: CommunicatorState, trouble: LinkFaults, now: float) -> Result:
     pairs = sorted({(min(pair), max(pair)) for pair in trouble.complaints})
     hopeless = {key for pair in pairs if trouble.failed_again(pair, now) for key in pair}
     recent = tuple(entry for entry in trouble.tried if now - entry[2] < WINDOW_S)
@@ -132,7 +132,7 @@ def _verdict(state: State, one: CommunicatorState, trouble: Trouble, now: float)
         evictions={**trouble.evictions, evicted: times},
     )
     why = f"{state.members[evicted].info} is left out: devices {named} cannot reach each other over new links"
-    one = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=evicted)
+    one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=evicted)
     fields = {"communicator": one.id, "generation": one.generation, "device": evicted}
     news = m.Announce("device_evicted", f"communicator {one.id}: {why}", fields)
     stop = m.Stop(one.id, one.generation, why, one.members, evicted)
@@ -190,17 +190,17 @@ def joined(state: State, message: m.Joined) -> Result:
     restarted = known is not None and known.info.incarnation != info.incarnation
     returned = known is not None and known.info.incarnation == info.incarnation
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
-    member = Member(info, Pulse.joined(message.now, state.config))
+    member = Member(info, HeartbeatHistory.joined(message.now, state.config))
     state = _heard(state, message.now).with_member(member)
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
-    broken: tuple[m.Instruction, ...] = ()
+    broken: tuple[m.MembershipInstruction, ...] = ()
     if restarted:
         # Whatever its former self was doing is gone with it.
         state, broken = _break(state, info.device_id, "it was restarted")
     return state, in_order(joined_record(info), news, broken)
 
 
-def beat(state: State, message: m.Beat) -> Result:
+def beat(state: State, message: m.Heartbeat) -> Result:
     member = state.members.get(message.device_id)
     if member is None or member.info.incarnation != message.incarnation or not member.usable:
         raise MembershipChanged(f"device {message.device_id} is not a member (any more): join again")
@@ -211,7 +211,7 @@ def beat(state: State, message: m.Beat) -> Result:
     return state.with_member(member), instructions
 
 
-def called(state: State, message: m.Called) -> Result:
+def called(state: State, message: m.CallReported) -> Result:
     member = state.members.get(message.device_id)
     if member is None or not member.usable:
         return state, ()
@@ -269,7 +269,7 @@ def tick(state: State, now: float) -> Result:
         }
         state = replace(state, members=members)
     state = replace(state, last_tick=now)
-    instructions: tuple[m.Instruction, ...] = ()
+    instructions: tuple[m.MembershipInstruction, ...] = ()
     believed = not 0 < _isolated_s(state, now) <= state.config.isolation_s
     for member in list(state.members.values()):
         if believed and member.usable and (verdict := member.pulse.silence(now, state.config)):
@@ -313,7 +313,7 @@ def _died(state: State, member: Member, reason: str) -> Result:
 
 def _break(state: State, device_id: int, reason: str) -> Result:
     """Every communicator with this device fails, and what it is doing stops."""
-    instructions: tuple[m.Instruction, ...] = ()
+    instructions: tuple[m.MembershipInstruction, ...] = ()
     for one in state.communicators.values():
         if device_id not in one.members:
             continue
@@ -323,7 +323,7 @@ def _break(state: State, device_id: int, reason: str) -> Result:
         if one.broken_by:  # what waits for this one has to know too
             instructions += (m.Stop(one.id, one.generation, why, one.members, device_id),)
             continue
-        one = replace(one, outcome=Outcome.FAILED, reason=why, broken_by=device_id)
+        one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=device_id)
         state = state.with_communicator(one)
         fields = {"communicator": one.id, "generation": one.generation, "device": device_id}
         instructions += (
@@ -345,14 +345,14 @@ def _without_the_forgotten(state: State) -> State:
 MAX_COMMUNICATORS = 1024
 
 
-def step(state: State, message: m.Message) -> Result:
+def step(state: State, message: m.MembershipEvent) -> Result:
     """The state after ``message``, and what is to be done about it; a wrong message raises."""
     match message:
         case m.Joined():
             return joined(state, message)
-        case m.Beat():
+        case m.Heartbeat():
             return beat(state, message)
-        case m.Called():
+        case m.CallReported():
             return called(state, message)
         case m.LinkClosed():
             return doubted(state, message.device_id, message.incarnation, "its heartbeat link closed")
@@ -368,7 +368,7 @@ def step(state: State, message: m.Message) -> Result:
             return state, first + then
         case m.Complained():
             return complained(state, message)
-        case m.Worked():
+        case m.LinkWorked():
             return worked(state, message.communicator_id, message.generation)
         case m.Readmitted():
             return readmitted(state, message)
@@ -434,7 +434,7 @@ def _started(state: State, communicator_id: int) -> Result:
     one = state.communicator(communicator_id)
     if one.broken_by:
         raise FailedPrecondition(f"communicator {communicator_id}: {one.reason}")
-    return state.with_communicator(replace(one, outcome=Outcome.IN_PROGRESS, reason="")), ()
+    return state.with_communicator(replace(one, outcome=OperationOutcome.IN_PROGRESS, reason="")), ()
 
 
 def _finished(state: State, message: m.Finished) -> Result:
@@ -442,9 +442,9 @@ def _finished(state: State, message: m.Finished) -> Result:
     if one is None or one.generation != message.generation or one.broken_by:
         return state, ()
     if not message.failure:
-        return state.with_communicator(replace(one, outcome=Outcome.SUCCESS, reason="")), ()
+        return state.with_communicator(replace(one, outcome=OperationOutcome.SUCCESS, reason="")), ()
     # The links are in no defined state after a failure: the next operation gets fresh ones.
-    one = replace(one, outcome=Outcome.FAILED, reason=message.failure, generation=one.generation + 1)
+    one = replace(one, outcome=OperationOutcome.FAILED, reason=message.failure, generation=one.generation + 1)
     stop = m.Stop(one.id, message.generation, message.failure, one.members)
     news = tell("operation_failed", one, message.failure)
     return state.with_communicator(one), (communicator_record(one), news, stop)

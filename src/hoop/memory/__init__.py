@@ -5,8 +5,8 @@ table survive a kill -9, ``backing`` is the file beneath, and ``DType`` says wha
 """
 
 from hoop.memory.allocator import Allocator
-from hoop.memory.arena import Arena, Buffer
+from hoop.memory.arena import Arena, ArenaBuffer
 from hoop.memory.dtypes import DType, dtype
 from hoop.memory.storage import default_directory
 
-__all__ = ["Allocator", "Arena", "Buffer", "DType", "default_directory", "dtype"]
+__all__ = ["Allocator", "Arena", "ArenaBuffer", "DType", "default_directory", "dtype"]

@@ -47,7 +47,7 @@ _CRC = struct.Struct("<I")  # of those two and the payload
 _LOOKS = 16
 
 
-class Header:
+class BufferTable:
     """The table of buffers in a mapped arena file."""
 
     def __init__(self, mapping: mmap.mmap, geometry: Geometry, who: str) -> None:
@@ -141,7 +141,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Buffer:
+class ArenaBuffer:
     """A named range of a device's addresses."""
 
     name: str
@@ -162,13 +162,13 @@ class Arena:
         self._geometry = geometry
         self._lock = threading.RLock()
         mapping = file.map(geometry.file_size)
-        header = Header(mapping, geometry, self._who)
+        header = BufferTable(mapping, geometry, self._who)
         if blank:
             header.format()
         self._allocator = header.load()
         # Closing drops these references and never closes the mapping, which would fail while a view of it
         # lives and break a thread in the middle of a read; the last view to go unmaps it.
-        self._header: Header | None = header
+        self._header: BufferTable | None = header
         self._bytes: memoryview | None = memoryview(mapping)
 
     @classmethod
@@ -289,7 +289,7 @@ class Arena:
 
     # Buffers ---------------------------------------------------------------------------------------------
 
-    def allocate(self, name: str, size: int, alignment: int = 64, *, reuse: bool = False) -> Buffer:
+    def allocate(self, name: str, size: int, alignment: int = 64, *, reuse: bool = False) -> ArenaBuffer:
         """A new buffer, its bytes as they are; with ``reuse``, the old one if name and size are the same."""
         with self._lock:
             header = self._owned(f"allocate {name!r}")
@@ -315,13 +315,13 @@ class Arena:
             header.save(span for span in self._allocator.spans() if span is not gone)
             self._allocator.free(name)
 
-    def buffer(self, name: str) -> Buffer:
+    def buffer(self, name: str) -> ArenaBuffer:
         """The buffer with this name."""
         with self._lock:
             self._memory()
             return self._buffer(self._allocator.find(name))
 
-    def buffers(self) -> list[Buffer]:
+    def buffers(self) -> list[ArenaBuffer]:
         """Every buffer, in the order of their addresses."""
         with self._lock:
             self._memory()
@@ -383,7 +383,7 @@ class Arena:
             raise FailedPrecondition(f"{self._who}: it is closed; open it again")
         return memory
 
-    def _owned(self, doing: str) -> Header:
+    def _owned(self, doing: str) -> BufferTable:
         self._memory()
         if self._header is None or not self._file.exclusive:
             raise FailedPrecondition(
@@ -391,7 +391,7 @@ class Arena:
             )
         return self._header
 
-    def _reused(self, span: Span, size: int, alignment: int) -> Buffer:
+    def _reused(self, span: Span, size: int, alignment: int) -> ArenaBuffer:
         if span.size != size or span.offset % alignment:
             raise FailedPrecondition(
                 f"{self._who}: buffer {span.name!r} exists with {span.size} bytes at "
@@ -400,5 +400,5 @@ class Arena:
             )
         return self._buffer(span)
 
-    def _buffer(self, span: Span) -> Buffer:
-        return Buffer(span.name, self.min_address + span.offset, span.size)
+    def _buffer(self, span: Span) -> ArenaBuffer:
+        return ArenaBuffer(span.name, self.min_address + span.offset, span.size)

@@ -21,20 +21,20 @@ from typing import Any
 from hoop.memory.arena import Arena
 
 SUFFIX = ".claim"
-NOTHING = -1
+NO_STEP = -1
 """The step of what is being written, or never was."""
 _STEP = struct.Struct("<q")
 _ABOUT = struct.Struct("<II")
 _HEAD = _STEP.size + _ABOUT.size
 
 
-class Claim:
+class CommitRecord:
     """One claim, to be kept up to date by whoever writes the bytes."""
 
     def __init__(self, arena: Arena, name: str, run: str, about: Mapping[str, Any]) -> None:
         """Made while the bytes are not there yet: it claims nothing at first."""
         told = json.dumps({"run": run, "boot": boot(), **about}).encode()
-        data = _STEP.pack(NOTHING) + _ABOUT.pack(zlib.crc32(told), len(told)) + told
+        data = _STEP.pack(NO_STEP) + _ABOUT.pack(zlib.crc32(told), len(told)) + told
         buffer = arena.allocate(name + SUFFIX, len(data))
         arena.write(buffer.address, data)
         self.name = buffer.name
@@ -49,7 +49,7 @@ class Claim:
         self._step[0] = step
 
 
-def claims(arena: Arena, prefix: str, run: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def commit_records(arena: Arena, prefix: str, run: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """What can be believed of this run, under names that begin so: each name, step, and what it is about."""
     here = boot()
     for buffer in arena.buffers():
@@ -60,7 +60,7 @@ def claims(arena: Arena, prefix: str, run: str) -> Iterator[tuple[str, int, dict
             continue
         (step,), (crc, length) = _STEP.unpack_from(data), _ABOUT.unpack_from(data, _STEP.size)
         told = data[_HEAD : _HEAD + length]
-        if step <= NOTHING or len(told) < length or zlib.crc32(told) != crc:
+        if step <= NO_STEP or len(told) < length or zlib.crc32(told) != crc:
             continue
         about = json.loads(told)
         if run and here and (about["run"], about["boot"]) == (run, here):

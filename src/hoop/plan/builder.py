@@ -18,12 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hoop.plan.instructions import BACKWARD_KINDS, Instruction, Kind
+from hoop.plan.instructions import BACKWARD_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
-FORWARD, LOAD = Kind.FORWARD, Kind.LOAD  # an enum's member costs a lookup each time, and plans may be large
-SEND_OUTPUT, SEND_GRADIENT = Kind.SEND_OUTPUT, Kind.SEND_GRADIENT
-RECV_INPUT, RECV_GRADIENT = Kind.RECV_INPUT, Kind.RECV_GRADIENT
+FORWARD, LOAD = (
+    InstructionKind.FORWARD,
+    InstructionKind.LOAD,
+)  # an enum's member costs a lookup each time, and plans may be large
+SEND_OUTPUT, SEND_GRADIENT = InstructionKind.SEND_OUTPUT, InstructionKind.SEND_GRADIENT
+RECV_INPUT, RECV_GRADIENT = InstructionKind.RECV_INPUT, InstructionKind.RECV_GRADIENT
 
 Computes = Sequence[Sequence[Instruction]]
 """For each rank its forwards and backwards, in order."""
@@ -31,7 +34,7 @@ Owner = dict[tuple[int, int], int]
 """Who computes a stage of a micro-batch."""
 
 
-def weave(micros: int, holders: Sequence[Sequence[int]], computes: Computes) -> Plan:
+def build_plan(micros: int, holders: Sequence[Sequence[int]], computes: Computes) -> Plan:
     """The plan in which every rank computes in the given order."""
     owner: Owner = {}
     for rank, line in enumerate(computes):
@@ -69,13 +72,13 @@ def weave(micros: int, holders: Sequence[Sequence[int]], computes: Computes) -> 
             woven.append(one)
             if send is not None:
                 woven.append(send)
-        lines.append((*woven, *finish(held[rank])))
+        lines.append((*woven, *finish_step(held[rank])))
     return Plan(micros, tuple(map(tuple, holders)), tuple(lines))
 
 
-def finish(stages: Sequence[int]) -> tuple[Instruction, ...]:
+def finish_step(stages: Sequence[int]) -> tuple[Instruction, ...]:
     """How a step ends for a rank that holds these stages."""
-    kinds = (Kind.REDUCE, Kind.UPDATE)
+    kinds = (InstructionKind.REDUCE, InstructionKind.UPDATE)
     return tuple(Instruction(kind, stage) for kind in kinds for stage in stages)
 
 

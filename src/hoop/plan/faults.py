@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import Kind
+from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
 
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ OF_LINKS = frozenset({"corrupt", "drop", "partition"})
 """Faults of TCP connections."""
 OF_FILES = "disk-full"
 """The fault of the process that writes the run's files, which no rank does."""
-_INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in Kind}
+_INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in InstructionKind}
 """Each kind of instruction, as it is written in a fault."""
 
 
@@ -73,7 +73,7 @@ class Fault:
             said.append(f"instruction={self.instruction}")
         return f"{self.kind}@{','.join(said)}"
 
-    def is_due(self, step: int, kind: Kind) -> bool:
+    def is_due(self, step: int, kind: InstructionKind) -> bool:
         """Whether it happens before an instruction of this kind, in this step."""
         return step >= self.step and self.instruction in ("", _name(kind))
 
@@ -112,7 +112,11 @@ def _check_instruction(fault: Fault, plan: Plan) -> None:
     """Of ranks that hold the same stages each may get the others' shards, when those are moved to faster devices."""
     own = plan.held_by(fault.rank)
     alike = [rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)]
-    there = [_name(kind) for kind in Kind if kind in {one.kind for rank in alike for one in plan.ranks[rank]}]
+    there = [
+        _name(kind)
+        for kind in InstructionKind
+        if kind in {one.kind for rank in alike for one in plan.ranks[rank]}
+    ]
     if not there:
         raise InvalidArgument(
             f"fault {fault}: rank {fault.rank} does nothing in this job, it stands by; name another rank"
@@ -128,7 +132,7 @@ def _check_instruction(fault: Fault, plan: Plan) -> None:
         )
 
 
-def _name(kind: Kind) -> str:
+def _name(kind: InstructionKind) -> str:
     return kind.name.lower().replace("_", "-")
 
 

@@ -32,7 +32,7 @@ from typing import NamedTuple
 from hoop.errors import InvalidArgument
 
 
-class Kind(StrEnum):
+class InstructionKind(StrEnum):
     """What an instruction does; the value is its letter."""
 
     LOAD = "L"
@@ -55,10 +55,10 @@ class Kind(StrEnum):
 
 
 SENDS = {
-    Kind.SEND_OUTPUT: Kind.RECV_INPUT,
-    Kind.SEND_GRADIENT: Kind.RECV_GRADIENT,
-    Kind.PUSH: Kind.TAKE,
-    Kind.GIVE: Kind.GET,
+    InstructionKind.SEND_OUTPUT: InstructionKind.RECV_INPUT,
+    InstructionKind.SEND_GRADIENT: InstructionKind.RECV_GRADIENT,
+    InstructionKind.PUSH: InstructionKind.TAKE,
+    InstructionKind.GIVE: InstructionKind.GET,
 }
 """Each message's sending side, and what the receiver calls it."""
 RECEIVES = {receive: send for send, receive in SENDS.items()}
@@ -66,23 +66,35 @@ RECEIVES = {receive: send for send, receive in SENDS.items()}
 _MIRRORS = SENDS | RECEIVES
 WITH_PEER = frozenset(_MIRRORS)
 """Kinds that concern another rank."""
-PER_MICRO = frozenset(Kind) - {Kind.REDUCE, Kind.UPDATE, Kind.PUSH, Kind.GET, Kind.TAKE, Kind.GIVE}
+PER_MICRO = frozenset(InstructionKind) - {
+    InstructionKind.REDUCE,
+    InstructionKind.UPDATE,
+    InstructionKind.PUSH,
+    InstructionKind.GET,
+    InstructionKind.TAKE,
+    InstructionKind.GIVE,
+}
 """Kinds that concern one micro-batch."""
-BACKWARD_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+BACKWARD_KINDS = frozenset({InstructionKind.BACKWARD, InstructionKind.BACKWARD_INPUT})
 """Kinds after which the gradient of a stage's input is there."""
-GRADIENT_KINDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+GRADIENT_KINDS = frozenset({InstructionKind.BACKWARD, InstructionKind.BACKWARD_WEIGHT})
 """Kinds after which the gradient of a stage's weights is there, and its activations are not needed any more."""
-_ACROSS = {Kind.SEND_OUTPUT: 1, Kind.RECV_INPUT: -1, Kind.SEND_GRADIENT: -1, Kind.RECV_GRADIENT: 1}
+_ACROSS = {
+    InstructionKind.SEND_OUTPUT: 1,
+    InstructionKind.RECV_INPUT: -1,
+    InstructionKind.SEND_GRADIENT: -1,
+    InstructionKind.RECV_GRADIENT: 1,
+}
 """How much further the stage is at the other end of a message."""
 
-_LETTERS = {kind.value: kind for kind in Kind}
+_LETTERS = {kind.value: kind for kind in InstructionKind}
 _TEXT = re.compile(r"(\d+)([A-Z<>()])(\d*)(?:@(\d+))?")
 
 
 class Instruction(NamedTuple):
     """One thing a rank does."""
 
-    kind: Kind
+    kind: InstructionKind
     stage: int
     micro: int = -1
     peer: int = -1
@@ -118,21 +130,21 @@ class Instruction(NamedTuple):
 
 COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
 CATEGORY = {
-    Kind.LOAD: "load",
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward",
-    Kind.BACKWARD_WEIGHT: "backward",
-    Kind.UPDATE: "update",
-    Kind.REDUCE: "reduce",
-    Kind.SEND_OUTPUT: "send",
-    Kind.SEND_GRADIENT: "send",
-    Kind.PUSH: "push",
-    Kind.GIVE: "send",
-    Kind.RECV_INPUT: "wait",
-    Kind.RECV_GRADIENT: "wait",
-    Kind.GET: "wait",
-    Kind.TAKE: "wait",
+    InstructionKind.LOAD: "load",
+    InstructionKind.FORWARD: "forward",
+    InstructionKind.BACKWARD: "backward",
+    InstructionKind.BACKWARD_INPUT: "backward",
+    InstructionKind.BACKWARD_WEIGHT: "backward",
+    InstructionKind.UPDATE: "update",
+    InstructionKind.REDUCE: "reduce",
+    InstructionKind.SEND_OUTPUT: "send",
+    InstructionKind.SEND_GRADIENT: "send",
+    InstructionKind.PUSH: "push",
+    InstructionKind.GIVE: "send",
+    InstructionKind.RECV_INPUT: "wait",
+    InstructionKind.RECV_GRADIENT: "wait",
+    InstructionKind.GET: "wait",
+    InstructionKind.TAKE: "wait",
 }
 """Each kind's category; a receive is waiting, and what is copied once it has come is ``recv``."""
 SHARE = {

@@ -45,7 +45,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageDevice:
     """Where a stage goes."""
 
     device: str
@@ -59,16 +59,16 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageCut:
     """A stage of a partition: which blocks, how slow, how large."""
 
     blocks: range
-    place: Place
+    place: StageDevice
     seconds: float
     bytes: int
 
 
-def partition(blocks: Sequence[Block], places: Sequence[Place]) -> list[Stage]:
+def partition(blocks: Sequence[Block], places: Sequence[StageDevice]) -> list[StageCut]:
     """One stage a place, in order, with the slowest as fast as can be.
 
     Among the cuts that are, it takes one across which least is handed on, and among those the evenest. This is exact,
@@ -86,7 +86,7 @@ def partition(blocks: Sequence[Block], places: Sequence[Place]) -> list[Stage]:
     return stages
 
 
-def cut(blocks: Sequence[Block], places: Sequence[Place], cuts: Sequence[int]) -> list[Stage]:
+def cut(blocks: Sequence[Block], places: Sequence[StageDevice], cuts: Sequence[int]) -> list[StageCut]:
     """The stages of cuts made by hand: ``[2, 5]`` begins stages at blocks 0, 2 and 5."""
     _check(blocks, places)
     bounds = [0, *cuts, len(blocks)]
@@ -108,7 +108,7 @@ def cut(blocks: Sequence[Block], places: Sequence[Place], cuts: Sequence[int]) -
     return stages
 
 
-def overfull(stages: Sequence[Stage]) -> list[str]:
+def overfull(stages: Sequence[StageCut]) -> list[str]:
     """Devices that the stages ask too much of, with the numbers."""
     needs: dict[str, int] = {}
     for stage in stages:
@@ -121,18 +121,18 @@ def overfull(stages: Sequence[Stage]) -> list[str]:
     ]
 
 
-def needs(blocks: Sequence[Block], place: Place) -> int:
+def needs(blocks: Sequence[Block], place: StageDevice) -> int:
     """Bytes that these blocks need at a place."""
     state = sum(block.state_bytes + (place.versions - 1) * block.weight_bytes for block in blocks)
     return state + place.in_flight * sum(block.activation_bytes for block in blocks)
 
 
-def _stage(blocks: Sequence[Block], held: range, place: Place) -> Stage:
+def _stage(blocks: Sequence[Block], held: range, place: StageDevice) -> StageCut:
     mine = blocks[held.start : held.stop]
-    return Stage(held, place, sum(block.seconds for block in mine) / place.speed, needs(mine, place))
+    return StageCut(held, place, sum(block.seconds for block in mine) / place.speed, needs(mine, place))
 
 
-def _check(blocks: Sequence[Block], places: Sequence[Place]) -> None:
+def _check(blocks: Sequence[Block], places: Sequence[StageDevice]) -> None:
     if not places:
         raise InvalidArgument("places: none; there is at least one stage")
     if len(blocks) < len(places):
@@ -148,13 +148,13 @@ def _check(blocks: Sequence[Block], places: Sequence[Place]) -> None:
             raise InvalidArgument(f"block: {block} has a cost that is negative or no number")
 
 
-def _sharing(places: Sequence[Place], at: int) -> int:
+def _sharing(places: Sequence[StageDevice], at: int) -> int:
     return sum(place.device == places[at].device for place in places)
 
 
 def _best(
-    blocks: Sequence[Block], places: Sequence[Place], memory: Sequence[int | None]
-) -> list[Stage] | None:
+    blocks: Sequence[Block], places: Sequence[StageDevice], memory: Sequence[int | None]
+) -> list[StageCut] | None:
     """The dynamic programme, from the last stage to the first: the slowest stage's time, then the best cuts within it.
 
     A stage only gets slower and larger with every block, so each search ends where a stage is too slow or too large.
@@ -259,7 +259,7 @@ def _alike(sums: Sequence[float], speed: float, stages: int) -> tuple[list[tuple
     return list(zip(reversed(earliest), latest, strict=True)), bound
 
 
-def _does_not_fit(blocks: Sequence[Block], places: Sequence[Place]) -> str:
+def _does_not_fit(blocks: Sequence[Block], places: Sequence[StageDevice]) -> str:
     """Why no cut fits, with the numbers: what the fastest one asks of each device, and a block that is too large."""
     fastest = _best(blocks, places, [None] * len(places))
     assert fastest is not None, "without limits every cut fits"

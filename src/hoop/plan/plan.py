@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import GRADIENT_KINDS, WITH_PEER, Instruction, Kind
+from hoop.plan.instructions import GRADIENT_KINDS, WITH_PEER, Instruction, InstructionKind
 from hoop.texts import parse_json
 
 
@@ -127,7 +127,7 @@ def in_flight(plan: Plan, rank: int, stage: int | None = None) -> int:
     now = peak = 0
     for one in plan.ranks[rank]:
         if stage is None or one.stage == stage:
-            now += (one.kind is Kind.FORWARD) - (one.kind in GRADIENT_KINDS)
+            now += (one.kind is InstructionKind.FORWARD) - (one.kind in GRADIENT_KINDS)
             peak = max(peak, now)
     return peak
 
@@ -162,13 +162,13 @@ def traffic(plan: Plan, output_bytes: Sequence[int], weight_bytes: Sequence[int]
         activations = weights = messages = 0
         for (kind, stage), times in Counter((one.kind, one.stage) for one in instructions).items():
             match kind:
-                case Kind.SEND_OUTPUT:
+                case InstructionKind.SEND_OUTPUT:
                     activations += times * output_bytes[stage]
-                case Kind.SEND_GRADIENT:
+                case InstructionKind.SEND_GRADIENT:
                     activations += times * output_bytes[stage - 1]
-                case Kind.PUSH | Kind.GIVE:
+                case InstructionKind.PUSH | InstructionKind.GIVE:
                     weights += times * weight_bytes[stage]
-                case Kind.REDUCE if rank not in plan.servers:
+                case InstructionKind.REDUCE if rank not in plan.servers:
                     replicas = len(plan.holders[stage])
                     weights += times * 2 * (replicas - 1) * weight_bytes[stage] // replicas
                     messages += times * 2 * (replicas - 1)

@@ -25,7 +25,7 @@ _SHOWN = 3
 """How many of the tensors that are missing an error names."""
 
 
-class Piece(NamedTuple):
+class SliceSpec(NamedTuple):
     """Elements of a named tensor: what is known of them without their values."""
 
     name: str
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return self.low + self.elements
 
 
-WHOLE = Piece("", 0, 1, 0)
+WHOLE = SliceSpec("", 0, 1, 0)
 """All of the state, where every rank has all of it."""
 
 
@@ -57,7 +57,7 @@ class RankStatus:
     """The newest end of an epoch that it has dealt with."""
     stays: bool
     """It took part before. One that was restarted may have state of its arena, and none that it computed itself."""
-    offers: Sequence[tuple[int, Sequence[Piece]]]
+    offers: Sequence[tuple[int, Sequence[SliceSpec]]]
     """Steps, and the pieces of the state after them that it can provide."""
     computed: Sequence[int] = ()
     """Data parallel: the shards of the step after ``done`` whose gradients it has, in the order it computed them."""
@@ -71,10 +71,10 @@ class RankStatus:
     @classmethod
     def parsed(cls, message: Mapping[str, Any]) -> RankStatus:
         """From what JSON makes of its fields."""
-        offers = [(step, [Piece(*one) for one in pieces]) for step, pieces in message["offers"]]
+        offers = [(step, [SliceSpec(*one) for one in pieces]) for step, pieces in message["offers"]]
         return cls(**{**message, "offers": offers})
 
-    def offered(self, step: int) -> list[Piece]:
+    def offered(self, step: int) -> list[SliceSpec]:
         return [piece for one, pieces in self.offers if one == step for piece in pieces]
 
 
@@ -86,7 +86,7 @@ class RecoveryPlan:
     """All go on after this many steps."""
     ended: int
     """The newest end of an epoch that all have dealt with: a later one is dealt with again, together."""
-    sources: Mapping[Piece, int]
+    sources: Mapping[SliceSpec, int]
     """The rank that provides each piece; empty: the run begins, with the model as it is made."""
     done: tuple[int, ...]
     """By rank: ``step`` where it has it, ``step - 1`` where it is one behind and can catch up, else ``NO_STATE``."""
@@ -158,7 +158,7 @@ def _preferred(steps: Iterable[int], newest: int) -> list[int]:
     return sorted(steps, key=lambda step: (step > newest, abs(newest - step)))
 
 
-def uncovered(whole: Mapping[str, int], pieces: Iterable[Piece]) -> list[str]:
+def uncovered(whole: Mapping[str, int], pieces: Iterable[SliceSpec]) -> list[str]:
     """Tensors of a state that these pieces do not cover."""
     found: dict[str, list[tuple[int, int]]] = {}
     for one in pieces:
@@ -174,9 +174,9 @@ def uncovered(whole: Mapping[str, int], pieces: Iterable[Piece]) -> list[str]:
     return lost
 
 
-def _sources(statuses: Sequence[RankStatus], step: int) -> dict[Piece, int]:
+def _sources(statuses: Sequence[RankStatus], step: int) -> dict[SliceSpec, int]:
     """Who provides each piece: a rank that stayed, where one has it."""
-    found: dict[Piece, int] = {}
+    found: dict[SliceSpec, int] = {}
     for rank in sorted(range(len(statuses)), key=lambda one: not statuses[one].stays):
         for piece in statuses[rank].offered(step):
             found.setdefault(piece, rank)
@@ -184,7 +184,7 @@ def _sources(statuses: Sequence[RankStatus], step: int) -> dict[Piece, int]:
 
 
 def _plan(
-    statuses: Sequence[RankStatus], old: Sequence[RankStatus], step: int, sources: dict[Piece, int]
+    statuses: Sequence[RankStatus], old: Sequence[RankStatus], step: int, sources: dict[SliceSpec, int]
 ) -> RecoveryPlan:
     has = [bool(one.offered(step)) for one in statuses]
     # A sum of gradients is known to a rank that took part in it and updated with it, and of use to one that did not.

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from hoop.plan.partition import Block, Stage
+from hoop.plan.partition import Block, StageCut
 from hoop.plan.plan import Plan, split_evenly
 
 
-def holders(size: int, hosts: Sequence[Hashable] = ()) -> list[int]:
+def replica_holders(size: int, hosts: Sequence[Hashable] = ()) -> list[int]:
     """By rank, who holds its mirror; ``hosts``, by rank, may be empty: all are on one. The same at every rank."""
     machines: dict[Hashable, list[int]] = {}
     for rank in range(size):
@@ -27,7 +27,7 @@ def holders(size: int, hosts: Sequence[Hashable] = ()) -> list[int]:
     return [held_by[rank] for rank in range(size)]
 
 
-class Share(NamedTuple):
+class ReplicaShare(NamedTuple):
     """What of a rank its holder has."""
 
     state: int
@@ -36,21 +36,21 @@ class Share(NamedTuple):
     """Bytes of the summed gradient that brings them a step further: sent every step."""
 
 
-def shares(plan: Plan, stages: Sequence[Stage], blocks: Sequence[Block]) -> list[Share]:
+def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:
     """For each rank what is mirrored of it; nothing where others have it anyway, as a hybrid's replicas do."""
     each = []
     for stage in stages:
         own = blocks[stage.blocks.start : stage.blocks.stop]
         weights = sum(one.weight_bytes for one in own)
-        each.append(Share(weights + sum(one.optimizer_bytes for one in own), weights))
-    found = [Share(0, 0)] * plan.size
+        each.append(ReplicaShare(weights + sum(one.optimizer_bytes for one in own), weights))
+    found = [ReplicaShare(0, 0)] * plan.size
     if plan.servers:
-        whole = Share(sum(one.state for one in each), sum(one.change for one in each))
+        whole = ReplicaShare(sum(one.state for one in each), sum(one.change for one in each))
         slices = zip(*(split_evenly(count, len(plan.servers)) for count in whole), strict=True)
         for rank, (state, change) in zip(plan.servers, slices, strict=True):
-            found[rank] = Share(len(state), len(change))
+            found[rank] = ReplicaShare(len(state), len(change))
     elif any(len(ranks) == 1 for ranks in plan.holders):
         for rank in range(plan.size):
             held = [each[stage] for stage in plan.held_by(rank)]
-            found[rank] = Share(sum(one.state for one in held), sum(one.change for one in held))
+            found[rank] = ReplicaShare(sum(one.state for one in held), sum(one.change for one in held))
     return found

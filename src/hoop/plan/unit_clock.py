@@ -14,12 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hoop.errors import InternalError
-from hoop.plan.instructions import RECEIVES, SENDS, Instruction, Kind
+from hoop.plan.instructions import RECEIVES, SENDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
 
-REDUCE = Kind.REDUCE
-UNITS = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
+REDUCE = InstructionKind.REDUCE
+UNITS = {
+    InstructionKind.FORWARD: 1,
+    InstructionKind.BACKWARD: 2,
+    InstructionKind.BACKWARD_INPUT: 1,
+    InstructionKind.BACKWARD_WEIGHT: 1,
+}
 
 
 def units(rank: int, instruction: Instruction) -> float:
@@ -28,7 +33,7 @@ def units(rank: int, instruction: Instruction) -> float:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class UnitTimeline:
     """When each instruction of a plan begins and ends."""
 
     spans: list[list[tuple[float, float]]]
@@ -49,7 +54,7 @@ class Timeline:
         return (self.end - self.busy(rank)) / self.busy(rank)
 
 
-def timeline(plan: Plan, cost: Callable[[int, Instruction], float] = units) -> Timeline:
+def timeline(plan: Plan, cost: Callable[[int, Instruction], float] = units) -> UnitTimeline:
     """Runs a plan with unlimited send buffers: sends never wait, receives and reductions do."""
     spans: list[list[tuple[float, float]]] = [[] for _ in plan.ranks]
     clocks = [0.0] * plan.size
@@ -94,7 +99,7 @@ def timeline(plan: Plan, cost: Callable[[int, Instruction], float] = units) -> T
         for rank, mine in enumerate(spans)
         if len(mine) < len(plan.ranks[rank])
     ]
-    return Timeline(spans, stuck)
+    return UnitTimeline(spans, stuck)
 
 
 def chart(plan: Plan) -> str:
@@ -119,7 +124,7 @@ def chart(plan: Plan) -> str:
     )
 
 
-def rehearse(
+def run_rules(
     rules: Sequence[Rule], cost: Callable[[int, Instruction], float] = units
 ) -> tuple[tuple[Instruction, ...], ...]:
     """What each rank does, in order. It raises where the rules leave somebody waiting for ever.

@@ -26,7 +26,7 @@ from hoop.plan.instructions import (
     SENDS,
     WITH_PEER,
     Instruction,
-    Kind,
+    InstructionKind,
 )
 from hoop.plan.plan import Plan
 from hoop.plan.unit_clock import timeline
@@ -36,7 +36,7 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 
-class Progress:
+class StepProgress:
     """What a rank has at hand: inputs, outputs and gradients by stage and micro-batch."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -65,41 +65,41 @@ class Progress:
         """Takes the next instruction; what is wrong with it here, if anything."""
         place = one.stage, one.micro
         match one.kind:
-            case Kind.LOAD | Kind.RECV_INPUT:
-                if (one.kind is Kind.LOAD) != (one.stage == 0):
+            case InstructionKind.LOAD | InstructionKind.RECV_INPUT:
+                if (one.kind is InstructionKind.LOAD) != (one.stage == 0):
                     yield "is not how that stage gets its input: stage 0 loads, the others receive"
                 yield from self._new(self._inputs, place, "that input is already there")
-            case Kind.RECV_GRADIENT:
+            case InstructionKind.RECV_GRADIENT:
                 if one.stage == self._last:
                     yield "is of the last stage, whose gradient nobody sends"
                 yield from self._new(self._gradients, place, "that gradient is already there")
-            case Kind.FORWARD:
+            case InstructionKind.FORWARD:
                 if place not in self._inputs:
                     yield "comes before its input"
                 if self._got != self._slices:
                     yield f"comes before the weights of slices {sorted(self._slices - self._got)}"
                 yield from self._new(self._forwards, place, "was computed before")
                 self._inputs.add((one.stage + 1, one.micro))
-            case Kind.SEND_OUTPUT:
+            case InstructionKind.SEND_OUTPUT:
                 if place not in self._forwards:
                     yield "comes before the forward that makes it"
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT:
+            case InstructionKind.BACKWARD | InstructionKind.BACKWARD_INPUT:
                 if place not in self._forwards:
                     yield "comes before its forward"
                 if one.stage != self._last and place not in self._gradients:
                     yield "comes before its gradient"
                 yield from self._new(self._backwards, place, "was computed before")
                 self._gradients.add((one.stage - 1, one.micro))
-                if one.kind is Kind.BACKWARD_INPUT:
+                if one.kind is InstructionKind.BACKWARD_INPUT:
                     self._halves.add(place)
                 else:
                     self._done[one.stage] += 1
-            case Kind.BACKWARD_WEIGHT:
+            case InstructionKind.BACKWARD_WEIGHT:
                 if place not in self._halves:
                     yield "comes before its other half, or twice"
                 self._halves.discard(place)
                 self._done[one.stage] += 1
-            case Kind.SEND_GRADIENT:
+            case InstructionKind.SEND_GRADIENT:
                 if place not in self._backwards:
                     yield "comes before the backward that makes it"
             case _:
@@ -108,38 +108,38 @@ class Progress:
     def end(self) -> Iterator[str]:
         """What is missing at the end of the list."""
         for stage, micro in sorted(self._halves):
-            yield f"{Instruction(Kind.BACKWARD_WEIGHT, stage, micro)} is missing"
+            yield f"{Instruction(InstructionKind.BACKWARD_WEIGHT, stage, micro)} is missing"
         for stage in sorted(self._holds - self._updated):
-            yield f"{Instruction(Kind.UPDATE, stage)} is missing"
+            yield f"{Instruction(InstructionKind.UPDATE, stage)} is missing"
         for number in sorted(self._taken):
-            yield f"{Instruction(Kind.UPDATE, number)} is missing after the last gradients that were taken"
+            yield f"{Instruction(InstructionKind.UPDATE, number)} is missing after the last gradients that were taken"
         if self._computes and self._pushed != self._slices:
             yield f"the gradients of slices {sorted(self._slices - self._pushed)} are never pushed"
 
     def _weights(self, one: Instruction) -> Iterator[str]:
         """Instructions about a whole stage, or a slice of the weights."""
         match one.kind:
-            case Kind.GET:
+            case InstructionKind.GET:
                 self._got.add(one.stage)
-            case Kind.PUSH:
+            case InstructionKind.PUSH:
                 yield from self._finished(0)
                 yield from self._new(self._pushed, one.stage, "was pushed before")
-            case Kind.TAKE:
+            case InstructionKind.TAKE:
                 if one.stage in self._reduced:
                     yield "comes after the gradients are added up"
                 self._taken.add(one.stage)
-            case Kind.REDUCE:
+            case InstructionKind.REDUCE:
                 if self._serves:
                     if one.stage not in self._taken:
                         yield "adds up nothing: no gradients were taken"
                 else:
                     yield from self._finished(one.stage)
                 yield from self._new(self._reduced, one.stage, "was added up before")
-            case Kind.UPDATE if self._serves:
+            case InstructionKind.UPDATE if self._serves:
                 if one.stage not in self._taken:
                     yield "comes before any gradient was taken"
                 self._taken.discard(one.stage)
-            case Kind.UPDATE:
+            case InstructionKind.UPDATE:
                 if one.stage not in self._reduced:
                     yield "comes before its gradients are added up"
                 yield from self._new(self._updated, one.stage, "was updated before")
@@ -156,8 +156,10 @@ class Progress:
         seen.add(what)
 
 
-_SLICED = frozenset({Kind.PUSH, Kind.GET, Kind.TAKE, Kind.GIVE})
-_SERVED = frozenset({Kind.TAKE, Kind.GIVE, Kind.REDUCE, Kind.UPDATE})
+_SLICED = frozenset({InstructionKind.PUSH, InstructionKind.GET, InstructionKind.TAKE, InstructionKind.GIVE})
+_SERVED = frozenset(
+    {InstructionKind.TAKE, InstructionKind.GIVE, InstructionKind.REDUCE, InstructionKind.UPDATE}
+)
 
 
 def check(plan: Plan) -> list[str]:
@@ -166,7 +168,7 @@ def check(plan: Plan) -> list[str]:
     if wrong:
         return wrong
     for rank, instructions in enumerate(plan.ranks):
-        progress = Progress(plan, rank)
+        progress = StepProgress(plan, rank)
         for one in instructions:
             wrong += [f"rank {rank}: {one} {complaint}" for complaint in progress.step(one)]
         wrong += [f"rank {rank}: {complaint}" for complaint in progress.end()]
@@ -183,7 +185,9 @@ def _shape(plan: Plan) -> Iterator[str]:
     for rank, one in plan:
         kept = [number for number, server in enumerate(plan.servers) if server == rank]
         if one.kind in _SLICED or kept:
-            mine = range(len(plan.servers)) if one.kind in {Kind.PUSH, Kind.GET} else kept
+            mine = (
+                range(len(plan.servers)) if one.kind in {InstructionKind.PUSH, InstructionKind.GET} else kept
+            )
             if kept and one.kind not in _SERVED:
                 yield f"rank {rank}: {one} is nothing that a server does"
             elif one.stage not in mine:
@@ -201,14 +205,16 @@ def _coverage(plan: Plan) -> Iterator[str]:
     computed = Counter(
         (one.kind in BACKWARD_KINDS, one.stage, one.micro)
         for _, one in plan
-        if one.kind in BACKWARD_KINDS or one.kind is Kind.FORWARD
+        if one.kind in BACKWARD_KINDS or one.kind is InstructionKind.FORWARD
     )
     for stage in range(plan.stages):
         for micro in range(plan.micros):
             for backward in (False, True):
                 times = computed[backward, stage, micro]
                 if times != 1:
-                    name = Instruction(Kind.BACKWARD if backward else Kind.FORWARD, stage, micro)
+                    name = Instruction(
+                        InstructionKind.BACKWARD if backward else InstructionKind.FORWARD, stage, micro
+                    )
                     yield f"{name} happens {times} times over all ranks, not once"
 
 

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoop.report.bars import Bars
-from hoop.report.lines import Line, Lines, smoothed
+from hoop.report.lines import ChartLine, Lines, smoothed
 from hoop.report.panel import ROW, Area, Panel, heading, heading_rows
 from hoop.report.scale import Kind, Scale, scale
 from hoop.report.svg import LARGE, NORMAL, document, shortened, text, width_of
 
-__all__ = ["Bars", "Chart", "Line", "Lines", "smoothed"]
+__all__ = ["Bars", "Chart", "ChartLine", "Lines", "smoothed"]
 
 _MARGIN = 20.0
 

@@ -25,7 +25,7 @@ Style = Literal["solid", "dashed", "faint"]
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One line. A point that is not a finite number is a gap.
 
     ``faint`` is the unsmoothed line behind a smooth one of the same name, and is not in the legend; ``band`` holds
@@ -51,7 +51,7 @@ class Lines:
     """Lines over one horizontal axis. ``rules`` are levels to compare with, each with its name."""
 
     label: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     kind: Kind = "linear"
     limits: tuple[float | None, float | None] = (None, None)
     rules: Mapping[str, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def _horizontal_axis(area: Area, axis: Scale, labelled: bool) -> list[str]:
 
 
 def _places(
-    one: Line, values: ArrayLike, area: Area, horizontal: Scale, vertical: Scale
+    one: ChartLine, values: ArrayLike, area: Area, horizontal: Scale, vertical: Scale
 ) -> tuple[Floats, Floats]:
     """Pixels; what lies outside given limits is left out."""
     x, y = horizontal.at(one.x), vertical.at(values)
@@ -154,7 +154,7 @@ def _points(x: Floats, y: Floats) -> str:
     return " ".join(f"{number(float(a))},{number(float(b))}" for a, b in zip(x, y, strict=True))
 
 
-def _stroke(one: Line, place: int) -> dict[str, object]:
+def _stroke(one: ChartLine, place: int) -> dict[str, object]:
     if one.style == "faint":
         return {"stroke_width": 1, "stroke_opacity": 0.3}
     dash = "6 4" if one.style == "dashed" else _DASHES[place // 6 % len(_DASHES)]
@@ -167,7 +167,7 @@ def _stroke(one: Line, place: int) -> dict[str, object]:
 
 
 def _drawn(
-    one: Line, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
+    one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
 ) -> Iterator[str]:
     x, y = _places(one, one.y, area, horizontal, vertical)
     which, place = colour(one.name, colours), colours.get(one.name, 0)
@@ -184,7 +184,7 @@ def _drawn(
 
 
 def _band(
-    one: Line, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
+    one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
 ) -> Iterator[str]:
     if one.band is not None:
         x, low = _places(one, one.band[0], area, horizontal, vertical)
@@ -211,6 +211,6 @@ def _marker(x: float, y: float, which: int, hint: str = "") -> str:
     )
 
 
-def _key(one: Line, which: int, place: int, x: float, y: float) -> str:
+def _key(one: ChartLine, which: int, place: int, x: float, y: float) -> str:
     sample = line(x, y, x + 20, y, f"l{which}", **_stroke(one, place))
     return sample + (_marker(x + 10, y, which) if np.size(one.x) <= MARKED else "")

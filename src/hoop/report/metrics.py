@@ -16,7 +16,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import Appender, replacing, write_bytes
 from hoop.report import strict_json
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
 class MetricsLog(Appender):
@@ -45,12 +45,12 @@ class MetricsLog(Appender):
         self.append(strict_json.dumps({"step": int(step), **values}).encode() + b"\n")
 
 
-def read_metrics(path: Path | str) -> list[Row]:
+def read_metrics(path: Path | str) -> list[MetricsRow]:
     """Every line of a file that may still be growing; one that is being written is left out."""
     return [row for row, _ in _lines(Path(path))]
 
 
-def _lines(path: Path) -> list[tuple[Row, bytes]]:
+def _lines(path: Path) -> list[tuple[MetricsRow, bytes]]:
     """Rows with the bytes they were read from. What follows the last newline is torn."""
     found = []
     data = path.read_bytes() if path.exists() else b""
@@ -67,7 +67,7 @@ def _lines(path: Path) -> list[tuple[Row, bytes]]:
     return found
 
 
-def _keep(path: Path, wanted: Callable[[Row], bool]) -> None:
+def _keep(path: Path, wanted: Callable[[MetricsRow], bool]) -> None:
     """Rewrites the file with only the rows that are wanted, if there are others or a torn one."""
     if not path.exists():
         return

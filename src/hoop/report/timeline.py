@@ -32,7 +32,7 @@ def kind_of(category: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class TimelineChart:
     """What to draw; ``svg`` draws it. Without a window, all of it."""
 
     title: str

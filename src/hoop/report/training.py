@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hoop.report.chart import Chart, Line, Lines, smoothed
+from hoop.report.chart import Chart, ChartLine, Lines, smoothed
 
 _RAW = 120
 """A line of more points than this is drawn smooth, with what was measured faint behind it."""
@@ -31,15 +31,15 @@ def training_chart(
     return Chart(title, panels, x_label="step", subtitle=subtitle)
 
 
-def _lines(rows: Sequence[Mapping[str, Any]], field: str, factor: float) -> list[Line]:
+def _lines(rows: Sequence[Mapping[str, Any]], field: str, factor: float) -> list[ChartLine]:
     lines = []
     evaluated = "training" if field == "accuracy" else "training, evaluated"
     for name, key in (("training", field), (evaluated, f"train_{field}"), ("test", f"test_{field}")):
         points = [(row["step"], factor * row[key]) for row in rows if row.get(key) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
         if len(points) > _RAW:
-            lines.append(Line(name, steps, values, "faint"))
-            lines.append(Line(name, steps, smoothed(values, len(values) // 50)))
+            lines.append(ChartLine(name, steps, values, "faint"))
+            lines.append(ChartLine(name, steps, smoothed(values, len(values) // 50)))
         elif points:
-            lines.append(Line(name, steps, values))
+            lines.append(ChartLine(name, steps, values))
     return lines

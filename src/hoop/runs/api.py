@@ -33,8 +33,8 @@ from hoop.engine.stage.autograd import Loss
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.plan.faults import OF_FILES
 from hoop.runs.result import Result
-from hoop.runs.user_code import blaming
-from hoop.servers.tasks import Emit, TaskPlace
+from hoop.runs.user_code import blaming_user_code
+from hoop.servers.tasks import Emit, TaskContext
 from hoop.topology import DeviceInfo
 from hoop.wire.service import device_info
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hoop.engine.job import Job
-    from hoop.engine.rank_context import World
+    from hoop.engine.rank_context import RankContext
     from hoop.engine.settings import Settings
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
@@ -118,7 +118,7 @@ AWAY_S = 60.0
 """How long whoever follows a job waits for a coordinator that is away; the job goes on meanwhile."""
 LOADS_LATE = "torch.fx.experimental.symbolic_shapes"
 """Autograd's first backward imports it, which takes a second in which Python may hold its breath: better before."""
-Told = dict[str, Any]
+EventFields = dict[str, Any]
 Stoppable = Callable[[Callable[[], None]], None]
 
 
@@ -131,7 +131,7 @@ class Spelled(Protocol):
 
 
 def trainer(
-    place: TaskPlace,
+    place: TaskContext,
     settings: str,
     emit: Emit,
     stopping: Callable[[], bool],
@@ -148,14 +148,14 @@ def trainer(
     from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.settings import Settings
-    from hoop.engine.trainer import Run
+    from hoop.engine.trainer import Trainer
 
     wanted = Settings.from_json(settings).check()
     befall = _befall(wanted, place, emit) if wanted.faults else None
     world = _world(place, befall)
-    with blaming(f"in {wanted.job}"):
+    with blaming_user_code(f"in {wanted.job}"):
         job, prefix = job_for_a_device(wanted.job, RECIPES, jobs), f"job{place.job_id}."
-        run = Run(world, wanted, job, emit, stopping, resume, prefix, place.joining)
+        run = Trainer(world, wanted, job, emit, stopping, resume, prefix, place.joining)
         importlib.import_module(LOADS_LATE)
         emit({"kind": "loaded"})
         try:
@@ -164,26 +164,28 @@ def trainer(
             run.close()
 
 
-def _world(place: TaskPlace, befall: Callable[[Any], None] | None) -> World:
-    from hoop.engine.rank_context import World
+def _world(place: TaskContext, befall: Callable[[Any], None] | None) -> RankContext:
+    from hoop.engine.rank_context import RankContext
 
-    def reseated(patience: float, lacks: HoopError | None = None) -> World:
+    def reseated(patience: float, lacks: HoopError | None = None) -> RankContext:
         return _world(place.reseated(patience, lacks), befall)
 
-    def moved() -> World:
+    def moved() -> RankContext:
         return _world(place.moved(), befall)
 
     where = place.arena, place.communicator, place.group, place.neighbours
     seats = reseated, place.moving, moved, place.settled
-    return World(*where, *seats, place.device, befall, place.hosts, place.outlives, place.run, place.left_out)
+    return RankContext(
+        *where, *seats, place.device, befall, place.hosts, place.outlives, place.run, place.left_out
+    )
 
 
-def _befall(settings: Settings, place: TaskPlace, emit: Emit) -> Callable[[Any], None]:
+def _befall(settings: Settings, place: TaskContext, emit: Emit) -> Callable[[Any], None]:
     """What is to go wrong with this rank; nothing with one that comes later, whose rank was another's."""
-    from hoop.engine.fault_tolerance.fault_injector import Misfortune
+    from hoop.engine.fault_tolerance.fault_injector import FaultInjector
 
     mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
-    return Misfortune(mine, emit, place.heard).befall
+    return FaultInjector(mine, emit, place.heard).befall
 
 
 def preload() -> None:
@@ -234,7 +236,7 @@ class Training:
         self._asked = False
         self._stop: Callable[[], None] = lambda: None
 
-    def events(self) -> Iterator[Told]:
+    def events(self) -> Iterator[EventFields]:
         """What it tells, the last being its result; it ends when this is closed."""
         yield from ({"kind": "warning", "text": text} for text in self._launch.warnings)
         there = self._launch.coordinator
@@ -245,16 +247,16 @@ class Training:
         self._asked = True
         self._stop()
 
-    def _here(self) -> Iterator[Told]:
+    def _here(self) -> Iterator[EventFields]:
         from hoop.client.cluster import Cluster
-        from hoop.launch.forked import Forked, ForkedConfig
+        from hoop.launch.forked import ForkedCluster, ForkedConfig
 
         launch = self._launch
         devices = DEFAULT_DEVICES if launch.devices is None else launch.devices
         if devices < 1:
             raise InvalidArgument(f"devices: {devices} is not at least 1")
 
-        def head(address: Address, tell: Callable[[Told], None], stoppable: Stoppable) -> None:
+        def head(address: Address, tell: Callable[[EventFields], None], stoppable: Stoppable) -> None:
             for event in self._follow(address, devices, stoppable):
                 tell(event)
 
@@ -264,7 +266,7 @@ class Training:
                 "this process has been connected to a cluster, and devices cannot be forked from it any more; "
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
-        forked = Forked(ForkedConfig(devices, launch.memory, trainer), head)
+        forked = ForkedCluster(ForkedConfig(devices, launch.memory, trainer), head)
         try:
             self._stoppable(forked.stop)
             yield from forked.events()
@@ -273,7 +275,7 @@ class Training:
             if launch.address_file is not None:  # whoever leads may have been ended at once
                 launch.address_file.unlink(missing_ok=True)
 
-    def _there(self, address: Address | Addresses) -> Iterator[Told]:
+    def _there(self, address: Address | Addresses) -> Iterator[EventFields]:
         def stoppable(stop: Callable[[], None]) -> None:
             def ask() -> None:
                 with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
@@ -291,10 +293,10 @@ class Training:
 
     def _follow(
         self, address: Address | Addresses, devices: int | None, stoppable: Stoppable
-    ) -> Iterator[Told]:
+    ) -> Iterator[EventFields]:
         from hoop.client.cluster import connect
         from hoop.launch.forked import own_token
-        from hoop.runs.job_follower import Conducting
+        from hoop.runs.job_follower import JobFollower
         from hoop.servers.grpc_server import write_address_file
         from hoop.wire.auth import Credentials
         from hoop.wire.roles import Role
@@ -308,7 +310,7 @@ class Training:
                 write_address_file(launch.address_file, address)
             try:
                 patience = 0.0 if launch.coordinator is None else AWAY_S
-                job = Conducting(
+                job = JobFollower(
                     cluster,
                     launch.settings,
                     chosen(cluster, devices),
@@ -336,7 +338,7 @@ def train(
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    progress: Callable[[Told], None] | None = None,
+    progress: Callable[[EventFields], None] | None = None,
     loss: str | Callable[[Any, Any], Any] = "cross_entropy",
     reduction: str | None = None,
     **settings: Any,
@@ -376,7 +378,7 @@ def train(
     spec = strategy if isinstance(strategy, str) else strategy.spec
     wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
     loaded = job.data()  # before the fork: devices share what is loaded now
-    with blaming("calling the loss before the first step"):
+    with blaming_user_code("calling the loss before the first step"):
         job = with_criterion(job, loaded.train, wanted.seed)
     check_faults(wanted, devices, len(loaded.train))
     if not isinstance(model, str):
@@ -393,7 +395,7 @@ def train(
         launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         weights = Path(scratch) / "weights.safetensors"
-        summary: Told = {}
+        summary: EventFields = {}
         for event in Training(launch, save=weights).events():
             if progress is not None:
                 progress(event)

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from hoop.data.sampler import Order, shard
-from hoop.engine.stage.provenance import print_of
+from hoop.data.sampler import SampleOrder, shard
+from hoop.engine.stage.provenance import sample_fingerprint
 from hoop.errors import FailedPrecondition, HoopError, NotFound
 from hoop.runs.checkpoint_store import listed, read
-from hoop.runs.ledger import NAME, Line, hashes, lines
+from hoop.runs.ledger import NAME, LedgerLine, hashes, lines
 
 _SAME = ("seed", "samples", "batch_size", "data")
 """What may not change when a run goes on: an epoch would not be one any more."""
@@ -91,14 +91,14 @@ class _History:
     def __init__(self, path: Path, found: Audit) -> None:
         self._path, self._found = path, found
         self._about: dict[str, Any] = {}
-        self._order = Order(0, 1)
+        self._order = SampleOrder(0, 1)
         self._by: dict[int, list[int]] = {}
         self._lost: list[int] = []
         self._taken: dict[int, tuple[list[int], list[int]]] = {}
         self._counts = np.zeros(0, np.int64)
         """How often each sample of the epoch under way was fed."""
 
-    def take(self, line: Line) -> None:
+    def take(self, line: LedgerLine) -> None:
         entry = line.entry
         self._where = f"{self._path}, line {line.number}"
         match next(iter(entry), None):
@@ -134,7 +134,7 @@ class _History:
             found.resumed.append(step)
             found.repeated += found.steps - step
         self._about = dict(entry)
-        self._order = Order(entry["seed"], entry["samples"])
+        self._order = SampleOrder(entry["seed"], entry["samples"])
         found.samples = self._order.length
         self._by = {one: by for one, by in self._by.items() if one <= step}
         found.steps = step
@@ -178,10 +178,10 @@ class _History:
             return
         if by <= 0:
             raise self._wrong(f"{what}: its {len(samples)} samples went in {-by} times")
-        if fed != f"{print_of(samples):06x}":
+        if fed != f"{sample_fingerprint(samples):06x}":
             raise self._wrong(
                 f"{what}: device {by} fed other samples than the order has there (print {fed}, "
-                f"of the order {print_of(samples):06x})"
+                f"of the order {sample_fingerprint(samples):06x})"
             )
         missing, lost = self._taken.get(step, ([], []))
         if number in missing and by in lost:

@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """The newest checkpoint that is whole."""
 
     path: Path
@@ -75,13 +75,13 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, metadata
 
 
-def newest_checkpoint(out: Path) -> Found:
+def newest_checkpoint(out: Path) -> FoundCheckpoint:
     """The newest checkpoint that is whole; damaged ones are passed over, and named."""
     problems: list[str] = []
     for path in listed(out):
         try:
             read(path)
-            return Found(path, tuple(problems))
+            return FoundCheckpoint(path, tuple(problems))
         except HoopError as error:
             problems.append(str(error))
     whole = f" that is whole: {'; '.join(problems)}" if problems else "; a run keeps one after each epoch"
@@ -95,7 +95,7 @@ def set_aside(out: Path, after: int) -> None:
             path.replace(path.with_name(path.name + DAMAGED))
 
 
-Told = dict[str, Any]
+EventFields = dict[str, Any]
 Write = Callable[[Path, bytes], None]
 
 
@@ -110,7 +110,7 @@ class Snapshot:
     """What must be on the disk first."""
 
 
-class Keeper:
+class CheckpointWriter:
     """The thread that writes a run's checkpoints, and keeps the last few."""
 
     def __init__(self, folder: Path, keep: int, write: Write = write_bytes) -> None:
@@ -119,7 +119,7 @@ class Keeper:
         self._waiting: Snapshot | None = None
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
-        self._news: queue.SimpleQueue[Told] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[EventFields] = queue.SimpleQueue()
         self.last: Path | None = None
         """The newest that is on the disk, of those written here."""
 
@@ -139,7 +139,7 @@ class Keeper:
                 self._thread = threading.Thread(target=self._work, name="hoop-checkpoints", daemon=True)
                 self._thread.start()
 
-    def news(self) -> list[Told]:
+    def news(self) -> list[EventFields]:
         """Events since the last time: ``checkpoint`` for each that is on the disk, ``warning`` for each that is not."""
         found = []
         while not self._news.empty():
@@ -175,7 +175,7 @@ class Keeper:
             for told in self._put(one):
                 self._news.put(told)
 
-    def _put(self, one: Snapshot) -> Iterator[Told]:
+    def _put(self, one: Snapshot) -> Iterator[EventFields]:
         path, started = self._folder / name_of(one.step), time.perf_counter()
         try:
             one.before()
@@ -197,5 +197,5 @@ class Keeper:
             yield _warning(self._folder, f"an old checkpoint cannot be removed: {error}")
 
 
-def _warning(path: Path, text: str) -> Told:
+def _warning(path: Path, text: str) -> EventFields:
     return {"kind": "warning", "file": str(path), "text": f"{path}: {text}"}

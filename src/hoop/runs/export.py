@@ -23,17 +23,17 @@ from hoop.engine.stage.autograd import Criterion, hits
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.runs.api import load_into
-from hoop.runs.checkpoint_store import Found, newest_checkpoint, read
+from hoop.runs.checkpoint_store import FoundCheckpoint, newest_checkpoint, read
 from hoop.runs.job_follower import weights_digest
 from hoop.runs.job_lookup import job_named
-from hoop.runs.user_code import blaming
+from hoop.runs.user_code import blaming_user_code
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A model with the weights of a checkpoint."""
 
-    found: Found
+    found: FoundCheckpoint
     settings: Settings
     steps: int
     job: Job
@@ -41,11 +41,11 @@ class Trained:
     weights_sha256: str
 
 
-def trained(place: Path) -> Trained:
+def load_trained(place: Path) -> TrainedModel:
     """The model of a run's newest whole checkpoint, or of the checkpoint that is named."""
     if not place.exists():
         raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
-    found = newest_checkpoint(place) if place.is_dir() else Found(place)
+    found = newest_checkpoint(place) if place.is_dir() else FoundCheckpoint(place)
     path = found.path
     tensors, metadata = read(path)
     if "settings" not in metadata:
@@ -57,18 +57,18 @@ def trained(place: Path) -> Trained:
             "there, result.model holds the weights"
         )
     job = job_named(settings.job, load=False)
-    with blaming(f"making the model of {settings.job}"):
+    with blaming_user_code(f"making the model of {settings.job}"):
         model = job.model(settings.seed)
     load_into(model, tensors)
-    return Trained(found, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
+    return TrainedModel(found, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
 
 
-def measure(one: Trained) -> dict[str, Any]:
+def measure(one: TrainedModel) -> dict[str, Any]:
     """Loss and accuracy on the test samples, computed in this process by the model as it is.
 
     On the training samples where the job has no others; ``split`` says which.
     """
-    with blaming(f"evaluating {one.settings.job}"):
+    with blaming_user_code(f"evaluating {one.settings.job}"):
         splits = one.job.data()
         data = splits.test
         one.model.eval()
@@ -88,7 +88,7 @@ def measure(one: Trained) -> dict[str, Any]:
     }
 
 
-def _figures(one: Trained, data: Dataset, criterion: Criterion) -> tuple[float, float]:
+def _figures(one: TrainedModel, data: Dataset, criterion: Criterion) -> tuple[float, float]:
     loss = right = 0.0
     half = one.settings.precision == "bfloat16"
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -102,7 +102,7 @@ def _figures(one: Trained, data: Dataset, criterion: Criterion) -> tuple[float, 
     return loss, right
 
 
-def export(one: Trained, to: Path) -> None:
+def export(one: TrainedModel, to: Path) -> None:
     """Writes the model in the format that the file's name asks for."""
     if to.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (what, _) in FORMATS.items())
@@ -110,26 +110,26 @@ def export(one: Trained, to: Path) -> None:
     write_bytes(to, FORMATS[to.suffix][1](one))
 
 
-def _state(one: Trained) -> Mapping[str, Tensor]:
+def _state(one: TrainedModel) -> Mapping[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in one.model.state_dict().items()}
 
 
-def _safetensors(one: Trained) -> bytes:
+def _safetensors(one: TrainedModel) -> bytes:
     return safetensors.torch.save(dict(_state(one)))
 
 
-def _npz(one: Trained) -> bytes:
+def _npz(one: TrainedModel) -> bytes:
     file = io.BytesIO()
     np.savez(file, **{name: tensor.numpy() for name, tensor in _state(one).items()})  # type: ignore[arg-type]
     return file.getvalue()
 
 
-def _program(one: Trained) -> bytes:
+def _program(one: TrainedModel) -> bytes:
     """With the model's code in it, for any number of rows."""
     data = one.job.data().test
     inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
     one.model.eval()
-    with blaming(f"exporting {one.settings.job}"):
+    with blaming_user_code(f"exporting {one.settings.job}"):
         program = torch.export.export(
             one.model, (inputs,), dynamic_shapes=({0: torch.export.Dim("rows")},), strict=False
         )
@@ -138,7 +138,7 @@ def _program(one: Trained) -> bytes:
     return file.getvalue()
 
 
-FORMATS: dict[str, tuple[str, Callable[[Trained], bytes]]] = {
+FORMATS: dict[str, tuple[str, Callable[[TrainedModel], bytes]]] = {
     ".safetensors": ("a plain state_dict", _safetensors),
     ".npz": ("the same for NumPy", _npz),
     ".pt2": ("a torch.export program, code included", _program),

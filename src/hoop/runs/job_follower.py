@@ -1,6 +1,6 @@
 """Passes each step and each evaluation of a job once: when the reporting rank changes, the next one repeats rows.
 
-Used by ``Conducting`` on every event before it is recorded or shown. A step that no rank reported, and one that two
+Used by ``JobFollower`` on every event before it is recorded or shown. A step that no rank reported, and one that two
 ranks reported with different values, become warnings: neither happens as long as the engine keeps its promises
 (``engine/progress_reporter.py``).
 
@@ -37,7 +37,7 @@ from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
 from hoop.files import write_bytes
 from hoop.runs.api import AWAY_S
 from hoop.runs.prediction import Prediction
-from hoop.runs.run_recorder import FullDisk, Recording, saved_settings
+from hoop.runs.run_recorder import DiskFullWarning, RunRecorder, saved_settings
 from hoop.simulate.cost_model import Costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
@@ -109,10 +109,10 @@ class Deduplicator:
             self._values.popitem(last=False)
 
 
-Told = dict[str, Any]
+EventFields = dict[str, Any]
 
 
-class Conducting:
+class JobFollower:
     """One job, from its start, or from when somebody comes back to it, to its result."""
 
     def __init__(
@@ -133,28 +133,28 @@ class Conducting:
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
         self._out, self._attached, self._patience = out, bool(attached), patience
-        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], Told]]] = {}
-        self._accounts: dict[int, Told] = {}
+        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], EventFields]]] = {}
+        self._accounts: dict[int, EventFields] = {}
         self._seen = Deduplicator(parse(settings.strategy).synchronous)
-        self._last: Told = {}
-        self._evaluated: Told = {}
+        self._last: EventFields = {}
+        self._evaluated: EventFields = {}
         self._steps = 0
         self._moves = 0
         self._prediction = Prediction(settings, costs)
         self._damaged = 0
-        self._stragglers: list[Told] = []
-        self._states: list[Told] = []
+        self._stragglers: list[EventFields] = []
+        self._states: list[EventFields] = []
         self._faults: list[str] = []
-        self._full_disk = FullDisk(settings.placed, lambda: self._seen.step, self._faults.append)
+        self._full_disk = DiskFullWarning(settings.placed, lambda: self._seen.step, self._faults.append)
         self._weights = ""
         self._diverged: tuple[int, float] | None = None
         self.tensors: dict[str, Tensor] = {}
         """The trained model's tensors, by name, once it is done."""
-        self._recording: Recording | None = None
+        self._recording: RunRecorder | None = None
         if attached:
             self.job: JobHandle = cluster.job(attached)
             return
-        resumed: Told | None = None
+        resumed: EventFields | None = None
         name = ""
         if resume is not None:
             data = resume.read_bytes()
@@ -172,14 +172,14 @@ class Conducting:
                 self._recording.close()
             raise
 
-    def _record(self, resumed: Told | None) -> None:
+    def _record(self, resumed: EventFields | None) -> None:
         """Files from now on, of a run that began anew or with what a checkpoint told."""
         if self._out is not None:
-            self._recording = Recording(self._out, self._settings, self._devices, resumed)
+            self._recording = RunRecorder(self._out, self._settings, self._devices, resumed)
             if resumed:
                 self._evaluated = self._recording.last_evaluation() or {}
 
-    def events(self) -> Iterator[Told]:
+    def events(self) -> Iterator[EventFields]:
         """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
         try:
             for event in self.job.events(patience=self._patience):  # (2)
@@ -292,7 +292,7 @@ class Conducting:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
             self._weights = digest
 
-    def _read(self, event: JobEvent) -> tuple[dict[str, Tensor], Told]:
+    def _read(self, event: JobEvent) -> tuple[dict[str, Tensor], EventFields]:
         told = event.told
         where = f"what rank {event.rank} (device {event.device}) keeps of it"
         if self._patience:
@@ -302,7 +302,7 @@ class Conducting:
             raise FailedPrecondition(f"{where} is a later one: it was overtaken before it was read")
         return found
 
-    def _result(self) -> Told:
+    def _result(self) -> EventFields:
         accounts = [self._accounts[rank] for rank in sorted(self._accounts)]
         seconds = max((one["seconds"] for one in accounts), default=0.0)
         shares = [_shares(one["shares"]) for one in accounts]
@@ -392,7 +392,7 @@ def attach(
         settings = Settings.from_json(cluster.job_settings(job.id))
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
             raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
-        conducting = Conducting(
+        conducting = JobFollower(
             cluster, settings, list(job.device_ids), out, attached=job.id, patience=AWAY_S
         )
         if stop and job.status == "running":

@@ -9,7 +9,7 @@ from pathlib import Path
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
 from hoop.runs.api import preload
-from hoop.runs.user_code import blaming
+from hoop.runs.user_code import blaming_user_code
 
 
 def resolved(name: str) -> str:
@@ -25,7 +25,7 @@ def job_named(name: str, load: bool = True) -> Job:
     """
     if "" not in sys.path:
         sys.path.insert(0, "")  # as python -m does: a module beside which one stands can be named
-    with blaming(f"loading {name}"):
+    with blaming_user_code(f"loading {name}"):
         job = find_job(name, RECIPES)
         if load:
             with ThreadPoolExecutor(1) as pool:  # ended before anything is forked

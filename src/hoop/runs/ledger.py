@@ -32,7 +32,7 @@ _DIGITS = 32
 
 
 @dataclass(frozen=True)
-class Line:
+class LedgerLine:
     """One line that is whole and follows from the one before it."""
 
     number: int
@@ -44,7 +44,7 @@ def _chained(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()[:_DIGITS]
 
 
-def lines(path: Path) -> Iterator[Line]:
+def lines(path: Path) -> Iterator[LedgerLine]:
     """Every line in order; raises at the first that is not what was written there. A torn tail is left out."""
     try:
         data = path.read_bytes()
@@ -66,7 +66,7 @@ def lines(path: Path) -> Iterator[Line]:
                 "written; a line was changed, dropped, repeated or moved here"
             )
         before, last = said, _what(entry)
-        yield Line(number, entry, said)
+        yield LedgerLine(number, entry, said)
 
 
 def _what(entry: Mapping[str, Any]) -> str:
@@ -74,7 +74,7 @@ def _what(entry: Mapping[str, Any]) -> str:
     return f"{name} {str(entry.get(name))[:20]}"
 
 
-def hashes(found: Iterable[Line]) -> dict[str, int]:
+def hashes(found: Iterable[LedgerLine]) -> dict[str, int]:
     """Every hash of the history that counts, with the steps done by then."""
     after: dict[str, int] = {}
     step = 0

@@ -25,20 +25,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from hoop.engine.cost_probe import SIZES, cores, priced, profile, rehearsed
+from hoop.engine.cost_probe import SIZES, cores, measured_costs, profile, rehearsed_step
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.settings import Settings
 from hoop.errors import HoopError, NotFound
 from hoop.files import write_text
 from hoop.report.spans import Span
 from hoop.report.tables import Column, Table
-from hoop.report.timeline import Timeline
+from hoop.report.timeline import TimelineChart
 from hoop.report.trace import Trace
-from hoop.runs.user_code import blaming
+from hoop.runs.user_code import blaming_user_code
 from hoop.simulate import cost_model
 from hoop.simulate.cluster import Cluster, Host, Link
-from hoop.simulate.cost_model import BlockCost, Costs, Line, Machine, read_costs
-from hoop.simulate.result import Outcome
+from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine, read_costs
+from hoop.simulate.result import SimulationResult
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
@@ -70,7 +70,7 @@ def sizes(costs: Costs, batch_size: int | None, shards: int | None, devices: int
     return batch, max(1, min(micros, batch))
 
 
-def table_of(outcomes: Sequence[Outcome], title: str = "") -> Table:
+def table_of(outcomes: Sequence[SimulationResult], title: str = "") -> Table:
     """A row a simulation."""
     columns = [
         Column("strategy"),
@@ -100,7 +100,7 @@ def table_of(outcomes: Sequence[Outcome], title: str = "") -> Table:
     return Table(columns, rows, title)
 
 
-def spans_of(outcome: Outcome) -> list[Span]:
+def spans_of(outcome: SimulationResult) -> list[Span]:
     """What every device did, for a picture or a trace; empty where the simulation kept no spans."""
     return [
         Span(f"device {rank}", str(one.what), one.category, 1e6 * one.start, 1e6 * one.seconds)
@@ -109,7 +109,7 @@ def spans_of(outcome: Outcome) -> list[Span]:
     ]
 
 
-def write_outcome(outcome: Outcome, out: Path, job: str) -> list[Path]:
+def write_outcome(outcome: SimulationResult, out: Path, job: str) -> list[Path]:
     """A timeline and a trace of it, named after the strategy; nothing where no spans were kept."""
     spans = spans_of(outcome)
     if not spans:
@@ -117,7 +117,7 @@ def write_outcome(outcome: Outcome, out: Path, job: str) -> list[Path]:
     name = re.sub(r"[^a-z0-9]+", "-", outcome.strategy.lower()).strip("-")
     picture, traced = out / f"timeline-{name}.svg", out / f"trace-{name}.json"
     title = f"{job}, {outcome.devices} devices, {outcome.strategy}, simulated"
-    write_text(picture, Timeline(title, spans).svg())
+    write_text(picture, TimelineChart(title, spans).svg())
     with Trace() as trace:
         trace.spans(spans)
         trace.write(traced, {"job": job, "simulated": True})
@@ -127,7 +127,7 @@ def write_outcome(outcome: Outcome, out: Path, job: str) -> list[Path]:
 WARM_UP = 10
 """Steps at the beginning that are not compared, where there are enough."""
 MOST_INSTRUCTIONS = 200_000
-Told = Mapping[str, Any]
+EventFields = Mapping[str, Any]
 
 
 class Prediction:
@@ -139,7 +139,7 @@ class Prediction:
         self._expected: float | None = None
         self._seconds: list[float] = []
 
-    def note(self, kind: str, told: Told) -> None:
+    def note(self, kind: str, told: EventFields) -> None:
         """An event of the job."""
         if kind == "started" and told.get("costs"):
             self._expected = predicted(told["costs"], self._settings, self._costs)
@@ -160,7 +160,7 @@ class Prediction:
         }
 
 
-def predicted(told: Told, settings: Settings, given: Costs | None = None) -> float | None:
+def predicted(told: EventFields, settings: Settings, given: Costs | None = None) -> float | None:
     """Seconds of a step; None where there is nothing to simulate from, or too much.
 
     ``given``: costs to take instead of those that were told; where devices are is told in any case.
@@ -193,7 +193,7 @@ def _with_cores(cluster: Cluster) -> list[float] | None:
     ]
 
 
-def costs_told(told: Told, machine: Machine | None = None) -> Costs:
+def costs_told(told: EventFields, machine: Machine | None = None) -> Costs:
     """The simulator's costs of what ``engine/cost_probe.py`` measured."""
     rows, blocks = told["rows"], told["blocks"]
     fixed = fixed_share(blocks, told)
@@ -206,15 +206,15 @@ def costs_told(told: Told, machine: Machine | None = None) -> Costs:
                 one["weight_bytes"],
                 one["optimizer_bytes"],
                 one["gradient_bytes"],
-                Line(0.0, one["activation_bytes"] / rows),
-                Line(0.0, one["output_bytes"] / rows),
+                LinearCost(0.0, one["activation_bytes"] / rows),
+                LinearCost(0.0, one["output_bytes"] / rows),
             )
             for one in blocks
         ),
         rows,
         machine_told(told, machine or Machine()),
-        Line.through(told["load"]),
-        Line.through(told["loss"]),
+        LinearCost.through(told["load"]),
+        LinearCost.through(told["loss"]),
         told["update_s"],
         told["update_fixed_s"],
         joint=max(1, told["joint"]) if told["joint_s"] else 1,
@@ -222,7 +222,7 @@ def costs_told(told: Told, machine: Machine | None = None) -> Costs:
     )
 
 
-def machine_told(told: Told, usual: Machine) -> Machine:
+def machine_told(told: EventFields, usual: Machine) -> Machine:
     """What was measured of the machine, and the rest as usual."""
     measured = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s")
     changes: dict[str, Any] = {name: told[name] for name in measured if name in told}
@@ -231,11 +231,11 @@ def machine_told(told: Told, usual: Machine) -> Machine:
     return replace(usual, **changes)
 
 
-def _line(seconds: float, fixed: float, rows: int) -> Line:
-    return Line(fixed * seconds, (1 - fixed) * seconds / rows)
+def _line(seconds: float, fixed: float, rows: int) -> LinearCost:
+    return LinearCost(fixed * seconds, (1 - fixed) * seconds / rows)
 
 
-def fixed_share(blocks: Sequence[Told], told: Told) -> float:
+def fixed_share(blocks: Sequence[EventFields], told: EventFields) -> float:
     """What part of a shard's time a further shard, computed at once with it, does not pay again."""
     alone = float(sum(one["forward_s"] + one["backward_s"] for one in blocks))
     joint, together = int(told["joint"]), float(told["joint_s"])
@@ -244,7 +244,7 @@ def fixed_share(blocks: Sequence[Told], told: Told) -> float:
     return min(1.0, max(0.0, 1 - (together - alone) / (joint - 1) / alone))
 
 
-def cluster_told(told: Told, settings: Settings) -> Cluster:
+def cluster_told(told: EventFields, settings: Settings) -> Cluster:
     """Where the job runs: who shares a host, and how many cores each host has."""
     seats: Sequence[int] = told["hosts"]
     slow = [1 / one for one in settings.slowdown]
@@ -259,7 +259,7 @@ def cluster_told(told: Told, settings: Settings) -> Cluster:
 
 JOINT = 4
 REPEATS = 5
-between = partial(rehearsed, shards=8, timeout=30.0)
+between = partial(rehearsed_step, shards=8, timeout=30.0)
 """What ranks cost each other: for whoever has two of them."""
 
 
@@ -279,7 +279,7 @@ def calibrated(
     """Measured in this process, on one thread; ``crowding`` measures what cores at work cost each other."""
     torch.set_num_threads(1)
     rows = -(-settings.batch_size // settings.micros)
-    with blaming(f"measuring {settings.job}"):
+    with blaming_user_code(f"measuring {settings.job}"):
         low = _told(job, settings, max(1, rows // 4))
         high = _told(job, settings, rows, (*SIZES, 1 << 24))
     costs = costs_told(high, machine)
@@ -306,18 +306,18 @@ def calibrated(
     return dataclasses.replace(costs, source="measured", about=_about(settings))
 
 
-def _told(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = SIZES) -> Told:
+def _told(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = SIZES) -> EventFields:
     data = job.data().train
     blocks = blocks_of(job.model(settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
     found = profile(blocks, batch, settings.optimizer, settings.micros, REPEATS)
-    return priced(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
+    return measured_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
 
 
-def _through(low: Told, high: Told, index: int, name: str) -> Line:
+def _through(low: EventFields, high: EventFields, index: int, name: str) -> LinearCost:
     points = [(one["rows"], one["blocks"][index][name]) for one in (low, high)]
-    return Line.through(points)
+    return LinearCost.through(points)
 
 
 def _about(settings: Settings) -> dict[str, object]:

@@ -33,15 +33,15 @@ from hoop.plan.faults import OF_FILES, Fault
 from hoop.report.metrics import MetricsLog, read_metrics
 from hoop.report.spans import Span
 from hoop.report.tensorboard import TensorBoardLog
-from hoop.report.timeline import Timeline
+from hoop.report.timeline import TimelineChart
 from hoop.report.trace import Trace
 from hoop.report.training import training_chart
-from hoop.runs.checkpoint_store import FOLDER, Keeper, Snapshot, set_aside, step_of
+from hoop.runs.checkpoint_store import FOLDER, CheckpointWriter, Snapshot, set_aside, step_of
 from hoop.runs.ledger import NAME, Ledger
 from hoop.texts import parse_json
 
 
-class FullDisk:
+class DiskFullWarning:
     """Each fault makes the first checkpoint at its step or later find no room, once."""
 
     def __init__(self, faults: Sequence[Fault], done: Callable[[], int], tell: Callable[[str], None]) -> None:
@@ -69,7 +69,7 @@ CLOSE_S = 30.0
 _CONFIG, _METRICS = "config.json", "metrics.jsonl"
 
 
-class Recording:
+class RunRecorder:
     """Writes a run's files as it goes."""
 
     def __init__(
@@ -94,7 +94,7 @@ class Recording:
         self._ledger = Ledger(out / NAME, resumed)
         if resumed is not None:
             set_aside(out, start)
-        self._keeper = Keeper(out / FOLDER, settings.keep)
+        self._keeper = CheckpointWriter(out / FOLDER, settings.keep)
         config = {"devices": len(devices), **json.loads(settings.to_json())}
         write_text(out / _CONFIG, json.dumps(config, indent=2) + "\n")
         metrics = out / _METRICS
@@ -212,7 +212,7 @@ class Recording:
             first = min(span.start_us for span in spans)
             # A few steps are enough to see the pattern.
             shown = [span for span in spans if span.start_us < first + _few_steps(spans, accounts)]
-            write_text(self._out / "timeline.svg", Timeline(title, shown).svg())
+            write_text(self._out / "timeline.svg", TimelineChart(title, shown).svg())
 
     def close(self) -> None:
         """What was handed over to be written is written, if the disk takes it."""

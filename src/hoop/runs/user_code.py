@@ -21,7 +21,7 @@ _MODULES = f"torch{os.sep}nn{os.sep}"
 
 
 @contextmanager
-def blaming(where: str) -> Iterator[None]:
+def blaming_user_code(where: str) -> Iterator[None]:
     """Turns what is raised here into an error that says whose it is."""
     try:
         yield

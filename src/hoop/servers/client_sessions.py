@@ -28,7 +28,7 @@ def check_session(session: str) -> None:
         raise InvalidArgument(f"session: {session[:40]!r} is not 16 hexadecimal digits")
 
 
-class Sessions:
+class ClientSessions:
     """Every client that holds one."""
 
     def __init__(self, coordinator: Coordinator) -> None:

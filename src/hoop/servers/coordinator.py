@@ -25,7 +25,7 @@ from hoop.membership.journal import Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.grpc_server import check_exposure, serve
-from hoop.servers.journal_store import JournalPlace, open_journal
+from hoop.servers.journal_store import JournalLocation, open_journal
 from hoop.servers.memory_order import MemoryOrder
 from hoop.texts import LONGEST
 from hoop.topology import Address
@@ -33,7 +33,7 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, said_by, translate, unreachable
+from hoop.wire.service import Stub, status_of, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5
@@ -50,7 +50,7 @@ class CoordinatorConfig:
 
     host: str = "127.0.0.1"
     port: int = 0
-    journal: JournalPlace | None = None
+    journal: JournalLocation | None = None
     count_unit: str = "bytes"
     """What ``count`` means in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
     timeout_s: float = 60.0
@@ -92,7 +92,7 @@ class Coordinator:
 
     # ---- the state machine's hands
 
-    def apply(self, message: m.Message) -> State:
+    def apply(self, message: m.MembershipEvent) -> State:
         """One step, and what it asks for. Raises what the rules or the journal raise, with nothing changed."""
         state, instructions = step(self.state, message)
         entries = [one.entry for one in instructions if isinstance(one, m.Record)]
@@ -120,7 +120,7 @@ class Coordinator:
         self._listeners[key] = listener
         return lambda: self._listeners.pop(key, None) and None
 
-    async def change(self, message: m.Message) -> State:
+    async def change(self, message: m.MembershipEvent) -> State:
         """``apply``, for who can wait: a journal that is away is tried again, for a while."""
         until = time.monotonic() + JOURNAL_S
         while True:
@@ -193,12 +193,12 @@ class Coordinator:
             answer = await getattr(self.device(device_id), method)(request, timeout=timeout)
         except grpc.RpcError as error:
             if unreachable(error):
-                failure = said_by(error)
+                failure = status_of(error)
                 with contextlib.suppress(DeadlineExceeded):  # the journal is away: silence tells it again
-                    self.apply(m.Called(device_id, failure, time.monotonic()))
+                    self.apply(m.CallReported(device_id, failure, time.monotonic()))
                 raise PeerLost(f"{member.info} was lost during {method}: {failure}") from None
             raise translate(error, f"device {device_id}") from None
-        self.apply(m.Called(device_id, "", time.monotonic()))
+        self.apply(m.CallReported(device_id, "", time.monotonic()))
         return answer
 
     # ---- life

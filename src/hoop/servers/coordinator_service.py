@@ -14,13 +14,13 @@ from hoop.membership import events as m
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
 from hoop.servers import lab_service
-from hoop.servers.client_sessions import Sessions, check_session
+from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
-from hoop.servers.job_record import following
+from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
-from hoop.servers.link_diagnosis import Disputes
-from hoop.servers.operation_request import Work
-from hoop.servers.operations import Conductor, Groups, copy
+from hoop.servers.link_diagnosis import LinkDiagnosis
+from hoop.servers.operation_request import OperationRequest
+from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
@@ -32,13 +32,13 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 class CoordinatorService:
     """Answers Hoop's own calls to a coordinator."""
 
-    def __init__(self, coordinator: Coordinator, conductor: Conductor, groups: Groups) -> None:
+    def __init__(self, coordinator: Coordinator, conductor: OperationQueue, groups: OperationGroups) -> None:
         self._coordinator = coordinator
         self._conductor = conductor
         self._groups = groups
         self.jobs = Jobs(coordinator, conductor)
-        self._sessions = Sessions(coordinator)
-        self._disputes = Disputes(coordinator)
+        self._sessions = ClientSessions(coordinator)
+        self._disputes = LinkDiagnosis(coordinator)
 
     # ---- devices
 
@@ -63,7 +63,7 @@ class CoordinatorService:
             async for beat in beats:
                 last = beat
                 try:
-                    self._coordinator.apply(m.Beat(beat.device_id, beat.incarnation, time.monotonic()))
+                    self._coordinator.apply(m.Heartbeat(beat.device_id, beat.incarnation, time.monotonic()))
                 except MembershipChanged:
                     yield pb.HeartbeatAnswer(known=False)
                     return
@@ -114,7 +114,7 @@ class CoordinatorService:
             for event in events.after(request.after):
                 yield event_message(event)
             return
-        async for event in following(events, request.after):
+        async for event in follow_events(events, request.after):
             yield event_message(event)
 
     # ---- jobs
@@ -183,7 +183,8 @@ class CoordinatorService:
 
     async def run(self, request: pb.RunRequest) -> pb.RunResponse:
         works = [
-            Work(one.operation, dict(one.operands), one.driver or "devices") for one in request.operations
+            OperationRequest(one.operation, dict(one.operands), one.driver or "devices")
+            for one in request.operations
         ]
         return pb.RunResponse(
             reports=await self._conductor.run(request.communicator_id, works, request.timeout_s)
@@ -199,7 +200,7 @@ class CoordinatorServer:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.coordinator = Coordinator(config)
-        conductor, groups = Conductor(self.coordinator), Groups()
+        conductor, groups = OperationQueue(self.coordinator), OperationGroups()
         service = CoordinatorService(self.coordinator, conductor, groups)
         self._jobs = service.jobs
         self._services = (

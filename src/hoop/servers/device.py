@@ -18,9 +18,9 @@ from hoop.memory import Arena
 from hoop.memory.storage import default_directory
 from hoop.servers import device_service, lab_service
 from hoop.servers.grpc_server import check_exposure, serve
-from hoop.servers.heartbeat import Attendance
+from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_service import MAX_OPEN, StreamTable
-from hoop.servers.operation_runner import Runner
+from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, Trainer
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
@@ -80,13 +80,13 @@ class DeviceServer:
             self._arena.close(delete=not self._keeps_arena)
             raise
         self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
-        self._runner = Runner(self._arena, self._transport, self._shared)
+        self._runner = OperationRunner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.behind, config.max_streams)
         self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.damaged
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
-        self._attendance = Attendance(
+        self._attendance = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
         )
         self._server: grpc.aio.Server | None = None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, PeerLost
-from hoop.memory import Arena, Buffer
-from hoop.servers.job_record import following
+from hoop.memory import Arena, ArenaBuffer
+from hoop.servers.job_record import follow_events
 from hoop.servers.lab_service import StreamTable
-from hoop.servers.operation_runner import MAX_TIMEOUT_S, Runner, locate
+from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
 from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STREAM_CHUNK_BYTES
@@ -21,7 +21,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 class DeviceService:
     """Answers Hoop's own calls to a device."""
 
-    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable, tasks: Tasks) -> None:
+    def __init__(self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks) -> None:
         self._arena = arena
         self._runner = runner
         self._tasks = tasks
@@ -130,7 +130,7 @@ class DeviceService:
 
     async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:
         task = self._tasks.task(request.job_id)
-        async for event in following(task.log, request.after, is_last):
+        async for event in follow_events(task.log, request.after, is_last):
             yield pb.JobEvent(
                 sequence=event.sequence,
                 time=event.time,
@@ -145,5 +145,5 @@ class DeviceService:
         return pb.StopTaskResponse()
 
 
-def _message(buffer: Buffer) -> pb.Buffer:
+def _message(buffer: ArenaBuffer) -> pb.Buffer:
     return pb.Buffer(name=buffer.name, address=buffer.address, bytes=buffer.size)

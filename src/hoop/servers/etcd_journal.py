@@ -52,7 +52,7 @@ from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
 from hoop.membership.state import State
 from hoop.topology import Addresses
-from hoop.wire.channels import MAX_MESSAGE_BYTES, Knocking
+from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.generated import etcd_pb2 as pb
 from hoop.wire.service import Stub, unreachable
 from hoop.wire.tls import AUTHORITY, CERTIFICATE, KEY
@@ -165,7 +165,7 @@ AGAIN_S = 0.2
 Tell = Callable[[str], None]
 
 
-class Ownership:
+class LeaderLease:
     """The right to write, while the lease lasts."""
 
     def __init__(
@@ -190,7 +190,7 @@ class Ownership:
 
     def take(self, tell: Tell) -> None:
         """Returns when the journal is ours; while it is another's, says whose, and waits for the end of its lease."""
-        knocking = Knocking("etcd", self._etcd.endpoints, START_S)
+        knocking = Backoff("etcd", self._etcd.endpoints, START_S)
         pauses: Iterator[float] = knocking.pauses()
         say = _once(tell)
         while not self._closing.is_set():
@@ -317,7 +317,7 @@ PAGE = 32
 
 
 @dataclass(frozen=True)
-class EtcdPlace:
+class EtcdLocation:
     """Where in etcd a journal is."""
 
     endpoints: Addresses
@@ -326,7 +326,7 @@ class EtcdPlace:
     tls: Path | None = None
 
     @classmethod
-    def parse(cls, text: str, lease_s: float = 10.0, tls: Path | None = None) -> EtcdPlace:
+    def parse(cls, text: str, lease_s: float = 10.0, tls: Path | None = None) -> EtcdLocation:
         """``etcd://HOST:PORT[,HOST:PORT...]/PREFIX``"""
         hosts, _, prefix = text.removeprefix(SCHEME).partition("/")
         if "@" in hosts:  # what stands before it may be a password: it is not repeated
@@ -350,12 +350,14 @@ class EtcdJournal:
 
     state: State
 
-    def __init__(self, place: EtcdPlace, who: str, on_lost: Callable[[PeerLost], None]) -> None:
+    def __init__(self, place: EtcdLocation, who: str, on_lost: Callable[[PeerLost], None]) -> None:
         """``who``: what others are told of the owner. ``on_lost`` is called, from any thread, when it is another's."""
         self._etcd = Etcd(place.endpoints, place.tls)
         self._where, self._root = str(place), place.prefix.encode()
         self._remedy = f"start on another prefix, or delete this one: etcdctl del --prefix {place.prefix}/"
-        self._owned = Ownership(self._etcd, self._where, self._root + b"/owner", who, place.lease_s, on_lost)
+        self._owned = LeaderLease(
+            self._etcd, self._where, self._root + b"/owner", who, place.lease_s, on_lost
+        )
         self._number = 0
 
     def open(self, config: DetectorConfig, tell: Tell) -> None:

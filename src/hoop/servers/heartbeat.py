@@ -16,10 +16,10 @@ import grpc
 from hoop.errors import HoopError
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import Knocking, channel_options
+from hoop.wire.channels import Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, describe, said_by, translate, unreachable
+from hoop.wire.service import Stub, describe, status_of, translate, unreachable
 
 log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -33,7 +33,7 @@ RETURN_S = 0.2
 """How long at most a member waits before it knocks again: a restarted coordinator gives it one lease."""
 
 
-class Attendance:
+class HeartbeatClient:
     """Keeps a device a member."""
 
     def __init__(
@@ -54,14 +54,14 @@ class Attendance:
 
     async def join(self, info: DeviceInfo, patience_s: float) -> DeviceInfo:
         """Joins, knocking until a deadline; the info comes back with the id it has there."""
-        knocking = Knocking("the coordinator", self.coordinator, patience_s)
+        knocking = Backoff("the coordinator", self.coordinator, patience_s)
         for pause in knocking.pauses():
             try:
                 answer = await self._stub.Join(pb.JoinRequest(device=describe(info)), timeout=CALL_S)
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.coordinator}") from None
-                knocking.heard(said_by(error))
+                knocking.heard(status_of(error))
                 await asyncio.sleep(pause)
                 continue
             self._heartbeat_s, self._patience_s = answer.heartbeat_s, STALLED * answer.lease_s
@@ -75,11 +75,11 @@ class Attendance:
 
     async def _attend(self) -> None:
         assert self.info is not None, "a device joins before it attends"
-        pause = Knocking.FIRST_S
+        pause = Backoff.FIRST_S
         while not self._leaving:
             try:
                 async for answer in self._stub.Attend(self._beats(self.info)):
-                    pause = Knocking.FIRST_S
+                    pause = Backoff.FIRST_S
                     if not answer.known:
                         break
                 if self._leaving:

@@ -19,7 +19,7 @@ from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
 
 
-async def following(
+async def follow_events(
     log: EventLog, after: int, ends: Callable[[Event], bool] = lambda event: False
 ) -> AsyncIterator[Event]:
     """Events with a higher sequence, from now on as they come; stops after one that ends it.

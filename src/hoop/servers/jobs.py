@@ -23,8 +23,8 @@ from hoop.membership import events as m
 from hoop.membership import job_membership as jm
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.job_record import JOB_ENDED, JobRecord, following, is_over
-from hoop.servers.operations import Conductor, seat
+from hoop.servers.job_record import JOB_ENDED, JobRecord, follow_events, is_over
+from hoop.servers.operations import OperationQueue, assign_ranks
 from hoop.servers.rank_assignment import START_S, JobSupervisor
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
@@ -41,7 +41,7 @@ LAST_EVENTS_S = 5.0
 class Jobs:
     """Every job of this coordinator."""
 
-    def __init__(self, coordinator: Coordinator, conductor: Conductor) -> None:
+    def __init__(self, coordinator: Coordinator, conductor: OperationQueue) -> None:
         self._coordinator = coordinator
         self._conductor = conductor
         self._jobs: dict[int, JobRecord] = {}
@@ -56,7 +56,7 @@ class Jobs:
         supervisor.excuse(one.members)
 
         def request(rank: int) -> pb.StartTaskRequest:
-            place = seat(self._coordinator, one, rank)
+            place = assign_ranks(self._coordinator, one, rank)
             return pb.StartTaskRequest(
                 job_id=one.id, seat=place, settings=settings, resume=resume, run=job.run
             )
@@ -82,7 +82,7 @@ class Jobs:
             self._listen(job, device_id)
             info = self._coordinator.state.member(device_id).info
             supervisor.handle(jm.TaskFound(device_id, info.incarnation, one.generation))
-        supervisor.handle(jm.Found())
+        supervisor.handle(jm.TasksListed())
         self._coordinator.in_background(self._follow(supervisor))
         return one.id
 
@@ -130,7 +130,7 @@ class Jobs:
                 ended.append(job.watches[state.members[device_id].info.incarnation])
         if ended:
             await asyncio.wait(ended, timeout=STOP_S)
-        supervisor.handle(jm.Found())
+        supervisor.handle(jm.TasksListed())
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_found", f"job {job.id} on devices {devices}", job=job.id)
         await self._follow(supervisor)
@@ -275,7 +275,7 @@ class Jobs:
 
     def events(self, job_id: int, after: int) -> AsyncIterator[Event]:
         """What a job told, and tells until it ends."""
-        return following(self._job(job_id).log, after, is_over)  # (3)
+        return follow_events(self._job(job_id).log, after, is_over)  # (3)
 
     def _job(self, job_id: int) -> JobRecord:
         if job_id not in self._jobs:

@@ -10,18 +10,18 @@ from pathlib import Path
 from hoop.errors import PeerLost
 from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import FileJournal, Journal
-from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdPlace
+from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
 
-JournalPlace = Path | EtcdPlace
+JournalLocation = Path | EtcdLocation
 
 
-def journal_place(text: str, lease_s: float, tls: Path | None) -> JournalPlace:
+def journal_location(text: str, lease_s: float, tls: Path | None) -> JournalLocation:
     """A file, or what ``etcd://`` stands before; the other two are for etcd alone."""
-    return EtcdPlace.parse(text, lease_s, tls) if text.startswith(SCHEME) else Path(text)
+    return EtcdLocation.parse(text, lease_s, tls) if text.startswith(SCHEME) else Path(text)
 
 
 async def open_journal(
-    place: JournalPlace,
+    place: JournalLocation,
     config: DetectorConfig,
     who: str,
     tell: Callable[[str], None],

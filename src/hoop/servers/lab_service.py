@@ -31,13 +31,13 @@ from hoop.errors import (
     PeerLost,
     ResourceExhausted,
 )
-from hoop.membership.state import Outcome
+from hoop.membership.state import OperationOutcome
 from hoop.memory import Arena
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.memory_order import Access, Span
-from hoop.servers.operation_request import Work
-from hoop.servers.operation_runner import MAX_TIMEOUT_S, Runner
-from hoop.servers.operations import Conductor, Groups, check_fits, check_range, read, write
+from hoop.servers.memory_order import Access, MemoryRange
+from hoop.servers.operation_request import OperationRequest
+from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner
+from hoop.servers.operations import OperationGroups, OperationQueue, check_fits, check_range, read, write
 from hoop.texts import printable
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
@@ -242,9 +242,9 @@ class StreamTable:
 COORDINATOR_SERVICE = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 _FLOAT64_BYTES = 8
 _STATUS = {
-    Outcome.IN_PROGRESS: lab.IN_PROGRESS,
-    Outcome.SUCCESS: lab.SUCCESS,
-    Outcome.FAILED: lab.FAILED,
+    OperationOutcome.IN_PROGRESS: lab.IN_PROGRESS,
+    OperationOutcome.SUCCESS: lab.SUCCESS,
+    OperationOutcome.FAILED: lab.FAILED,
 }
 _OPS = {lab.SUM: "sum", lab.PROD: "prod", lab.MIN: "min", lab.MAX: "max", lab.AVG: "avg"}
 
@@ -254,7 +254,7 @@ _AllReduce = lab.AllReduceRingRequest | lab.NaiveAllReduceRequest
 class LabCoordinator:
     """Answers the lab's calls to a coordinator."""
 
-    def __init__(self, coordinator: Coordinator, conductor: Conductor, groups: Groups) -> None:
+    def __init__(self, coordinator: Coordinator, conductor: OperationQueue, groups: OperationGroups) -> None:
         self._coordinator = coordinator
         self._conductor = conductor
         self._groups = groups
@@ -302,7 +302,7 @@ class LabCoordinator:
         return lab.NaiveAllReduceResponse(success=True)
 
     async def _reduce(self, request: _AllReduce, driver: str) -> None:
-        work = Work(self._operation(request), _operands(request), driver)
+        work = OperationRequest(self._operation(request), _operands(request), driver)
         self._conductor.check(request.commId, (work,))
         if self._groups.is_open(request.commId):
             self._groups.queue(request.commId, work)
@@ -342,7 +342,7 @@ class LabCoordinator:
     async def _to_device(self, device_id: int, address: int, data: bytes) -> None:
         place, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
         check_range(self._coordinator, device_id, place, len(data))
-        span = Span(device_id, address, address + len(data), writes=True)
+        span = MemoryRange(device_id, address, address + len(data), writes=True)
         async with self._coordinator.order.turn(f"Memcpy to {span}", [span], timeout):
             await write(self._coordinator, device_id, place, data, timeout)
 
@@ -351,7 +351,7 @@ class LabCoordinator:
         self._coordinator.state.member(device_id)
         check_fits(size, self._coordinator.config.max_message)
         check_range(self._coordinator, device_id, place, size)
-        span = Span(device_id, address, address + size, writes=False)
+        span = MemoryRange(device_id, address, address + size, writes=False)
         async with self._coordinator.order.turn(f"Memcpy from {span}", [span], timeout):
             return await read(self._coordinator, device_id, place, size, timeout)
 
@@ -379,7 +379,9 @@ DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 class LabDevice:
     """Answers the lab's calls to a device."""
 
-    def __init__(self, arena: Arena, runner: Runner, streams: StreamTable, credentials: Credentials) -> None:
+    def __init__(
+        self, arena: Arena, runner: OperationRunner, streams: StreamTable, credentials: Credentials
+    ) -> None:
         self._credentials = credentials
         self._arena = arena
         self._runner = runner

@@ -20,7 +20,7 @@ ON_THE_WAY = 1 / 6
 ASK_S = 5.0
 
 
-class Disputes:
+class LinkDiagnosis:
     """Looks into what devices say of each other in their heartbeats."""
 
     def __init__(self, coordinator: Coordinator) -> None:

@@ -25,7 +25,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Span:
+class MemoryRange:
     """Bytes ``[start, stop)`` of a device: addresses, or offsets into a named buffer."""
 
     device_id: int
@@ -44,19 +44,19 @@ Ranges = dict[int, dict[str, list[Interval]]]
 """By device, then by buffer: sorted, disjoint intervals."""
 
 
-class Footprint:
+class MemoryFootprint:
     """All bytes that one request touches."""
 
-    def __init__(self, spans: Iterable[Span]) -> None:
+    def __init__(self, spans: Iterable[MemoryRange]) -> None:
         spans = [span for span in spans if span.start < span.stop]
         self.touched = _ranges(spans)
         self.written = _ranges([span for span in spans if span.writes])
 
-    def conflicts(self, other: Footprint) -> bool:
+    def conflicts(self, other: MemoryFootprint) -> bool:
         return _share(self.written, other.touched) or _share(self.touched, other.written)
 
 
-def _ranges(spans: Iterable[Span]) -> Ranges:
+def _ranges(spans: Iterable[MemoryRange]) -> Ranges:
     found: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         found[span.device_id][span.buffer].append((span.start, span.stop))
@@ -102,7 +102,7 @@ class Access:
 
     what: str
     """For people: who waits for it is told this."""
-    footprint: Footprint
+    footprint: MemoryFootprint
     earlier: list[Access] = field(default_factory=list)
     """Accepted before, conflicting, and not ended when this one was accepted."""
     deadline: float | None = None
@@ -139,7 +139,7 @@ class MemoryOrder:
     def __init__(self) -> None:
         self._accesses: dict[Access, None] = {}
 
-    def accept(self, what: str, spans: Iterable[Span], deadline: float | None = None) -> Access:
+    def accept(self, what: str, spans: Iterable[MemoryRange], deadline: float | None = None) -> Access:
         """Enters a request; from now on later ones that conflict with it wait until ``end``."""
         access = self.behind(what, spans)
         access.deadline = deadline
@@ -147,9 +147,9 @@ class MemoryOrder:
             self._accesses[access] = None
         return access
 
-    def behind(self, what: str, spans: Iterable[Span]) -> Access:
+    def behind(self, what: str, spans: Iterable[MemoryRange]) -> Access:
         """A request that waits for those before it, and for which none waits."""
-        footprint = Footprint(spans)
+        footprint = MemoryFootprint(spans)
         self._expire()
         earlier = [one for one in self._accesses if footprint.conflicts(one.footprint)]
         return Access(what, footprint, earlier)
@@ -168,7 +168,7 @@ class MemoryOrder:
             self.end(one)
 
     @asynccontextmanager
-    async def turn(self, what: str, spans: Iterable[Span], timeout: float) -> AsyncIterator[None]:
+    async def turn(self, what: str, spans: Iterable[MemoryRange], timeout: float) -> AsyncIterator[None]:
         """Accepts a request, waits for its turn, and ends it with the context."""
         access = self.accept(what, spans)
         try:

@@ -9,7 +9,7 @@ from hoop.collectives.registry import Operation
 from hoop.errors import InvalidArgument, OutOfRange
 from hoop.membership.state import CommunicatorState, State
 from hoop.memory import dtype
-from hoop.servers.memory_order import Span
+from hoop.servers.memory_order import MemoryRange
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
@@ -34,7 +34,7 @@ def operation_from(message: pb.Operation) -> Operation:
 
 
 @dataclass(frozen=True)
-class Work:
+class OperationRequest:
     """One operation for a whole communicator."""
 
     message: pb.Operation
@@ -65,7 +65,7 @@ class Work:
         for rank, device_id in enumerate(one.members):
             self._check_operand(state.member(device_id).info, rank, operation, size)
 
-    def spans(self, one: CommunicatorState) -> Iterator[Span]:
+    def spans(self, one: CommunicatorState) -> Iterator[MemoryRange]:
         """The bytes that it touches, on every member."""
         operation, size = self.operation, len(one.members)
         for rank, device_id in enumerate(one.members):
@@ -75,7 +75,7 @@ class Work:
             for place, count, writes in zip(places, counts, (False, True), strict=True):
                 start = place.offset + place.address  # a buffer's address is not known here, and 0
                 stop = start + count * operation.dtype.itemsize
-                yield Span(device_id, start, stop, writes, place.buffer)
+                yield MemoryRange(device_id, start, stop, writes, place.buffer)
 
     def _check_operand(self, info: DeviceInfo, rank: int, operation: Operation, size: int) -> None:
         wanted = dict(zip(("source", "destination"), operation.extents(size, rank), strict=True))

@@ -26,7 +26,7 @@ from hoop.errors import (
     ResourceExhausted,
 )
 from hoop.memory import Arena
-from hoop.servers.memory_order import Access, MemoryOrder, Span
+from hoop.servers.memory_order import Access, MemoryOrder, MemoryRange
 from hoop.servers.operation_request import operand_places, operation_from
 from hoop.texts import printable
 from hoop.topology import DeviceInfo
@@ -43,7 +43,7 @@ MAX_RESERVATIONS = 4096
 
 
 @dataclass
-class Seat:
+class RankAssignment:
     """This device's rank in a communicator, at one generation."""
 
     generation: int
@@ -62,23 +62,23 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _LocalOperation:
     operation: Operation
     source: Array
     destination: Array
     round: int | None
-    spans: tuple[Span, ...]
+    spans: tuple[MemoryRange, ...]
     """The bytes of this device that it reads and writes."""
 
 
-class Runner:
+class OperationRunner:
     """Runs what the coordinator launches."""
 
     def __init__(self, arena: Arena, links: Transport, shared: Transport | None) -> None:
         self._arena = arena
         self._links = links
         self._shared = shared
-        self._seats: dict[int, Seat] = {}
+        self._seats: dict[int, RankAssignment] = {}
         self._running, self._announced = MemoryOrder(), MemoryOrder()
         """Launches that run here; and those that the coordinator has announced, by their reservations."""
         self._reservations: dict[int, Access] = {}
@@ -87,7 +87,7 @@ class Runner:
 
     # ---- (1)
 
-    def seat(self, message: pb.Seat) -> Seat:
+    def seat(self, message: pb.Seat) -> RankAssignment:
         known = self._seats.get(message.communicator_id)
         who = [member.incarnation for member in message.members]
         # A coordinator that was restarted without a journal gives the same name to something else.
@@ -106,7 +106,7 @@ class Runner:
             raise InvalidArgument(f"seat: {len(message.members)} members are more than {MAX_MEMBERS}")
         if not message.communicator_id or message.rank >= len(message.members):
             raise InvalidArgument(f"seat: rank {message.rank} of {len(message.members)} members is no seat")
-        seat = Seat(message.generation, message.rank, tuple(map(device_info, message.members)))
+        seat = RankAssignment(message.generation, message.rank, tuple(map(device_info, message.members)))
         self._vacate(message.communicator_id)
         self._seats[message.communicator_id] = seat
         return seat
@@ -179,39 +179,39 @@ class Runner:
             self._leave(request.seat.communicator_id, seat)
         return reports
 
-    def _endpoint(self, communicator_id: int, seat: Seat) -> Endpoint:
+    def _endpoint(self, communicator_id: int, seat: RankAssignment) -> Endpoint:
         """Shared memory where all members have it in common, links where no two have, else both."""
         peers = [member.data_address for member in seat.members]
         shared = [member.shared_address for member in seat.members]
         place = (communicator_id, seat.generation, seat.rank)
         return endpoint_for(self._links, self._shared, *place, peers, shared)
 
-    def take(self, message: pb.Seat) -> tuple[Seat, Communicator]:
+    def take(self, message: pb.Seat) -> tuple[RankAssignment, Communicator]:
         """A seat with its links, for somebody who uses them until ``release``."""
         seat = self.seat(message)
         seat.communicator = seat.communicator or Communicator(self._endpoint(message.communicator_id, seat))
         return seat, seat.communicator
 
-    def group(self, communicator_id: int, seat: Seat, ranks: tuple[int, ...]) -> Communicator:
+    def group(self, communicator_id: int, seat: RankAssignment, ranks: tuple[int, ...]) -> Communicator:
         """Links among some of a seat's ranks."""
         members = tuple(seat.members[rank] for rank in ranks)
-        some = Seat(seat.generation, ranks.index(seat.rank), members)
+        some = RankAssignment(seat.generation, ranks.index(seat.rank), members)
         return Communicator(self._endpoint(communicator_id, some))
 
-    def leave_open(self, communicator_id: int, seat: Seat) -> None:
+    def leave_open(self, communicator_id: int, seat: RankAssignment) -> None:
         """Makes room for the next generation's seat; whoever uses this one closes its links."""
         if self._seats.get(communicator_id) is seat:
             del self._seats[communicator_id]
 
-    def release(self, communicator_id: int, seat: Seat) -> None:
+    def release(self, communicator_id: int, seat: RankAssignment) -> None:
         """Closes a seat's links, if it is still this one."""
         self._leave(communicator_id, seat)
 
-    def _leave(self, communicator_id: int, seat: Seat) -> None:
+    def _leave(self, communicator_id: int, seat: RankAssignment) -> None:
         if self._seats.get(communicator_id) is seat:
             self._vacate(communicator_id)
 
-    def _job(self, message: pb.LaunchOperation, communicator: Communicator) -> _Job:
+    def _job(self, message: pb.LaunchOperation, communicator: Communicator) -> _LocalOperation:
         operation = operation_from(message.operation)
         size, rank = communicator.size, communicator.rank
         operation.check(size)
@@ -220,12 +220,12 @@ class Runner:
         (at, source), (to, into) = (
             self._locate(place, operation, count) for place, count in zip(places, wanted, strict=True)
         )
-        spans = Span(0, at, at + source.nbytes, False), Span(0, to, to + into.nbytes, True)
+        spans = MemoryRange(0, at, at + source.nbytes, False), MemoryRange(0, to, to + into.nbytes, True)
         round_index = message.round if message.HasField("round") else None
         rounds = len(operation.plan(size, rank).rounds)
         if round_index is not None and round_index >= rounds:
             raise InvalidArgument(f"round: {round_index} is not in 0..{rounds - 1}")
-        return _Job(operation, source, into, round_index, spans)
+        return _LocalOperation(operation, source, into, round_index, spans)
 
     def _locate(self, place: pb.Location, operation: Operation, count: int) -> tuple[int, Array]:
         """The address of these elements, and the elements."""
@@ -252,7 +252,7 @@ class Runner:
         spans = []
         for one in request.ranges:
             start = locate(self._arena, one.location, one.bytes)
-            spans.append(Span(0, start, start + one.bytes, one.writes))
+            spans.append(MemoryRange(0, start, start + one.bytes, one.writes))
         self.release_reservation(request.reservation_id)
         access = self._announced.accept(printable(request.what, 200), spans, now + request.timeout_s)
         self._reservations[request.reservation_id] = access
@@ -268,7 +268,7 @@ class Runner:
         ``ordered``: the coordinator has put it in its order. It must not wait for what was announced, which may be
         waiting for it.
         """
-        spans = [Span(0, address, address + size, writes)]
+        spans = [MemoryRange(0, address, address + size, writes)]
         access = self._running.behind(what, spans)
         if not ordered:
             access.earlier += self._announced.behind(what, spans).earlier
@@ -303,7 +303,7 @@ def locate(arena: Arena, place: pb.Location, size: int) -> int:
             raise InvalidArgument("location: neither an address nor a buffer")
 
 
-def _run_all(communicator: Communicator, jobs: list[_Job], timeout: float) -> list[Report]:
+def _run_all(communicator: Communicator, jobs: list[_LocalOperation], timeout: float) -> list[Report]:
     reports = []
     for index, job in enumerate(jobs, start=1):
         try:
@@ -317,7 +317,7 @@ def _run_all(communicator: Communicator, jobs: list[_Job], timeout: float) -> li
     return reports
 
 
-def _names(jobs: list[_Job]) -> list[str]:
+def _names(jobs: list[_LocalOperation]) -> list[str]:
     """The operations, for people; of many the first few."""
     names = [str(job.operation) for job in jobs[:3]]
     return [*names, f"{len(jobs) - 3} more"] if len(jobs) > 3 else names

@@ -46,19 +46,19 @@ from hoop.membership import events as m
 from hoop.membership.state import CommunicatorState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.memory_order import Access
-from hoop.servers.operation_request import Work
+from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operation_runner import MAX_OPERATIONS, MAX_TIMEOUT_S
 from hoop.servers.reservation import Reservation
 from hoop.wire.channels import STREAM_CHUNK_BYTES
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import calling_host, describe, said_by, translate, unreachable
+from hoop.wire.service import calling_host, describe, status_of, translate, unreachable
 
 
-class Groups:
+class OperationGroups:
     """The open groups, at most one a communicator."""
 
     def __init__(self) -> None:
-        self._open: dict[int, list[Work]] = {}
+        self._open: dict[int, list[OperationRequest]] = {}
 
     def start(self, communicator_id: int) -> None:
         if communicator_id in self._open:
@@ -68,13 +68,13 @@ class Groups:
     def is_open(self, communicator_id: int) -> bool:
         return communicator_id in self._open
 
-    def queue(self, communicator_id: int, work: Work) -> None:
+    def queue(self, communicator_id: int, work: OperationRequest) -> None:
         works = self._open[communicator_id]
         if len(works) >= MAX_OPERATIONS:
             raise ResourceExhausted(f"the group holds {MAX_OPERATIONS} operations already: call GroupEnd")
         works.append(work)
 
-    def end(self, communicator_id: int) -> list[Work]:
+    def end(self, communicator_id: int) -> list[OperationRequest]:
         if communicator_id not in self._open:
             raise FailedPrecondition(
                 f"communicator {communicator_id} has no open group: call GroupStart first"
@@ -89,16 +89,16 @@ GRACE_S = 1.0
 """How long members may take to come back after an abort."""
 
 
-def seat(coordinator: Coordinator, one: CommunicatorState, rank: int) -> pb.Seat:
+def assign_ranks(coordinator: Coordinator, one: CommunicatorState, rank: int) -> pb.Seat:
     """A rank's place among the others."""
     members = [describe(coordinator.state.member(device_id).info) for device_id in one.members]
     return pb.Seat(communicator_id=one.id, generation=one.generation, rank=rank, members=members)
 
 
-async def launch(
+async def fan_out(
     coordinator: Coordinator,
     one: CommunicatorState,
-    works: Sequence[Work],
+    works: Sequence[OperationRequest],
     timeout: float,
     round_index: int | None = None,
     release: bool = False,
@@ -114,7 +114,7 @@ async def launch(
             pb.LaunchOperation(operation=work.message, operand=work.operands.get(rank), round=round_index)
             for work in works
         ]
-        place = seat(coordinator, one, rank)
+        place = assign_ranks(coordinator, one, rank)
         return pb.LaunchRequest(
             seat=place,
             operations=operations,
@@ -201,7 +201,7 @@ def _reachable(coordinator: Coordinator, device_id: int) -> None:
 def _failed(coordinator: Coordinator, device_id: int, error: grpc.RpcError) -> HoopError:
     if unreachable(error):
         info = coordinator.state.member(device_id).info
-        return PeerLost(f"{info} was lost during a copy: {said_by(error)}")
+        return PeerLost(f"{info} was lost during a copy: {status_of(error)}")
     return translate(error, f"device {device_id}")
 
 
@@ -276,7 +276,9 @@ async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:
     operands = {0: pb.Operand(source=request.source), last: pb.Operand(destination=request.destination)}
     if not last:
         operands = {0: pb.Operand(source=request.source, destination=request.destination)}
-    work = Work(pb.Operation(collective="send", dtype="uint8", count=request.bytes, peer=last), operands)
+    work = OperationRequest(
+        pb.Operation(collective="send", dtype="uint8", count=request.bytes, peer=last), operands
+    )
     one = CommunicatorState(next(_copy_ids), members)
     work.check(coordinator.state, one)
     timeout = coordinator.config.timeout_s
@@ -285,7 +287,7 @@ async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:
     async def run() -> None:
         try:
             await access.turn(timeout)
-            await launch(coordinator, one, [work], timeout, release=True)
+            await fan_out(coordinator, one, [work], timeout, release=True)
         finally:
             coordinator.order.end(access)
 
@@ -293,14 +295,14 @@ async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:
 
 
 async def stepped(
-    coordinator: Coordinator, one: CommunicatorState, work: Work, timeout: float
+    coordinator: Coordinator, one: CommunicatorState, work: OperationRequest, timeout: float
 ) -> pb.OperationReport:
     """A call a device a round: n · rounds calls where the devices alone need n."""
     size = len(one.members)
     rounds = len(work.operation.plan(size, 0).rounds)
     total = pb.OperationReport(algorithm=f"{work.operation.default}, stepped")
     for index in range(rounds):
-        (report,) = await launch(coordinator, one, [work], timeout, round_index=index)
+        (report,) = await fan_out(coordinator, one, [work], timeout, round_index=index)
         total.seconds += report.seconds
         total.messages_sent += report.messages_sent
         total.bytes_sent += report.bytes_sent
@@ -308,7 +310,7 @@ async def stepped(
 
 
 async def relay(
-    coordinator: Coordinator, one: CommunicatorState, work: Work, timeout: float
+    coordinator: Coordinator, one: CommunicatorState, work: OperationRequest, timeout: float
 ) -> pb.OperationReport:
     """2n messages of S, all of them through the coordinator."""
     operation = work.operation
@@ -354,7 +356,7 @@ SEAT_S = 5.0
 Reports = list[pb.OperationReport]
 
 
-class Conductor:
+class OperationQueue:
     """Creates communicators and runs operations on them."""
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -409,7 +411,7 @@ class Conductor:
     async def _seat(self, one: CommunicatorState) -> CommunicatorState:
         calls = [
             self._coordinator.call(
-                device_id, "Seat", pb.SeatRequest(seat=seat(self._coordinator, one, rank)), SEAT_S
+                device_id, "Seat", pb.SeatRequest(seat=assign_ranks(self._coordinator, one, rank)), SEAT_S
             )
             for rank, device_id in enumerate(one.members)
         ]
@@ -431,7 +433,7 @@ class Conductor:
 
     # ---- work
 
-    def check(self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0) -> None:
+    def check(self, communicator_id: int, works: Sequence[OperationRequest], timeout: float = 0.0) -> None:
         """Raises what is wrong with this work, naming the operation, before anything moves."""
         one = self._coordinator.state.communicator(communicator_id)
         if one.finalized:
@@ -449,13 +451,15 @@ class Conductor:
                 where = f"operation {index} of {len(works)}: " if len(works) > 1 else ""
                 raise type(error)(f"{where}{error}") from None
 
-    async def run(self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0) -> Reports:
+    async def run(
+        self, communicator_id: int, works: Sequence[OperationRequest], timeout: float = 0.0
+    ) -> Reports:
         """Runs the works in order; they go on even if nobody waits for them any more."""
         self.check(communicator_id, works, timeout)
         return await asyncio.shield(self.begin(communicator_id, works, timeout))
 
     def begin(
-        self, communicator_id: int, works: Sequence[Work], timeout: float = 0.0
+        self, communicator_id: int, works: Sequence[OperationRequest], timeout: float = 0.0
     ) -> asyncio.Task[Reports]:
         """Queues checked work: the communicator is in progress when this returns.
 
@@ -463,7 +467,9 @@ class Conductor:
         """
         return self._begin(communicator_id, works, timeout)[0]
 
-    async def begin_announced(self, communicator_id: int, works: Sequence[Work]) -> asyncio.Task[Reports]:
+    async def begin_announced(
+        self, communicator_id: int, works: Sequence[OperationRequest]
+    ) -> asyncio.Task[Reports]:
         """``begin``, for a caller that will not wait for the end.
 
         When this returns, the devices know of the work too: what a client asks them for directly waits for it.
@@ -474,7 +480,7 @@ class Conductor:
         return task
 
     def _begin(
-        self, communicator_id: int, works: Sequence[Work], timeout: float, announce: bool = False
+        self, communicator_id: int, works: Sequence[OperationRequest], timeout: float, announce: bool = False
     ) -> tuple[asyncio.Task[Reports], Reservation | None]:
         coordinator, timeout = self._coordinator, timeout or self._coordinator.config.timeout_s
         one = coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
@@ -495,7 +501,7 @@ class Conductor:
     async def _perform(
         self,
         communicator_id: int,
-        works: Sequence[Work],
+        works: Sequence[OperationRequest],
         timeout: float,
         access: Access,
         reservation: Reservation | None,
@@ -520,15 +526,20 @@ class Conductor:
             return reports
 
     async def _drive(
-        self, one: CommunicatorState, driver: str, works: list[Work], timeout: float, reservation_id: int
+        self,
+        one: CommunicatorState,
+        driver: str,
+        works: list[OperationRequest],
+        timeout: float,
+        reservation_id: int,
     ) -> Reports:
         if driver == "devices":
-            return await launch(self._coordinator, one, works, timeout, reservation_id=reservation_id)
+            return await fan_out(self._coordinator, one, works, timeout, reservation_id=reservation_id)
         drive = {"stepped": stepped, "relay": relay}[driver]
         return [await drive(self._coordinator, one, work, timeout) for work in works]
 
 
-def _names(works: Sequence[Work]) -> list[str]:
+def _names(works: Sequence[OperationRequest]) -> list[str]:
     """The operations, for people; of many the first few."""
     names = [str(work.operation) for work in works[:3]]
     return [*names, f"{len(works) - 3} more"] if len(works) > 3 else names

@@ -28,7 +28,7 @@ from hoop.membership import events as m
 from hoop.membership import job_membership as jm
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord
-from hoop.servers.operations import seat
+from hoop.servers.operations import assign_ranks
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import describe
@@ -90,7 +90,7 @@ class JobSupervisor:
     def _changed(self) -> None:
         """The cluster's state changed, or time passed."""
         if not self.view.over:
-            self.handle(jm.Tick())
+            self.handle(jm.JobTick())
 
     def _arrived(self, event: Event) -> None:
         """A device that joins the cluster, or may come back, is asked to get ready for a job that can use it."""
@@ -108,7 +108,7 @@ class JobSupervisor:
     def resumed(self, generation: int) -> None:
         """The ranks of a generation are at work together."""
         if self.record.id in self._coordinator.state.communicators:
-            self._coordinator.apply(m.Worked(self.record.id, generation))
+            self._coordinator.apply(m.LinkWorked(self.record.id, generation))
         self.handle(jm.TaskResumed(generation))
 
     def has_rank(self, device_id: int) -> bool:
@@ -172,7 +172,7 @@ class JobSupervisor:
         self.handle(jm.Assigned(one.generation, assign.planned))
         requests = {
             device_id: pb.ReseatTaskRequest(
-                job_id=record.id, seat=seat(self._coordinator, one, rank), planned=assign.planned
+                job_id=record.id, seat=assign_ranks(self._coordinator, one, rank), planned=assign.planned
             )
             for rank, device_id in enumerate(one.members)
         }

@@ -15,7 +15,7 @@ from typing import Any
 
 from hoop.membership.state import CommunicatorState
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.memory_order import Span
+from hoop.servers.memory_order import MemoryRange
 from hoop.wire.generated import hoop_pb2 as pb
 
 RELEASE_S = 5.0
@@ -28,7 +28,7 @@ class Reservation:
         self,
         coordinator: Coordinator,
         one: CommunicatorState,
-        spans: Iterable[Span],
+        spans: Iterable[MemoryRange],
         what: str,
         timeout: float,
     ) -> None:
@@ -39,7 +39,7 @@ class Reservation:
         self.announced = coordinator.in_background(self._announce(spans))
         """Done when every member has it, or cannot be asked any more; it never fails."""
 
-    async def _announce(self, spans: Iterable[Span]) -> None:
+    async def _announce(self, spans: Iterable[MemoryRange]) -> None:
         requests = {
             device_id: pb.ReserveRequest(reservation_id=self.id, timeout_s=self._timeout, what=self._what)
             for device_id in self._one.members

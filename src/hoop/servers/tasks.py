@@ -37,15 +37,17 @@ from hoop.events import Event, EventLog
 from hoop.membership import task_membership as ranks
 from hoop.membership.task_membership import NextStep, TaskRanks
 from hoop.memory import Arena
-from hoop.servers.operation_runner import Runner, Seat
-from hoop.transport.base import LinkWatch
+from hoop.servers.operation_runner import OperationRunner, RankAssignment
+from hoop.transport.base import LinkStats
 from hoop.wire.generated import hoop_pb2 as pb
 
 
-class SeatLinks:
+class TaskLinks:
     """Communicators by the ranks they are of, and what can be seen of their links."""
 
-    def __init__(self, runner: Runner, communicator_id: int, seat: Seat, whole: Communicator) -> None:
+    def __init__(
+        self, runner: OperationRunner, communicator_id: int, seat: RankAssignment, whole: Communicator
+    ) -> None:
         self._runner, self._id, self._seat = runner, communicator_id, seat
         everyone = tuple(range(len(seat.members)))
         self._made: dict[tuple[int, ...], tuple[int, Communicator]] = {everyone: (communicator_id, whole)}
@@ -73,7 +75,7 @@ class SeatLinks:
 
     # ---- seen from outside, by another thread
 
-    def _watches(self) -> Iterator[tuple[int, list[int], LinkWatch]]:
+    def _watches(self) -> Iterator[tuple[int, list[int], LinkStats]]:
         """Each communicator: its number, its devices by rank, its links."""
         for key, (number, one) in list(self._made.items()):
             yield number, [self._seat.members[rank].device_id for rank in key], one.endpoint.watch
@@ -127,7 +129,7 @@ TOLD_FIRST = ("started",)
 
 
 @dataclass(frozen=True)
-class TaskPlace:
+class TaskContext:
     """What a device gives to whoever trains on it."""
 
     job_id: int
@@ -136,7 +138,7 @@ class TaskPlace:
     group: Callable[[Sequence[int]], Communicator]
     hosts: tuple[str, ...]
     """The machine of each rank, by rank."""
-    reseated: Callable[[float, HoopError | None], TaskPlace]
+    reseated: Callable[[float, HoopError | None], TaskContext]
     """Waits, at most this many seconds, for a rank in a newer generation; the links of this one are closed.
 
     The error, if there is one, is what the ranks of this generation could not go on without: a part of the state, or
@@ -145,7 +147,7 @@ class TaskPlace:
     """
     moving: Callable[[], bool]
     """Whether everybody has a seat of the next generation, to be taken after a step that all agree on."""
-    moved: Callable[[], TaskPlace]
+    moved: Callable[[], TaskContext]
     """That seat; the links of this one stay open until ``settled``."""
     settled: Callable[[], None] = lambda: None
     """Everybody is here: the links of the seat before may go."""
@@ -171,7 +173,7 @@ class TaskPlace:
 
 
 Emit = Callable[[Mapping[str, Any]], None]
-Trainer = Callable[[TaskPlace, str, Emit, Callable[[], bool], bytes | None], None]
+Trainer = Callable[[TaskContext, str, Emit, Callable[[], bool], bytes | None], None]
 """Trains in a place by these settings (JSON) until done or told to stop; the last is a checkpoint to go on from."""
 
 
@@ -191,7 +193,7 @@ class Task:
     run: str = ""
     leave: Callable[[], None] = lambda: None
     """Closes the links of the seat it has now."""
-    links: SeatLinks | None = None
+    links: TaskLinks | None = None
     """Those links."""
     thread: threading.Thread | None = None
     finished: bool = False
@@ -260,7 +262,9 @@ class Task:
 class Tasks:
     """The jobs this device takes part in."""
 
-    def __init__(self, arena: Arena, runner: Runner, trainer: Trainer | None, outlives: bool) -> None:
+    def __init__(
+        self, arena: Arena, runner: OperationRunner, trainer: Trainer | None, outlives: bool
+    ) -> None:
         """``outlives``: who is restarted finds the arena again."""
         self._arena, self._outlives = arena, outlives
         self._runner = runner
@@ -334,25 +338,25 @@ class Tasks:
         message: pb.Seat,
         joining: bool = False,
         before: Callable[[], None] = lambda: None,
-    ) -> TaskPlace:
+    ) -> TaskContext:
         seat, communicator = self._runner.take(message)
         left_out = task.ranks.left_out
         if not joining:
             task.change(partial(ranks.took, generation=seat.generation))
-        links = SeatLinks(self._runner, message.communicator_id, seat, communicator)
+        links = TaskLinks(self._runner, message.communicator_id, seat, communicator)
         generation = 0 if joining else seat.generation
 
         def leave() -> None:
             links.close()
             self._runner.release(message.communicator_id, seat)
 
-        def reseated(patience: float, lacks: HoopError | None = None) -> TaskPlace:
+        def reseated(patience: float, lacks: HoopError | None = None) -> TaskContext:
             before()
             failed = links.failed()
             leave()
             return self._reassigned(job_id, task, generation, failed, patience, lacks)
 
-        def moved() -> TaskPlace:
+        def moved() -> TaskContext:
             message = task.next_assignment(0.0)
             self._runner.leave_open(message.communicator_id, seat)
             return self._place(job_id, task, message, before=leave)
@@ -362,7 +366,7 @@ class Tasks:
         device = seat.members[seat.rank].device_id
         place = communicator, links, seat.hosts, reseated, lambda: task.ranks.move, moved, before
         about = device, joining, task.heard, task.run, self._outlives, left_out
-        return TaskPlace(job_id, self._arena, *place, *about)
+        return TaskContext(job_id, self._arena, *place, *about)
 
     def _reassigned(
         self,
@@ -372,7 +376,7 @@ class Tasks:
         failed: int,
         patience: float,
         lacks: HoopError | None,
-    ) -> TaskPlace:
+    ) -> TaskContext:
         """Says that the task waits, and takes the newest rank there is; a stale one is dropped for the next."""
         about = {"lacks": str(lacks), "error": type(lacks).__name__} if lacks is not None else {}
         task.tell({"kind": "waiting", "generation": generation, "failed": failed, **about})

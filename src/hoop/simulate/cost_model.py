@@ -112,13 +112,13 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-__all__ = ["FREE", "BlockCost", "Costs", "Line", "Machine", "read_costs"]
+__all__ = ["FREE", "BlockCost", "Costs", "LinearCost", "Machine", "read_costs"]
 
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearCost:
     """Seconds (or bytes) that grow with the rows."""
 
     fixed: float = 0.0
@@ -128,7 +128,7 @@ class Line:
         return self.fixed + self.row * rows
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> Line:
+    def through(cls, points: Sequence[tuple[int, float]]) -> LinearCost:
         """The line through two measurements; neither part is negative."""
         (low, first), (high, second) = points[0], points[-1]
         row = max(0.0, (second - first) / (high - low)) if high > low else first / low
@@ -140,14 +140,14 @@ class BlockCost:
     """One block of a model."""
 
     name: str
-    forward: Line
-    backward: Line
+    forward: LinearCost
+    backward: LinearCost
     weight_bytes: int = 0
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
-    activation: Line = Line()
+    activation: LinearCost = LinearCost()
     """Bytes kept of a micro-batch from its forward to its backward."""
-    output: Line = Line()
+    output: LinearCost = LinearCost()
     """Bytes handed on."""
 
 
@@ -159,8 +159,8 @@ class Costs:
     rows: int
     """Samples of a micro-batch."""
     machine: Machine = USUAL
-    load: Line = Line()
-    loss: Line = Line()
+    load: LinearCost = LinearCost()
+    loss: LinearCost = LinearCost()
     update_s: float = 0.0
     """A byte of weights, updated."""
     update_fixed_s: float = 0.0
@@ -187,13 +187,13 @@ class Costs:
         """A model of equal blocks; seconds and bytes a micro-batch. Without a machine nothing else costs anything."""
         one = BlockCost(
             "block",
-            Line(forward),
-            Line(backward),
+            LinearCost(forward),
+            LinearCost(backward),
             weight_bytes,
             0,
             weight_bytes,
-            Line(activation_bytes),
-            Line(output_bytes),
+            LinearCost(activation_bytes),
+            LinearCost(output_bytes),
         )
         return cls((one,) * blocks, 1, machine or FREE, update_s=update_s)
 
@@ -232,7 +232,7 @@ class Costs:
                 raise InvalidArgument(f"{where}: not of format {FORMAT}; make it anew with: hoop calibrate")
             blocks = tuple(_block(one) for one in data.pop("blocks"))
             machine = read_machine(data.pop("machine"))
-            load, loss = Line(**data.pop("load")), Line(**data.pop("loss"))
+            load, loss = LinearCost(**data.pop("load")), LinearCost(**data.pop("loss"))
             return cls(blocks, machine=machine, load=load, loss=loss, **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidArgument(f"{where}: no costs in JSON: {error}") from None
@@ -249,7 +249,7 @@ def read_costs(path: Path) -> Costs:
 def _block(data: Mapping[str, Any]) -> BlockCost:
     values = dict(data)
     for name in ("forward", "backward", "activation", "output"):
-        values[name] = Line(**values[name])
+        values[name] = LinearCost(**values[name])
     return BlockCost(**values)
 
 

@@ -13,20 +13,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 
-from hoop.collectives.shard_tree import Node, holding
+from hoop.collectives.shard_tree import Node, merge_plan
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition
-from hoop.plan.instructions import GRADIENT_KINDS, Instruction, Kind
-from hoop.plan.partition import Stage
+from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
+from hoop.plan.partition import StageCut
 from hoop.plan.plan import Plan
-from hoop.plan.replica_placement import holders, shares
-from hoop.simulate.cost_model import Costs, Line
+from hoop.plan.replica_placement import replica_holders, replica_shares
+from hoop.simulate.cost_model import Costs, LinearCost
 
 _INPUT_SHARE = 0.5
 """Of a backward that is cut in two, the half of the input."""
 
 
-class Prices:
+class InstructionCosts:
     """A plan's instructions, priced for a model that is cut at ``cuts``."""
 
     def __init__(
@@ -46,8 +46,10 @@ class Prices:
             for rank in ranks
         }
         base = machine.instruction_s
-        self._seconds: dict[tuple[Kind, int], float] = {(Kind.LOAD, 0): base + costs.load.at(rows)}
-        self._sizes: dict[tuple[Kind, int], float] = {}
+        self._seconds: dict[tuple[InstructionKind, int], float] = {
+            (InstructionKind.LOAD, 0): base + costs.load.at(rows)
+        }
+        self._sizes: dict[tuple[InstructionKind, int], float] = {}
         for stage, blocks in enumerate(stages):
             last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
             if 0 < stage == plan.stages - 1:
@@ -55,18 +57,20 @@ class Prices:
             backward = sum(one.backward.at(rows) for one in blocks)
             first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
             self._seconds |= {
-                (Kind.FORWARD, stage): base + sum(one.forward.at(rows) for one in blocks) + last,
-                (Kind.BACKWARD, stage): base + backward,
-                (Kind.BACKWARD_INPUT, stage): base + first_half,
-                (Kind.BACKWARD_WEIGHT, stage): base + second_half,
-                (Kind.REDUCE, stage): base,
-                (Kind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * weights[stage],
+                (InstructionKind.FORWARD, stage): base + sum(one.forward.at(rows) for one in blocks) + last,
+                (InstructionKind.BACKWARD, stage): base + backward,
+                (InstructionKind.BACKWARD_INPUT, stage): base + first_half,
+                (InstructionKind.BACKWARD_WEIGHT, stage): base + second_half,
+                (InstructionKind.REDUCE, stage): base,
+                (InstructionKind.UPDATE, stage): base
+                + costs.update_fixed_s
+                + costs.update_s * weights[stage],
             }
             self._sizes |= {
-                (Kind.SEND_OUTPUT, stage): outputs[stage],
-                (Kind.RECV_INPUT, stage): outputs[stage - 1] if stage else 0.0,
-                (Kind.SEND_GRADIENT, stage): outputs[stage - 1] if stage else 0.0,
-                (Kind.RECV_GRADIENT, stage): outputs[stage],
+                (InstructionKind.SEND_OUTPUT, stage): outputs[stage],
+                (InstructionKind.RECV_INPUT, stage): outputs[stage - 1] if stage else 0.0,
+                (InstructionKind.SEND_GRADIENT, stage): outputs[stage - 1] if stage else 0.0,
+                (InstructionKind.RECV_GRADIENT, stage): outputs[stage],
             }
         self._pushed: dict[int, float] = {}
         if plan.servers:
@@ -79,9 +83,13 @@ class Prices:
                 self._later |= {(rank, micro) for at, micro in enumerate(share) if at % costs.joint}
         row = [sum(line.row for line in lines) for lines in _lines(costs)]
         self._row = dict(
-            zip((Kind.LOAD, Kind.FORWARD, Kind.BACKWARD), (rows * one for one in row), strict=True)
+            zip(
+                (InstructionKind.LOAD, InstructionKind.FORWARD, InstructionKind.BACKWARD),
+                (rows * one for one in row),
+                strict=True,
+            )
         )
-        self._row[Kind.BACKWARD] += base  # each has a place of its own in the sum
+        self._row[InstructionKind.BACKWARD] += base  # each has a place of its own in the sum
 
     def _serve(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
         plan, base = self._plan, self._machine.instruction_s
@@ -92,10 +100,13 @@ class Prices:
         }
         added = (sum(nodes.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
         for number in range(count):
-            self._sizes |= {(Kind.GIVE, number): weights / count, (Kind.GET, number): weights / count}
-            self._seconds[Kind.REDUCE, number] = base + added
+            self._sizes |= {
+                (InstructionKind.GIVE, number): weights / count,
+                (InstructionKind.GET, number): weights / count,
+            }
+            self._seconds[InstructionKind.REDUCE, number] = base + added
             update = costs.update_fixed_s + costs.update_s * weights / count
-            self._seconds[Kind.UPDATE, number] = base + update
+            self._seconds[InstructionKind.UPDATE, number] = base + update
 
     def _nodes(self, rank: int, stage: int) -> tuple[tuple[Node, ...], float]:
         """The nodes of the sum that a rank holds in the end, and additions of gradients a shard until then."""
@@ -111,9 +122,9 @@ class Prices:
 
     def size(self, rank: int, one: Instruction) -> float:
         """Bytes of a message, seen from either end."""
-        if one.kind is Kind.PUSH:
+        if one.kind is InstructionKind.PUSH:
             return self._pushed[rank]
-        if one.kind is Kind.TAKE:
+        if one.kind is InstructionKind.TAKE:
             return self._pushed[one.peer]
         return self._sizes[one.kind, one.stage]
 
@@ -134,7 +145,7 @@ class Prices:
         return found
 
 
-def _lines(costs: Costs) -> list[list[Line]]:
+def _lines(costs: Costs) -> list[list[LinearCost]]:
     blocks = costs.blocks
     return [[costs.load], [costs.loss, *(one.forward for one in blocks)], [one.backward for one in blocks]]
 
@@ -143,7 +154,7 @@ def nodes_of(share: Sequence[int], shards: int) -> tuple[Node, ...]:
     """The nodes of the tree over shards that a rank holds which computes these: the largest that are all its own."""
     low, high = min(share), max(share) + 1
     if high - low != len(share):
-        return tuple(node for node, _ in holding(share, shards).nodes)
+        return tuple(node for node, _ in merge_plan(share, shards).nodes)
     found: list[Node] = []
     todo = [Node(0, shards)]
     while todo:
@@ -159,20 +170,20 @@ _PLACE = 8.0
 """Bytes that say where something lies."""
 
 
-class Mirrors:
+class ReplicationCosts:
     """What each rank does for mirrors under a plan, for a model that is cut into these stages."""
 
     def __init__(
         self,
         plan: Plan,
         costs: Costs,
-        stages: Sequence[Stage],
+        stages: Sequence[StageCut],
         synchronous: bool,
         hosts: Sequence[Hashable] = (),
     ) -> None:
         self._costs, self.follow = costs, synchronous
-        self._shares = shares(plan, stages, costs.partition_blocks())
-        self._holders = holders(plan.size, hosts)
+        self._shares = replica_shares(plan, stages, costs.partition_blocks())
+        self._holders = replica_holders(plan.size, hosts)
         self._owners: list[list[int]] = [[] for _ in range(plan.size)]
         for owner, holder in enumerate(self._holders):
             if self.sent(owner):

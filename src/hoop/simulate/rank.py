@@ -24,13 +24,13 @@ from hoop.plan.instructions import (
     SENDS,
     SHARE,
     Instruction,
-    Kind,
+    InstructionKind,
 )
 from hoop.plan.rules import ListRule, Rule, in_turn
 from hoop.simulate.clock import Group, Process
-from hoop.simulate.instruction_cost import Mirrors
-from hoop.simulate.reduction_cost import FLOAT, Summing, priced
-from hoop.simulate.result import Account, Done
+from hoop.simulate.instruction_cost import ReplicationCosts
+from hoop.simulate.reduction_cost import FLOAT, ReductionCosts, reduction_seconds
+from hoop.simulate.result import RankAccount, TracedSpan
 
 if TYPE_CHECKING:
     from hoop.simulate.simulation import Simulation
@@ -40,13 +40,13 @@ BLOCK = 64 * 1024
 """Bytes that are handed over at a time between devices that share memory."""
 _AWAKE = "awake"
 _MIRROR = "mirror"
-_LAST = frozenset({Kind.UPDATE, Kind.PUSH})
-_SEEN = frozenset({*SENDS, Kind.REDUCE, Kind.UPDATE})
+_LAST = frozenset({InstructionKind.UPDATE, InstructionKind.PUSH})
+_SEEN = frozenset({*SENDS, InstructionKind.REDUCE, InstructionKind.UPDATE})
 """What concerns others, or has its moment noted."""
 
 
 @dataclass(frozen=True)
-class Stragglers:
+class SimulatedStragglers:
     """Devices that are now and then slow: each computation, by chance, by a factor; the same for the same seed."""
 
     chance: float = 0.05
@@ -69,13 +69,13 @@ class Outage:
     seconds: float
 
 
-class Device:
+class SimulatedRank:
     """One rank's process and its account."""
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._all, self._rank = simulation, rank
         self._clock, self._machine = simulation.clock, simulation.machine
-        self.account = Account()
+        self.account = RankAccount()
         self._busy = self.account.seconds
         self._outages = sorted(
             (one for one in simulation.outages if one.rank == rank), key=lambda one: one.at
@@ -140,7 +140,10 @@ class Device:
                 if kind not in _SEEN:
                     owed += seconds
                     continue
-            if kind is Kind.REDUCE and (summing := self._all.sums.get((rank, one.stage))) is not None:
+            if (
+                kind is InstructionKind.REDUCE
+                and (summing := self._all.sums.get((rank, one.stage))) is not None
+            ):
                 yield owed + seconds
                 yield from self._add_up(*summing)
             else:
@@ -152,7 +155,7 @@ class Device:
                 if not ahead:
                     self._busy[SHARE[category]] += clock.now - started
                 if trace:
-                    account.spans.append(Done(one, category, started, clock.now - started))
+                    account.spans.append(TracedSpan(one, category, started, clock.now - started))
             owed = later if ahead else 0.0
             if kind in _LAST:
                 self._progress(one)
@@ -166,12 +169,12 @@ class Device:
         return isinstance(rule, ListRule) and self._clock.alone(self._rank) and not everything
 
     def _progress(self, one: Instruction) -> None:
-        if one.kind is Kind.UPDATE:
+        if one.kind is InstructionKind.UPDATE:
             self.account.updates.append(self._clock.now)
         if one.stage == self._all.last_part[self._rank]:
             self.account.steps.append(self._clock.now)
 
-    def _luck(self, kind: Kind) -> float:
+    def _luck(self, kind: InstructionKind) -> float:
         straggle, chance = self._all.stragglers, self._random
         assert straggle is not None
         assert chance is not None
@@ -179,7 +182,7 @@ class Device:
         return straggle.factor if hit else 1.0
 
     def _taken(self) -> Instruction:
-        """The next message of whose turn it is, as the engine's ``Ruled`` takes them."""
+        """The next message of whose turn it is, as the engine's ``RuleExecutor`` takes them."""
         inbox = self._clock.inbox[self._rank]
         self._served = in_turn([one.peer for one in inbox], self._served)
         found = next(one for one in inbox if one.peer == self._served)
@@ -201,7 +204,7 @@ class Device:
         took = self._clock.now - started
         self._busy[SHARE[category]] += took
         if self._all.trace and took > 0:
-            self.account.spans.append(Done(name, category, started, took))
+            self.account.spans.append(TracedSpan(name, category, started, took))
 
     # ---- waiting
 
@@ -245,7 +248,7 @@ class Device:
         yield seconds
         self._note("mirror", "compute", started)
 
-    def _keep(self, mirrors: Mirrors) -> Process:
+    def _keep(self, mirrors: ReplicationCosts) -> Process:
         """What this rank's holder needs of it, and what others' mirrors here need."""
         if self._put_off:
             yield from self._catch_up()
@@ -263,11 +266,11 @@ class Device:
         took = self._clock.now - started - (self._busy[IDLE] - waited)
         self._busy[COMMUNICATE] += took
         if self._all.trace and took > 0:
-            self.account.spans.append(Done("mirror", "send", self._clock.now - took, took))
+            self.account.spans.append(TracedSpan("mirror", "send", self._clock.now - took, took))
 
     # ---- sums
 
-    def _add_up(self, summing: Summing, index: int, group: Group) -> Process:
+    def _add_up(self, summing: ReductionCosts, index: int, group: Group) -> Process:
         started, waited = self._clock.now, self._busy[IDLE]
         if summing.mapped:
             yield from self._meet(group)
@@ -291,10 +294,10 @@ class Device:
         self._busy[COMMUNICATE] += self._clock.now - started - idle
         if self._all.trace:
             if begun > started:
-                self.account.spans.append(Done("wait", "wait", started, begun - started))
-            self.account.spans.append(Done("A", "reduce", begun, self._clock.now - begun))
+                self.account.spans.append(TracedSpan("wait", "wait", started, begun - started))
+            self.account.spans.append(TracedSpan("A", "reduce", begun, self._clock.now - begun))
 
-    def _messages(self, summing: Summing, index: int) -> Iterator[float | None]:
+    def _messages(self, summing: ReductionCosts, index: int) -> Iterator[float | None]:
         ranks, machine = summing.ranks, self._machine
         for one in summing.plan(index):
             if isinstance(one, Recv | Reduce):
@@ -304,6 +307,6 @@ class Device:
                     self._all.group(tuple(ranks[peer] for peer in one.ranks or range(len(ranks))))
                 )
                 continue
-            yield priced(one, machine)
+            yield reduction_seconds(one, machine)
             if isinstance(one, Send):
                 self._send(ranks[one.peer], self._rank, FLOAT * one.range.length)

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hoop.collectives.ordered_all_reduce import linked_plan
-from hoop.collectives.plan import Combine, Copy, Fold, Meet, Plan, Recv, Reduce, Send, Take
+from hoop.collectives.plan import CollectivePlan, Combine, Copy, Fold, Meet, Recv, Reduce, Send, Take
 from hoop.collectives.registry import CATALOG, Operation
-from hoop.collectives.shard_tree import expression, holding
+from hoop.collectives.shard_tree import expression, merge_plan
 from hoop.errors import InvalidArgument
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Machine
@@ -38,7 +38,7 @@ def check_algorithm(name: str) -> str:
     return name
 
 
-class Summing:
+class ReductionCosts:
     """How the ranks of one group add up vectors of so many bytes."""
 
     def __init__(
@@ -65,15 +65,15 @@ class Summing:
         self.mapped = len(set(self._hosts)) == 1 and cluster.inside is None and algorithm == ORDERED
         many = n * (n - 1) * (1 + max(nodes, default=1)) if algorithm == ORDERED else 2 * n * (n - 1)
         self.counted = algorithm in (ORDERED, "ring") and not self.mapped and many > most_messages
-        self._plans: dict[int, Plan] = {}
-        self._plan_of: Callable[[int], Plan] = self._planned()
+        self._plans: dict[int, CollectivePlan] = {}
+        self._plan_of: Callable[[int], CollectivePlan] = self._planned()
 
-    def _planned(self) -> Callable[[int], Plan]:
+    def _planned(self) -> Callable[[int], CollectivePlan]:
         n, count = len(self.ranks), self._count
         if self.mapped or self.counted:
-            return lambda index: Plan(())
+            return lambda index: CollectivePlan(())
         if self._algorithm == ORDERED:
-            holdings = [holding(share, self._micros) for share in self._shares]
+            holdings = [merge_plan(share, self._micros) for share in self._shares]
             total = expression(holdings, self._micros)
             return lambda index: linked_plan(total, holdings, count, index)
         operation = Operation("all_reduce", count, algorithm=self._algorithm)
@@ -81,7 +81,7 @@ class Summing:
         hosts = tuple(self._hosts) if spans else ()
         return lambda index: operation.plan(n, index, hosts=hosts)
 
-    def plan(self, index: int) -> Plan:
+    def plan(self, index: int) -> CollectivePlan:
         """What the group's member of that number does, where it goes by messages."""
         if index not in self._plans:
             self._plans[index] = self._plan_of(index)
@@ -143,7 +143,7 @@ class Summing:
             yield -(-members // min(host.cores or host.devices, host.devices))
 
 
-def priced(instruction: object, machine: Machine) -> float:
+def reduction_seconds(instruction: object, machine: Machine) -> float:
     """What an instruction of a collective keeps a core busy."""
     match instruction:
         case Send(_, where) | Recv(_, where):

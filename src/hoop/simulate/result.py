@@ -10,7 +10,7 @@ from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE, Instruction
 from hoop.plan.plan import Plan
 
 
-class Done(NamedTuple):
+class TracedSpan(NamedTuple):
     """One thing a rank did: an instruction or a word, what kind of thing it is, and when."""
 
     what: Instruction | str
@@ -20,13 +20,13 @@ class Done(NamedTuple):
 
 
 @dataclass
-class Account:
+class RankAccount:
     """Where a rank's time went, and what it sent."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0})
     bytes: float = 0.0
     messages: int = 0
-    spans: list[Done] = field(default_factory=list)
+    spans: list[TracedSpan] = field(default_factory=list)
     """Empty where they were not asked for."""
     steps: list[float] = field(default_factory=list)
     """When each of its steps was over: its update, or with a parameter server a worker's last push."""
@@ -36,7 +36,7 @@ class Account:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulationResult:
     """A strategy on a cluster, in virtual time."""
 
     strategy: str
@@ -44,7 +44,7 @@ class Outcome:
     steps: int
     seconds: float
     """From the first instruction to the last."""
-    accounts: Sequence[Account]
+    accounts: Sequence[RankAccount]
     memory: Sequence[int]
     """What each device holds at most."""
     cuts: Sequence[int]

@@ -13,7 +13,7 @@ from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
 from hoop.simulate.failure_model import Failures, Goodput, goodput
-from hoop.simulate.result import Outcome
+from hoop.simulate.result import SimulationResult
 from hoop.simulate.simulation import SPAN, simulate
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import parse
@@ -38,7 +38,7 @@ class Candidate:
 
     strategy: Strategy
     micros: int
-    outcome: Outcome | None
+    outcome: SimulationResult | None
     """None: it cannot run here."""
     among_failures: Goodput | None
     why: str
@@ -127,7 +127,7 @@ def _tried(
 
 
 def among_failures(
-    outcome: Outcome, failures: Failures, seconds_in_all: float = DAY, mirrored: bool = True
+    outcome: SimulationResult, failures: Failures, seconds_in_all: float = DAY, mirrored: bool = True
 ) -> Goodput:
     """A simulated step repeated among failures; those who are left share the work of who is not there."""
     steps = max(1, round(seconds_in_all / outcome.step_seconds))
@@ -169,7 +169,7 @@ def _judged(one: Candidate, best: Candidate) -> Candidate:
     return dataclasses.replace(one, why="; ".join(said))
 
 
-def _seconds(outcome: Outcome) -> dict[str, float]:
+def _seconds(outcome: SimulationResult) -> dict[str, float]:
     """Where a device's time goes in a step, over all devices."""
     parts = outcome.steps * outcome.devices
     return {
@@ -178,5 +178,5 @@ def _seconds(outcome: Outcome) -> dict[str, float]:
     }
 
 
-def _shares(outcome: Outcome) -> dict[str, float]:
+def _shares(outcome: SimulationResult) -> dict[str, float]:
     return {name: seconds / outcome.step_seconds for name, seconds in _seconds(outcome).items()}

@@ -19,10 +19,10 @@ from hoop.plan.rules import ListRule, Rule
 from hoop.simulate.clock import Clock, Group, Network
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
-from hoop.simulate.instruction_cost import Mirrors, Prices
-from hoop.simulate.rank import Device, Outage, Stragglers
-from hoop.simulate.reduction_cost import MOST_MESSAGES, ORDERED, Summing, check_algorithm
-from hoop.simulate.result import Outcome
+from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
+from hoop.simulate.rank import Outage, SimulatedRank, SimulatedStragglers
+from hoop.simulate.reduction_cost import MOST_MESSAGES, ORDERED, ReductionCosts, check_algorithm
+from hoop.simulate.result import SimulationResult
 from hoop.strategies.base import Strategy
 from hoop.strategies.memory_fit import Fit, Room, fit, one_each
 
@@ -41,14 +41,14 @@ def simulate(
     steps: int | None = None,
     cuts: Sequence[int] | None = None,
     all_reduce: str = ORDERED,
-    stragglers: Stragglers | None = None,
+    stragglers: SimulatedStragglers | None = None,
     outages: Sequence[Outage] = (),
     room: Room = one_each,
     trace: bool | None = None,
     most_messages: int = MOST_MESSAGES,
     mirror: bool = False,
     dealt: Sequence[float] | None = None,
-) -> Outcome:
+) -> SimulationResult:
     """What a step takes, who waits, and what moves; raises where the model does not fit.
 
     ``micros``: shards of the global batch, each of ``costs.rows`` samples. ``steps``: one, or 32 where the strategy
@@ -90,7 +90,7 @@ class Simulation:
         cluster: Cluster,
         steps: int,
         algorithm: str,
-        stragglers: Stragglers | None,
+        stragglers: SimulatedStragglers | None,
         outages: Sequence[Outage],
         trace: bool,
         most_messages: int,
@@ -107,11 +107,11 @@ class Simulation:
         self.spans = [min(span, steps - done) for done in range(0, steps, span)]
         self._steps = steps
         cuts = [stage.blocks.start for stage in fitted.stages]
-        self.prices = Prices(plan, costs, cuts, listed, strategy.synchronous)
+        self.prices = InstructionCosts(plan, costs, cuts, listed, strategy.synchronous)
         self.mirrors = None
         self._memory = fitted.bytes
         if mirror and strategy.name != "data":
-            self.mirrors = Mirrors(plan, costs, fitted.stages, strategy.synchronous, cluster.host_of)
+            self.mirrors = ReplicationCosts(plan, costs, fitted.stages, strategy.synchronous, cluster.host_of)
             self._memory = self.mirrors.memory(fitted.bytes, cluster.memory)
         self._groups: dict[tuple[int, ...], Group] = {}
         self.sums = self._summing(cluster, algorithm, most_messages)
@@ -127,14 +127,14 @@ class Simulation:
 
     def _summing(
         self, cluster: Cluster, algorithm: str, most_messages: int
-    ) -> dict[tuple[int, int], tuple[Summing, int, Group]]:
+    ) -> dict[tuple[int, int], tuple[ReductionCosts, int, Group]]:
         """For each rank and stage that is added up across replicas: how, and as which member of which group."""
         plan, prices = self._plan, self.prices
         found = {}
         for stage, ranks in enumerate(plan.holders if not plan.servers else ()):
             if len(ranks) == 1:
                 continue
-            summing = Summing(
+            summing = ReductionCosts(
                 ranks,
                 [plan.computed_by(rank, stage) for rank in ranks],
                 [prices.nodes(rank, stage) for rank in ranks],
@@ -161,8 +161,8 @@ class Simulation:
         rule = self._strategy.rule(self._plan, rank, steps)
         return ListRule(self._plan.ranks[rank]) if rule is None else rule
 
-    def run(self) -> Outcome:
-        devices = [Device(self, rank) for rank in range(self._plan.size)]
+    def run(self) -> SimulationResult:
+        devices = [SimulatedRank(self, rank) for rank in range(self._plan.size)]
         stuck = self.clock.run([device.run() for device in devices])
         if stuck:
             raise InternalError(
@@ -171,7 +171,7 @@ class Simulation:
         end = max(device.account.end for device in devices)
         for device in devices:  # who is done waits for the others
             device.account.seconds["idle"] += end - device.account.end
-        return Outcome(
+        return SimulationResult(
             self._strategy.spec,
             self._plan,
             self._steps,
@@ -188,5 +188,5 @@ def alone_seconds(costs: Costs, micros: int) -> float:
     from hoop.strategies.data_parallel import DataParallel
 
     plan = DataParallel().plan(1, micros)
-    prices = Prices(plan, costs, [0], True, True)
+    prices = InstructionCosts(plan, costs, [0], True, True)
     return costs.machine.step_s + sum(prices.seconds(0, one) for one in plan.ranks[0])

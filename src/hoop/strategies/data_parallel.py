@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
 from hoop.strategies.base import check_sizes, shares
@@ -46,7 +46,7 @@ class DataParallel:
 
     def plan(self, devices: int, micros: int, speeds: Sequence[float] | None = None) -> Plan:
         check_sizes(devices, micros, speeds)
-        end = (Instruction(Kind.REDUCE, 0), Instruction(Kind.UPDATE, 0))
+        end = (Instruction(InstructionKind.REDUCE, 0), Instruction(InstructionKind.UPDATE, 0))
         ranks = tuple((*whole_model(share), *end) for share in shares(micros, devices, speeds))
         return Plan(micros, (tuple(range(devices)),), ranks)
 
@@ -57,5 +57,5 @@ class DataParallel:
 def whole_model(micros: Sequence[int]) -> Iterator[Instruction]:
     """Each micro-batch in turn through a model that is all on one device."""
     for micro in micros:
-        for kind in (Kind.LOAD, Kind.FORWARD, Kind.BACKWARD):
+        for kind in (InstructionKind.LOAD, InstructionKind.FORWARD, InstructionKind.BACKWARD):
             yield Instruction(kind, 0, micro)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hoop.errors import InvalidArgument
-from hoop.plan.builder import weave
+from hoop.plan.builder import build_plan
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
 from hoop.strategies.base import check_sizes, shares
@@ -76,7 +76,7 @@ class Hybrid:
             for rank in range(depth)
         ]
         holders = [range(stage % depth, devices, depth) for stage in range(self.stages(devices))]
-        return weave(micros, holders, lines)
+        return build_plan(micros, holders, lines)
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return None

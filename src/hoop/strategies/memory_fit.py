@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, UserError
-from hoop.plan.partition import Block, Place, Stage, cut, needs, partition
+from hoop.plan.partition import Block, StageCut, StageDevice, cut, needs, partition
 from hoop.plan.plan import Plan, in_flight, split_evenly
 from hoop.strategies.base import Strategy
 
@@ -38,7 +38,7 @@ class Fit:
     """A strategy under which a model fits."""
 
     strategy: Strategy
-    stages: list[Stage]
+    stages: list[StageCut]
     bytes: list[int]
     """What each device then holds."""
 
@@ -71,7 +71,7 @@ def fit(
     for stage, ranks in enumerate(plan.holders):
         caps = [cap for rank in ranks if (cap := memory[rank]) is not None]
         places.append(
-            Place(
+            StageDevice(
                 _name(ranks),
                 min(paces[rank] for rank in ranks),
                 min(caps, default=None),
@@ -96,7 +96,7 @@ def fit(
     return Fit(strategy, stages, bytes_held)
 
 
-def fitting(
+def fitting_strategies(
     strategies: Iterable[Strategy],
     blocks: Sequence[Block],
     memory: Memory,

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import ListRule, Rule
-from hoop.plan.unit_clock import rehearse
+from hoop.plan.unit_clock import run_rules
 from hoop.strategies.base import check_sizes, shares
 from hoop.strategies.data_parallel import whole_model
 
@@ -96,7 +96,7 @@ class ParameterServer:
         if self.synchronous:
             return plan
         rules = [self._rule(plan, rank, 1) for rank in range(devices)]
-        return Plan(micros, plan.holders, rehearse(rules), servers)
+        return Plan(micros, plan.holders, run_rules(rules), servers)
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return None if self.synchronous else self._rule(plan, rank, steps)
@@ -115,16 +115,21 @@ def worker(micros: Sequence[int], servers: Sequence[int]) -> list[Instruction]:
     """A worker's step; nothing, where it has no shard."""
     if not micros:
         return []
-    gets = [Instruction(Kind.GET, number, peer=server) for number, server in enumerate(servers)]
-    pushes = [Instruction(Kind.PUSH, number, peer=server) for number, server in enumerate(servers)]
+    gets = [Instruction(InstructionKind.GET, number, peer=server) for number, server in enumerate(servers)]
+    pushes = [Instruction(InstructionKind.PUSH, number, peer=server) for number, server in enumerate(servers)]
     return [*gets, *whole_model(micros), *pushes]
 
 
 def barrier(number: int, workers: Sequence[int]) -> list[Instruction]:
     """A server's step under bsp."""
-    gives = [Instruction(Kind.GIVE, number, peer=worker) for worker in workers]
-    takes = [Instruction(Kind.TAKE, number, peer=worker) for worker in workers]
-    return [*gives, *takes, Instruction(Kind.REDUCE, number), Instruction(Kind.UPDATE, number)]
+    gives = [Instruction(InstructionKind.GIVE, number, peer=worker) for worker in workers]
+    takes = [Instruction(InstructionKind.TAKE, number, peer=worker) for worker in workers]
+    return [
+        *gives,
+        *takes,
+        Instruction(InstructionKind.REDUCE, number),
+        Instruction(InstructionKind.UPDATE, number),
+    ]
 
 
 class ServerRule:
@@ -152,7 +157,7 @@ class ServerRule:
 
     def arrived(self, message: Instruction) -> None:
         self._queue.append(message)
-        self._queue.append(Instruction(Kind.UPDATE, self._number))
+        self._queue.append(Instruction(InstructionKind.UPDATE, self._number))
         self._clocks[message.peer] += 1
         if self._clocks[message.peer] < self._steps:
             self._waiting.append(message.peer)
@@ -165,4 +170,4 @@ class ServerRule:
         most = min(self._clocks.values()) + (self._steps if self._bound is None else self._bound)
         ready = [worker for worker in self._waiting if self._clocks[worker] <= most]
         self._waiting = [worker for worker in self._waiting if self._clocks[worker] > most]
-        self._queue.extend(Instruction(Kind.GIVE, self._number, peer=worker) for worker in ready)
+        self._queue.extend(Instruction(InstructionKind.GIVE, self._number, peer=worker) for worker in ready)

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hoop.errors import InvalidArgument
-from hoop.plan.builder import weave
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.builder import build_plan
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
 from hoop.strategies.base import check_sizes
@@ -41,15 +41,15 @@ Order = Iterator[Instruction]
 def gpipe(rank: int, ranks: int, micros: range, slices: int = 1) -> Order:
     """All forwards, then all backwards."""
     for micro in micros:
-        yield Instruction(Kind.FORWARD, rank, micro)
+        yield Instruction(InstructionKind.FORWARD, rank, micro)
     for micro in micros:
-        yield Instruction(Kind.BACKWARD, rank, micro)
+        yield Instruction(InstructionKind.BACKWARD, rank, micro)
 
 
 def one_forward_one_backward(rank: int, ranks: int, micros: range, slices: int = 1) -> Order:
     """As many forwards as there are stages behind this one, then a forward and a backward in turn."""
-    forwards = [Instruction(Kind.FORWARD, rank, micro) for micro in micros]
-    backwards = [Instruction(Kind.BACKWARD, rank, micro) for micro in micros]
+    forwards = [Instruction(InstructionKind.FORWARD, rank, micro) for micro in micros]
+    backwards = [Instruction(InstructionKind.BACKWARD, rank, micro) for micro in micros]
     return _alternate(forwards, backwards, ranks - rank - 1)
 
 
@@ -62,10 +62,13 @@ def interleaved(rank: int, ranks: int, micros: range, slices: int = 1) -> Order:
     groups = [range(start, start + ranks) for start in range(micros.start, micros.stop, ranks)]
     held = range(rank, ranks * slices, ranks)
     forwards = [
-        Instruction(Kind.FORWARD, stage, micro) for group in groups for stage in held for micro in group
+        Instruction(InstructionKind.FORWARD, stage, micro)
+        for group in groups
+        for stage in held
+        for micro in group
     ]
     backwards = [
-        Instruction(Kind.BACKWARD, stage, micro)
+        Instruction(InstructionKind.BACKWARD, stage, micro)
         for group in groups
         for stage in reversed(held)
         for micro in group
@@ -76,18 +79,18 @@ def interleaved(rank: int, ranks: int, micros: range, slices: int = 1) -> Order:
 
 def zero_bubble(rank: int, ranks: int, micros: range, slices: int = 1) -> Order:
     """1F1B with split backwards: the weights' half of rank r runs r micro-batches late, and the rest at the end."""
-    forwards = [Instruction(Kind.FORWARD, rank, micro) for micro in micros]
-    backwards = [Instruction(Kind.BACKWARD_INPUT, rank, micro) for micro in micros]
+    forwards = [Instruction(InstructionKind.FORWARD, rank, micro) for micro in micros]
+    backwards = [Instruction(InstructionKind.BACKWARD_INPUT, rank, micro) for micro in micros]
     late = iter(micros)
     done = 0
     for one in _alternate(forwards, backwards, ranks - rank - 1):
         yield one
-        if one.kind is Kind.BACKWARD_INPUT:
+        if one.kind is InstructionKind.BACKWARD_INPUT:
             done += 1
             if done > rank:
-                yield Instruction(Kind.BACKWARD_WEIGHT, rank, next(late))
+                yield Instruction(InstructionKind.BACKWARD_WEIGHT, rank, next(late))
     for micro in late:
-        yield Instruction(Kind.BACKWARD_WEIGHT, rank, micro)
+        yield Instruction(InstructionKind.BACKWARD_WEIGHT, rank, micro)
 
 
 def _alternate(forwards: list[Instruction], backwards: list[Instruction], ahead: int) -> Order:
@@ -150,7 +153,7 @@ class Pipeline:
         holders = [(stage % devices,) for stage in range(self.stages(devices))]
         order = SCHEDULES[self.schedule]
         lines = [list(order(rank, devices, range(micros), self.slices)) for rank in range(devices)]
-        return weave(micros, holders, lines)
+        return build_plan(micros, holders, lines)
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return None

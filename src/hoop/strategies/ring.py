@@ -40,11 +40,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hoop.errors import InvalidArgument
-from hoop.plan.builder import finish
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.builder import finish_step
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.plan.unit_clock import rehearse
+from hoop.plan.unit_clock import run_rules
 from hoop.strategies.base import check_sizes
 
 
@@ -77,7 +77,7 @@ class RingRule:
         return max(0, micro // self._micros - self._delay)
 
     def arrived(self, message: Instruction) -> None:
-        ready = self._inputs if message.kind is Kind.RECV_INPUT else self._gradients
+        ready = self._inputs if message.kind is InstructionKind.RECV_INPUT else self._gradients
         ready[message.stage].append(message.micro)
         self._queue.append(message)
 
@@ -107,28 +107,32 @@ class RingRule:
         micro = self._inputs[stage].popleft()
         self._entered += stage == self._held[0]
         if stage == 0:
-            self._queue.append(Instruction(Kind.LOAD, 0, micro))
-        self._queue.append(Instruction(Kind.FORWARD, stage, micro))
+            self._queue.append(Instruction(InstructionKind.LOAD, 0, micro))
+        self._queue.append(Instruction(InstructionKind.FORWARD, stage, micro))
         if stage + 1 == len(self._holder):
             self._gradients[stage].append(micro)
         elif self._holder[stage + 1] == self._rank:
             self._inputs[stage + 1].append(micro)
         else:
-            self._queue.append(Instruction(Kind.SEND_OUTPUT, stage, micro, self._holder[stage + 1]))
+            self._queue.append(
+                Instruction(InstructionKind.SEND_OUTPUT, stage, micro, self._holder[stage + 1])
+            )
 
     def _backward(self, stage: int) -> None:
         micro = self._gradients[stage].popleft()
         self._left += stage == self._held[0]
-        self._queue.append(Instruction(Kind.BACKWARD, stage, micro))
+        self._queue.append(Instruction(InstructionKind.BACKWARD, stage, micro))
         if stage > 0 and self._holder[stage - 1] == self._rank:
             self._gradients[stage - 1].append(micro)
         elif stage > 0:
-            self._queue.append(Instruction(Kind.SEND_GRADIENT, stage, micro, self._holder[stage - 1]))
+            self._queue.append(
+                Instruction(InstructionKind.SEND_GRADIENT, stage, micro, self._holder[stage - 1])
+            )
         step = micro // self._micros
         self._backwards[step] += 1
         if self._backwards[step] == self._micros * len(self._held):
             self._updates += 1
-            self._queue.extend(finish(self._held))
+            self._queue.extend(finish_step(self._held))
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class RingModel:
         check_sizes(devices, micros, speeds)
         holders = tuple((stage % devices,) for stage in range(self.stages(devices)))
         empty = Plan(micros, holders, ((),) * devices)
-        return Plan(micros, holders, rehearse([self._rule(empty, rank, 1) for rank in range(devices)]))
+        return Plan(micros, holders, run_rules([self._rule(empty, rank, 1) for rank in range(devices)]))
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return self._rule(plan, rank, steps)

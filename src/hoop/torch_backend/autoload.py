@@ -36,6 +36,6 @@ def _create(options: Any, backend_options: Any) -> Any:
     is_default_group = not options.global_ranks_in_group
     if untested and is_default_group and options.group_rank == 0:  # one warning a job
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
-    from hoop.torch_backend.process_group import HoopGroup
+    from hoop.torch_backend.process_group import HoopProcessGroup
 
-    return HoopGroup.create(options)
+    return HoopProcessGroup.create(options)

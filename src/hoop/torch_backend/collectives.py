@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from hoop.memory.dtypes import dtype
-from hoop.torch_backend.group_links import Links
+from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.tensor_views import (
+    ContiguousView,
     Described,
-    Landing,
-    Reduce,
-    Row,
+    FlatTensors,
+    TorchReduction,
     bytes_of,
     elements_of,
     is_plain,
@@ -37,8 +37,8 @@ Tensors = Sequence[torch.Tensor]
 # ---- moving
 
 
-def broadcast(links: Links, tensor: torch.Tensor, root: int, timeout: float) -> None:
-    landing = Landing(tensor)
+def broadcast(links: GroupLinks, tensor: torch.Tensor, root: int, timeout: float) -> None:
+    landing = ContiguousView(tensor)
     if links.rank == root:
         landing.fill()
     data = bytes_of(landing.flat)
@@ -48,15 +48,15 @@ def broadcast(links: Links, tensor: torch.Tensor, root: int, timeout: float) -> 
         landing.settle()
 
 
-def all_gather(links: Links, outputs: Tensors, tensor: torch.Tensor, timeout: float) -> None:
+def all_gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, timeout: float) -> None:
     source, sizes = to_send(tensor), [output.numel() for output in outputs]
     if len(set(sizes)) == 1:
-        row, what = Row(outputs, filled=False), Described("all_gather", tensor.dtype, tensor.numel())
+        row, what = FlatTensors(outputs, filled=False), Described("all_gather", tensor.dtype, tensor.numel())
         given, into = bytes_of(source), bytes_of(row.flat)
         links.run("all_gather", source.nbytes, BYTES, given, into, timeout, what=what)
         row.settle()
         return
-    landings = [Landing(output) for output in outputs]
+    landings = [ContiguousView(output) for output in outputs]
     targets = [bytes_of(landing.flat) for landing in landings]
     what = Described("all_gather", tensor.dtype, tuple(sizes))
     links.exchange([bytes_of(source)] * links.size, targets, what, timeout)
@@ -64,17 +64,17 @@ def all_gather(links: Links, outputs: Tensors, tensor: torch.Tensor, timeout: fl
         landing.settle()
 
 
-def all_gather_single(links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
-    landing, source = Landing(output), to_send(tensor)
+def all_gather_single(links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
+    landing, source = ContiguousView(output), to_send(tensor)
     what = Described("all_gather", tensor.dtype, tensor.numel())
     given, into = bytes_of(source), bytes_of(landing.flat)
     links.run("all_gather", source.nbytes, BYTES, given, into, timeout, what=what)
     landing.settle()
 
 
-def gather(links: Links, outputs: Tensors, tensor: torch.Tensor, root: int, timeout: float) -> None:
+def gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, root: int, timeout: float) -> None:
     source = to_send(tensor)
-    row = Row(outputs, filled=False) if links.rank == root else None
+    row = FlatTensors(outputs, filled=False) if links.rank == root else None
     into = bytes_of(row.flat) if row is not None else sized(0)
     what = Described("gather", tensor.dtype, tensor.numel(), root=f"to {root}")
     links.run("gather", source.nbytes, BYTES, bytes_of(source), into, timeout, root=root, what=what)
@@ -82,9 +82,9 @@ def gather(links: Links, outputs: Tensors, tensor: torch.Tensor, root: int, time
         row.settle()
 
 
-def scatter(links: Links, output: torch.Tensor, tensors: Tensors, root: int, timeout: float) -> None:
-    landing = Landing(output)
-    row = Row(tensors, filled=True) if links.rank == root else None
+def scatter(links: GroupLinks, output: torch.Tensor, tensors: Tensors, root: int, timeout: float) -> None:
+    landing = ContiguousView(output)
+    row = FlatTensors(tensors, filled=True) if links.rank == root else None
     source = bytes_of(row.flat) if row is not None else sized(0)
     into = bytes_of(landing.flat)
     what = Described("scatter", output.dtype, output.numel(), root=f"from {root}")
@@ -93,11 +93,11 @@ def scatter(links: Links, output: torch.Tensor, tensors: Tensors, root: int, tim
 
 
 def all_to_all(
-    links: Links, outputs: Tensors, tensors: Tensors, timeout: float, what: Described | None = None
+    links: GroupLinks, outputs: Tensors, tensors: Tensors, timeout: float, what: Described | None = None
 ) -> None:
     """``what``: the call that it is part of."""
     what = what or Described("all_to_all with splits", tensors[0].dtype)
-    landings = [Landing(output) for output in outputs]
+    landings = [ContiguousView(output) for output in outputs]
     sources = [to_send(tensor) for tensor in tensors]
     targets = [bytes_of(landing.flat) for landing in landings]
     links.exchange([bytes_of(source) for source in sources], targets, what, timeout)
@@ -106,17 +106,21 @@ def all_to_all(
 
 
 def all_to_all_single(
-    links: Links, output: torch.Tensor, tensor: torch.Tensor, timeout: float, what: Described | None = None
+    links: GroupLinks,
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    timeout: float,
+    what: Described | None = None,
 ) -> None:
     """``what``: the call that it is part of."""
-    landing, source = Landing(output), to_send(tensor)
+    landing, source = ContiguousView(output), to_send(tensor)
     block = source.nbytes // links.size
     what = what or Described("all_to_all", tensor.dtype, tensor.numel())
     links.run("all_to_all", block, BYTES, bytes_of(source), bytes_of(landing.flat), timeout, what=what)
     landing.settle()
 
 
-def barrier(links: Links, timeout: float) -> None:
+def barrier(links: GroupLinks, timeout: float) -> None:
     links.run("barrier", 0, BYTES, sized(0), sized(0), timeout)
 
 
@@ -124,7 +128,11 @@ def barrier(links: Links, timeout: float) -> None:
 
 
 def all_reduce(
-    links: Links, tensor: torch.Tensor, how: Reduce, timeout: float, what: Described | None = None
+    links: GroupLinks,
+    tensor: torch.Tensor,
+    how: TorchReduction,
+    timeout: float,
+    what: Described | None = None,
 ) -> None:
     """``what``: the call that it is part of."""
     if how.as_is and how.element is not None and is_plain(tensor):
@@ -132,7 +140,7 @@ def all_reduce(
         links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op, what=what)
         return
     source = to_send(how.scaled(tensor))
-    landing = Landing(tensor)
+    landing = ContiguousView(tensor)
     # Of a tensor that is not contiguous this is the text of the operation itself: other ranks' may be.
     what = what or Described("all_reduce", tensor.dtype, tensor.numel(), how.name)
     if not how.by_links or how.element is None:
@@ -143,7 +151,9 @@ def all_reduce(
     landing.settle()
 
 
-def all_reduce_compressed(links: Links, tensor: torch.Tensor, how: Reduce, name: str, timeout: float) -> None:
+def all_reduce_compressed(
+    links: GroupLinks, tensor: torch.Tensor, how: TorchReduction, name: str, timeout: float
+) -> None:
     """Of a plain tensor of float32, which loses a little."""
     assert how.element is not None, "what may be compressed has an element type"
     where = elements_of(tensor)
@@ -151,7 +161,7 @@ def all_reduce_compressed(links: Links, tensor: torch.Tensor, how: Reduce, name:
 
 
 def begin_all_reduce(
-    links: Links, tensor: torch.Tensor, how: Reduce, timeout: float
+    links: GroupLinks, tensor: torch.Tensor, how: TorchReduction, timeout: float
 ) -> Callable[[float], None] | None:
     """``all_reduce`` of a plain tensor, for whoever may not wait: None if it is done, else how to go on."""
     assert how.element is not None, "what is reduced as it is has an element type"
@@ -164,8 +174,8 @@ def _go_on(rest: Callable[[], None], tensor: torch.Tensor, timeout: float) -> No
     rest()
 
 
-def all_reduce_coalesced(links: Links, tensors: Tensors, how: Reduce, timeout: float) -> None:
-    row = Row(tensors, filled=True)
+def all_reduce_coalesced(links: GroupLinks, tensors: Tensors, how: TorchReduction, timeout: float) -> None:
+    row = FlatTensors(tensors, filled=True)
     sizes = tuple(tensor.numel() for tensor in tensors)
     what = Described("all_reduce_coalesced", tensors[0].dtype, sizes, how.name)
     all_reduce(links, row.flat, how, timeout, what)
@@ -173,16 +183,16 @@ def all_reduce_coalesced(links: Links, tensors: Tensors, how: Reduce, timeout: f
 
 
 def reduce(
-    links: Links,
+    links: GroupLinks,
     tensor: torch.Tensor,
     root: int,
-    how: Reduce,
+    how: TorchReduction,
     timeout: float,
     what: Described | None = None,
 ) -> None:
     """``what``: the call that it is part of."""
     source = to_send(how.scaled(tensor))
-    result = Landing(tensor) if links.rank == root else None
+    result = ContiguousView(tensor) if links.rank == root else None
     what = what or Described("reduce", tensor.dtype, tensor.numel(), how.name, f"to {root}")
     if not how.by_links or how.element is None:
         every = _gathered(links, source, what, timeout)
@@ -196,9 +206,11 @@ def reduce(
         result.settle()
 
 
-def reduce_scatter(links: Links, output: torch.Tensor, tensors: Tensors, how: Reduce, timeout: float) -> None:
+def reduce_scatter(
+    links: GroupLinks, output: torch.Tensor, tensors: Tensors, how: TorchReduction, timeout: float
+) -> None:
     if len({tensor.numel() for tensor in tensors}) == 1:
-        row = Row(tensors, filled=True)
+        row = FlatTensors(tensors, filled=True)
         reduce_scatter_single(links, output, row.flat, how, timeout)
         return
     sizes = tuple(tensor.numel() for tensor in tensors)
@@ -211,9 +223,9 @@ def reduce_scatter(links: Links, output: torch.Tensor, tensors: Tensors, how: Re
 
 
 def reduce_scatter_single(
-    links: Links, output: torch.Tensor, tensor: torch.Tensor, how: Reduce, timeout: float
+    links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, how: TorchReduction, timeout: float
 ) -> None:
-    landing, source = Landing(output), to_send(how.scaled(tensor))
+    landing, source = ContiguousView(output), to_send(how.scaled(tensor))
     what = Described("reduce_scatter", output.dtype, output.numel(), how.name)
     if not how.by_links or how.element is None:
         blocks = torch.empty_like(source)
@@ -226,7 +238,7 @@ def reduce_scatter_single(
     landing.settle()
 
 
-def sparse_all_reduce(links: Links, tensor: torch.Tensor, timeout: float) -> None:
+def sparse_all_reduce(links: GroupLinks, tensor: torch.Tensor, timeout: float) -> None:
     """Sums sparse tensors: everybody's indices and values, gathered and added."""
     mine = tensor.detach().coalesce()
     indices, values = mine.indices(), mine.values()
@@ -241,7 +253,7 @@ def sparse_all_reduce(links: Links, tensor: torch.Tensor, timeout: float) -> Non
         tensor.copy_(total.coalesce())
 
 
-def _gathered(links: Links, tensor: torch.Tensor, what: Described, timeout: float) -> list[torch.Tensor]:
+def _gathered(links: GroupLinks, tensor: torch.Tensor, what: Described, timeout: float) -> list[torch.Tensor]:
     every = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
     given, into = bytes_of(tensor), bytes_of(every)
     links.run("all_gather", tensor.nbytes, BYTES, given, into, timeout, what=what)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from hoop.collectives.communicator import Communicator, Ready
+from hoop.collectives.communicator import Communicator, PreparedOperation
 from hoop.collectives.exchange import exchange
 from hoop.collectives.registry import Operation
-from hoop.collectives.work_queue import Started
+from hoop.collectives.work_queue import PendingWork
 from hoop.errors import (
     CollectiveMismatch,
     DeadlineExceeded,
@@ -25,7 +25,7 @@ from hoop.errors import (
 )
 from hoop.memory.dtypes import DType
 from hoop.torch_backend.errors import for_torch
-from hoop.torch_backend.p2p import Post
+from hoop.torch_backend.p2p import P2PEngine
 from hoop.torch_backend.tensor_views import Array, Described
 from hoop.transport.calls import Call
 
@@ -43,11 +43,11 @@ cheaper to finish at once than to hand over to a thread. Later than that, the th
 T = TypeVar("T")
 
 
-class Links:
+class GroupLinks:
     """A rank's communicator and post in one group."""
 
     def __init__(
-        self, name: str, communicator: Communicator, post: Post, world: Sequence[int], timeout: float
+        self, name: str, communicator: Communicator, post: P2PEngine, world: Sequence[int], timeout: float
     ) -> None:
         self.name = name
         self.rank, self.size = communicator.rank, communicator.size
@@ -57,7 +57,7 @@ class Links:
         self.post = post
         self._communicator = communicator
         self.lane = communicator.lane
-        self._ready: dict[tuple[str, int, str, str, int, str, Described | None], Ready] = {}
+        self._ready: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
         self._calls: dict[Described, Call] = {}
         self._broken: HoopError | None = None
         post.on_death, post.named = self._lost, self.named
@@ -98,7 +98,7 @@ class Links:
         root: int,
         compression: str = "",
         what: Described | None = None,
-    ) -> Ready:
+    ) -> PreparedOperation:
         key = collective, count, kind.name, op, root, compression, what
         ready = self._ready.get(key)
         if ready is None:
@@ -120,7 +120,7 @@ class Links:
         exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
 
     def start(
-        self, work: Started, job: Callable[[float], None], timeout: float, entered: bool = False
+        self, work: PendingWork, job: Callable[[float], None], timeout: float, entered: bool = False
     ) -> None:
         """Attempts an operation behind those that were started before, and returns at once."""
         try:

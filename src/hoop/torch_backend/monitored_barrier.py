@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 from hoop.torch_backend.errors import for_torch
-from hoop.torch_backend.group_links import Links
-from hoop.torch_backend.p2p import Kind, Request
+from hoop.torch_backend.group_links import GroupLinks
+from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.tensor_views import Array
 
 _COME, _FAILED = 1, 0
@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 1.0
 Outcome = tuple[threading.Event, list[HoopError]]
 
 
-def monitored_barrier(links: Links, number: int, timeout: float, wait_all_ranks: bool) -> None:
+def monitored_barrier(links: GroupLinks, number: int, timeout: float, wait_all_ranks: bool) -> None:
     """The group's ``number``-th; rank 0 names the first rank that failed to come, or all of them."""
     deadline = time.monotonic() + timeout
     if links.rank != 0:
@@ -50,7 +50,7 @@ def monitored_barrier(links: Links, number: int, timeout: float, wait_all_ranks:
         )
 
 
-def _report(links: Links, number: int, deadline: float) -> None:
+def _report(links: GroupLinks, number: int, deadline: float) -> None:
     # Rank 0 answers when its own time is up: a little patience, to hear its reason.
     answer, arrival = _ask(links, 0, number, deadline + _ANSWER_SECONDS)
     sent = _tell(links, 0, number, _COME, deadline)
@@ -65,22 +65,22 @@ def _report(links: Links, number: int, deadline: float) -> None:
     )
 
 
-def _answer(links: Links, number: int, word: int) -> None:
+def _answer(links: GroupLinks, number: int, word: int) -> None:
     deadline = time.monotonic() + _ANSWER_SECONDS
     for outcome in [_tell(links, rank, number, word, deadline) for rank in range(1, links.size)]:
         _failed(outcome, deadline)
 
 
-def _ask(links: Links, peer: int, number: int, deadline: float) -> tuple[Array, Outcome]:
+def _ask(links: GroupLinks, peer: int, number: int, deadline: float) -> tuple[Array, Outcome]:
     word = np.zeros(1, np.uint8)
     return word, _request(links, False, peer, number, word, deadline)
 
 
-def _tell(links: Links, peer: int, number: int, word: int, deadline: float) -> Outcome:
+def _tell(links: GroupLinks, peer: int, number: int, word: int, deadline: float) -> Outcome:
     return _request(links, True, peer, number, np.full(1, word, np.uint8), deadline)
 
 
-def _request(links: Links, sends: bool, peer: int, number: int, data: Array, deadline: float) -> Outcome:
+def _request(links: GroupLinks, sends: bool, peer: int, number: int, data: Array, deadline: float) -> Outcome:
     over, errors = threading.Event(), list[HoopError]()
 
     def ended(error: HoopError | None, source: int) -> None:
@@ -88,7 +88,7 @@ def _request(links: Links, sends: bool, peer: int, number: int, data: Array, dea
             errors.append(error)
         over.set()
 
-    links.post.request(Request(sends, peer, Kind.BARRIER, number, data, data, deadline, ended))
+    links.post.request(P2PRequest(sends, peer, MessageKind.BARRIER, number, data, data, deadline, ended))
     return over, errors
 
 

@@ -23,7 +23,7 @@ from enum import IntEnum
 
 from hoop.errors import DeadlineExceeded, HoopError, InternalError, InvalidArgument, PeerError, PeerLost
 from hoop.torch_backend.tensor_views import Array, sized
-from hoop.transport import Endpoint, Pending
+from hoop.transport import Endpoint, PendingSend
 
 SHELF_BYTES = 64 * 1024 * 1024
 """Unasked messages that are kept for a peer before it has to wait."""
@@ -32,7 +32,7 @@ Ended = Callable[[HoopError | None, int], None]
 """Called once a request is over: with an error or none, and the sender's rank."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is for."""
 
     HELLO = 0
@@ -43,19 +43,19 @@ class Kind(IntEnum):
 
 
 @dataclass(eq=False)
-class Request:
+class P2PRequest:
     """A message that someone sends or waits for; ``peer`` is None for any."""
 
     sends: bool
     peer: int | None
-    kind: Kind
+    kind: MessageKind
     tag: int
     data: Array
     owner: object
     """Whose memory the data is; kept for as long as the request."""
     deadline: float
     ended: Ended
-    pending: list[Pending] | None = None
+    pending: list[PendingSend] | None = None
     """Of a send: what the link has not taken yet; None before it is sent."""
 
     def __str__(self) -> str:
@@ -65,23 +65,23 @@ class Request:
 
 
 @dataclass(eq=False)
-class Message:
+class P2PMessage:
     """What a peer sent."""
 
     peer: int
-    kind: Kind
+    kind: MessageKind
     tag: int
     data: Array
 
 
-class Matching:
+class TagMatcher:
     """Requests that wait for a message, and messages that nobody has asked for yet."""
 
     def __init__(self) -> None:
-        self.waiting: list[Request] = []
-        self._shelf: list[Message] = []
+        self.waiting: list[P2PRequest] = []
+        self._shelf: list[P2PMessage] = []
 
-    def ask(self, request: Request) -> bool:
+    def ask(self, request: P2PRequest) -> bool:
         """Serves a request from the shelf, or lets it wait; whether it is served."""
         for message in self._shelf:
             if _fits(request, message.peer, message.kind, message.tag):
@@ -91,7 +91,7 @@ class Matching:
         self.waiting.append(request)
         return False
 
-    def claim(self, peer: int, kind: Kind, tag: int) -> Request | None:
+    def claim(self, peer: int, kind: MessageKind, tag: int) -> P2PRequest | None:
         """The request that a message of this sender and tag is for; it waits no longer."""
         for request in self.waiting:
             if _fits(request, peer, kind, tag):
@@ -99,7 +99,7 @@ class Matching:
                 return request
         return None
 
-    def keep(self, message: Message) -> None:
+    def keep(self, message: P2PMessage) -> None:
         """Nobody waits for it: onto the shelf."""
         self._shelf.append(message)
 
@@ -114,11 +114,11 @@ class Matching:
                 yield peer
 
 
-def _fits(request: Request, peer: int, kind: Kind, tag: int) -> bool:
+def _fits(request: P2PRequest, peer: int, kind: MessageKind, tag: int) -> bool:
     return request.peer in (None, peer) and request.kind is kind and request.tag == tag
 
 
-def hand_over(request: Request, message: Message) -> None:
+def hand_over(request: P2PRequest, message: P2PMessage) -> None:
     """Gives a message to who asked for it, unless the sizes differ."""
     if request.data.nbytes != message.data.nbytes:
         error = InvalidArgument(
@@ -142,7 +142,7 @@ _LEFT = "has left the group"
 _OVER = "this process group is destroyed"
 
 
-class Post:
+class P2PEngine:
     """One rank's post in one group."""
 
     def __init__(self, endpoint: Endpoint, name: str, timeout: float) -> None:
@@ -154,9 +154,9 @@ class Post:
         self.on_death: Callable[[int, str], None] = lambda peer, why: None
         self.named: Callable[[int], str] = lambda peer: f"rank {peer}"
         self._news = threading.Condition()
-        self._requests: deque[Request] = deque()
-        self._matching = Matching()
-        self._leaving: list[Request] = []
+        self._requests: deque[P2PRequest] = deque()
+        self._matching = TagMatcher()
+        self._leaving: list[P2PRequest] = []
         self._closing = False
         self._thread = threading.Thread(target=self._work, name=f"{name}-post", daemon=True)
 
@@ -166,7 +166,7 @@ class Post:
 
     # ---- from any thread
 
-    def request(self, request: Request) -> None:
+    def request(self, request: P2PRequest) -> None:
         """Starts a send or a receive; it ends on the post's thread."""
         if self._closing:
             raise PeerLost(_OVER)
@@ -196,14 +196,14 @@ class Post:
     def _work(self) -> None:
         error: HoopError = PeerLost(_OVER)
         try:
-            self._tell_all(Kind.HELLO)
+            self._tell_all(MessageKind.HELLO)
             while not self._closing:
                 self._accept_requests()
                 for peer in self._endpoint.senders(self._listened(), self._next_deadline()):
                     self._hear(peer)
                 self._see_off()
                 self._expire()
-            self._tell_all(Kind.GOODBYE)
+            self._tell_all(MessageKind.GOODBYE)
             self._endpoint.flush(time.monotonic() + _CLOSING_SECONDS)
         except HoopError as raised:
             error = raised
@@ -218,9 +218,9 @@ class Post:
             with self._news:
                 self._news.notify_all()
 
-    def _tell_all(self, kind: Kind) -> None:
+    def _tell_all(self, kind: MessageKind) -> None:
         envelope = memoryview(_ENVELOPE.pack(kind, 0, 0))
-        until = time.monotonic() + (_CLOSING_SECONDS if kind is Kind.GOODBYE else self._timeout)
+        until = time.monotonic() + (_CLOSING_SECONDS if kind is MessageKind.GOODBYE else self._timeout)
         for peer in self._present():
             try:
                 self._endpoint.send(peer, envelope, until)
@@ -250,11 +250,11 @@ class Post:
             elif not self._matching.ask(request):
                 self._end_hopeless()
 
-    def _send(self, request: Request) -> None:
+    def _send(self, request: P2PRequest) -> None:
         peer, contents = request.peer, request.data
         assert peer is not None, "a message goes to somebody"
         if peer == self._endpoint.rank:
-            self._deliver(Message(peer, request.kind, request.tag, contents.copy()))
+            self._deliver(P2PMessage(peer, request.kind, request.tag, contents.copy()))
             request.ended(None, peer)
             return
         self._leaving.append(request)
@@ -268,7 +268,7 @@ class Post:
                 self._doubt(peer)
         self._end_hopeless()
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: P2PMessage) -> None:
         request = self._matching.claim(message.peer, message.kind, message.tag)
         if request is None:
             self._matching.keep(message)
@@ -285,7 +285,7 @@ class Post:
         try:
             self._endpoint.recv_into(peer, memoryview(envelope), until)
             number, tag, size = _ENVELOPE.unpack(envelope)
-            kind = Kind(number)
+            kind = MessageKind(number)
             request = self._matching.claim(peer, kind, tag)
             into = request.data if request is not None and request.data.nbytes == size else sized(size)
             if size:
@@ -295,16 +295,16 @@ class Post:
                 self._matching.waiting.append(request)
             self._lose(peer)
             return
-        if kind is Kind.GOODBYE:
+        if kind is MessageKind.GOODBYE:
             self._doubted.pop(peer, None)
             with self._news:
                 self._absent[peer] = _LEFT
                 self._news.notify_all()
             self._end_hopeless()
         elif request is not None:
-            hand_over(request, Message(peer, kind, tag, into))
-        elif kind is not Kind.HELLO:
-            self._matching.keep(Message(peer, kind, tag, into))
+            hand_over(request, P2PMessage(peer, kind, tag, into))
+        elif kind is not MessageKind.HELLO:
+            self._matching.keep(P2PMessage(peer, kind, tag, into))
 
     def _see_off(self) -> None:
         """Ends the sends whose message the link has taken."""

@@ -29,11 +29,11 @@ from torch.distributed.distributed_c10d import ReduceOptions
 from hoop.collectives.compression import compressor
 from hoop.errors import HoopError, InvalidArgument
 from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, profile, rendezvous
-from hoop.torch_backend.group_links import Links
-from hoop.torch_backend.p2p import Kind, Request
+from hoop.torch_backend.group_links import GroupLinks
+from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.tensor_views import (
-    Landing,
-    Reduce,
+    ContiguousView,
+    TorchReduction,
     bytes_of,
     check,
     check_alike,
@@ -43,7 +43,7 @@ from hoop.torch_backend.tensor_views import (
     split,
     to_send,
 )
-from hoop.torch_backend.work import DONE, HoopWork, Together
+from hoop.torch_backend.work import DONE, CoalescedWork, HoopWork
 from hoop.transport import Transport
 
 AT_ONCE_BYTES = 1 << 20
@@ -54,7 +54,7 @@ _ProcessGroup: Any = ProcessGroup  # its stub does not describe what a subclass 
 class Starting(_ProcessGroup):  # type: ignore[misc]
     """What every operation of a group goes through."""
 
-    _links: Links
+    _links: GroupLinks
     _coalesced: list[Work] | None = None
     _started = 0
 
@@ -95,7 +95,7 @@ class Starting(_ProcessGroup):  # type: ignore[misc]
         seconds = own.total_seconds() if own is not None else -1.0
         return seconds if seconds > 0 else self._links.timeout
 
-    def _at_once(self, tensor: torch.Tensor, how: Reduce, opts: Any, results: Any) -> Work | None:
+    def _at_once(self, tensor: torch.Tensor, how: TorchReduction, opts: Any, results: Any) -> Work | None:
         """An asynchronous all_reduce in the caller's thread, if it is its turn; what is left when others do not come
         soon goes to the lane."""
         links = self._links
@@ -131,7 +131,7 @@ _SUM = ReduceOptions().reduceOp
 class CollectiveCalls(Starting):
     """What all ranks of a group do together."""
 
-    def _how(self, title: str, options: Any, tensor: Tensor) -> Reduce:
+    def _how(self, title: str, options: Any, tensor: Tensor) -> TorchReduction:
         return reduce_by(title, getattr(options, "reduceOp", _SUM), tensor.dtype)
 
     # ---- reducing
@@ -384,7 +384,7 @@ def _one_by_one(jobs: Sequence[Callable[[float], None]], timeout: float) -> None
         job(timeout)
 
 
-class HoopGroup(CollectiveCalls):
+class HoopProcessGroup(CollectiveCalls):
     """Ranks that work together over Hoop's links."""
 
     def __init__(
@@ -398,10 +398,10 @@ class HoopGroup(CollectiveCalls):
         self._barriers = itertools.count()
         # Runs when the group is destroyed or forgotten, or the process ends; in children of multiprocessing too.
         self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
-        monitored_barrier.install(HoopGroup)
+        monitored_barrier.install(HoopProcessGroup)
 
     @classmethod
-    def create(cls, options: Any) -> HoopGroup:
+    def create(cls, options: Any) -> HoopProcessGroup:
         """From what torch.distributed tells a backend."""
         world = options.global_ranks_in_group or range(options.group_size)
         rank, size = options.group_rank, options.group_size
@@ -424,7 +424,7 @@ class HoopGroup(CollectiveCalls):
     def _receive(self, title: str, tensors: Tensors, peer: int | None, tag: int) -> Work:
         tensor = only(title, tensors)
         check(title, tensor)
-        landing = Landing(tensor)
+        landing = ContiguousView(tensor)
         work = HoopWork(title, [tensor], apart=True)
         return self._post(work, False, peer, tag, landing.flat, landing.settle, tensors)
 
@@ -451,7 +451,9 @@ class HoopGroup(CollectiveCalls):
                 work.finish(links.told(work.title, error, timeout))
 
         deadline = time.monotonic() + timeout
-        links.post.request(Request(sends, peer, Kind.MESSAGE, tag, bytes_of(flat), flat, deadline, ended))
+        links.post.request(
+            P2PRequest(sends, peer, MessageKind.MESSAGE, tag, bytes_of(flat), flat, deadline, ended)
+        )
         if end_event is not None:
             end_event()
         if self._coalesced is not None:
@@ -472,7 +474,7 @@ class HoopGroup(CollectiveCalls):
 
     def _end_coalescing(self, device: Any) -> Work:
         works, self._coalesced = self._coalesced or [], None
-        return Together("coalesced", works)
+        return CoalescedWork("coalesced", works)
 
     start_coalescing, end_coalescing = (
         _start_coalescing,
@@ -505,7 +507,7 @@ class HoopGroup(CollectiveCalls):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def _get_backend(self, device: torch.device) -> HoopGroup:
+    def _get_backend(self, device: torch.device) -> HoopProcessGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(f"No backend type associated with device type {device}; Hoop has cpu")
         return self
@@ -553,6 +555,6 @@ def _nothing() -> None:
     """A send has nothing to put anywhere."""
 
 
-def _close(links: Links, transports: Sequence[Transport]) -> None:
+def _close(links: GroupLinks, transports: Sequence[Transport]) -> None:
     links.close()
     rendezvous.give_back(transports)

@@ -24,12 +24,12 @@ from hoop.collectives.communicator import Communicator
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
 from hoop.torch_backend.errors import for_torch
-from hoop.torch_backend.group_links import Links
-from hoop.torch_backend.p2p import Post
+from hoop.torch_backend.group_links import GroupLinks
+from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.hybrid import HybridTransport
 from hoop.transport.registry import key_of_environment
-from hoop.transport.semaphore import BELL_BYTES, Bell
+from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore
 from hoop.transport.shm_endpoint import bell_name
 from hoop.transport.shm_segment import PAGE, map_bytes, new_memory
 
@@ -42,7 +42,7 @@ LOOPBACK = "127.0.0.1"
 
 def meet(
     name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
-) -> tuple[Links, list[Transport]]:
+) -> tuple[GroupLinks, list[Transport]]:
     """This rank's links in a new group, and the transports they are on; returns when every rank has come."""
     turn = store.add(f"hoop/round/{rank}", 1)
     hosts = _tell(name, store, f"hoop/{turn}/host", rank, size, _host(), timeout)
@@ -72,8 +72,8 @@ def meet(
         give_back(transports)
         raise
     seconds = timeout.total_seconds()
-    post = Post(endpoints[1], f"hoop-{name}", seconds)
-    return Links(name, Communicator(endpoints[0]), post, world, seconds), transports
+    post = P2PEngine(endpoints[1], f"hoop-{name}", seconds)
+    return GroupLinks(name, Communicator(endpoints[0]), post, world, seconds), transports
 
 
 def _tell(name: str, store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
@@ -106,8 +106,8 @@ def sharing_works() -> bool:
     try:
         descriptor = new_memory(PAGE)
         try:
-            place = map_bytes(descriptor, 0, PAGE)[:BELL_BYTES]
-            Bell.create(place, bell_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
+            place = map_bytes(descriptor, 0, PAGE)[:SEMAPHORE_BYTES]
+            Semaphore.create(place, bell_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
         finally:
             os.close(descriptor)
     except OSError:

@@ -117,7 +117,7 @@ class Described(NamedTuple):
         return f"{self.title}{how} of {many}{kind}{' ' if self.root else ''}{self.root}"
 
 
-class Landing:
+class ContiguousView:
     """Where results arrive: the tensor itself, or memory that is copied into it when all is there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -136,7 +136,7 @@ class Landing:
             self._target.copy_(self.flat)
 
 
-class Row:
+class FlatTensors:
     """A list of tensors as one contiguous piece of memory: n blocks in a row.
 
     Where they lie in a row already (chunks of one tensor), that is the memory.
@@ -200,7 +200,7 @@ _OF_TRUTHS = {"sum": "max", "prod": "min", "min": "min", "max": "max", "band": "
 """What an operator means for booleans, as one of bytes that are 0 or 1."""
 
 
-class Reduce:
+class TorchReduction:
     """One operator on one type of tensor."""
 
     def __init__(self, title: str, op: Any, kind: torch.dtype) -> None:
@@ -253,19 +253,19 @@ class Reduce:
         return torch.div(total, size, rounding_mode="trunc")
 
 
-_made: dict[tuple[Any, torch.dtype], Reduce] = {}
-_sums: dict[torch.dtype, Reduce] = {}
+_made: dict[tuple[Any, torch.dtype], TorchReduction] = {}
+_sums: dict[torch.dtype, TorchReduction] = {}
 
 
-def reduce_by(title: str, op: Any, kind: torch.dtype) -> Reduce:
+def reduce_by(title: str, op: Any, kind: torch.dtype) -> TorchReduction:
     """An operator on a type; those without a factor of their own are made once, and sums found at once."""
     if op == ReduceOp.SUM:
         how = _sums.get(kind)
         if how is None:
-            how = _sums[kind] = Reduce(title, op, kind)
+            how = _sums[kind] = TorchReduction(title, op, kind)
         return how
     key = (op.op, kind)
-    how = _made.get(key) or Reduce(title, op, kind)
+    how = _made.get(key) or TorchReduction(title, op, kind)
     if how.factor is None:
         _made[key] = how
     return how

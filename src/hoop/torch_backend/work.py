@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.distributed import Work
 
-from hoop.collectives.work_queue import Started
+from hoop.collectives.work_queue import PendingWork
 from hoop.errors import DeadlineExceeded
 from hoop.torch_backend.errors import for_torch
 
 NO_TIMEOUT = timedelta(0)
 
 
-class HoopWork(Started, Work):
+class HoopWork(PendingWork, Work):
     """One operation, from its call to its end; finished once, by whichever thread ran it.
 
     The future is made when someone asks for it: an ordinary ``all_reduce`` never does.
@@ -25,7 +25,7 @@ class HoopWork(Started, Work):
 
     def __init__(self, title: str, results: Any = None, apart: bool = False) -> None:
         Work.__init__(self)
-        Started.__init__(self, title)
+        PendingWork.__init__(self, title)
         self._apart = apart
         self._results = results
         self._end: torch.futures.Future[None] | None = None
@@ -111,7 +111,7 @@ class HoopWork(Started, Work):
         return self.result()
 
 
-class Together(HoopWork):
+class CoalescedWork(HoopWork):
     """Several works as one."""
 
     def __init__(self, title: str, works: Sequence[Work]) -> None:

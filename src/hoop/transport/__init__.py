@@ -4,7 +4,7 @@ A transport belongs to a process and is dialled at an address. From it a communi
 endpoint: one rank's links to the others at one generation.
 """
 
-from hoop.transport.base import Endpoint, Pending, Transport
+from hoop.transport.base import Endpoint, PendingSend, Transport
 from hoop.transport.registry import open_transport
 
-__all__ = ["Endpoint", "Pending", "Transport", "open_transport"]
+__all__ = ["Endpoint", "PendingSend", "Transport", "open_transport"]

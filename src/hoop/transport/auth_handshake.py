@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from hoop.errors import LinkCorrupted, PeerLost
 from hoop.transport.base import remaining
-from hoop.wire.frames import HEADER_BYTES, Header, Kind, check_start
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, check_start
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
@@ -38,7 +38,7 @@ class Greeting:
     """What a stranger says, read as it comes; there is never more of it here than its longest form."""
 
     key: bytes
-    hello: Header | None = None
+    hello: FrameHeader | None = None
     """Whom it wants, once it has proved itself."""
     legible: bool = False
     """Whether what came is a frame as somebody made it; else it was damaged on the way, or never one."""
@@ -58,7 +58,7 @@ class Greeting:
         if self.missing:
             return b""
         head = bytes(self._heard[:HEADER_BYTES])
-        hello = Header.unpack(head)
+        hello = FrameHeader.unpack(head)
         self.legible = True
         if self._wanted == HEADER_BYTES:
             return self._begin(hello)
@@ -67,7 +67,7 @@ class Greeting:
             self._nonce = os.urandom(NONCE_BYTES)
             self._wanted += PROOF_BYTES
             payload = self._nonce + _proof(self.key, b"dialled", head, nonces + self._nonce)
-            return Header(Kind.CHALLENGE, 0, 0, 0, 0, len(payload)).pack() + payload
+            return FrameHeader(FrameKind.CHALLENGE, 0, 0, 0, 0, len(payload)).pack() + payload
         expected = _proof(self.key, b"dials", head, nonces + self._nonce)
         if not hmac.compare_digest(expected, bytes(self._heard[-PROOF_BYTES:])):
             raise LinkCorrupted(
@@ -76,8 +76,8 @@ class Greeting:
         self.hello = hello
         return b""
 
-    def _begin(self, hello: Header) -> bytes:
-        if hello.kind not in (Kind.HELLO, Kind.ASK, Kind.MISMATCH):
+    def _begin(self, hello: FrameHeader) -> bytes:
+        if hello.kind not in (FrameKind.HELLO, FrameKind.ASK, FrameKind.MISMATCH):
             raise LinkCorrupted("the first frame on a link must be HELLO")
         if hello.length not in (0, NONCE_BYTES):
             raise LinkCorrupted(f"a HELLO of {hello.length} bytes")
@@ -96,7 +96,7 @@ class Greeting:
 
 def prove(
     sock: socket.socket,
-    hello: Header,
+    hello: FrameHeader,
     key: bytes,
     bell: socket.socket,
     deadline: float,
@@ -110,12 +110,12 @@ def prove(
     try:
         head, nonce = replace(hello, length=NONCE_BYTES).pack(), os.urandom(NONCE_BYTES)
         sock.send(head + nonce)  # (1): a fresh socket takes so little at once
-        answer = Header.unpack(read_exactly(sock, HEADER_BYTES, bell, deadline, stop))
+        answer = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, bell, deadline, stop))
         said = read_exactly(sock, min(answer.length, _LONGEST), bell, deadline, stop)
-        if answer.kind in (Kind.REFUSAL, Kind.GOODBYE):
+        if answer.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE):
             raise PeerLost(f"it refused the link: {said.decode(errors='replace')}")
         theirs, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
-        if answer.kind != Kind.CHALLENGE or not hmac.compare_digest(
+        if answer.kind != FrameKind.CHALLENGE or not hmac.compare_digest(
             proof, _proof(key, b"dialled", head, nonce + theirs)
         ):
             raise PeerLost("it could not prove that it belongs to this cluster: have both the same token?")

@@ -12,7 +12,7 @@ in which they were sent, whole, or an error names the peer.
 ``send`` never waits for the receiver: what the link does not take at once is handed over later,
 while this rank waits for something else. So a plan that would finish with unlimited buffers
 finishes here too, whatever the sizes. The price is that the bytes must stay as they are until then;
-the ``Pending`` that ``send`` returns tells, and ``detach`` copies what is left for whoever cannot wait.
+the ``PendingSend`` that ``send`` returns tells, and ``detach`` copies what is left for whoever cannot wait.
 
 All deadlines are values of ``time.monotonic()``.
 
@@ -29,10 +29,10 @@ from types import TracebackType
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
 from hoop.transport.calls import Call
-from hoop.transport.shm_segment import Bytes, Mailbox
+from hoop.transport.shm_segment import Bytes, ShmSegment
 
 
-class LinkWatch:
+class LinkStats:
     """Of one endpoint; read from any thread. Ranks that share memory have no links, and nothing to see."""
 
     def __init__(self, moved: Callable[[int], tuple[int, int]] = lambda peer: (0, 0)) -> None:
@@ -59,7 +59,7 @@ class LinkWatch:
         return tuple(self.moved(peer)[1] for peer in peers)
 
 
-class Pending(ABC):
+class PendingSend(ABC):
     """A message that the link has not taken whole yet."""
 
     @property
@@ -86,14 +86,14 @@ class Endpoint(ABC):
         self.messages_damaged = 0
         """Messages that did not come as they were sent; each was asked for again, or is told by an error."""
         self.messages_repeated = 0
-        self.watch = LinkWatch()
+        self.watch = LinkStats()
 
     @property
     def size(self) -> int:
         return len(self.peers)
 
     @abstractmethod
-    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         """Starts a message to ``peer``; None when the link has taken all of it."""
 
     @abstractmethod
@@ -155,7 +155,7 @@ class Endpoint(ABC):
 class SharedEndpoint(Endpoint):
     """Links between ranks that see each other's memory."""
 
-    mailboxes: list[Mailbox]
+    mailboxes: list[ShmSegment]
     """What each rank lays open, by rank."""
     arenas: list[Bytes | None]
     """Each rank's device memory, where it shares one."""
@@ -219,7 +219,7 @@ def remaining(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-class Parcel(Pending):
+class PendingBuffers(PendingSend):
     """Some pieces of memory, handed over from the front."""
 
     def __init__(self, parts: list[memoryview]) -> None:

@@ -20,19 +20,19 @@ from concurrent.futures import ThreadPoolExecutor
 from hoop.errors import CollectiveMismatch, FailedPrecondition, HoopError, InvalidArgument, PeerLost
 from hoop.memory import Arena
 from hoop.topology import Address
-from hoop.transport.base import Endpoint, Pending, SharedEndpoint, SpanningEndpoint, Transport
+from hoop.transport.base import Endpoint, PendingSend, SharedEndpoint, SpanningEndpoint, Transport
 from hoop.transport.calls import Call
 from hoop.transport.shm_listener import ShmTransport
 from hoop.transport.tcp_endpoint import TcpWaiting
 from hoop.transport.tcp_listener import TcpTransport
 
 
-class _Side:
+class _LinkSet:
     """One of the two endpoints, and what it has not handed over yet."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._unsent: list[Pending] = []
+        self._unsent: list[PendingSend] = []
         self._stopping = False
 
     @property
@@ -41,7 +41,7 @@ class _Side:
         self._unsent = [pending for pending in self._unsent if not pending.done]
         return len(self._unsent)
 
-    def keep(self, pending: Pending | None) -> None:
+    def keep(self, pending: PendingSend | None) -> None:
         if pending is not None:
             self._unsent.append(pending)
 
@@ -90,8 +90,8 @@ class HybridEndpoint(SpanningEndpoint):
         team = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
         self._places = {rank: place for place, rank in enumerate(team) if local is not None}
         """The ranks of this host, by their number in the whole communicator."""
-        self._links = _Side(links)
-        self._local = None if local is None else _Side(local)
+        self._links = _LinkSet(links)
+        self._local = None if local is None else _LinkSet(local)
         if local is not None:
             local.names = team
             if isinstance(links, TcpWaiting):
@@ -100,7 +100,7 @@ class HybridEndpoint(SpanningEndpoint):
         self._woken = False
         self._pool = ThreadPoolExecutor(1, f"hoop-hybrid-{self.rank}")  # no thread before it is needed
 
-    def _way(self, peer: int) -> tuple[_Side, int]:
+    def _way(self, peer: int) -> tuple[_LinkSet, int]:
         """Which side leads to a peer, and what it is called there."""
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
@@ -110,7 +110,7 @@ class HybridEndpoint(SpanningEndpoint):
         return self._local, place
 
     @contextlib.contextmanager
-    def _handing_over(self, but: _Side, deadline: float) -> Iterator[None]:
+    def _handing_over(self, but: _LinkSet, deadline: float) -> Iterator[None]:
         """Hands over what is left on the other side."""
         other = self._links if but is self._local else self._local
         if other is None or not other.unsent:
@@ -126,7 +126,7 @@ class HybridEndpoint(SpanningEndpoint):
         with other.meanwhile(self._pool, hand_over):
             yield
 
-    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         side, there = self._way(peer)
         pending = side.endpoint.send(there, data, deadline)
         side.keep(pending)

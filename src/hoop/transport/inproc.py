@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, LinkCorrupted, PeerLost
 from hoop.topology import Address
-from hoop.transport.base import Endpoint, Pending, Transport, remaining
+from hoop.transport.base import Endpoint, PendingSend, Transport, remaining
 from hoop.transport.calls import Call, mismatch, wrong_length
 
 _Key = tuple[Address, int, int]
@@ -85,7 +85,7 @@ class InprocEndpoint(Endpoint):
     def _key(self, rank: int) -> _Key:
         return self.peers[rank], self.communicator, self.generation
 
-    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
         with _BOARD.changed:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from hoop.transport.base import Parcel
+from hoop.transport.base import PendingBuffers
 
 PIECE_BYTES = 256 * 1024
 """How much is moved one way before the other way has its turn: what one core wrote is then read by the other while
@@ -17,7 +17,7 @@ SPARE_BYTES = 32 << 20
 """Copies' memory that is used again: fresh memory costs more than the copy."""
 
 
-class Piece(Parcel):
+class CheckedFrame(PendingBuffers):
     """A frame in memory of its own, which may have to leave more than once."""
 
     def __init__(self, sequence: int, header: bytes, payload: bytearray) -> None:
@@ -30,11 +30,11 @@ class Piece(Parcel):
         self.parts = [memoryview(self.header), memoryview(self.payload)][: 2 if self.payload else 1]
 
 
-class Message(Parcel):
+class CheckedMessage(PendingBuffers):
     """A message that leaves in pieces, each of which is copied and checked when its turn comes."""
 
     def __init__(
-        self, payload: memoryview, cut: Callable[[memoryview, bool], Piece], busy: threading.RLock
+        self, payload: memoryview, cut: Callable[[memoryview, bool], CheckedFrame], busy: threading.RLock
     ) -> None:
         """``busy`` is held by whoever hands it over, which need not be the rank's own thread."""
         super().__init__([])
@@ -63,11 +63,11 @@ class Message(Parcel):
         return not self.done
 
 
-class Kept:
+class RetransmitBuffer:
     """What one link has sent and the other end has not confirmed."""
 
     def __init__(self) -> None:
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[CheckedFrame] = deque()
         self._spare: dict[int, list[bytearray]] = {}
         self._spare_bytes = 0
         self.bytes = 0
@@ -87,7 +87,7 @@ class Kept:
         memoryview(found)[:] = payload  # a slice of a bytearray would be given a copy of a copy
         return found
 
-    def keep(self, piece: Piece) -> Piece:
+    def keep(self, piece: CheckedFrame) -> CheckedFrame:
         self._pieces.append(piece)
         self.bytes += len(piece.payload)
         return piece
@@ -104,7 +104,7 @@ class Kept:
                 self._spare.setdefault(len(payload), []).append(payload)
                 self._spare_bytes += len(payload)
 
-    def rewound(self) -> list[Piece]:
+    def rewound(self) -> list[CheckedFrame]:
         """All of them, to be sent once more."""
         for piece in self._pieces:
             piece.rewind()

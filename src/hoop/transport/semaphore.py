@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
-BELL_BYTES = 64
+SEMAPHORE_BYTES = 64
 """The space of one semaphore in a segment: a cache line, so that two semaphores do not slow each other down."""
 _COUNTING = 1
 _MOST = 2**31 - 1
@@ -50,11 +50,11 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if _in_segment() else None
 """None: semaphores have names."""
 
 
-class Bell:
+class Semaphore:
     """One semaphore, made by the rank that owns the segment and opened by a peer that maps it.
 
-    ``place`` is where it lies in the segment, ``BELL_BYTES`` long; the object keeps the mapping alive. ``name`` is used
-    only where semaphores cannot lie in a segment.
+    ``place`` is its ``SEMAPHORE_BYTES`` in the segment; the object keeps the mapping alive. ``name`` is used only where
+    semaphores cannot lie in a segment.
     """
 
     def __init__(self, lock: _multiprocessing.SemLock, name: str, place: Bytes | None) -> None:
@@ -65,7 +65,7 @@ class Bell:
         self._place = place
 
     @classmethod
-    def create(cls, place: Bytes, name: str) -> Bell:
+    def create(cls, place: Bytes, name: str) -> Semaphore:
         if _LIBC is None:
             return cls(_multiprocessing.SemLock(_COUNTING, 0, _MOST, name, False), name, None)
         if _LIBC.sem_init(ctypes.c_void_p(_address(place)), 1, 0):
@@ -74,7 +74,7 @@ class Bell:
         return cls.open(place, name)
 
     @classmethod
-    def open(cls, place: Bytes, name: str) -> Bell:
+    def open(cls, place: Bytes, name: str) -> Semaphore:
         if _LIBC is None:
             return cls(_multiprocessing.SemLock._rebuild(0, _COUNTING, _MOST, name), name, None)
         return cls(_multiprocessing.SemLock._rebuild(_address(place), _COUNTING, _MOST, None), "", place)
@@ -106,9 +106,9 @@ class Bell:
 
 
 def _address(place: Bytes) -> int:
-    if place.nbytes < BELL_BYTES or place.ctypes.data % BELL_BYTES:
+    if place.nbytes < SEMAPHORE_BYTES or place.ctypes.data % SEMAPHORE_BYTES:
         raise ValueError(
-            f"a semaphore needs {BELL_BYTES} aligned bytes, not {place.nbytes} at {place.ctypes.data:#x}"
+            f"a semaphore needs {SEMAPHORE_BYTES} aligned bytes, not {place.nbytes} at {place.ctypes.data:#x}"
         )
     return int(place.ctypes.data)
 

@@ -24,11 +24,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost, WrongLength
 from hoop.topology import Address
-from hoop.transport.base import Parcel, Pending, SharedEndpoint, remaining
+from hoop.transport.base import PendingBuffers, PendingSend, SharedEndpoint, remaining
 from hoop.transport.calls import Call, mismatch
-from hoop.transport.semaphore import Bell, spins_for
-from hoop.transport.shm_ring import Incoming, Outgoing
-from hoop.transport.shm_segment import Bytes, Mailbox, bells_for, levels_for, new_memory, size_for
+from hoop.transport.semaphore import Semaphore, spins_for
+from hoop.transport.shm_ring import RingReader, RingWriter
+from hoop.transport.shm_segment import Bytes, ShmSegment, bells_for, levels_for, new_memory, size_for
 
 _LENGTH = struct.Struct("<Q")
 
@@ -36,13 +36,13 @@ _LENGTH = struct.Struct("<Q")
 class ShmMessages(SharedEndpoint):
     """The links of an endpoint in shared memory; who makes and opens them is the next class's business."""
 
-    _door: Bell
-    _outgoing: dict[int, Outgoing]
+    _door: Semaphore
+    _outgoing: dict[int, RingWriter]
 
     def __init__(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> None:
         super().__init__(communicator, generation, rank, peers)
-        self._incoming: dict[int, Incoming] = {}
-        self._pending: dict[int, Outgoing] = {}
+        self._incoming: dict[int, RingReader] = {}
+        self._pending: dict[int, RingWriter] = {}
         """Links with something still to hand over."""
         self._arrived = threading.Condition()
         """Peers that come, confirm or go."""
@@ -56,7 +56,7 @@ class ShmMessages(SharedEndpoint):
 
     # ---- sending
 
-    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
         if peer not in self._incoming:
@@ -66,7 +66,7 @@ class ShmMessages(SharedEndpoint):
         link = self._outgoing[peer]
         payload = data.cast("B") if data.nbytes else data
         parts = [memoryview(_LENGTH.pack(payload.nbytes))]
-        parcel = Parcel([*parts, payload] if payload.nbytes else parts)
+        parcel = PendingBuffers([*parts, payload] if payload.nbytes else parts)
         link.queue.append(parcel)
         link.push()
         self.messages_sent += 1
@@ -103,7 +103,7 @@ class ShmMessages(SharedEndpoint):
         if into.nbytes:
             self._fill(peer, link, into.cast("B"), deadline)
 
-    def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
+    def _fill(self, peer: int, link: RingReader, view: memoryview, deadline: float) -> None:
         while view.nbytes:
             if link.waiting:
                 self._await(peer, link.filled, deadline)
@@ -111,7 +111,7 @@ class ShmMessages(SharedEndpoint):
                     continue
             view = link.read(view)
 
-    def _await(self, peer: int, filled: Bell, deadline: float) -> None:
+    def _await(self, peer: int, filled: Semaphore, deadline: float) -> None:
         """Takes a post of ``filled``, handing over pending messages meanwhile."""
         while True:
             if self._pending:
@@ -173,7 +173,7 @@ class ShmMessages(SharedEndpoint):
         if failed is not None:
             raise failed
 
-    def _flush_one(self, peer: int, link: Outgoing, deadline: float) -> None:
+    def _flush_one(self, peer: int, link: RingWriter, deadline: float) -> None:
         if link.used and peer in self._unconfirmed:
             self._await_confirmation(peer, deadline)
         while link.queue:
@@ -217,22 +217,22 @@ class ShmEndpoint(ShmMessages):
         super().__init__(communicator, generation, rank, peers)
         self.token = f"{os.getpid():08x}{os.urandom(12).hex()}"
         self.descriptor = new_memory(size_for(self.size))
-        self.mailboxes = [Mailbox(self.descriptor, self.size)] * self.size
+        self.mailboxes = [ShmSegment(self.descriptor, self.size)] * self.size
         self.arenas = [arena] * self.size
         self._levels = levels_for(self.size)
         mine = self.mailboxes[rank]
         self._own = [
-            Bell.create(mine.bell(index), bell_name(self.token, index))
+            Semaphore.create(mine.bell(index), bell_name(self.token, index))
             for index in range(bells_for(self.size))
         ]
         self._mine = [self._own[: self._levels], self._own[self._levels : 2 * self._levels]]
-        self._theirs: list[dict[int, Bell]] = [{}, {}]
-        self._steps: list[list[tuple[int, Callable[[], None], Callable[[bool], bool], Bell]]] = [[], []]
+        self._theirs: list[dict[int, Semaphore]] = [{}, {}]
+        self._steps: list[list[tuple[int, Callable[[], None], Callable[[bool], bool], Semaphore]]] = [[], []]
         """For each turn, level by level: how to ring, how to take a post, and the bell to wait for; worked out when
         everybody is there."""
         self._door = self._own[-1]
         self._outgoing = {
-            peer: Outgoing(self.mailboxes[rank].blocks(peer), self._door, *self._link_bells(peer))
+            peer: RingWriter(self.mailboxes[rank].blocks(peer), self._door, *self._link_bells(peer))
             for peer in range(self.size)
             if peer != rank
         }
@@ -248,7 +248,7 @@ class ShmEndpoint(ShmMessages):
         """In how many levels of a meeting it has rung that it gave up waiting in."""
         self.publications = 0
 
-    def _link_bells(self, peer: int) -> list[Bell]:
+    def _link_bells(self, peer: int) -> list[Semaphore]:
         """``free`` and ``filled`` of the link to a peer."""
         first = 2 * self._levels + 2 * peer
         return self._own[first : first + 2]
@@ -260,12 +260,12 @@ class ShmEndpoint(ShmMessages):
 
         The peer must be told in between: whoever uses them may have all it needs, and go, at once.
         """
-        mailbox = Mailbox(descriptor, self.size)
+        mailbox = ShmSegment(descriptor, self.size)
         mine = 2 * self._levels + 2 * self.rank
         last = 2 * self._levels + 2 * self.size
 
-        def bell(index: int) -> Bell:
-            return Bell.open(mailbox.bell(index), bell_name(token, index))
+        def bell(index: int) -> Semaphore:
+            return Semaphore.open(mailbox.bell(index), bell_name(token, index))
 
         free, filled, door = (bell(index) for index in (mine, mine + 1, last))
         levels = [level for level in range(self._levels) if (self.rank + (1 << level)) % self.size == peer]
@@ -279,7 +279,7 @@ class ShmEndpoint(ShmMessages):
                 for turn in (0, 1):
                     self._theirs[turn].update(theirs[turn])
                 self._outgoing[peer].their_door = door
-                self._incoming[peer] = Incoming(mailbox.blocks(self.rank), self._door, free, filled, door)
+                self._incoming[peer] = RingReader(mailbox.blocks(self.rank), self._door, free, filled, door)
                 self._arrived.notify_all()
             self._door.ring()
 

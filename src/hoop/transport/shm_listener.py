@@ -37,23 +37,23 @@ from hoop.topology import Address
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_segment import Bytes, map_bytes, size_for
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 _OFFER = struct.Struct("<32sQQ")  # token, where the arena's bytes start in its file, how many they are
 _HELLO_BYTES = HEADER_BYTES + _OFFER.size
 _TRIES = 100
 _HELLO_S = 1.0
 
-Seat = tuple[int, int, int]
+EndpointKey = tuple[int, int, int]
 """Which endpoint: communicator, generation, rank."""
 
 
 @dataclass
-class Guest:
+class PendingConnection:
     """A peer that dialled."""
 
     sock: socket.socket
-    seat: Seat
+    seat: EndpointKey
     source: int
     token: str
     descriptors: list[int]
@@ -86,7 +86,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
     raise FailedPrecondition(f"shared memory at {address}: another process of this user has that name")
 
 
-def listen_to(sock: socket.socket) -> Guest:
+def listen_to(sock: socket.socket) -> PendingConnection:
     """A peer's HELLO, with the descriptors of its memory."""
     sock.settimeout(_HELLO_S)
     check_user(sock)
@@ -98,16 +98,16 @@ def listen_to(sock: socket.socket) -> Guest:
             if not more or time.monotonic() > until:  # it hung up in the middle, or takes all day
                 raise LinkCorrupted(f"a HELLO ended after {len(data)} of {_HELLO_BYTES} bytes")
             data += more
-        header = Header.unpack(data[:HEADER_BYTES])
+        header = FrameHeader.unpack(data[:HEADER_BYTES])
         token, start, size = _OFFER.unpack(data[HEADER_BYTES:])
-        if header.kind != Kind.HELLO or not descriptors or not re.fullmatch(rb"[0-9a-f]{32}", token):
+        if header.kind != FrameKind.HELLO or not descriptors or not re.fullmatch(rb"[0-9a-f]{32}", token):
             raise LinkCorrupted("not a HELLO with memory")
     except Exception:
         for descriptor in descriptors:
             os.close(descriptor)
         raise
     seat = (header.communicator, header.generation, header.sequence)
-    return Guest(sock, seat, header.source, token.decode(), list(descriptors), (start, size))
+    return PendingConnection(sock, seat, header.source, token.decode(), list(descriptors), (start, size))
 
 
 def check_user(sock: socket.socket) -> None:
@@ -124,7 +124,7 @@ def check_memory(descriptor: int, start: int, size: int) -> None:
         raise ValueError(f"{found.st_size} bytes of user {found.st_uid} where {start + size} are needed")
 
 
-def send_away(guest: Guest) -> None:
+def send_away(guest: PendingConnection) -> None:
     guest.sock.close()
     for descriptor in guest.descriptors:
         os.close(descriptor)
@@ -168,8 +168,8 @@ class ShmTransport(Transport):
         self._listener, self.address = listen(address)
         self._arena = arena
         self._lock = threading.Lock()
-        self._endpoints: dict[Seat, ShmEndpoint] = {}
-        self._lobby: list[Guest] = []
+        self._endpoints: dict[EndpointKey, ShmEndpoint] = {}
+        self._lobby: list[PendingConnection] = []
         self._watched: list[_Watched] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -188,7 +188,7 @@ class ShmTransport(Transport):
                 raise InvalidArgument(
                     f"communicator {communicator}, generation {generation}: rank {rank} has an endpoint already"
                 )
-            endpoint = _Tracked(self, communicator, generation, rank, peers, memory)
+            endpoint = _RegisteredEndpoint(self, communicator, generation, rank, peers, memory)
             self._endpoints[seat] = endpoint
             waiting = [guest for guest in self._lobby if guest.seat == seat]
             self._lobby = [guest for guest in self._lobby if guest.seat != seat]
@@ -212,8 +212,8 @@ class ShmTransport(Transport):
 
     def _dial(self, endpoint: ShmEndpoint, peer: int, words: bytes, descriptors: list[int]) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        hello = Header(
-            Kind.HELLO, endpoint.communicator, endpoint.generation, endpoint.rank, peer, len(words)
+        hello = FrameHeader(
+            FrameKind.HELLO, endpoint.communicator, endpoint.generation, endpoint.rank, peer, len(words)
         )
         try:
             sock.connect(name_of(endpoint.peers[peer]))
@@ -304,7 +304,7 @@ class ShmTransport(Transport):
         else:
             self._seat_guest(guest, endpoint)
 
-    def _seat_guest(self, guest: Guest, endpoint: ShmEndpoint) -> None:
+    def _seat_guest(self, guest: PendingConnection, endpoint: ShmEndpoint) -> None:
         if guest.source >= endpoint.size or guest.source == endpoint.rank:
             send_away(guest)
             return
@@ -364,7 +364,7 @@ def share(address: Address, arena: Arena) -> ShmTransport | None:
         return None
 
 
-class _Tracked(ShmEndpoint):
+class _RegisteredEndpoint(ShmEndpoint):
     """An endpoint that leaves its transport's table when it closes."""
 
     def __init__(

@@ -18,26 +18,26 @@ from __future__ import annotations
 import struct
 from collections import deque
 
-from hoop.transport.base import Parcel
-from hoop.transport.semaphore import Bell
+from hoop.transport.base import PendingBuffers
+from hoop.transport.semaphore import Semaphore
 from hoop.transport.shm_segment import BLOCK_BYTES, BLOCKS
 
 _HEAD = struct.Struct("<QQ")
 _ROOM = BLOCK_BYTES - _HEAD.size
 
 
-class Outgoing:
+class RingWriter:
     """The sender's end."""
 
-    def __init__(self, blocks: list[memoryview], door: Bell, free: Bell, filled: Bell) -> None:
+    def __init__(self, blocks: list[memoryview], door: Semaphore, free: Semaphore, filled: Semaphore) -> None:
         self._blocks = blocks
         self.free = free
         self.filled = filled
         self._door = door
-        self.their_door: Bell | None = None
+        self.their_door: Semaphore | None = None
         """Known when the receiver has come."""
         self._number = 0
-        self.queue: deque[Parcel] = deque()
+        self.queue: deque[PendingBuffers] = deque()
 
     @property
     def used(self) -> bool:
@@ -74,11 +74,16 @@ class Outgoing:
         _HEAD.pack_into(block, 0, self._number, at - _HEAD.size)
 
 
-class Incoming:
+class RingReader:
     """The receiver's end."""
 
     def __init__(
-        self, blocks: list[memoryview], door: Bell, free: Bell, filled: Bell, their_door: Bell
+        self,
+        blocks: list[memoryview],
+        door: Semaphore,
+        free: Semaphore,
+        filled: Semaphore,
+        their_door: Semaphore,
     ) -> None:
         self._blocks = blocks
         self.free = free

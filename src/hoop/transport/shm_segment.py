@@ -17,12 +17,12 @@ import tempfile
 import numpy as np
 import numpy.typing as npt
 
-from hoop.transport.semaphore import BELL_BYTES
+from hoop.transport.semaphore import SEMAPHORE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = 4096
-TOLD = 8
+TEXT_BYTES = 8
 """Numbers that a rank can tell the others with each meeting."""
 SLOT_BYTES = 16 * 1024
 STAGE_BYTES = 1024 * 1024
@@ -60,7 +60,7 @@ def _bells_at(ranks: int) -> int:
 
 def size_for(ranks: int) -> int:
     """Bytes of a rank's segment."""
-    return _bells_at(ranks) + bells_for(ranks) * BELL_BYTES
+    return _bells_at(ranks) + bells_for(ranks) * SEMAPHORE_BYTES
 
 
 def new_memory(size: int) -> int:
@@ -79,7 +79,7 @@ def map_bytes(descriptor: int, start: int, size: int) -> Bytes:
     return np.frombuffer(mmap.mmap(descriptor, size, offset=start), np.uint8)
 
 
-class Mailbox:
+class ShmSegment:
     """One rank's shared memory, as this process maps it."""
 
     def __init__(self, descriptor: int, ranks: int) -> None:
@@ -89,7 +89,7 @@ class Mailbox:
         control = memory[:PAGE].view(np.uint64)
         self.arrived = memoryview(control[:1])  # type: ignore[arg-type]
         """How many meetings its owner has come to."""
-        self.told = [control[8 + turn * TOLD : 8 + (turn + 1) * TOLD] for turn in (0, 1)]
+        self.told = [control[8 + turn * TEXT_BYTES : 8 + (turn + 1) * TEXT_BYTES] for turn in (0, 1)]
         self._text = memory[_TEXT:_WORD]
         self._word = memory[_WORD:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)
@@ -123,7 +123,7 @@ class Mailbox:
 
     def bell(self, index: int) -> Bytes:
         """Where its owner's semaphore of this number lies."""
-        return self._bells[index * BELL_BYTES :][:BELL_BYTES]
+        return self._bells[index * SEMAPHORE_BYTES :][:SEMAPHORE_BYTES]
 
 
 def _read(memory: Bytes) -> str:

@@ -27,7 +27,7 @@ from hoop.topology import Address
 from hoop.transport.auth_handshake import prove, read_exactly
 from hoop.transport.calls import Call, distance, mismatch, wrong_length
 from hoop.transport.tcp_socket import connect
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 FIRST_QUESTION_S = 0.2
 """How long a rank waits in a collective before it asks for the first time; twice as long before each further time."""
@@ -40,12 +40,12 @@ _VERDICT_BYTES = 8192
 _ENDED = "another operation, which it has left"
 
 
-class Letter:
+class MismatchFrame:
     """One frame with a text, read as it comes."""
 
     def __init__(self) -> None:
         self._heard = bytearray()
-        self.header: Header | None = None
+        self.header: FrameHeader | None = None
 
     @property
     def missing(self) -> int:
@@ -56,8 +56,8 @@ class Letter:
         """Takes in what came; LinkCorrupted if it is no such frame."""
         self._heard += data
         if self.header is None and not self.missing:
-            self.header = Header.unpack(self._heard)
-            if self.header.kind != Kind.MISMATCH or self.header.length > _VERDICT_BYTES:
+            self.header = FrameHeader.unpack(self._heard)
+            if self.header.kind != FrameKind.MISMATCH or self.header.length > _VERDICT_BYTES:
                 raise LinkCorrupted(
                     f"a frame of kind {self.header.kind} and {self.header.length} bytes is no verdict"
                 )
@@ -164,13 +164,13 @@ class CallCheck:
         """What a peer's listener says is under way there: stamp and text; None if it does not answer."""
         until = min(deadline, time.monotonic() + _ANSWER_S)
         with contextlib.suppress(OSError, ValueError, HoopError):
-            with self._dialled(peer, Kind.ASK, until) as sock:
-                header = Header.unpack(read_exactly(sock, HEADER_BYTES, self._bell, until, _never))
+            with self._dialled(peer, FrameKind.ASK, until) as sock:
+                header = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, self._bell, until, _never))
                 size = min(header.length, _VERDICT_BYTES)
                 text = _readable(read_exactly(sock, size, self._bell, until, _never))
-            if header.kind == Kind.MISMATCH:
+            if header.kind == FrameKind.MISMATCH:
                 return CollectiveMismatch(text)
-            if header.kind == Kind.CALL:
+            if header.kind == FrameKind.CALL:
                 return header.call, text
         return None
 
@@ -183,22 +183,22 @@ class CallCheck:
             self._verdict = self.stamp or 1, error
         stamp = self._verdict[0]
         text = str(error).encode()[:_VERDICT_BYTES]
-        letter = Header(Kind.MISMATCH, *self._place, 0, len(text), call=stamp).pack() + text
+        letter = FrameHeader(FrameKind.MISMATCH, *self._place, 0, len(text), call=stamp).pack() + text
         until = time.monotonic() + _TOLD_S
         with contextlib.ExitStack() as opened:
             told: list[socket.socket] = []
             for peer in range(len(self._peers)):
                 if peer != self._place[2]:
                     with contextlib.suppress(OSError, ValueError, HoopError):
-                        told.append(opened.enter_context(self._dialled(peer, Kind.MISMATCH, until)))
+                        told.append(opened.enter_context(self._dialled(peer, FrameKind.MISMATCH, until)))
                         told[-1].sendmsg([memoryview(letter)])
             for sock in told:
                 with contextlib.suppress(OSError, ValueError, HoopError):
                     read_exactly(sock, HEADER_BYTES, self._bell, until, _never)
 
-    def _dialled(self, peer: int, kind: Kind, until: float) -> contextlib.closing[socket.socket]:
+    def _dialled(self, peer: int, kind: FrameKind, until: float) -> contextlib.closing[socket.socket]:
         """A connection of its own to a peer's listener, with the greeting sent."""
-        hello = Header(kind, *self._place, peer, 0)
+        hello = FrameHeader(kind, *self._place, peer, 0)
         sock = connect(self._peers[peer], self._bell, until, _never)
         if self._key:
             prove(sock, hello, self._key, self._bell, until, _never)
@@ -212,8 +212,10 @@ class CallCheck:
         """To ASK."""
         call, verdict = self._call, self._verdict
         if verdict is not None and distance(verdict[0], self.sequence) <= 0:
-            return self._frame(Kind.MISMATCH, str(verdict[1]), verdict[0])
-        return self._frame(Kind.CALL, call[1].short, call[0]) if call is not None else nothing_under_way()
+            return self._frame(FrameKind.MISMATCH, str(verdict[1]), verdict[0])
+        return (
+            self._frame(FrameKind.CALL, call[1].short, call[0]) if call is not None else nothing_under_way()
+        )
 
     def hear(self, stamp: int, text: str) -> bytes:
         """Another rank has found a mismatch in the collective of this stamp; what is answered."""
@@ -221,7 +223,7 @@ class CallCheck:
         self._verdict = self._verdict or (stamp, CollectiveMismatch(text))
         self._told.set()
         self._heed()
-        return self._frame(Kind.MISMATCH, "", stamp)
+        return self._frame(FrameKind.MISMATCH, "", stamp)
 
     def _heed(self) -> None:
         """Gives up if the verdict is on the collective under way, or an older one."""
@@ -231,14 +233,14 @@ class CallCheck:
             self._abort(error)
             self.on_mismatch(error)
 
-    def _frame(self, kind: Kind, text: str, stamp: int) -> bytes:
+    def _frame(self, kind: FrameKind, text: str, stamp: int) -> bytes:
         words = text.encode()[:_VERDICT_BYTES]
-        return Header(kind, *self._place, 0, len(words), call=stamp).pack() + words
+        return FrameHeader(kind, *self._place, 0, len(words), call=stamp).pack() + words
 
 
 def nothing_under_way() -> bytes:
     """The answer to ASK of a rank that is in no collective, or not there yet."""
-    return Header(Kind.CALL, 0, 0, 0, 0, 0).pack()
+    return FrameHeader(FrameKind.CALL, 0, 0, 0, 0, 0).pack()
 
 
 def _readable(data: bytes | bytearray) -> str:

@@ -47,13 +47,19 @@ from hoop.errors import (
 )
 from hoop.topology import Address
 from hoop.transport.auth_handshake import prove
-from hoop.transport.base import Endpoint, LinkWatch, Parcel, Pending, remaining
+from hoop.transport.base import Endpoint, LinkStats, PendingBuffers, PendingSend, remaining
 from hoop.transport.calls import Call
-from hoop.transport.retransmit import CHECKED_BYTES, PIECE_BYTES, Kept, Message, Piece
+from hoop.transport.retransmit import (
+    CHECKED_BYTES,
+    PIECE_BYTES,
+    CheckedFrame,
+    CheckedMessage,
+    RetransmitBuffer,
+)
 from hoop.transport.semaphore import spins_for
 from hoop.transport.tcp_calls import CallCheck
-from hoop.transport.tcp_socket import GAVE_UP, Incoming, Outgoing, connect, last_words
-from hoop.wire.frames import HEADER_BYTES, Header, Kind, packed
+from hoop.transport.tcp_socket import GAVE_UP, IncomingLink, OutgoingLink, connect, last_words
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, pack_header
 
 _LOOKS = 100
 """How often a rank looks before it sleeps, where it has a core to itself: it takes about as long as waking up."""
@@ -80,12 +86,12 @@ class TcpWaiting(Endpoint):
     ) -> None:
         super().__init__(communicator, generation, rank, peers)
         self._key = key
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
-        self._pending: dict[int, Outgoing] = {}
+        self._outgoing: dict[int, OutgoingLink] = {}
+        self._incoming: dict[int, IncomingLink] = {}
+        self._pending: dict[int, OutgoingLink] = {}
         """Links with something still to hand over."""
         self._error: HoopError | None = None
-        self.watch = LinkWatch(self._moved)
+        self.watch = LinkStats(self._moved)
         self._woken = False
         self._promised: set[int] = set()
         """Peers that are gone, and have said that a link of theirs is on the way."""
@@ -105,7 +111,7 @@ class TcpWaiting(Endpoint):
 
     # ---- waiting
 
-    def _await_bytes(self, peer: int, link: Incoming, deadline: float) -> None:
+    def _await_bytes(self, peer: int, link: IncomingLink, deadline: float) -> None:
         """Sleeps until an incoming link may have something, or a pending message moved on."""
         if self._pending:
             self._wait(peer, link.sock, deadline, "waiting for")
@@ -129,7 +135,7 @@ class TcpWaiting(Endpoint):
             words = link.last_words()
             if _only_talks(link):
                 return
-            if words is None or words[0].kind != Kind.GOODBYE or not words[0].sequence or link.queue:
+            if words is None or words[0].kind != FrameKind.GOODBYE or not words[0].sequence or link.queue:
                 raise self._lost(peer, None)
             self._promised.add(peer)  # it has sent something: its own link is on the way
         for other, error in slept.broken.items():
@@ -162,7 +168,9 @@ class TcpWaiting(Endpoint):
         with self._busy:
             while True:
                 links = {peer: self._incoming.get(peer) or self._outgoing.get(peer) for peer in peers}
-                found = [peer for peer, link in links.items() if isinstance(link, Incoming) and link.ahead]
+                found = [
+                    peer for peer, link in links.items() if isinstance(link, IncomingLink) and link.ahead
+                ]
                 watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
                 at_once = bool(found) or self._woken  # but others have their turn as well
                 slept = self._sleep(watched, time.monotonic() if at_once else deadline, tuple(peers))
@@ -259,9 +267,9 @@ class TcpWaiting(Endpoint):
             return self._error
         link = self._outgoing.get(peer)
         words = link.last_words() if link is not None else None
-        if words is not None and words[0].kind == Kind.REFUSAL:
+        if words is not None and words[0].kind == FrameKind.REFUSAL:
             return MembershipChanged(f"rank {self.rank}: {self.describe(peer)} refused the link: {words[1]}")
-        if words is not None and words[0].kind == Kind.MISMATCH:
+        if words is not None and words[0].kind == FrameKind.MISMATCH:
             return CollectiveMismatch(words[1])
         if words is None and (found := self.calls.ended_by(peer)) is not None:
             return self._error or found
@@ -273,9 +281,9 @@ class TcpWaiting(Endpoint):
         return PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link{why} ({where})")
 
 
-def _only_talks(link: Outgoing | Incoming | None) -> bool:
+def _only_talks(link: OutgoingLink | IncomingLink | None) -> bool:
     """Whether the other end of an outgoing link has said what it received, or not; and has not gone."""
-    if not isinstance(link, Outgoing):
+    if not isinstance(link, OutgoingLink):
         return False
     link.hear()
     return link.again or not link.over
@@ -318,7 +326,7 @@ class TcpRepeating(TcpWaiting):
         self._given_up: dict[int, socket.socket] = {}
         """Connections that changed something; their ends close them."""
 
-    def _dial(self, peer: int, deadline: float) -> Outgoing:
+    def _dial(self, peer: int, deadline: float) -> OutgoingLink:
         raise NotImplementedError
 
     def _tell(self, text: str) -> None:
@@ -326,11 +334,11 @@ class TcpRepeating(TcpWaiting):
 
     # ---- the sender
 
-    def _checked(self, link: Outgoing, payload: memoryview) -> Message:
+    def _checked(self, link: OutgoingLink, payload: memoryview) -> CheckedMessage:
         """A message whose pieces have checksums, and are kept until they are confirmed."""
-        return Message(payload, partial(self._cut, link, self.calls.stamp), self._busy)
+        return CheckedMessage(payload, partial(self._cut, link, self.calls.stamp), self._busy)
 
-    def _cut(self, link: Outgoing, stamp: int, payload: memoryview, more: bool) -> Piece:
+    def _cut(self, link: OutgoingLink, stamp: int, payload: memoryview, more: bool) -> CheckedFrame:
         assert self._checksum is not None, "only with checksums"
         assert link.kept is not None, "only with checksums"
         kept = link.kept
@@ -338,10 +346,10 @@ class TcpRepeating(TcpWaiting):
             link.hear()
         copy = kept.copy(payload)
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        kind = Kind.PART if more else Kind.CHECKED
-        header = Header(kind, *place, len(copy), self._checksum(memoryview(copy)), stamp).pack()
+        kind = FrameKind.PART if more else FrameKind.CHECKED
+        header = FrameHeader(kind, *place, len(copy), self._checksum(memoryview(copy)), stamp).pack()
         link.sequence += 1
-        return kept.keep(Piece(link.sequence - 1, header, copy))
+        return kept.keep(CheckedFrame(link.sequence - 1, header, copy))
 
     def _listen(self) -> float:
         sleeps = inf
@@ -353,7 +361,7 @@ class TcpRepeating(TcpWaiting):
                     self._repeat(peer, link)
         return sleeps
 
-    def _repeat(self, peer: int, link: Outgoing) -> None:
+    def _repeat(self, peer: int, link: OutgoingLink) -> None:
         """(4)"""
         assert link.kept is not None, "asked again for what is not kept"
         link.kept.tries += 1
@@ -369,7 +377,7 @@ class TcpRepeating(TcpWaiting):
         fresh = self._dial(peer, time.monotonic() + _REDIAL_S)
         fresh.sequence, fresh.kept = link.sequence, link.kept
         fresh.queue += link.kept.rewound()
-        fresh.queue += [one for one in link.queue if isinstance(one, Message) and one.leave_to()]
+        fresh.queue += [one for one in link.queue if isinstance(one, CheckedMessage) and one.leave_to()]
         self._pending[peer] = fresh
         self.messages_repeated += 1
 
@@ -414,7 +422,7 @@ class TcpRepeating(TcpWaiting):
     def _link_from(self, peer: int) -> str:
         return f"link {peer} -> {self.rank} of communicator {self.communicator}"
 
-    def _verify(self, peer: int, link: Incoming, header: Header, payload: memoryview) -> None:
+    def _verify(self, peer: int, link: IncomingLink, header: FrameHeader, payload: memoryview) -> None:
         """Confirms what is as it was sent."""
         if self._checksum is not None and self._checksum(payload) != header.checksum:
             raise Damaged(
@@ -422,10 +430,10 @@ class TcpRepeating(TcpWaiting):
             )
         link.confirmed = link.sequence
         with contextlib.suppress(OSError):  # (2), or the next one confirms this one as well
-            link.sock.send(self._said(Kind.RECEIVED, link.sequence))
+            link.sock.send(self._said(FrameKind.RECEIVED, link.sequence))
 
-    def _said(self, kind: Kind, sequence: int) -> bytes:
-        return Header(kind, self.communicator, self.generation, self.rank, sequence, 0).pack()
+    def _said(self, kind: FrameKind, sequence: int) -> bytes:
+        return FrameHeader(kind, self.communicator, self.generation, self.rank, sequence, 0).pack()
 
     def _ask_again(self, peer: int, damage: Damaged) -> None:
         """(3)"""
@@ -443,9 +451,9 @@ class TcpRepeating(TcpWaiting):
             del self._incoming[peer]
         self._given_up[peer] = link.sock
         with contextlib.suppress(OSError):  # three times, for one of them may be hit as well
-            link.sock.send(3 * self._said(Kind.AGAIN, due))
+            link.sock.send(3 * self._said(FrameKind.AGAIN, due))
 
-    def _resume(self, peer: int, link: Incoming) -> None:
+    def _resume(self, peer: int, link: IncomingLink) -> None:
         """A connection that follows one that changed something goes on where that one was right."""
         if peer in self._given_up:
             self._given_up.pop(peer).close()
@@ -460,9 +468,9 @@ only the beginning, because what is under way should fit into the caches."""
 
 
 @functools.lru_cache(maxsize=64)
-def _whole_message(size: int) -> Header:
+def _whole_message(size: int) -> FrameHeader:
     """What is needed of the header of an expected message; to make a new one takes longer than to compare its bytes."""
-    return Header(Kind.DATA, 0, 0, 0, 0, size)
+    return FrameHeader(FrameKind.DATA, 0, 0, 0, 0, size)
 
 
 class TcpEndpoint(TcpRepeating):
@@ -470,11 +478,11 @@ class TcpEndpoint(TcpRepeating):
 
     # ---- sending
 
-    def send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         with self._busy:
             return self._send(peer, data, deadline)
 
-    def _send(self, peer: int, data: memoryview, deadline: float) -> Pending | None:
+    def _send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         if self._error is not None:
             raise self._error
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
@@ -486,16 +494,16 @@ class TcpEndpoint(TcpRepeating):
         self.bytes_sent += payload.nbytes
         return None if parcel.done else parcel
 
-    def _plain(self, link: Outgoing, payload: memoryview) -> Parcel:
+    def _plain(self, link: OutgoingLink, payload: memoryview) -> PendingBuffers:
         place = (self.communicator, self.generation, self.rank, link.sequence)
-        header = packed(Kind.DATA, *place, payload.nbytes, 0, self.calls.stamp)
+        header = pack_header(FrameKind.DATA, *place, payload.nbytes, 0, self.calls.stamp)
         link.sequence += 1
-        return Parcel([memoryview(header), payload][: 2 if payload.nbytes else 1])
+        return PendingBuffers([memoryview(header), payload][: 2 if payload.nbytes else 1])
 
-    def _dial(self, peer: int, deadline: float) -> Outgoing:  # (1)
+    def _dial(self, peer: int, deadline: float) -> OutgoingLink:  # (1)
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
-        hello = Header(Kind.HELLO, self.communicator, self.generation, self.rank, peer, 0)
+        hello = FrameHeader(FrameKind.HELLO, self.communicator, self.generation, self.rank, peer, 0)
         self.watch.waits_for, self.watch.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._bell, deadline, lambda: self._error is not None)
@@ -516,9 +524,9 @@ class TcpEndpoint(TcpRepeating):
             ) from None
         finally:
             self.watch.waits_for, self.watch.connecting = (), False
-        link = Outgoing(sock, Kept() if self._checksum else None)
+        link = OutgoingLink(sock, RetransmitBuffer() if self._checksum else None)
         if not self._key:
-            link.queue.append(Parcel([memoryview(hello.pack())]))
+            link.queue.append(PendingBuffers([memoryview(hello.pack())]))
             link.taken = -HEADER_BYTES
         with self._lock:
             if self._error is None:
@@ -527,7 +535,7 @@ class TcpEndpoint(TcpRepeating):
         sock.close()
         raise self._error
 
-    def _push(self, peer: int, link: Outgoing, most: int | None = None) -> None:
+    def _push(self, peer: int, link: OutgoingLink, most: int | None = None) -> None:
         try:
             link.push(most)
         except OSError as error:
@@ -551,7 +559,7 @@ class TcpEndpoint(TcpRepeating):
         """A link that ``peer`` dialled; from the transport's thread."""
         with self._lock:
             if self._error is None and peer not in self._incoming:
-                self._incoming[peer] = Incoming(sock, self._bell)
+                self._incoming[peer] = IncomingLink(sock, self._bell)
                 sock = None  # type: ignore[assignment]
         if sock is not None:
             sock.close()
@@ -560,34 +568,36 @@ class TcpEndpoint(TcpRepeating):
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
         payload = into.cast("B") if into.nbytes else into
 
-        def land(start: int, header: Header) -> None:
+        def land(start: int, header: FrameHeader) -> None:
             self._land(peer, header, payload[start : start + header.length], deadline)
 
         with self._busy:
             self._receive(peer, into.nbytes, land, deadline)
 
-    def _receive(self, peer: int, size: int, land: Callable[[int, Header], None], deadline: float) -> None:
+    def _receive(
+        self, peer: int, size: int, land: Callable[[int, FrameHeader], None], deadline: float
+    ) -> None:
         """The frames of the next message, each told where it starts; a damaged one comes once more."""
-        start, kind = 0, Kind.PART
-        while kind == Kind.PART:
+        start, kind = 0, FrameKind.PART
+        while kind == FrameKind.PART:
             try:
                 header = self._begin(peer, start, size, deadline)
                 land(start, header)
             except Damaged as damage:
                 self._ask_again(peer, damage)
                 continue
-            start, kind = start + header.length, Kind(header.kind)
+            start, kind = start + header.length, FrameKind(header.kind)
 
-    def _land(self, peer: int, header: Header, payload: memoryview, deadline: float) -> None:
+    def _land(self, peer: int, header: FrameHeader, payload: memoryview, deadline: float) -> None:
         link = self._incoming[peer]
         if payload.nbytes:
             self._fill(peer, link, payload, deadline)
-        if header.kind == Kind.DATA:
+        if header.kind == FrameKind.DATA:
             link.plain = True
         else:
             self._verify(peer, link, header, payload)
 
-    def _begin(self, peer: int, start: int, size: int, deadline: float) -> Header:
+    def _begin(self, peer: int, start: int, size: int, deadline: float) -> FrameHeader:
         """Waits for the header of the next frame, and checks it."""
         while (link := self._incoming.get(peer)) is None:
             self._await_link(peer, deadline)
@@ -595,7 +605,7 @@ class TcpEndpoint(TcpRepeating):
         expected = b""
         if self._checksum is None:  # made before the wait, in which there is time for it
             place = (self.communicator, self.generation, peer, link.sequence)
-            expected = packed(Kind.DATA, *place, size, 0, self.calls.stamp)
+            expected = pack_header(FrameKind.DATA, *place, size, 0, self.calls.stamp)
         while link.ahead < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
         came = link.take(HEADER_BYTES)
@@ -603,12 +613,12 @@ class TcpEndpoint(TcpRepeating):
             due = _whole_message(size)
         else:
             try:
-                due = Header.unpack(came)
+                due = FrameHeader.unpack(came)
             except LinkCorrupted as error:
                 raise Damaged(f"{self._link_from(peer)}: {error}") from None
-            if due.kind in (Kind.GOODBYE, Kind.MISMATCH):
+            if due.kind in (FrameKind.GOODBYE, FrameKind.MISMATCH):
                 why = bytes(link.take(due.length)).decode(errors="replace")
-                if due.kind == Kind.MISMATCH:
+                if due.kind == FrameKind.MISMATCH:
                     raise self._error or CollectiveMismatch(why)
                 raise self._error or PeerLost(
                     f"rank {self.rank}: {self.describe(peer)} closed its link, {why}"
@@ -631,7 +641,7 @@ class TcpEndpoint(TcpRepeating):
                 raise self.overdue(peer, "waiting for")
             self._push(peer, self._dial(peer, deadline))
 
-    def _fill(self, peer: int, link: Incoming, view: memoryview, deadline: float) -> None:
+    def _fill(self, peer: int, link: IncomingLink, view: memoryview, deadline: float) -> None:
         taken = link.take(view.nbytes)
         view[: taken.nbytes] = taken
         view = view[taken.nbytes :]
@@ -640,7 +650,7 @@ class TcpEndpoint(TcpRepeating):
             part = view[:PIECE_BYTES] if self._pending else view
             view = view[self._read(peer, link, partial(link.sock.recv_into, part), deadline) :]
 
-    def _read(self, peer: int, link: Incoming, read: Callable[[], int], deadline: float) -> int:
+    def _read(self, peer: int, link: IncomingLink, read: Callable[[], int], deadline: float) -> int:
         """Reads at least a byte, handing over pending messages meanwhile."""
         while True:
             if self._error is not None:
@@ -660,14 +670,14 @@ class TcpEndpoint(TcpRepeating):
             if not moved:
                 self._await_bytes(peer, link, deadline)
 
-    def _check(self, peer: int, link: Incoming, header: Header) -> None:
+    def _check(self, peer: int, link: IncomingLink, header: FrameHeader) -> None:
         link_name = self._link_from(peer)
         if (header.communicator, header.generation) != (self.communicator, self.generation):
             raise MembershipChanged(
                 f"{link_name}: a frame of communicator {header.communicator}, generation {header.generation} "
                 f"came at generation {self.generation}; refused as stale"
             )
-        if header.kind not in (Kind.DATA, Kind.CHECKED, Kind.PART) or header.source != peer:
+        if header.kind not in (FrameKind.DATA, FrameKind.CHECKED, FrameKind.PART) or header.source != peer:
             raise LinkCorrupted(
                 f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place"
             )
@@ -676,11 +686,11 @@ class TcpEndpoint(TcpRepeating):
             raise LinkCorrupted(
                 f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})"
             )
-        if header.kind != Kind.DATA and header.length > CHECKED_BYTES:
+        if header.kind != FrameKind.DATA and header.length > CHECKED_BYTES:
             raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
 
-    def _check_length(self, peer: int, header: Header, expected: int, start: int) -> None:
-        length, part = start + header.length, header.kind == Kind.PART
+    def _check_length(self, peer: int, header: FrameHeader, expected: int, start: int) -> None:
+        length, part = start + header.length, header.kind == FrameKind.PART
         if length >= expected if part else length != expected:
             if self.calls.stamp:
                 raise self.calls.wrong_length(peer, expected, f"{length}{' or more' * part}")
@@ -703,9 +713,9 @@ class TcpEndpoint(TcpRepeating):
                 self._linger()
             self._busy.release()
         words = f"{GAVE_UP}{self._error}" if self._error is not None else "it closed its links"
-        kind = Kind.GOODBYE
+        kind = FrameKind.GOODBYE
         if isinstance(self._error, CollectiveMismatch):
-            kind, words = Kind.MISMATCH, str(self._error)
+            kind, words = FrameKind.MISMATCH, str(self._error)
         gave_up = self._error is not None
         self.abort(PeerLost(f"rank {self.rank}: this endpoint is closed"))
         with self._busy, self._lock:

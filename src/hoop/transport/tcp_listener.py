@@ -21,28 +21,28 @@ from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
-from hoop.transport.tcp_calls import Letter, nothing_under_way
+from hoop.transport.tcp_calls import MismatchFrame, nothing_under_way
 from hoop.transport.tcp_endpoint import LOOK_S, TcpEndpoint
 from hoop.transport.tcp_socket import DAMAGED, last_words
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 HELLO_SECONDS = 5.0
 LOBBY_SECONDS = 60.0
 LOBBY_LIMIT = 1024
 _BACKLOG = 512
 
-_Seat = tuple[int, int, int]
+EndpointKey = tuple[int, int, int]
 """Which endpoint: communicator, generation, rank."""
 
 
 @dataclass
-class _Visitor:
+class _PendingConnection:
     """A connection that has not reached its endpoint yet."""
 
     sock: socket.socket
     until: float
     greeting: Greeting
-    letter: Letter | None = None
+    letter: MismatchFrame | None = None
     """What follows the greeting of a rank that has found a mismatch."""
 
     @property
@@ -56,8 +56,8 @@ class _Visitor:
             self.letter.hear(data)
             return b""
         answer = self.greeting.hear(data)
-        if self.hello is not None and self.hello.kind == Kind.MISMATCH:
-            self.letter = Letter()
+        if self.hello is not None and self.hello.kind == FrameKind.MISMATCH:
+            self.letter = MismatchFrame()
         return answer
 
     @property
@@ -66,7 +66,7 @@ class _Visitor:
         return self.hello is not None and (self.letter is None or self.letter.complete)
 
     @property
-    def hello(self) -> Header | None:
+    def hello(self) -> FrameHeader | None:
         return self.greeting.hello
 
 
@@ -93,14 +93,14 @@ class TcpTransport(Transport):
         self._listener.setblocking(False)
         self.address = Address(address.host, self._listener.getsockname()[1])
         self._lock = threading.Lock()
-        self._endpoints: dict[_Seat, TcpEndpoint] = {}
+        self._endpoints: dict[EndpointKey, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
-        self._closed: OrderedDict[_Seat, bytes] = OrderedDict()
+        self._closed: OrderedDict[EndpointKey, bytes] = OrderedDict()
         """Endpoints that were here, so that a peer that dials one late gets an answer; with that answer."""
-        self._early: OrderedDict[_Seat, Letter] = OrderedDict()
+        self._early: OrderedDict[EndpointKey, MismatchFrame] = OrderedDict()
         """Mismatches reported to endpoints that are not made yet, and delivered when they are: the rank that reported
         one may have exited by then."""
-        self._lobby: list[_Visitor] = []
+        self._lobby: list[_PendingConnection] = []
         self._bell, self._ringer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -117,7 +117,9 @@ class TcpTransport(Transport):
                     f"communicator {communicator}, generation {generation}: "
                     f"rank {rank} has an endpoint already"
                 )
-            endpoint = self._endpoints[seat] = _Tracked(self, communicator, generation, rank, peers)
+            endpoint = self._endpoints[seat] = _RegisteredEndpoint(
+                self, communicator, generation, rank, peers
+            )
             if generation > 1:  # nothing is older than the first
                 self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
             waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
@@ -146,7 +148,7 @@ class TcpTransport(Transport):
     # ---- the listener's thread
 
     def _receive_visitors(self) -> None:
-        strangers: list[_Visitor] = []
+        strangers: list[_PendingConnection] = []
         while not self._closing:
             ready = self._selector.select(self._patience(bool(strangers)))
             for key, _ in ready:
@@ -154,7 +156,7 @@ class TcpTransport(Transport):
                     self._accept(strangers)
                 elif key.fileobj is self._bell:
                     self._bell.recv(64)
-                elif isinstance(key.data, _Visitor) and self._listen_to(key.data):
+                elif isinstance(key.data, _PendingConnection) and self._listen_to(key.data):
                     strangers.remove(key.data)
             self._send_away_the_late(strangers)
             for endpoint in list(self._endpoints.values()) if self.checksum else ():
@@ -167,18 +169,18 @@ class TcpTransport(Transport):
             return LOOK_S
         return 1.0 if strangers or self._lobby else None
 
-    def _accept(self, strangers: list[_Visitor]) -> None:
+    def _accept(self, strangers: list[_PendingConnection]) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             sock, _ = self._listener.accept()
             if len(strangers) >= LOBBY_LIMIT:
                 sock.close()
                 return
             sock.setblocking(False)
-            visitor = _Visitor(sock, time.monotonic() + HELLO_SECONDS, Greeting(self.key))
+            visitor = _PendingConnection(sock, time.monotonic() + HELLO_SECONDS, Greeting(self.key))
             strangers.append(visitor)
             self._selector.register(sock, selectors.EVENT_READ, visitor)
 
-    def _listen_to(self, visitor: _Visitor) -> bool:
+    def _listen_to(self, visitor: _PendingConnection) -> bool:
         """Reads a HELLO as it comes; true when this visitor is no stranger any more (or gone)."""
         try:
             # Exactly the greeting: what follows is for the endpoint, straight into memory.
@@ -204,13 +206,13 @@ class TcpTransport(Transport):
         if not data:
             visitor.sock.close()
             return True
-        if visitor.hello is not None and visitor.hello.kind == Kind.HELLO:
+        if visitor.hello is not None and visitor.hello.kind == FrameKind.HELLO:
             self._welcome(visitor)
         else:
             self._answer(visitor)
         return True
 
-    def _answer(self, visitor: _Visitor) -> None:
+    def _answer(self, visitor: _PendingConnection) -> None:
         """To a question about a rank's collective, or to a verdict on it."""
         hello, letter = visitor.hello, visitor.letter
         assert hello is not None, "who is answered has asked"
@@ -230,7 +232,7 @@ class TcpTransport(Transport):
             visitor.sock.send(answer)
         visitor.sock.close()
 
-    def _welcome(self, visitor: _Visitor) -> None:
+    def _welcome(self, visitor: _PendingConnection) -> None:
         hello = visitor.hello
         assert hello is not None, "a visitor is welcomed after its HELLO"
         refusal = ""
@@ -247,16 +249,16 @@ class TcpTransport(Transport):
             elif not known:
                 visitor.until = time.monotonic() + LOBBY_SECONDS
                 self._lobby.append(visitor)
-        if closed and not known and Header.unpack(closed[:HEADER_BYTES]).kind == Kind.MISMATCH:
+        if closed and not known and FrameHeader.unpack(closed[:HEADER_BYTES]).kind == FrameKind.MISMATCH:
             with contextlib.suppress(OSError):
                 visitor.sock.send(closed)
             visitor.sock.close()
         elif refusal:
-            self._refuse(visitor, refusal, Kind.GOODBYE if closed else Kind.REFUSAL)
+            self._refuse(visitor, refusal, FrameKind.GOODBYE if closed else FrameKind.REFUSAL)
         elif known:
             self._hand_over(visitor)
 
-    def _hand_over(self, visitor: _Visitor) -> None:
+    def _hand_over(self, visitor: _PendingConnection) -> None:
         hello = visitor.hello
         assert hello is not None, "a visitor is handed over after its HELLO"
         with self._lock:
@@ -267,12 +269,14 @@ class TcpTransport(Transport):
         visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         endpoint.attach(hello.source, visitor.sock)
 
-    def _refuse(self, visitor: _Visitor, reason: str, kind: Kind = Kind.REFUSAL, messages: int = 0) -> None:
+    def _refuse(
+        self, visitor: _PendingConnection, reason: str, kind: FrameKind = FrameKind.REFUSAL, messages: int = 0
+    ) -> None:
         with contextlib.suppress(OSError):
             visitor.sock.send(last_words(kind, reason, messages))
         visitor.sock.close()
 
-    def _send_away_the_late(self, strangers: list[_Visitor]) -> None:
+    def _send_away_the_late(self, strangers: list[_PendingConnection]) -> None:
         now = time.monotonic()
         for visitor in [visitor for visitor in strangers if visitor.until < now]:
             strangers.remove(visitor)
@@ -300,7 +304,7 @@ class TcpTransport(Transport):
         self._selector.close()
 
 
-class _Tracked(TcpEndpoint):
+class _RegisteredEndpoint(TcpEndpoint):
     """An endpoint that leaves its transport's table when it closes."""
 
     def __init__(
@@ -326,13 +330,13 @@ def _crc32c() -> Callable[[memoryview], int]:
     return function
 
 
-def _over(hello: Header, newest: int) -> str:
+def _over(hello: FrameHeader, newest: int) -> str:
     return f"generation {hello.generation} is over, communicator {hello.communicator} is at {newest}"
 
 
-def _is_older(hello: Header | None, communicator: int, generation: int) -> bool:
+def _is_older(hello: FrameHeader | None, communicator: int, generation: int) -> bool:
     return hello is not None and hello.communicator == communicator and hello.generation < generation
 
 
-def _seat(hello: Header | None) -> _Seat | None:
+def _seat(hello: FrameHeader | None) -> EndpointKey | None:
     return (hello.communicator, hello.generation, hello.sequence) if hello else None

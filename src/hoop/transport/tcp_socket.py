@@ -16,9 +16,9 @@ from typing import Any
 
 from hoop.errors import LinkCorrupted
 from hoop.topology import Address
-from hoop.transport.base import Parcel, remaining
-from hoop.transport.retransmit import Kept
-from hoop.wire.frames import HEADER_BYTES, Header, Kind
+from hoop.transport.base import PendingBuffers, remaining
+from hoop.transport.retransmit import RetransmitBuffer
+from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 _AHEAD_BYTES = 4096
 """Read at once in the hope of a header and all of a small message; of a large one so much is copied twice."""
@@ -31,13 +31,13 @@ GAVE_UP = "it gave up: "
 """How a sentence begins that tells why an endpoint was aborted before it closed."""
 
 
-class Outgoing:
+class OutgoingLink:
     """The end that dialled: it sends frames, and hears what came of them, and the other end's last words."""
 
-    def __init__(self, sock: socket.socket, kept: Kept | None = None) -> None:
+    def __init__(self, sock: socket.socket, kept: RetransmitBuffer | None = None) -> None:
         self.sock = sock
         self.sequence = 0
-        self.queue: deque[Parcel] = deque()
+        self.queue: deque[PendingBuffers] = deque()
         self.taken = 0
         """Bytes that the socket has taken, but for the greeting."""
         self.kept = kept
@@ -46,7 +46,7 @@ class Outgoing:
         """Whether it has to be."""
         self.ended = False
         self._said = bytearray()
-        self._heard: tuple[Header, str] | None = None
+        self._heard: tuple[FrameHeader, str] | None = None
 
     def push(self, most: int | None = None) -> bool:
         """Hands over what the socket takes now, or about ``most`` bytes of it; whether it took any."""
@@ -66,7 +66,7 @@ class Outgoing:
                 self.queue.popleft()
         return moved > 0
 
-    def last_words(self) -> tuple[Header, str] | None:
+    def last_words(self) -> tuple[FrameHeader, str] | None:
         """A REFUSAL, GOODBYE or MISMATCH with its sentence, if the other end said one."""
         self.hear()
         return self._heard
@@ -93,18 +93,18 @@ class Outgoing:
 
     def _understand(self, said: bytes) -> None:
         try:
-            header = Header.unpack(said)
+            header = FrameHeader.unpack(said)
         except LinkCorrupted:
             return
-        if header.kind in (Kind.REFUSAL, Kind.GOODBYE, Kind.MISMATCH):
+        if header.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE, FrameKind.MISMATCH):
             self._heard = header, self._said[HEADER_BYTES:].decode(errors="replace")
-        elif self.kept is not None and header.kind in (Kind.RECEIVED, Kind.AGAIN):
+        elif self.kept is not None and header.kind in (FrameKind.RECEIVED, FrameKind.AGAIN):
             self.kept.confirm(header.sequence)
-        damaged_hello = header.kind == Kind.REFUSAL and header.sequence == DAMAGED
-        self.again = self.again or header.kind == Kind.AGAIN or damaged_hello
+        damaged_hello = header.kind == FrameKind.REFUSAL and header.sequence == DAMAGED
+        self.again = self.again or header.kind == FrameKind.AGAIN or damaged_hello
 
 
-class Incoming:
+class IncomingLink:
     """The end that was dialled: it receives frames."""
 
     def __init__(self, sock: socket.socket, bell: socket.socket) -> None:
@@ -154,10 +154,10 @@ class Incoming:
         return taken
 
 
-def last_words(kind: Kind, sentence: str, messages: int = 0) -> bytes:
+def last_words(kind: FrameKind, sentence: str, messages: int = 0) -> bytes:
     """What the dialled end says before it closes; ``messages``: how many it has sent on a link of its own."""
     words = sentence.encode()[:_SENTENCE_BYTES]
-    return Header(kind, 0, 0, 0, messages, len(words)).pack() + words
+    return FrameHeader(kind, 0, 0, 0, messages, len(words)).pack() + words
 
 
 def connect(

@@ -55,7 +55,7 @@ def server_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-class Knocking:
+class Backoff:
     """Tries with growing, jittered pauses until a deadline; the error at its end tells the whole story."""
 
     FIRST_S, LONGEST_S = 0.05, 1.0

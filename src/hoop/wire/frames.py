@@ -27,7 +27,7 @@ VERSION = 2
 MAX_PAYLOAD = 1 << 40
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame is for."""
 
     HELLO = 1
@@ -58,7 +58,7 @@ class Kind(IntEnum):
     """The answer to a HELLO on a link that authenticates: random bytes, and a proof of one's own."""
 
 
-def packed(
+def pack_header(
     kind: int,
     communicator: int,
     generation: int,
@@ -76,7 +76,7 @@ def packed(
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class FrameHeader:
     """A frame's header, as it stands on the wire."""
 
     kind: int
@@ -90,10 +90,10 @@ class Header:
 
     def pack(self) -> bytes:
         place = (self.communicator, self.generation, self.source, self.sequence)
-        return packed(self.kind, *place, self.length, self.checksum, self.call)
+        return pack_header(self.kind, *place, self.length, self.checksum, self.call)
 
     @classmethod
-    def unpack(cls, data: bytes | bytearray | memoryview) -> Header:
+    def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
         if len(data) != HEADER_BYTES:
             raise LinkCorrupted(f"a frame header has {HEADER_BYTES} bytes, got {len(data)}")
         head = bytes(data[: _LAYOUT.size])
@@ -105,7 +105,7 @@ class Header:
         _, _, kind, _, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(
             head
         )
-        if kind not in Kind.__members__.values():
+        if kind not in FrameKind.__members__.values():
             raise LinkCorrupted(f"unknown frame kind {kind}")
         if length > MAX_PAYLOAD:
             raise LinkCorrupted(f"a frame of {length} bytes, over the limit of {MAX_PAYLOAD}")

@@ -142,7 +142,7 @@ def handlers(service: Any, servicer: object) -> Any:
     return grpc.method_handlers_generic_handler(service.full_name, table)
 
 
-def said_by(error: grpc.RpcError) -> str:
+def status_of(error: grpc.RpcError) -> str:
     """What came back with a failed call, or its status; printable, whatever the peer sent."""
     return printable(error.details() or error.code().name, _LONGEST)
 

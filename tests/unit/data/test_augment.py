@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hoop.data import Augment, ImageData, Order, shard
+from hoop.data import Augment, ImageData, SampleOrder, shard
 from hoop.data.images import cropped, flips, offsets
 from hoop.errors import InvalidArgument
 
@@ -33,7 +33,7 @@ def naive(image: np.ndarray, sample: int, *, epoch: int, seed: int) -> np.ndarra
 
 
 def test_it_is_what_the_naive_one_does() -> None:
-    samples = Order(3, 64).permutation(0)
+    samples = SampleOrder(3, 64).permutation(0)
     together = BOTH(IMAGES[samples], samples, epoch=4, seed=9)
     for image, sample in zip(together, samples.tolist(), strict=True):
         assert np.array_equal(image, naive(IMAGES[sample], sample, epoch=4, seed=9))
@@ -43,7 +43,7 @@ def test_it_is_what_the_naive_one_does() -> None:
 def test_a_sample_is_the_same_in_any_batch_and_shard(shards: int) -> None:
     everything = np.arange(64)
     whole, _ = data().batch(everything, epoch=1, seed=2)
-    samples = Order(7, 64).permutation(5)
+    samples = SampleOrder(7, 64).permutation(5)
     for number in range(shards):
         part = shard(samples, number, shards)
         inputs, targets = data().batch(part, epoch=1, seed=2)

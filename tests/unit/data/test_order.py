@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hoop.data import Order, shard
-from hoop.data.sampler import ORDER, draws, key_of
+from hoop.data import SampleOrder, shard
+from hoop.data.sampler import ORDER, key_of, random_draws
 from hoop.errors import InvalidArgument, OutOfRange
 
-orders = st.builds(Order, seed=st.integers(0, 2**64 - 1), length=st.integers(1, 300))
+orders = st.builds(SampleOrder, seed=st.integers(0, 2**64 - 1), length=st.integers(1, 300))
 
 
 def test_the_hash_is_splitmix64() -> None:
@@ -21,28 +21,28 @@ def test_the_hash_is_splitmix64() -> None:
     golden = 0x9E3779B97F4A7C15
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [key_of((step * golden) % 2**64) for step in range(3)] == published
-    assert draws(np.arange(3)).tolist() == published
+    assert random_draws(np.arange(3)).tolist() == published
 
 
 def test_the_order_is_pinned() -> None:
     # A change here is a change of every trained model: it must be the same on every machine, and stay so.
-    order = Order(seed=0, length=60_000)
+    order = SampleOrder(seed=0, length=60_000)
     assert order.permutation(0)[:8].tolist() == [16750, 12685, 50072, 15489, 9722, 5673, 49615, 15381]
     digest = hashlib.sha256(order.permutation(3).astype("<i8").tobytes()).hexdigest()
     assert digest == "15565e3a971e605ace4443137f3b21d2a49051cd92ef2cc7d5b558032b8c4cf4"
 
 
 @given(orders, st.integers(0, 1000))
-def test_an_epoch_has_every_sample_once(order: Order, epoch: int) -> None:
+def test_an_epoch_has_every_sample_once(order: SampleOrder, epoch: int) -> None:
     assert sorted(order.permutation(epoch)) == list(range(order.length))
 
 
 def test_seed_epoch_and_length_each_change_the_order() -> None:
-    same = Order(1, 100).permutation(2).tolist()
-    assert Order(1, 100).permutation(2).tolist() == same
-    assert Order(2, 100).permutation(2).tolist() != same
-    assert Order(1, 100).permutation(1).tolist() != same
-    longer = [sample for sample in Order(1, 101).permutation(2).tolist() if sample < 100]
+    same = SampleOrder(1, 100).permutation(2).tolist()
+    assert SampleOrder(1, 100).permutation(2).tolist() == same
+    assert SampleOrder(2, 100).permutation(2).tolist() != same
+    assert SampleOrder(1, 100).permutation(1).tolist() != same
+    longer = [sample for sample in SampleOrder(1, 101).permutation(2).tolist() if sample < 100]
     assert longer != same
 
 
@@ -50,13 +50,13 @@ def test_the_order_is_even() -> None:
     """Over many epochs each sample stands at each of 10 places about equally often (chi-squared, 81 free)."""
     counts = np.zeros((10, 10))
     for epoch in range(2000):
-        counts[np.arange(10), Order(5, 10).permutation(epoch)] += 1
+        counts[np.arange(10), SampleOrder(5, 10).permutation(epoch)] += 1
     assert ((counts - 200) ** 2 / 200).sum() < 140
 
 
 @given(orders, st.integers(1, 400), st.integers(0, 3), st.integers(1, 9))
 def test_steps_and_shards_drop_nothing_and_repeat_nothing(
-    order: Order, batch_size: int, epoch: int, shards: int
+    order: SampleOrder, batch_size: int, epoch: int, shards: int
 ) -> None:
     cuts = order.batches(batch_size)
     assert len(cuts) == order.steps(batch_size)
@@ -73,26 +73,26 @@ def test_steps_and_shards_drop_nothing_and_repeat_nothing(
 
 
 def test_a_step_of_all_samples_is_the_same_array_every_time() -> None:
-    assert Order(3, 40).indices(0, 0, 40) is Order(3, 40).indices(7, 0, 64)
+    assert SampleOrder(3, 40).indices(0, 0, 40) is SampleOrder(3, 40).indices(7, 0, 64)
 
 
 def test_a_permutation_cannot_be_changed_by_accident() -> None:
     with pytest.raises(ValueError, match="read-only"):
-        Order(0, 5).permutation(0)[0] = 1
+        SampleOrder(0, 5).permutation(0)[0] = 1
 
 
 def test_uses_do_not_share_their_numbers() -> None:
     samples = np.arange(1000)
-    assert not np.intersect1d(draws(samples, 1, 2, ORDER), draws(samples, 1, 2, ORDER + 1)).size
+    assert not np.intersect1d(random_draws(samples, 1, 2, ORDER), random_draws(samples, 1, 2, ORDER + 1)).size
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda: Order(-1, 5), "seed: -1 is not in"),
-        (lambda: Order(0, 0), "length: 0 samples"),
-        (lambda: Order(0, 5).permutation(-1), "epoch: -1 is not 0 or more"),
-        (lambda: Order(0, 5).steps(0), "batch_size: 0 is not at least 1"),
+        (lambda: SampleOrder(-1, 5), "seed: -1 is not in"),
+        (lambda: SampleOrder(0, 0), "length: 0 samples"),
+        (lambda: SampleOrder(0, 5).permutation(-1), "epoch: -1 is not 0 or more"),
+        (lambda: SampleOrder(0, 5).steps(0), "batch_size: 0 is not at least 1"),
     ],
 )
 def test_wrong_values_are_named(wrong: object, message: str) -> None:
@@ -102,6 +102,6 @@ def test_wrong_values_are_named(wrong: object, message: str) -> None:
 
 def test_steps_and_shards_that_are_not_there_are_named() -> None:
     with pytest.raises(OutOfRange, match=r"step: an epoch of 5 by 2 has 0\.\.2, not 3"):
-        Order(0, 5).indices(0, 3, 2)
+        SampleOrder(0, 5).indices(0, 3, 2)
     with pytest.raises(OutOfRange, match=r"shard: 4 is not in 0\.\.3"):
         shard(np.arange(5), 4, 4)

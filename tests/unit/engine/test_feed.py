@@ -8,8 +8,8 @@ import torch
 
 from hoop.data.dataset import Batch, Indices
 from hoop.data.images import Augment, ImageData
-from hoop.data.sampler import Order, shard
-from hoop.engine.data_feed import Feed, Position
+from hoop.data.sampler import SampleOrder, shard
+from hoop.engine.data_feed import DataFeed, Position
 
 SAMPLES, MICROS = 30, 4
 SHARD_BYTES = 8 * (16 * 4 + 8)
@@ -32,9 +32,9 @@ def data(augment: Augment | None = None) -> Counted:
     return Counted("few", images, np.arange(SAMPLES) % 10, augment=augment)
 
 
-def play(feed: Feed, source: Counted, batch_size: int, epochs: int) -> None:
+def play(feed: DataFeed, source: Counted, batch_size: int, epochs: int) -> None:
     """Reads every micro-batch of every step, compared with the samples themselves."""
-    order = Order(1, SAMPLES)
+    order = SampleOrder(1, SAMPLES)
     for epoch in range(epochs):
         for step in range(order.steps(batch_size)):
             samples = order.indices(epoch, step, batch_size)
@@ -54,7 +54,7 @@ def play(feed: Feed, source: Counted, batch_size: int, epochs: int) -> None:
 )
 def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int, reads: int) -> None:
     source = data()
-    feed = Feed(source, 1, 8)
+    feed = DataFeed(source, 1, 8)
     feed.room = room
     play(feed, source, SAMPLES, 3)
     assert source.reads == reads
@@ -63,15 +63,15 @@ def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int,
 @pytest.mark.parametrize("batch_size", [7, 29])
 def test_smaller_batches_are_never_kept(batch_size: int) -> None:
     source = data()
-    feed = Feed(source, 1, 8)
+    feed = DataFeed(source, 1, 8)
     feed.room = 1 << 20
     play(feed, source, batch_size, 2)
-    assert source.reads == 2 * MICROS * Order(1, SAMPLES).steps(batch_size)
+    assert source.reads == 2 * MICROS * SampleOrder(1, SAMPLES).steps(batch_size)
 
 
 def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
     source = data(Augment(flip=True))
-    feed = Feed(source, 1, 8)
+    feed = DataFeed(source, 1, 8)
     feed.room = 1 << 20
     play(feed, source, SAMPLES, 3)
     assert source.reads == 3 * MICROS
@@ -79,10 +79,10 @@ def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
 
 def test_several_micro_batches_are_kept_as_one() -> None:
     source = data()
-    feed = Feed(source, 1, 8)
+    feed = DataFeed(source, 1, 8)
     feed.room = 1 << 20
     for epoch in range(3):
-        samples = Order(1, SAMPLES).indices(epoch, 0, SAMPLES)
+        samples = SampleOrder(1, SAMPLES).indices(epoch, 0, SAMPLES)
         feed.begin(Position(epoch, 0, epoch), samples, MICROS)
         inputs, _ = feed.joint([1, 2])
         assert torch.equal(inputs, ImageData.batch(source, samples[7:22], epoch=0, seed=1)[0])

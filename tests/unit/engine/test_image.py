@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hoop.engine.fault_tolerance.replication import Image, Mirror, imaged
-from hoop.engine.fault_tolerance.state_slices import Flat, Live
+from hoop.engine.fault_tolerance.replication import Replica, ReplicaLayout, replica_layout
+from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
-from hoop.engine.stage.state import Vectors
+from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
 
 TRAINED, BUFFERS, STEPS = 192, 64, 5
@@ -29,17 +29,19 @@ def test_updates_that_are_made_again_give_the_same_bits(tmp_path: Path, optimize
     weights, total = drawn(), drawn()
     moments = [torch.zeros(TRAINED) for _ in range(settings.slots)]
     counter, frozen = torch.tensor([7]), torch.randn(3)
-    flat = Flat(weights, TRAINED, moments, total)
+    flat = FlatState(weights, TRAINED, moments, total)
     state = [
-        Live("weight", 0, torch.from_numpy(weights)[10:100]),
-        Live("counter", 0, counter),
-        Live("frozen", 0, frozen),
+        LiveSlice("weight", 0, torch.from_numpy(weights)[10:100]),
+        LiveSlice("counter", 0, counter),
+        LiveSlice("frozen", 0, frozen),
     ]
-    state += [Live(f"moment{index}", 0, one[10:100]) for index, one in enumerate(moments)]
-    image, arrays = imaged([flat], ["counter"], state)
+    state += [LiveSlice(f"moment{index}", 0, one[10:100]) for index, one in enumerate(moments)]
+    image, arrays = replica_layout([flat], ["counter"], state)
     update = updating(settings, torch.from_numpy(weights[:TRAINED]), moments)
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
-        mirror = Mirror(Image.heard(vars(image)), Vectors(arena, "test."), "mirror", settings, True)
+        mirror = Replica(
+            ReplicaLayout.heard(vars(image)), StateVectors(arena, "test."), "mirror", settings, True
+        )
         coming = iter([one for one in arrays if one.nbytes])
 
         def receive(into: memoryview) -> None:

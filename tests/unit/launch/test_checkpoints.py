@@ -19,18 +19,26 @@ from hypothesis import strategies as st
 from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
 from hoop.errors import FailedPrecondition
 from hoop.files import remove_leftovers, replacing, write_bytes
-from hoop.runs.checkpoint_store import Keeper, Snapshot, name_of, newest_checkpoint, read, set_aside, step_of
+from hoop.runs.checkpoint_store import (
+    CheckpointWriter,
+    Snapshot,
+    name_of,
+    newest_checkpoint,
+    read,
+    set_aside,
+    step_of,
+)
 
 TENSORS = {"0.weight": torch.arange(6.0).reshape(2, 3), "optimizer.moment0.0.weight": torch.zeros(2, 3)}
 WHOLE = packed(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
 WITHIN_S = 30.0
 
 
-def keeping(folder: Path, keep: int = 3, **more: object) -> Keeper:
-    return Keeper(folder, keep, **more)  # type: ignore[arg-type]
+def keeping(folder: Path, keep: int = 3, **more: object) -> CheckpointWriter:
+    return CheckpointWriter(folder, keep, **more)  # type: ignore[arg-type]
 
 
-def offered(keeper: Keeper, *steps: int, size: int = 4) -> list[str]:
+def offered(keeper: CheckpointWriter, *steps: int, size: int = 4) -> list[str]:
     """Hands over one after the other; the kinds of what came of them."""
     for step in steps:
         keeper.offer(Snapshot(step, {"w": torch.full((size,), float(step))}, {"steps": step}))

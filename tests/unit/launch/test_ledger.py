@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.data.sampler import Order, shard
+from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
-from hoop.engine.stage.provenance import Evidence, claim, print_of
+from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
 from hoop.files import write_bytes
 from hoop.runs.audit import audit
@@ -24,14 +24,14 @@ from hoop.runs.checkpoint_store import FOLDER, name_of
 from hoop.runs.ledger import NAME, Ledger, lines
 
 ABOUT: dict[str, Any] = {"seed": 3, "samples": 21, "batch_size": 8, "micros": 4, "data": "d"}
-ORDER, AN_EPOCH = Order(3, 21), 3
+ORDER, AN_EPOCH = SampleOrder(3, 21), 3
 Entry = dict[str, Any]
 
 
 def fed(step: int, by: list[int] | None = None) -> Entry:
     """What an undisturbed step leaves."""
     samples = ORDER.indices(*divmod(step - 1, AN_EPOCH), 8)
-    prints = [print_of(shard(samples, one, 4)) for one in range(4)]
+    prints = [sample_fingerprint(shard(samples, one, 4)) for one in range(4)]
     return {"step": step, "by": by or [1, 1, 2, 2], "fed": "".join(f"{one:06x}" for one in prints)}
 
 
@@ -157,10 +157,10 @@ def test_an_epoch_is_counted_sample_by_sample(tmp_path: Path) -> None:
     about = {"samples": 9, "batch_size": 7, "micros": 4}
     entries = [begun(**about)]
     for step in (1, 2):
-        samples = Order(3, 9).indices(0, step - 1, 7)
+        samples = SampleOrder(3, 9).indices(0, step - 1, 7)
         parts = [shard(samples, one, 4) for one in range(4)]
         by = [int(len(part) > 0) for part in parts]
-        prints = "".join(f"{print_of(part) if len(part) else 0:06x}" for part in parts)
+        prints = "".join(f"{sample_fingerprint(part) if len(part) else 0:06x}" for part in parts)
         entries.append({"step": step, "by": by, "fed": prints})
     assert audit(run(tmp_path / "a", entries)).violation is None
     entries[-1]["by"] = [1, 1, 1, 1]
@@ -260,11 +260,11 @@ def test_no_bytes_make_the_reader_or_the_audit_fail_otherwise(
 
 def test_a_sum_of_shards_shows_who_is_in_it_how_often() -> None:
     slots = torch.zeros(5, 8).numpy()
-    claim(slots[0], 0, 7, 0xABCDEF)
-    claim(slots[1], 1, 8, 0x000001)
-    claim(slots[2], 1, 9, 0x000002)
-    claim(slots[3], 3, 65535, 0xFFFFFF)
-    evidence = Evidence(4)
+    mark(slots[0], 0, 7, 0xABCDEF)
+    mark(slots[1], 1, 8, 0x000001)
+    mark(slots[2], 1, 9, 0x000002)
+    mark(slots[3], 3, 65535, 0xFFFFFF)
+    evidence = Provenance(4)
     evidence.note(11, slots.sum(axis=0))
     assert evidence.told(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
     evidence.note(11, slots[4])  # the step was done again

@@ -12,7 +12,7 @@ import torch
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
 from hoop.runs.checkpoint_store import newest_checkpoint
-from hoop.runs.run_recorder import Recording, saved_settings
+from hoop.runs.run_recorder import RunRecorder, saved_settings
 
 STEPS: dict[str, Any] = {
     "kind": "steps",
@@ -34,9 +34,9 @@ EVALUATED = {
 }
 
 
-def recording(out: Path, start: int = 0) -> Recording:
+def recording(out: Path, start: int = 0) -> RunRecorder:
     resumed = {"steps": start} if start else None
-    return Recording(out, Settings(epochs=3, keep=KEPT), [4, 5], resumed)
+    return RunRecorder(out, Settings(epochs=3, keep=KEPT), [4, 5], resumed)
 
 
 def test_settings_come_back(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def device(device_id: int = 0, incarnation: str = "a") -> DeviceInfo:
     )
 
 
-def after(state: State, *messages: m.Message) -> State:
+def after(state: State, *messages: m.MembershipEvent) -> State:
     """The state after all of these."""
     for message in messages:
         state, _ = step(state, message)
@@ -38,22 +38,22 @@ def after(state: State, *messages: m.Message) -> State:
 def cluster(*device_ids: int) -> State:
     """These devices have just joined, as incarnation ``a``, and sent their first heartbeat."""
     joins = (m.Joined(device(one), NOW) for one in device_ids)
-    beats = (m.Beat(one, "a", NOW) for one in device_ids)
+    beats = (m.Heartbeat(one, "a", NOW) for one in device_ids)
     return after(State(CONFIG, last_tick=NOW), *joins, *beats)
 
 
-def dead(device_id: int) -> m.Message:
+def dead(device_id: int) -> m.MembershipEvent:
     """What makes a member of ``cluster`` dead."""
     return m.Probed(device_id, "a", "connection refused")
 
 
-def announced(instructions: Iterable[m.Instruction]) -> list[str]:
+def announced(instructions: Iterable[m.MembershipInstruction]) -> list[str]:
     return [one.kind for one in instructions if isinstance(one, m.Announce)]
 
 
-def recorded(instructions: Iterable[m.Instruction]) -> list[m.Record]:
+def recorded(instructions: Iterable[m.MembershipInstruction]) -> list[m.Record]:
     return [one for one in instructions if isinstance(one, m.Record)]
 
 
-def stops(instructions: Iterable[m.Instruction]) -> list[m.Stop]:
+def stops(instructions: Iterable[m.MembershipInstruction]) -> list[m.Stop]:
     return [one for one in instructions if isinstance(one, m.Stop)]

@@ -9,60 +9,60 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.membership.failure_detector import DetectorConfig, Pulse
+from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 
 CONFIG = DetectorConfig(heartbeat_s=0.125, lease_s=1.5, failures=3, window=5)  # exact in binary
 
 
-def calls(text: str, pulse: Pulse | None = None) -> Pulse:
+def calls(text: str, pulse: HeartbeatHistory | None = None) -> HeartbeatHistory:
     """A pulse after these calls, ``x`` for a failed one."""
-    pulse = pulse or Pulse(100.0)
+    pulse = pulse or HeartbeatHistory(100.0)
     for one in text:
         pulse = pulse.called(one != "x", CONFIG)
     return pulse
 
 
 def test_silence_is_forgiven_to_the_end_of_the_lease() -> None:
-    pulse = Pulse(100.0)
+    pulse = HeartbeatHistory(100.0)
     assert pulse.silence(100.0, CONFIG) == pulse.silence(101.5, CONFIG) == ""
     assert pulse.silence(101.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
 
 
 def test_a_heartbeat_renews_the_lease() -> None:
-    pulse = Pulse(100.0).beat(101.0)
+    pulse = HeartbeatHistory(100.0).beat(101.0)
     assert pulse.silence(102.5, CONFIG) == ""
     assert pulse.silence(102.6, CONFIG)
 
 
 def test_a_device_that_joined_has_time_for_its_first_heartbeat() -> None:
-    pulse = Pulse.joined(100.0, CONFIG)
+    pulse = HeartbeatHistory.joined(100.0, CONFIG)
     assert pulse.silence(105.0, CONFIG) == ""
     assert pulse.silence(105.25, CONFIG) == "no heartbeat within 5.2 s after it joined"
     assert pulse.beat(101.0).silence(102.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
 
 
 def test_the_watchers_absence_does_not_count_before_the_first_heartbeat_either() -> None:
-    pulse = Pulse.joined(100.0, CONFIG).excused(60.0, 161.0)
+    pulse = HeartbeatHistory.joined(100.0, CONFIG).excused(60.0, 161.0)
     assert pulse.silence(165.0, CONFIG) == ""
     assert pulse.silence(165.25, CONFIG)
 
 
 def test_a_long_lease_is_the_time_for_the_first_heartbeat_too() -> None:
     patient = DetectorConfig(lease_s=20.0)
-    assert Pulse.joined(100.0, patient).silence(120.0, patient) == ""
-    assert Pulse.joined(100.0, patient).silence(120.5, patient)
+    assert HeartbeatHistory.joined(100.0, patient).silence(120.0, patient) == ""
+    assert HeartbeatHistory.joined(100.0, patient).silence(120.5, patient)
 
 
 def test_a_late_heartbeat_does_not_take_back_time() -> None:
-    assert Pulse(100.0).beat(101.0).beat(100.5).last_beat == 101.0
+    assert HeartbeatHistory(100.0).beat(101.0).beat(100.5).last_beat == 101.0
 
 
 def test_a_pulse_is_not_changed_but_replaced() -> None:
-    pulse = Pulse(100.0)
+    pulse = HeartbeatHistory(100.0)
     pulse.beat(200.0)
     pulse.called(False, CONFIG)
     pulse.excused(5.0, 200.0)
-    assert pulse == Pulse(100.0)
+    assert pulse == HeartbeatHistory(100.0)
 
 
 @pytest.mark.parametrize("history", ["", "...", "x", "xx", "x.x", "xx...", "xx....xx", "xxx...", ".x.x."])
@@ -95,7 +95,7 @@ def test_each_witness_is_heard_alone() -> None:
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_the_window_holds_the_last_calls_and_no_more(outcomes: list[bool]) -> None:
-    pulse = Pulse(0.0)
+    pulse = HeartbeatHistory(0.0)
     for ok in outcomes:
         pulse = pulse.called(ok, CONFIG)
     assert pulse.calls == tuple(outcomes[-5:])
@@ -103,14 +103,14 @@ def test_the_window_holds_the_last_calls_and_no_more(outcomes: list[bool]) -> No
 
 
 def test_the_watchers_absence_excuses_silence() -> None:
-    pulse = Pulse(100.0).excused(60.0, 161.0)
+    pulse = HeartbeatHistory(100.0).excused(60.0, 161.0)
     assert pulse.silence(161.5, CONFIG) == ""
     assert pulse.silence(161.6, CONFIG)
     assert calls("xxx").excused(60.0, 161.0).failures(CONFIG), "but not failures"
 
 
 def test_an_excuse_ends_now() -> None:
-    assert Pulse(100.0).excused(60.0, 130.0).last_beat == 130.0
+    assert HeartbeatHistory(100.0).excused(60.0, 130.0).last_beat == 130.0
 
 
 @pytest.mark.parametrize(

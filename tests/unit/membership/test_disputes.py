@@ -19,13 +19,15 @@ def complaint(state: State, device_id: int, peer_id: int, now: float) -> m.Compl
     return m.Complained(1, state.communicator(1).generation, device_id, peer_id, now)
 
 
-def ticked(state: State, now: float) -> tuple[State, tuple[m.Instruction, ...]]:
+def ticked(state: State, now: float) -> tuple[State, tuple[m.MembershipInstruction, ...]]:
     """Everybody is heard from, and time has passed."""
-    beats = (m.Beat(one.info.device_id, "a", now) for one in state.members.values() if one.usable)
+    beats = (m.Heartbeat(one.info.device_id, "a", now) for one in state.members.values() if one.usable)
     return step(after(state, *beats), m.Tick(now))
 
 
-def failed(state: State, now: float, *pairs: tuple[int, int]) -> tuple[State, tuple[m.Instruction, ...]]:
+def failed(
+    state: State, now: float, *pairs: tuple[int, int]
+) -> tuple[State, tuple[m.MembershipInstruction, ...]]:
     """These complain of those, and it is decided."""
     state = after(state, *(complaint(state, *pair, now) for pair in pairs))
     return ticked(state, now + LONG_ENOUGH)
@@ -75,7 +77,7 @@ def test_where_new_links_helped_the_next_failure_is_a_first_one_again_but_not_fo
     for round_index in range(4):
         state, instructions = failed(state, NOW + round_index, (1, 2))
         state = again(state)
-        state = after(state, m.Worked(1, state.communicator(1).generation))
+        state = after(state, m.LinkWorked(1, state.communicator(1).generation))
         seen += announced(instructions)
     assert seen == ["links_failed"] * 3 + ["device_evicted"]
 
@@ -89,10 +91,10 @@ def test_a_minute_later_it_is_a_first_one_again() -> None:
 def test_a_device_whose_heartbeats_are_gone_is_the_detectors_business() -> None:
     state = after(THREE, complaint(THREE, 1, 2, NOW))
     late = NOW + 0.7
-    state = after(state, m.Beat(1, "a", late), m.Beat(3, "a", late))
+    state = after(state, m.Heartbeat(1, "a", late), m.Heartbeat(3, "a", late))
     state, instructions = step(state, m.Tick(late))  # 2 was heard from at NOW, and no more
     assert instructions == ()
-    state, instructions = step(after(state, m.Beat(2, "a", late)), m.Tick(late))
+    state, instructions = step(after(state, m.Heartbeat(2, "a", late)), m.Tick(late))
     assert announced(instructions) == ["links_failed"], "it is back: it was the link after all"
 
     state = after(THREE, complaint(THREE, 1, 2, NOW), dead(2))
@@ -146,7 +148,7 @@ def test_whatever_is_complained_of_few_generations_come_of_it_within_a_minute(
         if stops(instructions):
             state = again(state)
             if works:
-                state = after(state, m.Worked(1, state.communicator(1).generation))
+                state = after(state, m.LinkWorked(1, state.communicator(1).generation))
     assert now - NOW < WINDOW_S
     assert state.communicator(1).generation <= 1 + 3 * 10 + 4
     assert state.communicator(1).members

@@ -22,15 +22,15 @@ class Job:
         self.now = NOW
         for key in device_ids:
             self.told(jm.TaskFound(key, "a", 1))
-        self.told(jm.Found())
+        self.told(jm.TasksListed())
 
     def told(self, event: jm.JobEvent) -> tuple[jm.JobInstruction, ...]:
         self.view, instructions = jm.advance(self.view, event, self.state, self.now)
         return instructions
 
-    def cluster(self, *messages: m.Message) -> tuple[jm.JobInstruction, ...]:
+    def cluster(self, *messages: m.MembershipEvent) -> tuple[jm.JobInstruction, ...]:
         self.state = after(self.state, *messages)
-        return self.told(jm.Tick())
+        return self.told(jm.JobTick())
 
     def assigned(self, assign: jm.JobInstruction) -> tuple[jm.JobInstruction, ...]:
         """The assignment is made and delivered."""
@@ -60,7 +60,7 @@ def test_ranks_that_wait_without_a_reason_get_new_ones_each_time_after_twice_the
         found = job.told(jm.TaskWaiting(1, "a", job.generation))
         while not found:
             job.now += 0.05
-            found = job.told(jm.Tick())
+            found = job.told(jm.JobTick())
         pauses.append(job.now - began)
         job.assigned(found[0])
     assert pauses[0] == pytest.approx(CONFIG.lease_s, abs=0.1)
@@ -81,7 +81,7 @@ def test_one_that_left_an_older_generation_finds_the_newer_rank_by_itself() -> N
 def test_a_part_of_the_state_is_missing_and_a_device_may_still_have_it() -> None:
     """Device 2 is only silent: the job waits for it, and gives it a rank as soon as it is back."""
     job = Job(1, 2, planned=False)
-    beats = [m.Beat(1, "a", NOW + tenths / 10) for tenths in range(1, 20)]
+    beats = [m.Heartbeat(1, "a", NOW + tenths / 10) for tenths in range(1, 20)]
     ticks = [m.Tick(NOW + tenths / 10) for tenths in range(1, 20)]
     (assign,) = job.cluster(*(one for pair in zip(beats, ticks, strict=True) for one in pair))
     job.assigned(assign)
@@ -113,7 +113,7 @@ def evicted(job: Job) -> None:
     """Devices 1 and 2 fail to reach each other, over new links too: device 2 is left out."""
     for _ in range(2):
         complaint = m.Complained(1, job.generation, 1, 2, job.now)
-        beats = [m.Beat(key, "a", job.now + 0.4) for key in job.state.members]
+        beats = [m.Heartbeat(key, "a", job.now + 0.4) for key in job.state.members]
         (assign,) = job.cluster(complaint, *beats, m.Tick(job.now + 0.5))
         job.now += 0.5
         released = job.assigned(assign)
@@ -148,9 +148,9 @@ def test_a_device_that_loads_what_the_job_lacks_is_waited_for_beyond_the_grace()
     job.state = after(job.state, m.Joined(replace(device(2, "b"), keeps_memory=True), NOW + 59.0))
     assert jm.Invite(2) in job.told(jm.DeviceArrived(2))
     job.now = NOW + 61.0
-    assert job.told(jm.Tick()) == ()
+    assert job.told(jm.JobTick()) == ()
     job.now = NOW + 121.0
-    assert job.told(jm.Tick())[-1] == jm.End("PeerLost", "second was lost")
+    assert job.told(jm.JobTick())[-1] == jm.End("PeerLost", "second was lost")
 
 
 def test_all_are_lost_and_those_that_keep_their_memory_are_waited_for() -> None:
@@ -161,9 +161,9 @@ def test_all_are_lost_and_those_that_keep_their_memory_are_waited_for() -> None:
     job.told(jm.TaskLost(2, "a"))
     assert job.told(jm.AssignFailed()) == (jm.Await((1, 2), 60.0),)
     job.now += 59.0
-    assert job.told(jm.Tick()) == ()
+    assert job.told(jm.JobTick()) == ()
     job.now += 1.0
-    assert job.told(jm.Tick()) == (jm.End(),)
+    assert job.told(jm.JobTick()) == (jm.End(),)
 
 
 def test_a_failed_task_ends_the_job_at_once() -> None:
@@ -198,7 +198,7 @@ def test_a_device_that_cannot_be_reached_is_asked_again_and_one_that_is_refused_
     job.told(jm.InviteFailed(2, "a", refused=False))
     job.told(jm.InviteFailed(3, "b", refused=True))
     job.now += CONFIG.lease_s
-    assert job.told(jm.Tick()) == (jm.Invite(2),)
+    assert job.told(jm.JobTick()) == (jm.Invite(2),)
 
 
 # ---- the device's side

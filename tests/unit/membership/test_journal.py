@@ -17,11 +17,11 @@ from roster import CONFIG, NOW, after, cluster, dead, device, recorded
 from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.membership import events as m
 from hoop.membership.journal import Entry, FileJournal, decode, encode, replay, snapshot
-from hoop.membership.state import Health, Outcome, State
+from hoop.membership.state import Health, OperationOutcome, State
 from hoop.membership.state_machine import step
 from hoop.topology import Address
 
-HISTORY: list[m.Message] = [
+HISTORY: list[m.MembershipEvent] = [
     *(m.Joined(device(one), NOW) for one in (1, 2, 3)),
     m.Created((1, 2)),
     m.Created((2, 3)),
@@ -36,7 +36,7 @@ HISTORY: list[m.Message] = [
 ]
 
 
-def entries_of(*messages: m.Message, state: State | None = None) -> list[Entry]:
+def entries_of(*messages: m.MembershipEvent, state: State | None = None) -> list[Entry]:
     """What the journal gets to see of these."""
     state, entries = state or State(CONFIG), []
     for message in messages:
@@ -86,7 +86,7 @@ def test_history_adds_up() -> None:
         1: ((2,), 2, 0),
         3: ((3, 1), 1, 1),  # by the first to go
     }
-    assert state.communicator(3).outcome == Outcome.FAILED
+    assert state.communicator(3).outcome == OperationOutcome.FAILED
     assert state.communicator(3).reason == after(State(CONFIG), *HISTORY).communicator(3).reason
     assert state.next_communicator == 5
     assert state.last_tick == NOW
@@ -101,7 +101,7 @@ def test_all_that_a_device_said_of_itself_comes_back(shared: Address | None) -> 
 
 def test_after_a_restart_devices_have_one_lease_to_show_up() -> None:
     state = replay(entries_of(*HISTORY[:2]), CONFIG, NOW)
-    state = after(state, m.Beat(1, "a", NOW + 0.5), m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.0))
+    state = after(state, m.Heartbeat(1, "a", NOW + 0.5), m.Tick(NOW + 0.7), m.Heartbeat(1, "a", NOW + 1.0))
     state = after(state, m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
     assert (state.member(1).health, state.member(2).health) == (Health.ALIVE, Health.DEAD)
 
@@ -119,7 +119,7 @@ def test_a_snapshot_replays_to_the_same_state(length: int) -> None:
 @pytest.mark.parametrize(
     "back", [[m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)], [dead(1), m.Joined(device(1), NOW)]]
 )
-def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.Message]) -> None:
+def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.MembershipEvent]) -> None:
     messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), *back]
     assert after(State(CONFIG), *messages).communicator(1).broken_by == 1
     assert replay(entries_of(*messages), CONFIG, NOW).communicator(1).broken_by == 1
@@ -128,7 +128,7 @@ def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.Message]) 
 @pytest.mark.parametrize(
     "end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]]
 )
-def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.Message]) -> None:
+def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.MembershipEvent]) -> None:
     before = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), m.Created((2, 1))]
     whole, last = entries_of(*before), entries_of(*end, state=after(State(CONFIG), *before))
     assert len(last) == 3
@@ -141,12 +141,12 @@ def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m
 def test_a_rebuilt_communicator_is_whole_after_a_restart() -> None:
     messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), dead(1), m.Rebuilt(1)]
     one = replay(entries_of(*messages), CONFIG, NOW).communicator(1)
-    assert (one.broken_by, one.outcome, one.reason) == (0, Outcome.IN_PROGRESS, "")
+    assert (one.broken_by, one.outcome, one.reason) == (0, OperationOutcome.IN_PROGRESS, "")
 
 
 @pytest.mark.parametrize("more", [[], [m.Rebuilt(1)], [m.Finished(1, 1, "checksum")]])
-def test_a_finalized_communicator_is_finalized_after_a_restart(more: list[m.Message]) -> None:
-    messages: list[m.Message] = [m.Joined(device(1), NOW), m.Created((1,)), m.Finalized(1), *more]
+def test_a_finalized_communicator_is_finalized_after_a_restart(more: list[m.MembershipEvent]) -> None:
+    messages: list[m.MembershipEvent] = [m.Joined(device(1), NOW), m.Created((1,)), m.Finalized(1), *more]
     state = replay(entries_of(*messages), CONFIG, NOW)
     assert state.communicator(1).finalized
     assert replay(snapshot(state), CONFIG, NOW).communicator(1).finalized

@@ -16,7 +16,7 @@ from roster import CONFIG, NOW, device, stops
 from hoop.errors import MembershipChanged, UserError
 from hoop.membership import events as m
 from hoop.membership.journal import communicator_entry, decode, encode, replay, snapshot
-from hoop.membership.state import Health, Outcome, State
+from hoop.membership.state import Health, OperationOutcome, State
 from hoop.membership.state_machine import step
 
 device_ids = st.integers(1, 5)
@@ -44,7 +44,7 @@ class Membership(RuleBasedStateMachine):
         """Steps of each communicator, and how many of them each device has."""
         self.done: dict[tuple[int, int], int] = {}
 
-    def send(self, message: m.Message) -> None:
+    def send(self, message: m.MembershipEvent) -> None:
         old, members, communicators = self.state, dict(self.state.members), dict(self.state.communicators)
         try:
             new, instructions = step(old, message)
@@ -56,7 +56,7 @@ class Membership(RuleBasedStateMachine):
         self.check_told(old, new, instructions)
         self.state = new
 
-    def check_told(self, old: State, new: State, instructions: tuple[m.Instruction, ...]) -> None:
+    def check_told(self, old: State, new: State, instructions: tuple[m.MembershipInstruction, ...]) -> None:
         """Whoever works on something that is over is told to stop; of further losses too, for its streams."""
         told: dict[tuple[int, int], list[m.Stop]] = {}
         for one in stops(instructions):
@@ -98,16 +98,16 @@ class Membership(RuleBasedStateMachine):
 
     @rule(device_id=device_ids, incarnation=incarnations)
     def beat(self, device_id: int, incarnation: str) -> None:
-        self.send(m.Beat(device_id, incarnation, self.now))
+        self.send(m.Heartbeat(device_id, incarnation, self.now))
 
     @rule()
     def everybody_beats(self) -> None:
         for member in self.state.members.values():
-            self.send(m.Beat(member.info.device_id, member.info.incarnation, self.now))
+            self.send(m.Heartbeat(member.info.device_id, member.info.incarnation, self.now))
 
     @rule(device_id=device_ids, failure=failures)
     def call(self, device_id: int, failure: str) -> None:
-        self.send(m.Called(device_id, failure, self.now))
+        self.send(m.CallReported(device_id, failure, self.now))
 
     @rule(device_id=device_ids, incarnation=incarnations)
     def close_link(self, device_id: int, incarnation: str) -> None:
@@ -167,7 +167,7 @@ class Membership(RuleBasedStateMachine):
     @rule(pick=picks, late=st.sampled_from([0, 0, 1]))
     def work(self, pick: int, late: int) -> None:
         communicator_id = self.picked(pick)
-        self.send(m.Worked(communicator_id, self.generations.get(communicator_id, 1) - late))
+        self.send(m.LinkWorked(communicator_id, self.generations.get(communicator_id, 1) - late))
 
     @rule(data=st.data())
     def the_living_complain_until_it_is_decided(self, data: st.DataObject) -> None:
@@ -285,7 +285,7 @@ class Membership(RuleBasedStateMachine):
             if not all(self.state.members[device_id].usable for device_id in one.members):
                 assert one.broken_by in one.members
             if one.broken_by:
-                assert (one.outcome, bool(one.reason)) == (Outcome.FAILED, True)
+                assert (one.outcome, bool(one.reason)) == (OperationOutcome.FAILED, True)
 
     @invariant()
     def the_journal_replays_to_it(self) -> None:

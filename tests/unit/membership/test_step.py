@@ -10,7 +10,7 @@ from roster import CONFIG, NOW, after, announced, cluster, dead, device, recorde
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, NotFound, ResourceExhausted
 from hoop.membership import events as m
 from hoop.membership.journal import communicator_entry
-from hoop.membership.state import Health, Outcome, State
+from hoop.membership.state import Health, OperationOutcome, State
 from hoop.membership.state_machine import step
 
 # ---- joining
@@ -43,7 +43,7 @@ def test_an_id_in_use_is_refused_and_the_holder_named() -> None:
 
 
 @pytest.mark.parametrize("gone", [m.LinkClosed(1, "a"), dead(1), m.Left(1, "a")])
-def test_a_restarted_device_takes_its_id_back(gone: m.Message) -> None:
+def test_a_restarted_device_takes_its_id_back(gone: m.MembershipEvent) -> None:
     before = after(cluster(1, 2), m.Created((1, 2)), gone)
     state, instructions = step(before, m.Joined(device(1, "b"), NOW + 1))
     assert state.member(1).health == Health.ALIVE
@@ -76,7 +76,7 @@ def test_joining_again_after_death_mends_no_communicator() -> None:
 
 
 def test_joining_again_starts_with_a_clean_record() -> None:
-    state = after(cluster(1), *[m.Called(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
+    state = after(cluster(1), *[m.CallReported(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
     assert state.member(1).pulse.calls == ()
     assert after(state, m.Tick(NOW + 5)).member(1).usable
 
@@ -101,7 +101,7 @@ def test_joining_twice_is_joining_once() -> None:
 
 
 def test_a_heartbeat_renews_the_lease() -> None:
-    state = after(cluster(1), m.Tick(NOW + 0.7), m.Beat(1, "a", NOW + 1.4), m.Tick(NOW + 1.4))
+    state = after(cluster(1), m.Tick(NOW + 0.7), m.Heartbeat(1, "a", NOW + 1.4), m.Tick(NOW + 1.4))
     state, instructions = step(state, m.Tick(NOW + 2.0))
     assert state.member(1).health == Health.ALIVE
     assert instructions == ()
@@ -110,20 +110,20 @@ def test_a_heartbeat_renews_the_lease() -> None:
 @pytest.mark.parametrize(
     ("state", "beat"),
     [
-        (cluster(1), m.Beat(2, "a", NOW)),
-        (cluster(1), m.Beat(1, "older", NOW)),
-        (after(cluster(1), dead(1)), m.Beat(1, "a", NOW)),
-        (after(cluster(1), m.Left(1, "a")), m.Beat(1, "a", NOW)),
+        (cluster(1), m.Heartbeat(2, "a", NOW)),
+        (cluster(1), m.Heartbeat(1, "older", NOW)),
+        (after(cluster(1), dead(1)), m.Heartbeat(1, "a", NOW)),
+        (after(cluster(1), m.Left(1, "a")), m.Heartbeat(1, "a", NOW)),
     ],
     ids=["unknown", "stale incarnation", "dead", "left"],
 )
-def test_who_is_no_member_is_told_to_join_again(state: State, beat: m.Beat) -> None:
+def test_who_is_no_member_is_told_to_join_again(state: State, beat: m.Heartbeat) -> None:
     with pytest.raises(MembershipChanged, match=f"device {beat.device_id} is not a member .*join again"):
         step(state, beat)
 
 
 def test_a_heartbeat_clears_a_suspect() -> None:
-    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.Beat(1, "a", NOW))
+    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.Heartbeat(1, "a", NOW))
     assert (state.member(1).health, state.member(1).reason) == (Health.ALIVE, "")
     assert announced(instructions) == ["device_recovered"]
 
@@ -131,7 +131,7 @@ def test_a_heartbeat_clears_a_suspect() -> None:
 def test_a_missing_heartbeat_is_death_at_the_end_of_the_lease() -> None:
     state = after(cluster(1, 2), m.Created((1, 2)))
     for tenths in range(1, 16):
-        state = after(state, m.Beat(2, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+        state = after(state, m.Heartbeat(2, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
     assert state.member(1).usable
     state, instructions = step(state, m.Tick(NOW + 1.6))
     assert (state.member(1).health, state.member(2).health) == (Health.DEAD, Health.ALIVE)
@@ -160,13 +160,13 @@ def test_after_an_absence_a_silent_device_has_no_more_than_two_leases() -> None:
     now = NOW + 3600
     state = after(cluster(1, 2), m.Tick(now))
     for tenths in range(1, 30):
-        state = after(state, m.Beat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
+        state = after(state, m.Heartbeat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
     assert state.member(1).health == Health.DEAD
 
 
 def test_the_first_tick_of_all_excuses_nothing() -> None:
-    beats = [m.Beat(2, "a", NOW + tenths / 10) for tenths in (5, 10, 15)]
-    joined = (m.Joined(device(1), NOW), m.Beat(1, "a", NOW), m.Joined(device(2), NOW))
+    beats = [m.Heartbeat(2, "a", NOW + tenths / 10) for tenths in (5, 10, 15)]
+    joined = (m.Joined(device(1), NOW), m.Heartbeat(1, "a", NOW), m.Joined(device(2), NOW))
     state = after(State(CONFIG), *joined, *beats, m.Tick(NOW + 1.6))
     assert state.member(1).health == Health.DEAD
 
@@ -176,12 +176,12 @@ def test_the_lease_begins_with_the_first_heartbeat() -> None:
     joined = [m.Joined(device(key), NOW) for key in (1, 2, 3)]
     state = after(State(CONFIG, last_tick=NOW), *joined)
     for tenths in range(1, 41):
-        state = after(state, m.Beat(3, "a", NOW + tenths / 10))
+        state = after(state, m.Heartbeat(3, "a", NOW + tenths / 10))
         state, instructions = step(state, m.Tick(NOW + tenths / 10))
         assert instructions == ()
-    state = after(state, m.Beat(1, "a", NOW + 4.0))
+    state = after(state, m.Heartbeat(1, "a", NOW + 4.0))
     for tenths in range(41, 57):
-        state = after(state, m.Beat(3, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+        state = after(state, m.Heartbeat(3, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
     assert (state.member(1).health, state.member(1).reason) == (
         Health.DEAD,
         "no heartbeat for 1.6 s (lease 1.5 s)",
@@ -194,15 +194,15 @@ def test_the_lease_begins_with_the_first_heartbeat() -> None:
 
 def test_an_excuse_does_not_reach_into_the_future() -> None:
     now = NOW + 100
-    state = after(cluster(1, 2), m.Tick(NOW + 0.1), m.Beat(1, "a", now), m.Tick(now + 0.1))
+    state = after(cluster(1, 2), m.Tick(NOW + 0.1), m.Heartbeat(1, "a", now), m.Tick(now + 0.1))
     assert state.member(1).pulse.last_beat <= now + 0.1
     for tenths in range(2, 40):
-        state = after(state, m.Beat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
+        state = after(state, m.Heartbeat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
     assert state.member(1).health == Health.DEAD
 
 
 def test_one_failed_call_after_an_absence_is_not_death() -> None:
-    state = after(cluster(1), m.Tick(NOW + 0.1), m.Called(1, "connection reset", NOW + 100))
+    state = after(cluster(1), m.Tick(NOW + 0.1), m.CallReported(1, "connection reset", NOW + 100))
     assert state.member(1).health == Health.SUSPECT
 
 
@@ -221,20 +221,20 @@ def test_a_coordinator_that_hears_nobody_blames_itself() -> None:
     state = silent(after(cluster(1, 2, 3), m.Created((1, 2, 3))), 0.1, 4.4)
     assert [one.health for one in state.members.values()] == [Health.ALIVE] * 3
     for failed in range(5):
-        state = after(state, m.Called(2, "ping timeout", NOW + 4.4 + failed / 10))
+        state = after(state, m.CallReported(2, "ping timeout", NOW + 4.4 + failed / 10))
     assert state.member(2).health == Health.SUSPECT, "nor is one whose calls fail meanwhile"
-    state = silent(after(state, m.Beat(1, "a", NOW + 5.0)), 5.0, 5.5)
+    state = silent(after(state, m.Heartbeat(1, "a", NOW + 5.0)), 5.0, 5.5)
     assert all(one.usable for one in state.members.values())
     assert not state.communicator(1).broken_by
 
 
 def test_after_that_the_others_have_as_long_again_and_a_lease() -> None:
-    state = after(silent(cluster(1, 2), 0.1, 4.0), m.Beat(1, "a", NOW + 4.0))
+    state = after(silent(cluster(1, 2), 0.1, 4.0), m.Heartbeat(1, "a", NOW + 4.0))
     for tenths in range(41, 96):
-        state = after(state, m.Beat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+        state = after(state, m.Heartbeat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
     assert state.member(2).usable
     for tenths in range(96, 98):
-        state = after(state, m.Beat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
+        state = after(state, m.Heartbeat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
     assert state.member(2).health == Health.DEAD
 
 
@@ -269,7 +269,7 @@ def test_a_suspect_is_asked_again_without_a_fuss() -> None:
 def test_a_suspect_is_asked_with_every_tick_until_it_is_clear() -> None:
     state = after(cluster(1, 2), m.LinkClosed(1, "a"))
     assert step(state, m.Tick(NOW + 0.1))[1] == (m.Probe(1),)
-    assert step(after(state, m.Beat(1, "a", NOW + 0.1)), m.Tick(NOW + 0.1))[1] == ()
+    assert step(after(state, m.Heartbeat(1, "a", NOW + 0.1)), m.Tick(NOW + 0.1))[1] == ()
 
 
 def test_who_answers_a_probe_lives_until_its_lease_ends() -> None:
@@ -290,7 +290,7 @@ def test_who_cannot_be_reached_is_dead_and_breaks_its_communicators() -> None:
         {"kind": "device_gone", "device": 1, "health": "dead", "ended": True},
     ]
     assert announced(instructions) == ["device_dead", "communicator_failed"]
-    assert (broken.outcome, broken.broken_by, broken.generation) == (Outcome.FAILED, 1, 1)
+    assert (broken.outcome, broken.broken_by, broken.generation) == (OperationOutcome.FAILED, 1, 1)
     assert stops(instructions) == [m.Stop(1, 1, broken.reason, (3, 1), lost_device=1)]
     for part in ("device 1 (pid 101", "refuses connections", "rebuild"):
         assert part in broken.reason
@@ -312,18 +312,23 @@ def test_the_first_to_die_is_the_one_who_broke_it() -> None:
         m.LinkClosed(9, "a"),
         m.Probed(9, "a", "refused"),
         m.Left(9, "a"),
-        m.Called(9, "refused", NOW),
+        m.CallReported(9, "refused", NOW),
     ],
 )
-def test_news_of_a_former_self_or_a_stranger_is_no_news(message: m.Message) -> None:
+def test_news_of_a_former_self_or_a_stranger_is_no_news(message: m.MembershipEvent) -> None:
     state = after(cluster(1), m.Created((1,)))
     assert step(state, message) == (state, ())
 
 
 @pytest.mark.parametrize("gone", [dead(1), m.Left(1, "a")])
-def test_nothing_more_is_asked_of_who_is_gone(gone: m.Message) -> None:
+def test_nothing_more_is_asked_of_who_is_gone(gone: m.MembershipEvent) -> None:
     state = after(cluster(1), gone)
-    for message in (m.LinkClosed(1, "a"), m.Called(1, "refused", NOW), m.Called(1, "", NOW), dead(1)):
+    for message in (
+        m.LinkClosed(1, "a"),
+        m.CallReported(1, "refused", NOW),
+        m.CallReported(1, "", NOW),
+        dead(1),
+    ):
         assert step(state, message) == (state, ())
     assert step(state, m.Left(1, "a")) == (state, ())
 
@@ -332,14 +337,14 @@ def test_nothing_more_is_asked_of_who_is_gone(gone: m.Message) -> None:
 
 
 def test_a_call_that_worked_is_remembered_and_changes_nothing_else() -> None:
-    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.Called(1, "", NOW))
+    state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.CallReported(1, "", NOW))
     assert state.member(1).pulse.calls == (True,)
     assert state.member(1).health == Health.SUSPECT, "only a heartbeat clears it"
     assert instructions == ()
 
 
 def test_a_call_that_failed_makes_a_suspect() -> None:
-    state, instructions = step(cluster(1), m.Called(1, "connection reset", NOW))
+    state, instructions = step(cluster(1), m.CallReported(1, "connection reset", NOW))
     assert (state.member(1).health, state.member(1).reason) == (Health.SUSPECT, "connection reset")
     assert instructions[-1] == m.Probe(1)
 
@@ -347,8 +352,10 @@ def test_a_call_that_failed_makes_a_suspect() -> None:
 def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
     state = cluster(1)
     for _ in range(2):
-        state = after(state, m.Called(1, "reset", NOW), m.Called(1, "", NOW), m.Beat(1, "a", NOW))
-    state, instructions = step(state, m.Called(1, "reset", NOW))
+        state = after(
+            state, m.CallReported(1, "reset", NOW), m.CallReported(1, "", NOW), m.Heartbeat(1, "a", NOW)
+        )
+    state, instructions = step(state, m.CallReported(1, "reset", NOW))
     assert (state.member(1).health, state.member(1).reason) == (
         Health.DEAD,
         "3 of the last 5 calls failed: reset",
@@ -378,7 +385,7 @@ def test_a_goodbye_is_not_a_death() -> None:
 def test_a_communicator_has_its_devices_in_the_order_given() -> None:
     state, instructions = step(cluster(1, 2, 3), m.Created((3, 1)))
     one = state.communicator(1)
-    assert (one.members, one.generation, one.outcome) == ((3, 1), 1, Outcome.IN_PROGRESS)
+    assert (one.members, one.generation, one.outcome) == ((3, 1), 1, OperationOutcome.IN_PROGRESS)
     assert recorded(instructions)[0].entry == {
         "kind": "communicator",
         "id": 1,
@@ -422,7 +429,7 @@ def test_a_rebuilt_communicator_goes_on_without_the_dead() -> None:
     state, instructions = step(before, m.Rebuilt(1))
     one = state.communicator(1)
     assert (one.members, one.generation, one.broken_by) == ((3, 2), 2, 0)
-    assert (one.outcome, one.reason) == (Outcome.IN_PROGRESS, "")
+    assert (one.outcome, one.reason) == (OperationOutcome.IN_PROGRESS, "")
     assert recorded(instructions)[0].entry["generation"] == 2
     assert announced(instructions) == ["communicator_rebuilt"]
     assert stops(instructions) == [m.Stop(1, 1, "communicator 1 was rebuilt", (3, 1, 2))]
@@ -456,7 +463,7 @@ def test_a_finalized_communicator_stays_so_when_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("message", [m.Rebuilt(5), m.Started(5), m.Finalized(5), m.Destroyed(5)])
-def test_an_unknown_communicator_is_named(message: m.Message) -> None:
+def test_an_unknown_communicator_is_named(message: m.MembershipEvent) -> None:
     with pytest.raises(NotFound, match="communicator 5 is unknown or destroyed; call CommInit"):
         step(cluster(1), message)
 
@@ -466,20 +473,20 @@ def test_an_unknown_communicator_is_named(message: m.Message) -> None:
 
 def test_work_starts_and_ends_well() -> None:
     state = after(cluster(1), m.Created((1,)), m.Started(1), m.Finished(1, 1))
-    assert (state.communicator(1).outcome, state.communicator(1).generation) == (Outcome.SUCCESS, 1)
-    assert after(state, m.Started(1)).communicator(1).outcome == Outcome.IN_PROGRESS
+    assert (state.communicator(1).outcome, state.communicator(1).generation) == (OperationOutcome.SUCCESS, 1)
+    assert after(state, m.Started(1)).communicator(1).outcome == OperationOutcome.IN_PROGRESS
 
 
 def test_work_that_failed_gets_the_next_fresh_links() -> None:
     before = after(cluster(1, 2), m.Created((1, 2)), m.Started(1))
     state, instructions = step(before, m.Finished(1, 1, "checksum"))
     one = state.communicator(1)
-    assert (one.outcome, one.reason, one.generation) == (Outcome.FAILED, "checksum", 2)
+    assert (one.outcome, one.reason, one.generation) == (OperationOutcome.FAILED, "checksum", 2)
     assert one.broken_by == 0, "everybody is alive: the next operation may start at once"
     assert recorded(instructions)[0].entry["generation"] == 2
     assert announced(instructions) == ["operation_failed"]
     assert stops(instructions) == [m.Stop(1, 1, "checksum", (1, 2))]
-    assert after(state, m.Started(1)).communicator(1).outcome == Outcome.IN_PROGRESS
+    assert after(state, m.Started(1)).communicator(1).outcome == OperationOutcome.IN_PROGRESS
 
 
 @pytest.mark.parametrize(
@@ -515,4 +522,4 @@ def test_the_least_busy_are_used_first_and_the_gone_not_at_all() -> None:
         dead(5),
     )
     assert state.usable() == [2, 1, 3], "3 is in doubt"
-    assert after(state, m.Beat(3, "a", NOW)).usable() == [2, 3, 1]
+    assert after(state, m.Heartbeat(3, "a", NOW)).usable() == [2, 3, 1]

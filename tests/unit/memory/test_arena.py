@@ -16,7 +16,7 @@ from hoop.errors import (
     OutOfRange,
     ResourceExhausted,
 )
-from hoop.memory import Arena, Buffer, dtype, storage
+from hoop.memory import Arena, ArenaBuffer, dtype, storage
 from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
@@ -110,7 +110,7 @@ def test_elements_lie_on_their_size(arena: Arena, name: str, size: int) -> None:
 def test_allocate_find_and_free(arena: Arena) -> None:
     weights = arena.allocate("weights", 100)
     grads = arena.allocate("grads", 100, alignment=4096)
-    assert (weights, grads) == (Buffer("weights", 0x10F80, 100), Buffer("grads", 0x10000, 100))
+    assert (weights, grads) == (ArenaBuffer("weights", 0x10F80, 100), ArenaBuffer("grads", 0x10000, 100))
     assert arena.buffer("grads") == grads
     assert arena.buffers() == [grads, weights]
     assert arena.used == 200

@@ -11,7 +11,7 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.memory import Arena
-from hoop.memory.arena import Header
+from hoop.memory.arena import BufferTable
 from hoop.memory.storage import PAGE, Geometry
 
 CAPACITY = 64 * 1024
@@ -162,12 +162,12 @@ def test_a_shorter_file_is_refused(path: Path, tables: tuple[int, int], left: in
 
 
 def test_a_header_whose_write_failed_is_not_believed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Header, start: int, size: int) -> None:
+    def fail(self: BufferTable, start: int, size: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     arena.allocate("a", 8)
     with monkeypatch.context() as patch:
-        patch.setattr(Header, "_flush", fail)
+        patch.setattr(BufferTable, "_flush", fail)
         with pytest.raises(OSError, match="Input/output error"):
             arena.allocate("b", 8)
         with pytest.raises(OSError, match="Input/output error"):

@@ -12,7 +12,7 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.memory import Allocator, Arena, dtype
-from hoop.memory.arena import Header
+from hoop.memory.arena import BufferTable
 from hoop.memory.storage import Geometry
 
 CAPACITY = 64 * 1024
@@ -149,17 +149,17 @@ def test_a_look_during_updates_sees_one_whole_table(path: Path, python: Python) 
 def test_two_updates_inside_one_look_mean_another_look(
     arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Header._read
+    read = BufferTable._read
     looks = []
 
-    def unlucky(self: Header, slot: int) -> tuple[int, Allocator, dict[str, str]]:
+    def unlucky(self: BufferTable, slot: int) -> tuple[int, Allocator, dict[str, str]]:
         looks.append(slot)
         if len(looks) <= 2:
             raise ValueError("does not match its checksum")
         return read(self, slot)
 
     made = arena.allocate("w", 8)
-    monkeypatch.setattr(Header, "_read", unlucky)
+    monkeypatch.setattr(BufferTable, "_read", unlucky)
     with Arena.attach(path) as other:
         assert other.buffers() == [made]
     assert looks == [0, 1, 0, 1]

@@ -18,7 +18,7 @@ from hoop.lab.papers.experiment import busy_cores
 from hoop.lab.papers.findings import Findings, How, Verdict, rows, stored_claims
 from hoop.lab.papers.mnist_pipeline import listing_3
 from hoop.lab.papers.predicted import all_reduce_seconds
-from hoop.lab.papers.subset import part_of
+from hoop.lab.papers.subset import subset_of
 from hoop.lab.papers.summary import summary
 from hoop.simulate.cluster import Link
 
@@ -54,7 +54,7 @@ def test_the_paper_s_listing_is_wrong(devices: int) -> None:
 
 def test_a_part_holds_the_first_samples() -> None:
     whole = mnist()
-    part = part_of(whole, 100, 10)
+    part = subset_of(whole, 100, 10)
     some = np.array([0, 99], np.int64)
     assert (len(part.train), len(part.test)) == (100, 10)
     for one, other in zip(

@@ -6,7 +6,7 @@ import pytest
 
 from hoop.errors import InvalidArgument
 from hoop.plan.faults import KINDS, Fault, check_reachable, parse_faults
-from hoop.plan.instructions import Kind
+from hoop.plan.instructions import InstructionKind
 from hoop.strategies.catalog import parse
 
 
@@ -45,11 +45,11 @@ def test_what_is_wrong_is_named(text: str, complaint: str) -> None:
 
 def test_a_fault_is_due_before_its_instruction_in_its_step_or_later() -> None:
     fault = Fault("kill", step=3, instruction="reduce")
-    assert not fault.is_due(2, Kind.REDUCE)
-    assert not fault.is_due(3, Kind.FORWARD)
-    assert fault.is_due(3, Kind.REDUCE)
-    assert fault.is_due(4, Kind.REDUCE)
-    assert Fault("kill", step=3).is_due(3, Kind.LOAD)
+    assert not fault.is_due(2, InstructionKind.REDUCE)
+    assert not fault.is_due(3, InstructionKind.FORWARD)
+    assert fault.is_due(3, InstructionKind.REDUCE)
+    assert fault.is_due(4, InstructionKind.REDUCE)
+    assert Fault("kill", step=3).is_due(3, InstructionKind.LOAD)
 
 
 STEPS, SHARDS = 14, 4

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import PER_MICRO, RECEIVES, SENDS, WITH_PEER, Instruction, Kind
+from hoop.plan.instructions import PER_MICRO, RECEIVES, SENDS, WITH_PEER, Instruction, InstructionKind
 from hoop.plan.plan import Plan, split_by, split_evenly
 
 numbers = st.integers(0, 5000)
@@ -15,7 +15,7 @@ numbers = st.integers(0, 5000)
 
 @st.composite
 def instructions(draw: st.DrawFn) -> Instruction:
-    kind = draw(st.sampled_from(list(Kind)))
+    kind = draw(st.sampled_from(list(InstructionKind)))
     micro = draw(numbers) if kind in PER_MICRO else -1
     peer = draw(numbers) if kind in WITH_PEER else -1
     return Instruction(kind, draw(numbers), micro, peer)
@@ -27,7 +27,7 @@ def test_text_there_and_back(one: Instruction) -> None:
 
 
 def test_letters_are_distinct() -> None:
-    assert len({kind.value for kind in Kind}) == len(Kind) == 15
+    assert len({kind.value for kind in InstructionKind}) == len(InstructionKind) == 15
 
 
 @pytest.mark.parametrize(

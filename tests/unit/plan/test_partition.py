@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.plan.partition import Block, Place, Stage, cut, overfull, partition
+from hoop.plan.partition import Block, StageCut, StageDevice, cut, overfull, partition
 
 SMALL = st.integers(0, 9)
 
@@ -24,7 +24,7 @@ def models(draw: st.DrawFn) -> list[Block]:
     ]
 
 
-def every_cut(blocks: Sequence[Block], places: Sequence[Place]) -> list[list[Stage]]:
+def every_cut(blocks: Sequence[Block], places: Sequence[StageDevice]) -> list[list[StageCut]]:
     """All cuts that fit, by trying all."""
     found = []
     for cuts in itertools.combinations(range(1, len(blocks)), len(places) - 1):
@@ -35,7 +35,7 @@ def every_cut(blocks: Sequence[Block], places: Sequence[Place]) -> list[list[Sta
     return found
 
 
-def merit(blocks: Sequence[Block], stages: Sequence[Stage]) -> tuple[float, int, float]:
+def merit(blocks: Sequence[Block], stages: Sequence[StageCut]) -> tuple[float, int, float]:
     handed = sum(blocks[stage.blocks.stop - 1].output_bytes for stage in stages[:-1])
     return max(stage.seconds for stage in stages), handed, sum(stage.seconds**2 for stage in stages)
 
@@ -45,7 +45,7 @@ def merit(blocks: Sequence[Block], stages: Sequence[Stage]) -> tuple[float, int,
 def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(blocks)))
     places = [
-        Place(
+        StageDevice(
             f"d{at}",
             data.draw(st.sampled_from([1, 2, 4])),
             data.draw(st.none() | st.integers(0, 120)),
@@ -67,15 +67,15 @@ def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
 
 def test_slow_devices_get_less() -> None:
     blocks = [Block(f"b{at}", 1.0) for at in range(8)]
-    stages = partition(blocks, [Place("fast", 3.0), Place("slow", 1.0)])
+    stages = partition(blocks, [StageDevice("fast", 3.0), StageDevice("slow", 1.0)])
     assert [stage.blocks for stage in stages] == [range(6), range(6, 8)]
     assert [stage.seconds for stage in stages] == [2.0, 2.0]
 
 
 def test_memory_moves_the_cut() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10, activation_bytes=5) for at in range(4)]
-    free = partition(blocks, [Place("a"), Place("b")])
-    tight = partition(blocks, [Place("a", memory=35, in_flight=3), Place("b")])
+    free = partition(blocks, [StageDevice("a"), StageDevice("b")])
+    tight = partition(blocks, [StageDevice("a", memory=35, in_flight=3), StageDevice("b")])
     assert [len(stage.blocks) for stage in free] == [2, 2]
     assert [len(stage.blocks) for stage in tight] == [1, 3]
     assert tight[0].bytes == 35
@@ -83,17 +83,17 @@ def test_memory_moves_the_cut() -> None:
 
 def test_stages_of_one_device_share_its_memory() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10) for at in range(4)]
-    ring = [Place("a", memory=40), Place("b", memory=40)] * 2
+    ring = [StageDevice("a", memory=40), StageDevice("b", memory=40)] * 2
     assert overfull(partition(blocks, ring)) == []
     with pytest.raises(FailedPrecondition, match="a needs 40 B and has 39 B"):
-        partition(blocks, [Place("a", memory=39), Place("b", memory=40)] * 2)
+        partition(blocks, [StageDevice("a", memory=39), StageDevice("b", memory=40)] * 2)
 
 
 def test_shared_memory_that_binds_still_finds_a_cut() -> None:
     sizes = [40, 10, 10, 10]
     blocks = [Block(f"b{at}", 1.0, weight_bytes=size, gradient_bytes=0) for at, size in enumerate(sizes)]
     more = [*blocks, Block("b4", 1.0, weight_bytes=40, gradient_bytes=0)]
-    places = [Place("a", memory=80), Place("b", memory=50), Place("a", memory=80)]
+    places = [StageDevice("a", memory=80), StageDevice("b", memory=50), StageDevice("a", memory=80)]
     stages = partition(more, places)
     assert overfull(stages) == []
     assert [stage.blocks for stage in stages] == [range(1), range(1, 4), range(4, 5)]
@@ -102,10 +102,10 @@ def test_shared_memory_that_binds_still_finds_a_cut() -> None:
 def test_what_does_not_fit_is_said_with_numbers() -> None:
     blocks = [Block("embedding", 1.0, weight_bytes=1 << 20), Block("head", 1.0, weight_bytes=1 << 10)]
     with pytest.raises(FailedPrecondition) as one:
-        partition(blocks, [Place("device 0", memory=1 << 20)])
+        partition(blocks, [StageDevice("device 0", memory=1 << 20)])
     assert str(one.value) == "memory: device 0 needs 2.0 MiB and has 1 MiB, in one stage of 2 blocks"
     with pytest.raises(FailedPrecondition) as two:
-        partition(blocks, [Place("device 0", memory=1 << 20), Place("device 1", memory=1 << 19)])
+        partition(blocks, [StageDevice("device 0", memory=1 << 20), StageDevice("device 1", memory=1 << 19)])
     assert str(two.value) == (
         "memory: no cut of 2 blocks into 2 stages fits; with the fastest device 0 needs 2 MiB and has 1 MiB; "
         "the largest block, embedding, needs 2 MiB and device 0 has 1 MiB"
@@ -116,12 +116,12 @@ def test_what_does_not_fit_is_said_with_numbers() -> None:
 def test_cuts_by_hand_are_checked(cuts: list[int]) -> None:
     blocks = [Block(f"b{at}", 1.0) for at in range(4)]
     with pytest.raises(InvalidArgument, match="cuts: "):
-        cut(blocks, [Place("a"), Place("b"), Place("c")], cuts)
+        cut(blocks, [StageDevice("a"), StageDevice("b"), StageDevice("c")], cuts)
 
 
 def test_cuts_by_hand_must_fit() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10) for at in range(4)]
-    places = [Place("a", memory=20), Place("b")]
+    places = [StageDevice("a", memory=20), StageDevice("b")]
     assert [stage.blocks for stage in cut(blocks, places, [1])] == [range(1), range(1, 4)]
     with pytest.raises(FailedPrecondition, match=r"cuts: \[2\] does not fit: a needs 40 B and has 20 B"):
         cut(blocks, places, [2])
@@ -129,22 +129,22 @@ def test_cuts_by_hand_must_fit() -> None:
 
 def test_more_stages_than_blocks_is_said() -> None:
     with pytest.raises(InvalidArgument, match="stages: 3 are more than the model's 2 blocks"):
-        partition([Block("a", 1), Block("b", 1)], [Place("x")] * 3)
+        partition([Block("a", 1), Block("b", 1)], [StageDevice("x")] * 3)
 
 
 @pytest.mark.parametrize("block", [Block("a", -1), Block("a", float("nan")), Block("a", 1, -5)])
 def test_costs_that_are_none_are_named(block: Block) -> None:
     with pytest.raises(InvalidArgument, match="block: "):
-        partition([block], [Place("x")])
+        partition([block], [StageDevice("x")])
 
 
 def test_a_speed_of_nothing_is_named() -> None:
     with pytest.raises(InvalidArgument, match="speed: 0 of x"):
-        partition([Block("a", 1)], [Place("x", 0)])
+        partition([Block("a", 1)], [StageDevice("x", 0)])
 
 
 def test_a_long_model_on_many_devices() -> None:
     blocks = [Block(f"b{at}", 1.0 + at % 7, weight_bytes=at % 5) for at in range(400)]
-    stages = partition(blocks, [Place(f"d{at}", 1 + at % 3, 10_000) for at in range(32)])
+    stages = partition(blocks, [StageDevice(f"d{at}", 1 + at % 3, 10_000) for at in range(32)])
     assert len(stages) == 32
     assert stages[-1].blocks.stop == 400

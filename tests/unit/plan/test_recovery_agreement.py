@@ -8,9 +8,9 @@ from hoop.plan.recovery import (
     NO_STATE,
     OWN_ARENA,
     WHOLE,
-    Piece,
     RankStatus,
     RecoveryPlan,
+    SliceSpec,
     StateLost,
     agree,
     uncovered,
@@ -18,7 +18,7 @@ from hoop.plan.recovery import (
 
 SHARDS = 4
 EPOCH = 10
-FIRST, SECOND = Piece("first", 0, 8, 32), Piece("second", 0, 4, 16)
+FIRST, SECOND = SliceSpec("first", 0, 8, 32), SliceSpec("second", 0, 4, 16)
 PARTS = {"first": 8, "second": 4}
 
 
@@ -37,7 +37,7 @@ def returns(done: int, ended: int = 0) -> RankStatus:
     return RankStatus(done + 200, done, ended, False, offers)
 
 
-def holds(done: int, *pieces: Piece, stays: bool = True, later: tuple[Piece, ...] = ()) -> RankStatus:
+def holds(done: int, *pieces: SliceSpec, stays: bool = True, later: tuple[SliceSpec, ...] = ()) -> RankStatus:
     """Some pieces of a partitioned state; ``later``: of the step after, which it has not seen done."""
     offers = [(done, pieces), *([(done + 1, later)] if later else [])]
     return RankStatus(done + 100, done, EPOCH, stays, offers)
@@ -118,7 +118,7 @@ def test_a_run_that_has_only_begun_loses_nothing() -> None:
 
 
 def test_slices_cover_a_tensor_together() -> None:
-    low, high, gap = Piece("first", 0, 3, 12), Piece("first", 3, 5, 20), Piece("first", 4, 4, 16)
+    low, high, gap = SliceSpec("first", 0, 3, 12), SliceSpec("first", 3, 5, 20), SliceSpec("first", 4, 4, 16)
     assert uncovered({"first": 8}, [high, low]) == []
     assert uncovered({"first": 8}, [low, gap]) == ["first"]
     assert uncovered({"empty": 0}, []) == ["empty"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hoop.errors import InternalError
-from hoop.plan.builder import weave
+from hoop.plan.builder import build_plan
 from hoop.plan.instructions import Instruction
 from hoop.plan.plan import Plan
 from hoop.plan.rules import ListRule, Rule
-from hoop.plan.unit_clock import chart, rehearse, timeline
+from hoop.plan.unit_clock import chart, run_rules, timeline
 from hoop.plan.validation import check
 
 
@@ -44,12 +44,12 @@ def test_a_message_is_taken_once() -> None:
 
 
 def test_lists_rehearsed_are_the_lists() -> None:
-    assert rehearse([ListRule(FIRST), ListRule(SECOND)]) == PLAN.ranks
+    assert run_rules([ListRule(FIRST), ListRule(SECOND)]) == PLAN.ranks
 
 
 def test_rules_that_wait_for_ever_are_named() -> None:
     with pytest.raises(InternalError, match="rank 0 after 0F0, rank 1 after nothing"):
-        rehearse([ListRule(line("0F0 0(0@1")), ListRule(line("1<0@0"))])
+        run_rules([ListRule(line("0F0 0(0@1")), ListRule(line("1<0@0"))])
 
 
 def test_a_plan_on_a_clock() -> None:
@@ -67,7 +67,7 @@ def test_a_plan_on_a_clock() -> None:
 def test_a_receive_never_overtakes_an_earlier_message() -> None:
     """Rank 1 needs the second output first: the first is received before it, and used later."""
     computes = [line("0F0 0F1 0B0 0B1"), line("1F1 1B1 1F0 1B0")]
-    plan = weave(2, [[0], [1]], computes)
+    plan = build_plan(2, [[0], [1]], computes)
     assert check(plan) == []
     assert plan.grid(messages=True).splitlines() == [
         "rank 0 | 0L0   0F0   0>0@1 0L1   0F1   0>1@1 0(1@1 0(0@1 0B0   0B1   0A    0U",

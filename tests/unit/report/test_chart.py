@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.report.chart import Bars, Chart, Line, Lines, smoothed
+from hoop.report.chart import Bars, Chart, ChartLine, Lines, smoothed
 from hoop.report.training import training_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,8 +47,10 @@ def test_two_panels_share_their_horizontal_axis() -> None:
         Chart(
             "mnist",
             [
-                Lines("loss", [Line("training", [0, 10], [2, 1]), Line("test", [0, 5, 10], [3, 2, 1])]),
-                Lines("accuracy (%)", [Line("test", [0, 10], [90, 98])], rules={"paper": 92.89}),
+                Lines(
+                    "loss", [ChartLine("training", [0, 10], [2, 1]), ChartLine("test", [0, 5, 10], [3, 2, 1])]
+                ),
+                Lines("accuracy (%)", [ChartLine("test", [0, 10], [90, 98])], rules={"paper": 92.89}),
             ],
             x_label="step",
         )
@@ -67,14 +69,14 @@ def test_two_panels_share_their_horizontal_axis() -> None:
 
 def test_gaps_single_points_and_nothing() -> None:
     y = [1, math.nan, 3, math.inf, 5, 6]
-    root = parsed(Chart("gaps", [Lines("y", [Line("a", range(6), y), Line("one", [3], [2])])]))
+    root = parsed(Chart("gaps", [Lines("y", [ChartLine("a", range(6), y), ChartLine("one", [3], [2])])]))
     assert [len(line) for line in points(root)] == [2]
     assert len(list(root.iter(f"{SVG}circle"))) == 4 + 1  # and one in the legend
     for empty in (
         Lines("y", []),
-        Lines("y", [Line("a", [], [])]),
-        Lines("y", [Line("a", [1], [math.nan])], "log"),
-        Lines("y", [Line("a", [1], [-1])], "log"),
+        Lines("y", [ChartLine("a", [], [])]),
+        Lines("y", [ChartLine("a", [1], [math.nan])], "log"),
+        Lines("y", [ChartLine("a", [1], [-1])], "log"),
         Bars("y", [], {}),
         Bars("y", ["a"], {"b": [math.nan]}),
     ):
@@ -83,14 +85,14 @@ def test_gaps_single_points_and_nothing() -> None:
 
 
 def test_what_is_outside_given_limits_is_not_drawn() -> None:
-    root = parsed(Chart("t", [Lines("y", [Line("a", range(5), [1, 2, 1000, 1, 2])], limits=(0, 10))]))
+    root = parsed(Chart("t", [Lines("y", [ChartLine("a", range(5), [1, 2, 1000, 1, 2])], limits=(0, 10))]))
     assert [len(line) for line in points(root)] == [2, 2]
 
 
 def test_a_long_line_stays_small_and_keeps_its_peaks() -> None:
     y = np.sin(np.arange(200_000) / 1000)
     y[77_777] = 9
-    root = parsed(Chart("long", [Lines("y", [Line("a", np.arange(200_000), y)])]))
+    root = parsed(Chart("long", [Lines("y", [ChartLine("a", np.arange(200_000), y)])]))
     (line,) = points(root)
     assert len(line) < 2000
     assert min(line, key=lambda point: point[1])[1] < sorted(point[1] for point in line)[1] - 50
@@ -98,8 +100,8 @@ def test_a_long_line_stays_small_and_keeps_its_peaks() -> None:
 
 def test_bands_and_styles() -> None:
     band = ([1, 1, 1], [3, 4, 5])
-    lines = [Line("a", [1, 2, 3], [2, 2, 2], band=band), Line("a", [1, 2, 3], [2, 3, 2], "faint")]
-    root = parsed(Chart("t", [Lines("y", [*lines, Line("b", [1, 2], [1, 2], "dashed")])]))
+    lines = [ChartLine("a", [1, 2, 3], [2, 2, 2], band=band), ChartLine("a", [1, 2, 3], [2, 3, 2], "faint")]
+    root = parsed(Chart("t", [Lines("y", [*lines, ChartLine("b", [1, 2], [1, 2], "dashed")])]))
     assert [len(shape) for shape in points(root, "polygon") if len(shape) == 6] == [6]
     assert words(root).count("a") == 1
     assert [e.get("stroke-dasharray") for e in root.iter(f"{SVG}polyline")] == [None, None, "6 4"]
@@ -124,9 +126,9 @@ def test_bars_stand_on_zero() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(InvalidArgument, match="line 'a': 2 x and 1 y"):
-        Line("a", [1, 2], [1])
+        ChartLine("a", [1, 2], [1])
     with pytest.raises(InvalidArgument, match="line 'a': 1 x and 2 high"):
-        Line("a", [1], [1], band=([1], [1, 2]))
+        ChartLine("a", [1], [1], band=([1], [1, 2]))
     with pytest.raises(InvalidArgument, match="bars 'a': 1 values for 2 groups"):
         Bars("y", ["g", "h"], {"a": [1]})
 
@@ -138,7 +140,7 @@ def test_mistakes_are_named() -> None:
     kind=st.sampled_from(["linear", "log"]),
 )
 def test_anything_makes_a_picture(title: str, name: str, y: list[float], kind: str) -> None:
-    lines = Lines(name, [Line(name, range(len(y)), y)], kind, rules={name: 1.0})  # type: ignore[arg-type]
+    lines = Lines(name, [ChartLine(name, range(len(y)), y)], kind, rules={name: 1.0})  # type: ignore[arg-type]
     bars = Bars(name, [name] * len(y), {name: y}, kind, rules={name: 1.0})  # type: ignore[arg-type]
     svg = Chart(title, [lines, bars], x_label=name, x_kind=kind, subtitle=title).svg()  # type: ignore[arg-type]
     ET.fromstring(svg.encode())

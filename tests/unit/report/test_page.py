@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.report.chart import Chart, Line, Lines
+from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Page, Picture, Section, prose
 from hoop.report.tables import Column, Table
 
-PICTURE = Picture("loss", Chart("loss", [Lines("y", [Line("a", [1, 2], [2, 1])])]).svg(), "It **falls**.")
+PICTURE = Picture(
+    "loss", Chart("loss", [Lines("y", [ChartLine("a", [1, 2], [2, 1])])]).svg(), "It **falls**."
+)
 TABLE = Table([Column("a"), Column("b", "ms")], [["x<y", 1.5]], "T")
 PAGE = Page(
     "Title <script>",

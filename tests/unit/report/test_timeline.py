@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hoop.report.palette import KINDS
 from hoop.report.spans import COMMUNICATE, COMPUTE, Span
-from hoop.report.timeline import MOST_ROWS, Timeline, kind_of
+from hoop.report.timeline import MOST_ROWS, TimelineChart, kind_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -33,7 +33,7 @@ def test_bars_are_where_the_spans_are() -> None:
         Span("device 2", "F0", "forward", 200, 50),
         Span("device 2", "send", "send", 240, 10, lane="links"),
     ]
-    root = ET.fromstring(Timeline("one step", spans).svg())
+    root = ET.fromstring(TimelineChart("one step", spans).svg())
     found = bars(root)
     assert set(found) == {
         "device 1: F0, 50 us",
@@ -66,7 +66,7 @@ def test_bars_are_where_the_spans_are() -> None:
 
 def test_a_window_cuts_what_is_outside() -> None:
     spans = [Span("d", str(at), "forward", at, 10) for at in (0, 10, 20)]
-    found = bars(ET.fromstring(Timeline("t", spans, start_us=5, end_us=20).svg()))
+    found = bars(ET.fromstring(TimelineChart("t", spans, start_us=5, end_us=20).svg()))
     assert set(found) == {"d: 0, 10 us", "d: 10, 10 us"}
     assert float(found["d: 10, 10 us"]["width"]) == pytest.approx(
         2 * float(found["d: 0, 10 us"]["width"]), abs=0.02
@@ -75,7 +75,7 @@ def test_a_window_cuts_what_is_outside() -> None:
 
 def test_many_devices_and_spans_stay_a_picture() -> None:
     spans = [Span(f"device {d}", "F", "forward", i, 0.9) for d in range(80) for i in range(2000)]
-    svg = Timeline("many", spans).svg()
+    svg = TimelineChart("many", spans).svg()
     shown = words(ET.fromstring(svg))
     assert f"{MOST_ROWS} of 80 devices shown" in shown
     assert {"device 0", "device 79"} <= set(shown)
@@ -101,6 +101,6 @@ def test_every_kind_has_a_colour() -> None:
     )
 )
 def test_anything_makes_a_picture(spans: list[Span]) -> None:
-    svg = Timeline("<&>", spans).svg()
+    svg = TimelineChart("<&>", spans).svg()
     ET.fromstring(svg.encode())
     assert "nan" not in svg.partition("</style>")[2] or any("nan" in s.track + s.name for s in spans)

@@ -9,7 +9,7 @@ import pytest
 from hoop.errors import InvalidArgument, NotFound
 from hoop.simulate import cost_model
 from hoop.simulate.cluster import Cluster, Host, Link, parse_bandwidth, read_cluster
-from hoop.simulate.cost_model import BlockCost, Costs, Line, Machine, read_costs
+from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine, read_costs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -62,9 +62,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: 
 
 
 def test_costs_survive_their_file(tmp_path: Path) -> None:
-    block = BlockCost("b", Line(1.0, 0.5), Line(2.0, 1.5), 10, 20, 12, Line(0, 4.0), Line(0, 8.0))
+    block = BlockCost(
+        "b", LinearCost(1.0, 0.5), LinearCost(2.0, 1.5), 10, 20, 12, LinearCost(0, 4.0), LinearCost(0, 8.0)
+    )
     machine = Machine(1, 2, 3, 4, 5, 6, 1.5, 7, copy_at=((1, 2), (4, 8)))
-    costs = Costs((block, block), 16, machine, Line(0, 1), Line(2), 7.0, joint=4, source="s")
+    costs = Costs((block, block), 16, machine, LinearCost(0, 1), LinearCost(2), 7.0, joint=4, source="s")
     path = tmp_path / "costs.json"
     path.write_text(costs.to_json())
     assert read_costs(path) == costs
@@ -89,9 +91,9 @@ def test_what_a_byte_costs_depends_on_the_size() -> None:
 
 
 def test_a_line_goes_through_its_points() -> None:
-    assert Line.through([(10, 3.0), (20, 4.0)]) == Line(2.0, 0.1)
-    assert Line.through([(10, 3.0), (20, 2.0)]) == Line(3.0, 0.0)  # noise: never negative
-    assert Line.through([(10, 1.0), (20, 4.0)]).fixed == 0.0
+    assert LinearCost.through([(10, 3.0), (20, 4.0)]) == LinearCost(2.0, 0.1)
+    assert LinearCost.through([(10, 3.0), (20, 2.0)]) == LinearCost(3.0, 0.0)  # noise: never negative
+    assert LinearCost.through([(10, 1.0), (20, 4.0)]).fixed == 0.0
 
 
 def test_costs_come_with_hoop() -> None:

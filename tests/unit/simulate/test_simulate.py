@@ -8,10 +8,10 @@ import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.plan.plan import traffic
-from hoop.plan.unit_clock import rehearse
+from hoop.plan.unit_clock import run_rules
 from hoop.simulate.cluster import Cluster, Host, Link
-from hoop.simulate.cost_model import FREE, BlockCost, Costs, Line, Machine
-from hoop.simulate.rank import Outage, Stragglers
+from hoop.simulate.cost_model import FREE, BlockCost, Costs, LinearCost, Machine
+from hoop.simulate.rank import Outage, SimulatedStragglers
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import every, parse
 
@@ -88,7 +88,7 @@ def test_the_same_question_has_the_same_answer(spec: str) -> None:
     costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=40_000, output_bytes=10_000, machine=Machine())
 
     def run(seed: int) -> list[float]:
-        chance = Stragglers(0.3, 4.0, seed)
+        chance = SimulatedStragglers(0.3, 4.0, seed)
         outcome = simulate(parse(spec), costs, on(4), micros=8, steps=3, stragglers=chance)
         return [span.start for one in outcome.accounts for span in one.spans]
 
@@ -106,10 +106,10 @@ def test_rules_do_what_they_do_on_paper(spec: str) -> None:
         told = [
             [str(span.what) for span in one.spans if "wait" not in str(span.what)] for one in outcome.accounts
         ]
-        expected = rehearse([strategy.rule(outcome.plan, rank, 1) for rank in range(4)], cost(outcome, 8))
+        expected = run_rules([strategy.rule(outcome.plan, rank, 1) for rank in range(4)], cost(outcome, 8))
         assert told == [[str(one) for one in line] * 3 for line in expected]
         return
-    expected = rehearse([strategy.rule(outcome.plan, rank, 3) for rank in range(4)], cost(outcome, 8))
+    expected = run_rules([strategy.rule(outcome.plan, rank, 3) for rank in range(4)], cost(outcome, 8))
     told = [[str(span.what) for span in one.spans if span.category != "wait"] for one in outcome.accounts]
     assert told == [list(map(str, line)) for line in expected]
 
@@ -176,7 +176,7 @@ def test_counting_a_sum_is_executing_it(algorithm: str, link: Link, size: int) -
 
 
 def test_several_shards_as_one_pay_the_fixed_part_once() -> None:
-    line = Line(2.0, 0.5)
+    line = LinearCost(2.0, 0.5)
     costs = Costs((BlockCost("b", line, line),), 4, FREE, joint=3)
     outcome = simulate(parse("data"), costs, on(1), micros=4)
     assert outcome.step_seconds == 2 * (2 * 2.0 + 4 * 4 * 0.5)  # groups of 3 and 1; forward and backward

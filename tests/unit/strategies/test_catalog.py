@@ -10,7 +10,7 @@ from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import STRATEGIES, every, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
-from hoop.strategies.memory_fit import advice, fit, fitting
+from hoop.strategies.memory_fit import advice, fit, fitting_strategies
 from hoop.strategies.parameter_server import ParameterServer
 from hoop.strategies.pipeline import Pipeline
 from hoop.strategies.ring import RingModel
@@ -106,10 +106,12 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
     assert str(error.value) == (
         "memory: each of devices 0, 1, 2, 3 needs 32 MiB and has 10 MiB, in one stage of 8 blocks"
     )
-    fits = fitting(every(4), blocks(), memory, 8)
+    fits = fitting_strategies(every(4), blocks(), memory, 8)
     assert {one.strategy.name for one in fits} == {"ring", "pipeline"}
     assert advice(fits).startswith("it would fit with ring:sync,slices=1 (at most 8 MiB a device), ")
-    assert advice(fitting(every(4), blocks(), [MIB] * 4, 8)).startswith("no strategy fits on these devices")
+    assert advice(fitting_strategies(every(4), blocks(), [MIB] * 4, 8)).startswith(
+        "no strategy fits on these devices"
+    )
 
 
 def test_the_smallest_device_of_a_stage_decides() -> None:

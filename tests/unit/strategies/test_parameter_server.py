@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from shaken_links import shake
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.plan.unit_clock import rehearse, units
+from hoop.plan.unit_clock import run_rules, units
 from hoop.strategies.parameter_server import ParameterServer
 
 
@@ -64,9 +64,9 @@ def clocks_at_gives(line: list[Instruction], workers: int) -> list[tuple[int, in
     clocks = [0] * workers
     found = []
     for one in line:
-        if one.kind is Kind.TAKE:
+        if one.kind is InstructionKind.TAKE:
             clocks[one.peer] += 1
-        elif one.kind is Kind.GIVE:
+        elif one.kind is InstructionKind.GIVE:
             found.append((clocks[one.peer], min(clocks)))
     return found
 
@@ -92,10 +92,10 @@ def test_nobody_is_further_ahead_than_allowed_and_nobody_waits_for_ever(
         assert len(gives) == workers * steps
         if mode == "ssp":
             assert all(clock <= slowest + staleness for clock, slowest in gives)
-        takes = [place for place, one in enumerate(lines[rank]) if one.kind is Kind.TAKE]
+        takes = [place for place, one in enumerate(lines[rank]) if one.kind is InstructionKind.TAKE]
         assert len(takes) == workers * steps
         # Each push is applied before anything else is done with it.
-        assert all(lines[rank][place + 1].kind is Kind.UPDATE for place in takes)
+        assert all(lines[rank][place + 1].kind is InstructionKind.UPDATE for place in takes)
 
 
 def last_step_begun(strategy: ParameterServer, steps: int) -> int:
@@ -105,9 +105,9 @@ def last_step_begun(strategy: ParameterServer, steps: int) -> int:
     def cost(rank: int, one: Instruction) -> float:
         return units(rank, one) * (100 if rank == 1 else 1)
 
-    line = rehearse(rules, cost)[2]
-    first_push_of_slow = line.index(Instruction(Kind.TAKE, 0, peer=1))
-    return sum(one == Instruction(Kind.GIVE, 0, peer=0) for one in line[:first_push_of_slow])
+    line = run_rules(rules, cost)[2]
+    first_push_of_slow = line.index(Instruction(InstructionKind.TAKE, 0, peer=1))
+    return sum(one == Instruction(InstructionKind.GIVE, 0, peer=0) for one in line[:first_push_of_slow])
 
 
 def test_asp_runs_away_and_ssp_waits_within_its_bound() -> None:
@@ -118,8 +118,8 @@ def test_asp_runs_away_and_ssp_waits_within_its_bound() -> None:
 
 def test_later_steps_number_their_micro_batches_on() -> None:
     _, rules = rules_of(ParameterServer(mode="asp"), 3, 4, 2)
-    line = rehearse(rules)[1]
-    assert [one.micro for one in line if one.kind is Kind.FORWARD] == [2, 3, 6, 7]
+    line = run_rules(rules)[1]
+    assert [one.micro for one in line if one.kind is InstructionKind.FORWARD] == [2, 3, 6, 7]
     assert rules[2].version(0) is None
 
 

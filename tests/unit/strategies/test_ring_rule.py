@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from shaken_links import shake
 
 from hoop.errors import InvalidArgument
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan, in_flight
 from hoop.plan.rules import Rule
-from hoop.plan.unit_clock import rehearse, timeline
+from hoop.plan.unit_clock import run_rules, timeline
 from hoop.plan.validation import check
 from hoop.strategies.ring import RingModel
 
@@ -76,8 +76,8 @@ def test_whatever_the_links_do_nobody_waits_for_ever(ring: RingModel, data: st.D
         assert in_flight(held, rank, first) <= ring.may_hold(rank, devices)
         updates = 0
         for one in line:
-            updates += one == Instruction(Kind.UPDATE, first)
-            if one.kind in {Kind.FORWARD, Kind.BACKWARD}:
+            updates += one == Instruction(InstructionKind.UPDATE, first)
+            if one.kind in {InstructionKind.FORWARD, InstructionKind.BACKWARD}:
                 version = rules[rank].version(one.micro)
                 assert version is not None
                 # The weights of that version are there: the newest, or (asynchronously) the ones before.
@@ -91,7 +91,7 @@ def test_without_a_flush_the_bubble_is_only_at_the_ends(devices: int, micros: in
     ends = {}
     for asynchronous in (False, True):
         plan, rules = rules_of(RingModel(asynchronous=asynchronous), devices, micros, steps)
-        lines = rehearse(rules)
+        lines = run_rules(rules)
         ends[asynchronous] = timeline(Plan(micros * steps, plan.holders, lines)).end
     work = 3 * micros * steps
     assert ends == {False: work + steps * 3 * (devices - 1), True: work + 3 * (devices - 1)}
@@ -101,7 +101,7 @@ def test_slices_close_the_ring() -> None:
     plan = RingModel(slices=2).plan(3, 6)
     assert plan.holders == ((0,), (1,), (2,), (0,), (1,), (2,))
     assert check(plan) == []
-    peers = {(rank, one.peer) for rank, one in plan if one.kind is Kind.SEND_OUTPUT}
+    peers = {(rank, one.peer) for rank, one in plan if one.kind is InstructionKind.SEND_OUTPUT}
     assert peers == {(0, 1), (1, 2), (2, 0)}
 
 

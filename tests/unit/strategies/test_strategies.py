@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hoop.errors import InvalidArgument
 from hoop.plan.plan import Plan, in_flight, traffic
 from hoop.plan.rules import ListRule
-from hoop.plan.unit_clock import rehearse, timeline
+from hoop.plan.unit_clock import run_rules, timeline
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import every, parse
@@ -76,9 +76,9 @@ def test_rules_over_several_steps_compute_everything_once(
     if rules[0] is None:
         assert rules == [None] * devices
         lists = [[one for _ in range(steps) for one in line] for line in plan.ranks]
-        assert list(map(list, rehearse([ListRule(line) for line in lists]))) == lists
+        assert list(map(list, run_rules([ListRule(line) for line in lists]))) == lists
         return
-    lines = rehearse([rule for rule in rules if rule is not None])
+    lines = run_rules([rule for rule in rules if rule is not None])
     computed = sorted(str(one) for line in lines for one in line if one.kind in "FB")
     assert computed == sorted(
         f"{stage}{kind}{micro}"

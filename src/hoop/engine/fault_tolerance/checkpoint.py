@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.progress_reporter import Emit
-from hoop.engine.stage.state import Layout
+from hoop.engine.stage.state import StateLayout
 from hoop.errors import FailedPrecondition, PeerLost
 from hoop.memory import Arena
 
@@ -38,7 +38,7 @@ class Stateful(Protocol):
     """Weights and optimizer state, as a rank holds them."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> StateLayout: ...
 
     @property
     def moments(self) -> list[Tensor]: ...
@@ -142,7 +142,7 @@ RUN = "run"
 """Under this name the run is in a snapshot's metadata."""
 
 
-class Keepsakes:
+class SnapshotPublisher:
     """The snapshots that one rank makes."""
 
     def __init__(self, arena: Arena, prefix: str, emit: Emit, run: str = "", came: bool = False) -> None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
-from hoop.engine.executor import Worker
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.progress_reporter import Emit
 from hoop.plan.faults import OF_LINKS, Fault
 from hoop.plan.instructions import Instruction
@@ -21,20 +21,20 @@ TOLD_S = 1.0
 """A process that is to die tells of it first; if nobody has listened so long, nobody does."""
 
 
-class Misfortune:
+class FaultInjector:
     """What befalls one rank; each fault once."""
 
     def __init__(self, faults: Sequence[Fault], emit: Emit, heard: Callable[[float], bool]) -> None:
         """``heard`` waits so many seconds until all that was emitted has left this process."""
         self._due = list(faults)
         self._emit, self._heard = emit, heard
-        self._worker: Worker | None = None
+        self._worker: PlanExecutor | None = None
         self._factor = 1.0
         self._links = FaultyLinks()
         if any(fault.kind in OF_LINKS for fault in faults):
             self._links.install()
 
-    def befall(self, worker: Worker) -> None:
+    def befall(self, worker: PlanExecutor) -> None:
         """Looks before every instruction of this worker."""
         self._worker = worker
         worker.before(self._look)

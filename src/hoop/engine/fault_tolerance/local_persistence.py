@@ -29,16 +29,16 @@ import torch
 from torch import Tensor
 
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, RUN, SNAPSHOT, unpacked
-from hoop.engine.fault_tolerance.state_slices import Live, Part, described, part_of, rows, size_of
+from hoop.engine.fault_tolerance.state_slices import LiveSlice, StateShard, described, part_of, rows, size_of
 from hoop.engine.job import names_of
-from hoop.engine.setup import Ready
-from hoop.engine.stage.provenance import Evidence
-from hoop.engine.stage.state import FLOAT32, LOSS, SAMPLES, Row, Vectors
+from hoop.engine.setup import TrainingSetup
+from hoop.engine.stage.provenance import Provenance
+from hoop.engine.stage.state import FLOAT32, LOSS, SAMPLES, StateRow, StateVectors
 from hoop.errors import FailedPrecondition
-from hoop.memory import Arena, Buffer
-from hoop.memory.commit_record import NOTHING, SUFFIX, Claim, claims
-from hoop.plan.instructions import Instruction, Kind
-from hoop.plan.recovery import NO_STATE, Piece
+from hoop.memory import Arena, ArenaBuffer
+from hoop.memory.commit_record import NO_STEP, SUFFIX, CommitRecord, commit_records
+from hoop.plan.instructions import Instruction, InstructionKind
+from hoop.plan.recovery import NO_STATE, SliceSpec
 
 KEPT = 256
 """Steps that are remembered: more than are done between two times that they are told, four times a second."""
@@ -47,10 +47,10 @@ _BEFORE = 3
 """Elements of a row before the evidence."""
 
 
-class Diary:
+class StepLog:
     """The rows that one rank writes: where it knows the losses."""
 
-    def __init__(self, vectors: Vectors, evidence: Evidence) -> None:
+    def __init__(self, vectors: StateVectors, evidence: Provenance) -> None:
         self._evidence = evidence
         claim = vectors.claim(_NAME, ())
         self._rows = vectors.new(_NAME, KEPT * (_BEFORE + evidence.places)).reshape(KEPT, -1)
@@ -70,7 +70,7 @@ def remembered(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]:
     """What the device that had this memory before wrote down of this run."""
     found: dict[int, list[float]] = {}
     buffers = {one.name: one for one in arena.buffers()}
-    for name, _, _ in claims(arena, prefix, run):
+    for name, _, _ in commit_records(arena, prefix, run):
         buffer = buffers.get(name.removesuffix(SUFFIX))
         if name.endswith(_NAME + SUFFIX) and buffer is not None:
             rows = arena.array(buffer.address, FLOAT32, buffer.size // 4).reshape(KEPT, -1)
@@ -80,10 +80,10 @@ def remembered(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]:
     return found
 
 
-def inherited(arena: Arena, prefix: str, run: str) -> list[Part]:
+def load_from_arena(arena: Arena, prefix: str, run: str) -> list[StateShard]:
     """The parts of this run's state that were whole, the newest first; buffers of these names are gone then."""
     buffers = {one.name: one for one in arena.buffers() if one.name.startswith(prefix)}
-    found = [_copied(arena, buffers, step, about) for _, step, about in claims(arena, prefix, run)]
+    found = [_copied(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)]
     found += [
         _sealed(arena, one, run) for name, one in buffers.items() if name[len(prefix) :].startswith(SNAPSHOT)
     ]
@@ -93,10 +93,12 @@ def inherited(arena: Arena, prefix: str, run: str) -> list[Part]:
     return sorted(parts, key=lambda one: one.step, reverse=True)
 
 
-def _copied(arena: Arena, buffers: Mapping[str, Buffer], step: int, about: Mapping[str, Any]) -> Part | None:
+def _copied(
+    arena: Arena, buffers: Mapping[str, ArenaBuffer], step: int, about: Mapping[str, Any]
+) -> StateShard | None:
     rows = about["rows"]
-    pieces = [Piece(*row[:4]) for row in rows]
-    part = Part(pieces, np.empty(size_of(pieces), np.uint8), step)
+    pieces = [SliceSpec(*row[:4]) for row in rows]
+    part = StateShard(pieces, np.empty(size_of(pieces), np.uint8), step)
     for piece, (*_, name, offset) in zip(pieces, rows, strict=True):
         if name not in buffers or offset + piece.bytes > buffers[name].size:
             return None
@@ -104,7 +106,7 @@ def _copied(arena: Arena, buffers: Mapping[str, Buffer], step: int, about: Mappi
     return part
 
 
-def _sealed(arena: Arena, buffer: Buffer, run: str) -> Part | None:
+def _sealed(arena: Arena, buffer: ArenaBuffer, run: str) -> StateShard | None:
     try:
         tensors, metadata = unpacked(arena.read(buffer.address, buffer.size), buffer.name)
     except FailedPrecondition:
@@ -112,7 +114,9 @@ def _sealed(arena: Arena, buffer: Buffer, run: str) -> Part | None:
     return part_of(tensors, int(metadata["steps"])) if run and metadata.get(RUN) == run else None
 
 
-def filled(wanted: Mapping[str, Tensor], part: Part, made: Collection[str] = ()) -> dict[str, Tensor] | None:
+def filled(
+    wanted: Mapping[str, Tensor], part: StateShard, made: Collection[str] = ()
+) -> dict[str, Tensor] | None:
     """These tensors as they are in a part, or None where it has not all of them, or others.
 
     ``made``: those that stay as they are where it has none.
@@ -133,8 +137,8 @@ def filled(wanted: Mapping[str, Tensor], part: Part, made: Collection[str] = ())
     return found
 
 
-def newest(
-    wanted: Mapping[str, Tensor], parts: Sequence[Part], made: Collection[str] = ()
+def newest_state(
+    wanted: Mapping[str, Tensor], parts: Sequence[StateShard], made: Collection[str] = ()
 ) -> tuple[int, dict[str, Tensor]] | None:
     """Of parts in their order, the first that has all of these."""
     tensors = ((one.step, filled(wanted, one, made)) for one in parts)
@@ -144,11 +148,16 @@ def newest(
 _STAGE = "stage0."
 
 
-class InPlace:
+class InPlaceState:
     """A replica's state, as its arena tells of it."""
 
     def __init__(
-        self, ready: Ready, vectors: Vectors, left: Sequence[Part], resumed: bool, outlives: bool
+        self,
+        ready: TrainingSetup,
+        vectors: StateVectors,
+        left: Sequence[StateShard],
+        resumed: bool,
+        outlives: bool,
     ) -> None:
         """``left``: what the device found in its arena, the newest first; ``resumed``: from a checkpoint.
 
@@ -156,14 +165,14 @@ class InPlace:
         trained is as the model is made, and needs no copy; but for a run that was resumed.
         """
         self._ready, self.worker, self._left = ready, ready.worker, left
-        self._claim: Claim | None = None
+        self._claim: CommitRecord | None = None
         held, names = ready.worker.held[0], names_of(ready.model)
         layout = held.layout
-        frozen = [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
+        frozen = [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
         self._made = {one.name for one in frozen}
         if not outlives:
             return
-        told: list[Row] = []
+        told: list[StateRow] = []
         for place, one in zip(layout.places, layout.parameters, strict=False):
             name, size, start = names[id(one)], one.numel(), 4 * place
             told.append((name, 0, size, 4 * size, f"{_STAGE}weights", start))
@@ -175,16 +184,16 @@ class InPlace:
             start, size = 4 * (place - layout.trained), buffer.numel()
             told.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
         self._buffers = vectors.new("buffers", layout.state - layout.trained)
-        self._moving = [Live(names[id(one)], 0, one.view(-1)) for one in layout.counters]
+        self._moving = [LiveSlice(names[id(one)], 0, one.view(-1)) for one in layout.counters]
         known = {piece.name for part in left for piece in part.pieces}
         self._frozen = [one for one in frozen if resumed or one.name in known]
         self._counters = _room(vectors, "counters", self._moving)
         self._fixed = _room(vectors, "fixed", self._frozen)
         told += rows(self._counters.pieces, "counters") + rows(self._fixed.pieces, "fixed")
         self._claim = vectors.claim("state", told)
-        self._diary = Diary(vectors, ready.role.evidence)
-        self._update = self.worker._handlers[Kind.UPDATE]
-        self.worker.handle({Kind.UPDATE: self._claimed})
+        self._diary = StepLog(vectors, ready.role.evidence)
+        self._update = self.worker._handlers[InstructionKind.UPDATE]
+        self.worker.handle({InstructionKind.UPDATE: self._claimed})
 
     def _claimed(self, instruction: Instruction) -> None:
         self.torn()
@@ -196,7 +205,7 @@ class InPlace:
     def torn(self) -> None:
         """From now on it is of no step."""
         if self._claim is not None:
-            self._claim.step = NOTHING
+            self._claim.step = NO_STEP
 
     def whole(self, step: int) -> int:
         """What is there is the state after so many steps."""
@@ -204,7 +213,7 @@ class InPlace:
             return step
         self.torn()
         held = self.worker.held[0]
-        if self._fixed.step == NOTHING:
+        if self._fixed.step == NO_STEP:
             self._fixed.take(self._frozen, step)
         if self._buffers.size:
             self._buffers[:] = held.state_array[held.layout.trained :]
@@ -216,7 +225,7 @@ class InPlace:
     def take_up(self) -> int:
         """Goes on from the newest of what the device left in its arena; the steps done with it, or ``NO_STATE``."""
         role, model = self._ready.role, self._ready.model
-        found = newest(role.wanted(model), self._left, self._made)
+        found = newest_state(role.wanted(model), self._left, self._made)
         if found is None:
             return NO_STATE
         step, tensors = found
@@ -225,7 +234,7 @@ class InPlace:
         return step
 
 
-def _room(vectors: Vectors, name: str, state: Sequence[Live]) -> Part:
+def _room(vectors: StateVectors, name: str, state: Sequence[LiveSlice]) -> StateShard:
     pieces = described(state)
     count = size_of(pieces)
-    return Part(pieces, vectors.new(name, count // 4).view("uint8")[:count])
+    return StateShard(pieces, vectors.new(name, count // 4).view("uint8")[:count])

@@ -15,23 +15,23 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from hoop.collectives.object_collectives import vote
+from hoop.collectives.object_collectives import any_rank
 from hoop.data.dataset import Splits
-from hoop.engine.fault_tolerance.local_persistence import Diary
-from hoop.engine.fault_tolerance.recovery import agreed, collect
-from hoop.engine.fault_tolerance.replication import Mirrors, Own, follows
-from hoop.engine.fault_tolerance.state_slices import Part, part_of, whole_state
+from hoop.engine.fault_tolerance.local_persistence import StepLog
+from hoop.engine.fault_tolerance.recovery import agree_on_recovery, collect
+from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replicator, follows
+from hoop.engine.fault_tolerance.state_slices import StateShard, part_of, whole_state
 from hoop.engine.job import Job
-from hoop.engine.rank_context import World
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
-from hoop.engine.setup import Ready, prepare
-from hoop.engine.stage.provenance import Evidence
-from hoop.engine.stage.state import Vectors
-from hoop.memory.commit_record import NOTHING
+from hoop.engine.setup import TrainingSetup, prepare
+from hoop.engine.stage.provenance import Provenance
+from hoop.engine.stage.state import StateVectors
+from hoop.memory.commit_record import NO_STEP
 from hoop.plan.recovery import NO_STATE, RankStatus, RecoveryPlan
 
 
-class Safekeeping:
+class ShardedStateManager:
     """One rank's copies, and its way to another part of the model."""
 
     def __init__(
@@ -39,19 +39,19 @@ class Safekeeping:
         settings: Settings,
         job: Job,
         data: Splits,
-        vectors: Vectors,
-        evidence: Evidence,
-        left: Sequence[Part] = (),
+        vectors: StateVectors,
+        evidence: Provenance,
+        left: Sequence[StateShard] = (),
     ) -> None:
         """``left``: what a device that was restarted found in its arena."""
         self._settings, self._job, self._data, self._evidence = settings, job, data, evidence
-        self._ready: Ready | None = None
+        self._ready: TrainingSetup | None = None
         self._vectors = [vectors]
         self._beside = vectors.beside("beside.")
-        self._diary: Diary | None = None
-        self._mirrors: Mirrors | None = None
-        self._own: Own | None = None
-        self._live = self._next = NOTHING
+        self._diary: StepLog | None = None
+        self._mirrors: Replicator | None = None
+        self._own: DoubleBufferedState | None = None
+        self._live = self._next = NO_STEP
         """The step that what is held is of, and the one that it will be of once all have met."""
         self._aside = list(left)
         self._begins, self._new, self._left_out, self._turn = False, True, False, 0
@@ -67,32 +67,32 @@ class Safekeeping:
         if tensors:
             self._aside = [part_of(tensors, step)]
 
-    def hold(self, ready: Ready, step: int) -> None:
+    def hold(self, ready: TrainingSetup, step: int) -> None:
         """What this rank holds, as it is after so many steps."""
         self._ready, self._live = ready, step
 
-    def keep(self, world: World) -> None:
+    def keep(self, world: RankContext) -> None:
         """Before steps: what is held is held elsewhere too; every rank must call it."""
         if not self._settings.mirror or world.reseated is None:
             return  # nobody wants it, or nobody could go on with it
         ready = self._ready
         assert ready is not None, "there is a state to be kept"
         if self._mirrors is None:
-            self._mirrors = Mirrors(world, self._vectors[-1], ready.role, ready.model, self._settings)
+            self._mirrors = Replicator(world, self._vectors[-1], ready.role, ready.model, self._settings)
             self._mirrors.keep(self._live, 0.0)
             ready.worker.owed.puts_off = follows(ready.role)
             if world.outlives:
-                self._own = Own(self._vectors[-1], ready.role, ready.model)
+                self._own = DoubleBufferedState(self._vectors[-1], ready.role, ready.model)
                 self._own.take(self._live)
 
     def begin_steps(self) -> None:
         """What is held changes from now on, unless that is put off."""
         if self._mirrors is not None and self._ready is not None and not follows(self._ready.role):
             self._mirrors.set_aside(self._live)
-            self._live = NOTHING
+            self._live = NO_STEP
 
     def commit(
-        self, world: World, stop: bool, done: int, steps: int, losses: Sequence[float] | None
+        self, world: RankContext, stop: bool, done: int, steps: int, losses: Sequence[float] | None
     ) -> tuple[bool, list[float]]:
         """After so many steps: mirrors get what these did, all ranks meet, and then it is done; returns as ``meet``."""
         ready = self._ready
@@ -105,9 +105,9 @@ class Safekeeping:
             self._mirrors.keep(done, ready.worker.rate)
         met = self.meet(world, stop, done, steps, losses)
         ready.worker.owed.settle()
-        self._live, self._next = done, NOTHING
+        self._live, self._next = done, NO_STEP
         if world.outlives and met[1]:
-            self._diary = self._diary or Diary(self._beside, self._evidence)
+            self._diary = self._diary or StepLog(self._beside, self._evidence)
             self._diary.note(done, met[1])
         if self._own is not None:
             self._own.take(done)
@@ -117,18 +117,20 @@ class Safekeeping:
         return met
 
     def meet(
-        self, world: World, stop: bool, done: int, steps: int = 0, losses: Sequence[float] | None = None
+        self, world: RankContext, stop: bool, done: int, steps: int = 0, losses: Sequence[float] | None = None
     ) -> tuple[bool, list[float]]:
         """All ranks: whether anybody wants to stop, and what one knew of the last steps (``losses``) all know then."""
         evidence = self._evidence
         told = np.zeros((steps, 1 + evidence.places))
         if losses is not None:
             told[: len(losses), 0], told[:, 1:] = losses, evidence.rows(done - steps, steps)
-        stops = vote(world.communicator, stop, told, self._settings.timeout_s)
+        stops = any_rank(world.communicator, stop, told, self._settings.timeout_s)
         evidence.adopt(done - steps, told[:, 1:])
         return stops, told[:, 0].tolist()
 
-    def cut_anew(self, world: World, done: int, ended: int, stopped: bool) -> tuple[Ready, RecoveryPlan]:
+    def cut_anew(
+        self, world: RankContext, done: int, ended: int, stopped: bool
+    ) -> tuple[TrainingSetup, RecoveryPlan]:
         """The part of the model that is this rank's now, with the newest state that can be had."""
         settings, timeout = self._settings, self._settings.timeout_s
         self._make_room()
@@ -152,7 +154,7 @@ class Safekeeping:
             begins=self._begins,
         )
         whole = whole_state(ready.model, settings.optimizer.slots)
-        plan = agreed(world.communicator, mine, whole, timeout)
+        plan = agree_on_recovery(world.communicator, mine, whole, timeout)
         if plan.sources:
             wanted = ready.role.wanted(ready.model)
             found, whence = collect(world.communicator, plan, self._aside, wanted, timeout)
@@ -167,12 +169,12 @@ class Safekeeping:
     def _make_room(self) -> None:
         """What is whole goes out of the arena, as it is and as it may be: who was lost may have said that it is."""
         ready = self._ready
-        if ready is not None and self._live != NOTHING:
-            self._aside.append(Part.of(ready.role.state(ready.model), self._live))
-        if ready is not None and self._next != NOTHING:
+        if ready is not None and self._live != NO_STEP:
+            self._aside.append(StateShard.of(ready.role.state(ready.model), self._live))
+        if ready is not None and self._next != NO_STEP:
             ready.worker.owed.settle()
-            self._aside.append(Part.of(ready.role.state(ready.model), self._next))
-        self._live = self._next = NOTHING
+            self._aside.append(StateShard.of(ready.role.state(ready.model), self._next))
+        self._live = self._next = NO_STEP
         if self._mirrors is not None:
             self._aside += self._mirrors.apart()
             self._mirrors = self._own = None

@@ -24,34 +24,34 @@ import torch
 from torch import Tensor
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import gathered
+from hoop.collectives.object_collectives import all_gather_object
 from hoop.collectives.registry import Operation
-from hoop.collectives.shard_tree import Holding, holding
-from hoop.engine.executor import Worker
-from hoop.engine.fault_tolerance.local_persistence import InPlace
-from hoop.engine.fault_tolerance.state_slices import Part
-from hoop.engine.rank_context import World
-from hoop.engine.stage.state import Held
+from hoop.collectives.shard_tree import MergePlan, merge_plan
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.fault_tolerance.local_persistence import InPlaceState
+from hoop.engine.fault_tolerance.state_slices import StateShard
+from hoop.engine.rank_context import RankContext
+from hoop.engine.stage.state import StageState
 from hoop.errors import MembershipChanged, PeerError
 from hoop.memory.dtypes import dtype
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan, split_evenly
 from hoop.plan.recovery import NO_STATE, OWN_ARENA, WHOLE, RankStatus, RecoveryPlan, agree
 from hoop.strategies.data_parallel import whole_model
 
 
-def agreed(
+def agree_on_recovery(
     communicator: Communicator, mine: RankStatus, whole: Mapping[str, int], timeout: float
 ) -> RecoveryPlan:
     """What all ranks conclude from everybody's status; every rank must call it."""
-    statuses = [RankStatus.parsed(one) for one in gathered(communicator, vars(mine), timeout)]
+    statuses = [RankStatus.parsed(one) for one in all_gather_object(communicator, vars(mine), timeout)]
     return agree(statuses, whole)
 
 
 def collect(
     communicator: Communicator,
     plan: RecoveryPlan,
-    parts: Sequence[Part],
+    parts: Sequence[StateShard],
     wanted: Mapping[str, Tensor],
     timeout: float,
 ) -> tuple[dict[str, Tensor], str]:
@@ -62,7 +62,7 @@ def collect(
     found = {name: torch.empty_like(one).contiguous() for name, one in wanted.items()}
     pieces = [one for one in plan.sources if one.bytes]
     lacks = [place for place, one in enumerate(pieces) if one.name in found and one not in mine]
-    needed = {place for each in gathered(communicator, lacks, timeout) for place in each}
+    needed = {place for each in all_gather_object(communicator, lacks, timeout) for place in each}
     for place, piece in enumerate(pieces):
         root = plan.sources[piece]
         data = mine[piece].copy() if piece in mine else np.empty(piece.bytes, np.uint8)
@@ -78,13 +78,13 @@ def collect(
     return found, whence
 
 
-UNSEATS = (PeerError, MembershipChanged)
+RECOVERABLE = (PeerError, MembershipChanged)
 """What makes a rank look for another seat: a peer or a link failed; or a peer has one of a later generation."""
 
 
 def level(
-    own: InPlace,
-    world: World,
+    own: InPlaceState,
+    world: RankContext,
     mine: RankStatus,
     rate: Callable[[int], float],
     timeout: float,
@@ -93,7 +93,7 @@ def level(
     """(1) and (2): all ranks have the same weights then. ``rate``: of the step after so many; ``lose``: what this rank
     has is about to be overwritten, and must not be taken for anything should that be cut short."""
     communicator, worker = world.communicator, own.worker
-    plan = agreed(communicator, mine, {WHOLE.name: WHOLE.elements}, timeout)
+    plan = agree_on_recovery(communicator, mine, {WHOLE.name: WHOLE.elements}, timeout)
     world.settled()
     if plan.behind:
         catch_up(own, communicator, plan, rate(plan.step - 1), timeout)
@@ -106,7 +106,9 @@ def level(
     return plan
 
 
-def doubted(worker: Worker, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> RecoveryPlan:
+def doubted(
+    worker: PlanExecutor, communicator: Communicator, plan: RecoveryPlan, timeout: float
+) -> RecoveryPlan:
     """Those who return must have what the others have, to the bit; whoever has not is new."""
     if not plan.returned:
         return plan
@@ -124,12 +126,12 @@ def doubted(worker: Worker, communicator: Communicator, plan: RecoveryPlan, time
     return replace(plan, done=done, returned=tuple(sorted(set(plan.returned) - wrong)))
 
 
-def _counted(held: Held) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def _counted(held: StageState) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     return np.array([float(one) for one in held.layout.counters], np.float32)
 
 
 def catch_up(
-    own: InPlace, communicator: Communicator, plan: RecoveryPlan, rate: float, timeout: float
+    own: InPlaceState, communicator: Communicator, plan: RecoveryPlan, rate: float, timeout: float
 ) -> None:
     """(2): the total of the last step, as it was shortened, from one who has it to all who have not."""
     worker = own.worker
@@ -147,7 +149,7 @@ def catch_up(
         worker.updated = plan.step
 
 
-def hand_over(worker: Worker, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> None:
+def hand_over(worker: PlanExecutor, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> None:
     """Weights, buffers, optimizer state and counters, from one who has them to those who have just come."""
     if not plan.new:
         return
@@ -168,7 +170,7 @@ def hand_over(worker: Worker, communicator: Communicator, plan: RecoveryPlan, ti
 
 def rest_of_step(
     plan: RecoveryPlan, shards: int, room: int
-) -> tuple[Plan, list[Holding], list[tuple[int, ...]]]:
+) -> tuple[Plan, list[MergePlan], list[tuple[int, ...]]]:
     """(3): what everybody does in addition, what everybody holds then, and what of it it has already.
 
     Where a rank has no room for what that leaves it with, all begin the step anew.
@@ -176,12 +178,12 @@ def rest_of_step(
     size = len(plan.done)
     kept = list(plan.computed)
     more = _dealt(kept, shards)
-    holdings = [holding([*old, *new], shards) for old, new in zip(kept, more, strict=True)]
+    holdings = [merge_plan([*old, *new], shards) for old, new in zip(kept, more, strict=True)]
     if max(one.slots for one in holdings) > room:
         kept = [()] * size
         more = [tuple(part) for part in split_evenly(shards, size)]
-        holdings = [holding(new, shards) for new in more]
-    end = (Instruction(Kind.REDUCE, 0), Instruction(Kind.UPDATE, 0))
+        holdings = [merge_plan(new, shards) for new in more]
+    end = (Instruction(InstructionKind.REDUCE, 0), Instruction(InstructionKind.UPDATE, 0))
     ranks = tuple((*whole_model(new), *end) for new in more)
     return Plan(shards, (tuple(range(size)),), ranks), holdings, kept
 

@@ -39,41 +39,41 @@ import numpy as np
 import torch
 from torch import nn
 
-from hoop.collectives.object_collectives import gathered
+from hoop.collectives.object_collectives import all_gather_object
 from hoop.collectives.reduction import Array
 from hoop.config import format_size
 from hoop.engine.fault_tolerance.state_slices import (
     Bytes,
-    Flat,
-    Live,
-    Part,
+    FlatState,
+    LiveSlice,
+    StateShard,
     aligned,
     described,
     rows,
     size_of,
 )
 from hoop.engine.job import names_of
-from hoop.engine.rank_context import World
-from hoop.engine.roles.base import Role
+from hoop.engine.rank_context import RankContext
+from hoop.engine.roles.base import RankRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
-from hoop.engine.stage.state import Vectors
+from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
-from hoop.memory.commit_record import NOTHING
+from hoop.memory.commit_record import NO_STEP
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
-from hoop.plan.recovery import Piece
-from hoop.plan.replica_placement import holders, shares
+from hoop.plan.recovery import SliceSpec
+from hoop.plan.replica_placement import replica_holders, replica_shares
 from hoop.strategies.memory_fit import Fit
 from hoop.transport.base import SharedEndpoint
 
 COPIES = 2
 
 
-class Own:
+class DoubleBufferedState:
     """The copies that one rank keeps of its own state."""
 
-    def __init__(self, vectors: Vectors, role: Role, model: nn.Module) -> None:
+    def __init__(self, vectors: StateVectors, role: RankRole, model: nn.Module) -> None:
         self._role, self._model = role, model
         pieces = described(role.state(model))
         self._parts = [claimed(vectors, f"own{turn}", pieces) for turn in range(COPIES)]
@@ -84,10 +84,10 @@ class Own:
         self._parts[-1].take(self._role.state(self._model), step)
 
 
-def claimed(vectors: Vectors, name: str, pieces: Sequence[Piece]) -> Part:
+def claimed(vectors: StateVectors, name: str, pieces: Sequence[SliceSpec]) -> StateShard:
     """Room for these, of which the arena says what is in it."""
     claim = vectors.claim(name, rows(pieces, name))  # before there is anything that it could be wrong about
-    return Part(pieces, vectors.new(name, size_of(pieces) // 4).view(np.uint8), claim=claim)
+    return StateShard(pieces, vectors.new(name, size_of(pieces) // 4).view(np.uint8), claim=claim)
 
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -95,21 +95,21 @@ Receive = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True)
-class Image:
+class ReplicaLayout:
     """Where everything is in it: plain values, which can be told."""
 
     vectors: list[tuple[int, int]]
     """Each one's place and bytes, in the order they are sent."""
     flats: list[tuple[int, int, int]]
     """Of each stage: the number of its first vector, its elements, and how many of them are trained."""
-    pieces: list[tuple[Piece, int]]
+    pieces: list[tuple[SliceSpec, int]]
     """With their places."""
     counters: list[tuple[int, int]]
     """Their places and bytes."""
 
     @classmethod
-    def heard(cls, said: dict[str, Any]) -> Image:
-        pieces = [(Piece(*piece), place) for piece, place in said["pieces"]]
+    def heard(cls, said: dict[str, Any]) -> ReplicaLayout:
+        pieces = [(SliceSpec(*piece), place) for piece, place in said["pieces"]]
         return cls(**{**said, "pieces": pieces})
 
     @property
@@ -117,9 +117,9 @@ class Image:
         return sum(aligned(count) for _, count in self.vectors)
 
 
-def imaged(
-    flats: Sequence[Flat], counters: Sequence[str], state: Sequence[Live]
-) -> tuple[Image, list[Bytes]]:
+def replica_layout(
+    flats: Sequence[FlatState], counters: Sequence[str], state: Sequence[LiveSlice]
+) -> tuple[ReplicaLayout, list[Bytes]]:
     """What a rank holds: where it goes in an image, and the vectors that go there; ``counters`` by name."""
     arrays: list[Bytes] = []
     firsts = []
@@ -148,20 +148,25 @@ def imaged(
             add(arrays[-1], one.elements.data_ptr())
         pieces.append((piece, place))
     named = {piece.name: (place, piece.bytes) for piece, place in pieces}
-    return Image(vectors, firsts, pieces, [named[name] for name in counters]), arrays
+    return ReplicaLayout(vectors, firsts, pieces, [named[name] for name in counters]), arrays
 
 
-class Mirror:
+class Replica:
     """Another rank's state, kept here; and what brings it a step further, once that has come."""
 
     def __init__(
-        self, image: Image, vectors: Vectors, name: str, optimizer: OptimizerSettings, follows: bool
+        self,
+        image: ReplicaLayout,
+        vectors: StateVectors,
+        name: str,
+        optimizer: OptimizerSettings,
+        follows: bool,
     ) -> None:
         """``follows``: it will be brought further; otherwise it comes whole each time."""
         self._image = image
         self._data: Bytes = vectors.new(name, image.size // 4).view(np.uint8)
         pieces, places = [one for one, _ in image.pieces], [place for _, place in image.pieces]
-        self.part = Part(pieces, self._data, places=places)
+        self.part = StateShard(pieces, self._data, places=places)
         self._updates = []
         self.totals: list[Floats] = []
         """Where a step's gradients are put …"""
@@ -182,7 +187,7 @@ class Mirror:
 
     def take(self, receive: Receive, step: int) -> None:
         """All of it comes, as it is after so many steps."""
-        self.part.step = NOTHING
+        self.part.step = NO_STEP
         for place, count in self._image.vectors:
             if count:
                 receive(self._data[place : place + count].data)
@@ -198,7 +203,7 @@ class Mirror:
         if self._due is None:
             return False
         (step, rate), self._due = self._due, None
-        self.part.step = NOTHING
+        self.part.step = NO_STEP
         for (update, weights, trained), total in zip(self._updates, self.totals, strict=True):
             go_on(update, weights, trained, total, rate, step - 1)
         at = 0
@@ -208,29 +213,35 @@ class Mirror:
         self.part.step = step
         return True
 
-    def apart(self) -> list[Part]:
+    def apart(self) -> list[StateShard]:
         """What is whole, in memory of its own: as it is, and as it will be."""
-        found = [self.part.apart()] if self.part.step != NOTHING else []
+        found = [self.part.apart()] if self.part.step != NO_STEP else []
         return found + ([self.part.apart()] if self.go_on() else [])
 
 
-class Mirrors:
+class Replicator:
     """The mirrors that one rank holds, and what it does for its own."""
 
     def __init__(
-        self, world: World, vectors: Vectors, role: Role, model: nn.Module, settings: Settings
+        self, world: RankContext, vectors: StateVectors, role: RankRole, model: nn.Module, settings: Settings
     ) -> None:
         """All ranks must make theirs together."""
         self._endpoint, self._timeout = world.communicator.endpoint, settings.timeout_s
         self._role, self._model, self._follows = role, model, follows(role)
-        holding = holders(world.size, world.hosts)
+        holding = replica_holders(world.size, world.hosts)
         self._holder = holding[world.rank]
         image, arrays = self._imaged()
         self._sends = role.travels and self._holder != world.rank and bool(arrays)
-        told = gathered(world.communicator, vars(image) if self._sends else None, self._timeout)
+        told = all_gather_object(world.communicator, vars(image) if self._sends else None, self._timeout)
         self._theirs = {
             owner: [
-                Mirror(Image.heard(said), vectors, f"mirror{owner}.{turn}", settings.optimizer, self._follows)
+                Replica(
+                    ReplicaLayout.heard(said),
+                    vectors,
+                    f"mirror{owner}.{turn}",
+                    settings.optimizer,
+                    self._follows,
+                )
                 for turn in range(1 if self._follows else 2)
             ]
             for owner, said in enumerate(told)
@@ -241,17 +252,17 @@ class Mirrors:
         """Everybody's memory, where all see it."""
         if len(self._seen) < world.size:
             self._seen = []
-        self._own: Part | None = None
+        self._own: StateShard | None = None
         if not self._follows:
             pieces = described(role.state(model))
             data: Bytes = vectors.new("own", size_of(pieces) // 4).view(np.uint8)
-            self._own = Part(pieces, data)
+            self._own = StateShard(pieces, data)
         self._begun = False
 
-    def _imaged(self) -> tuple[Image, list[Bytes]]:
+    def _imaged(self) -> tuple[ReplicaLayout, list[Bytes]]:
         names = names_of(self._model)
         counters = [names[id(one)] for one, _ in self._role.counters()]
-        return imaged(self._role.flats(), counters, self._role.state(self._model))
+        return replica_layout(self._role.flats(), counters, self._role.state(self._model))
 
     def keep(self, step: int, rate: float) -> None:
         """(1): what was made since the last time is at the holder too, and another's here; every rank must call it."""
@@ -283,7 +294,7 @@ class Mirrors:
             totals = [np.array([_address(one) - start for one in totals], np.int64)]
         return totals + ([np.concatenate(counts)] if counts else [])
 
-    def _hear(self, owner: int, mirror: Mirror, receive: Receive) -> None:
+    def _hear(self, owner: int, mirror: Replica, receive: Receive) -> None:
         """The same, from the other side."""
         places = np.empty(len(mirror.totals) if self._seen else 0, np.int64)
         if places.size:
@@ -306,10 +317,10 @@ class Mirrors:
         if self._own is not None and self._own.step != step:
             self._own.take(self._role.state(self._model), step)
 
-    def apart(self) -> list[Part]:
+    def apart(self) -> list[StateShard]:
         """All that is whole, in memory of its own."""
         found = [one for turns in self._theirs.values() for mirror in turns for one in mirror.apart()]
-        if self._own is not None and self._own.step != NOTHING:
+        if self._own is not None and self._own.step != NO_STEP:
             found.append(self._own.apart())
         return found
 
@@ -318,7 +329,7 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def follows(role: Role) -> bool:
+def follows(role: RankRole) -> bool:
     """Whether updates can wait until all ranks meet, and mirrors are made by doing them again."""
     return role.stride == 1
 
@@ -333,7 +344,7 @@ def check_room(
 ) -> None:
     """Raises where mirrors, and copies for a device's next life, do not fit beside what is trained."""
     copies = [0] * plan.size
-    each = zip(shares(plan, fit.stages, blocks), holders(plan.size, hosts), strict=True)
+    each = zip(replica_shares(plan, fit.stages, blocks), replica_holders(plan.size, hosts), strict=True)
     for rank, (share, holder) in enumerate(each):
         if fit.strategy.synchronous:
             copies[holder] += (share.state + share.change) * (holder != rank)

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from hoop.collectives.reduction import Array
 from hoop.engine.fault_tolerance.checkpoint import MOMENT
 from hoop.engine.job import names_of
-from hoop.engine.stage.state import Row
-from hoop.memory.commit_record import NOTHING, Claim
-from hoop.plan.recovery import Piece
+from hoop.engine.stage.state import StateRow
+from hoop.memory.commit_record import NO_STEP, CommitRecord
+from hoop.plan.recovery import SliceSpec
 
 Bytes = npt.NDArray[np.uint8]
 _ALIGN = 64
 
 
-class Live(NamedTuple):
+class LiveSlice(NamedTuple):
     """A piece where it is computed with: elements of a tensor from ``low`` on."""
 
     name: str
@@ -36,7 +36,7 @@ class Live(NamedTuple):
     elements: Tensor
 
 
-class Flat(NamedTuple):
+class FlatState(NamedTuple):
     """Weights and optimizer state as the vectors that an update goes over."""
 
     weights: Array
@@ -47,14 +47,14 @@ class Flat(NamedTuple):
     """What the update of this step is made with."""
 
 
-def described(state: Iterable[Live]) -> list[Piece]:
+def described(state: Iterable[LiveSlice]) -> list[SliceSpec]:
     return [
-        Piece(one.name, one.low, one.elements.numel(), one.elements.numel() * one.elements.element_size())
+        SliceSpec(one.name, one.low, one.elements.numel(), one.elements.numel() * one.elements.element_size())
         for one in state
     ]
 
 
-def size_of(pieces: Sequence[Piece]) -> int:
+def size_of(pieces: Sequence[SliceSpec]) -> int:
     """Bytes of a part of these."""
     return sum(aligned(one.bytes) for one in pieces)
 
@@ -64,27 +64,29 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
-def rows(pieces: Sequence[Piece], vector: str) -> list[Row]:
+def rows(pieces: Sequence[SliceSpec], vector: str) -> list[StateRow]:
     """Where each lies in the vector of a part of these."""
     starts = itertools.accumulate((size_of([one]) for one in pieces), initial=0)
     return [(*one, vector, start) for one, start in zip(pieces, starts, strict=False)]
 
 
-def part_of(tensors: Mapping[str, Tensor], step: int) -> Part:
+def part_of(tensors: Mapping[str, Tensor], step: int) -> StateShard:
     """Whole tensors, in memory of their own."""
-    return Part.of([Live(name, 0, one.detach().contiguous().view(-1)) for name, one in tensors.items()], step)
+    return StateShard.of(
+        [LiveSlice(name, 0, one.detach().contiguous().view(-1)) for name, one in tensors.items()], step
+    )
 
 
-class Part:
+class StateShard:
     """Some pieces, as they were after one step."""
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SliceSpec],
         data: Bytes,
-        step: int = NOTHING,
+        step: int = NO_STEP,
         places: Sequence[int] | None = None,
-        claim: Claim | None = None,
+        claim: CommitRecord | None = None,
     ) -> None:
         """``places``: where each piece begins; without, they lie one after the other.
 
@@ -97,7 +99,7 @@ class Part:
 
     @property
     def step(self) -> int:
-        """After which step it was so; ``NOTHING`` while it is being written, and before."""
+        """After which step it was so; ``NO_STEP`` while it is being written, and before."""
         return self._step
 
     @step.setter
@@ -106,26 +108,26 @@ class Part:
         if self._claim is not None:
             self._claim.step = step
 
-    def take(self, state: Sequence[Live], step: int) -> None:
+    def take(self, state: Sequence[LiveSlice], step: int) -> None:
         """Becomes what this rank holds now."""
-        self.step = NOTHING
+        self.step = NO_STEP
         for piece, live in zip(self.pieces, state, strict=True):
             self[piece][:] = live.elements.detach().contiguous().view(-1).view(torch.uint8).numpy()
         self.step = step
 
-    def __contains__(self, piece: Piece) -> bool:
+    def __contains__(self, piece: SliceSpec) -> bool:
         return piece in self._places
 
-    def __getitem__(self, piece: Piece) -> Bytes:
+    def __getitem__(self, piece: SliceSpec) -> Bytes:
         start = self._places[piece]
         return self.data[start : start + piece.bytes]
 
-    def apart(self) -> Part:
+    def apart(self) -> StateShard:
         """A copy in memory of its own: the vector is needed for something else."""
-        return Part(self.pieces, self.data.copy(), self.step, list(self._places.values()))
+        return StateShard(self.pieces, self.data.copy(), self.step, list(self._places.values()))
 
     @classmethod
-    def of(cls, state: Sequence[Live], step: int) -> Part:
+    def of(cls, state: Sequence[LiveSlice], step: int) -> StateShard:
         """What a rank holds now, in memory of its own."""
         pieces = described(state)
         part = cls(pieces, np.empty(size_of(pieces), np.uint8))

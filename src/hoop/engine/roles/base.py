@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from hoop.data.dataset import Indices
 from hoop.engine.data_feed import Position
-from hoop.engine.executor import Worker
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import restore, tensors_of
-from hoop.engine.fault_tolerance.state_slices import Flat, Live
+from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
-from hoop.engine.stage.provenance import Evidence
+from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import LOSS
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """A step to be done: where it is in the data, its samples, its learning rate."""
 
     position: Position
@@ -35,21 +35,21 @@ class Work:
     rate: float
 
 
-class Role:
+class RankRole:
     """A rank that holds stages and runs its plan's list, once a step."""
 
     stride = 1
     """Steps between two moments at which all ranks are done with everything, and may agree to stop."""
 
-    evidence: Evidence
+    evidence: Provenance
     """Given by ``testify``, before the first step."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: PlanExecutor) -> None:
         self.worker = worker
         for held in worker.held.values():
             held.device = worker.world.device or worker.rank + 1
 
-    def testify(self, evidence: Evidence) -> None:
+    def testify(self, evidence: Provenance) -> None:
         """Notes there what updates are made of, where this rank knows the losses."""
         self.evidence = evidence
         for stage, held in self.worker.held.items():
@@ -70,7 +70,7 @@ class Role:
         """Whether the sum of the gradients tells this rank that somebody wants to stop."""
         return self.worker.plan.stages == 1
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         """Does these steps; returns their mean losses where this rank knows them."""
         worker = self.worker
         losses = []
@@ -98,7 +98,7 @@ class Role:
 
     # ---- for the case that a device is lost (mirrors, recut)
 
-    def state(self, model: nn.Module) -> list[Live]:
+    def state(self, model: nn.Module) -> list[LiveSlice]:
         """What this rank alone can give, or its replicas, so that others can go on: whole tensors, or slices."""
         worker = self.worker
         names = names_of(model)
@@ -107,13 +107,13 @@ class Role:
             if not worker.plan.computed_by(worker.rank, stage):  # who computes nothing does not count
                 for one in held.layout.counters:
                     del found[names[id(one)]]
-        return [Live(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
+        return [LiveSlice(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
 
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatState]:
         """The weights that are updated here, stage by stage."""
         held = self.worker.held.values()
         return [
-            Flat(one.state_array, one.layout.trained, one.moments, one.total[: one.layout.state])
+            FlatState(one.state_array, one.layout.trained, one.moments, one.total[: one.layout.state])
             for one in held
         ]
 
@@ -139,10 +139,10 @@ class Role:
         return time.monotonic() + self.worker.settings.timeout_s
 
 
-class Spare(Role):
+class StandbyRole(RankRole):
     """Holds nothing but its neighbour's mirror."""
 
-    def __init__(self, worker: Worker, stride: int) -> None:
+    def __init__(self, worker: PlanExecutor, stride: int) -> None:
         super().__init__(worker)
         self.stride = stride
 
@@ -150,6 +150,6 @@ class Spare(Role):
     def hears(self) -> bool:
         return False
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         self.worker.post.endpoint.flush(self.deadline())  # which notices that a seat is over
         return []

@@ -34,24 +34,24 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
-from hoop.collectives.shard_tree import Leaf, Sum, expression, holding
-from hoop.engine.executor import Worker
+from hoop.collectives.shard_tree import Leaf, Sum, expression, merge_plan
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, restore, tensors_of
-from hoop.engine.fault_tolerance.state_slices import Flat, Live
+from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
-from hoop.engine.roles.base import Role, Work
-from hoop.engine.roles.rule_executor import Ruled, due
+from hoop.engine.roles.base import RankRole, StepWork
+from hoop.engine.roles.rule_executor import RuleExecutor, due
 from hoop.engine.stage.gradient_reduction import clip_scale, squares
 from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
-from hoop.engine.stage.state import LOSS, PAD, TAIL, Layout, Vectors
-from hoop.plan.instructions import Instruction, Kind
+from hoop.engine.stage.state import LOSS, PAD, TAIL, StateLayout, StateVectors
+from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import split_evenly
 from hoop.strategies.base import Strategy
-from hoop.transport.base import Pending
+from hoop.transport.base import PendingSend
 
 
 @dataclass(frozen=True)
-class Slice:
+class ServerSlice:
     """Elements ``[low, high)`` of the weights; ``end`` is where its gradient ends."""
 
     low: int
@@ -70,19 +70,19 @@ class Slice:
         return self.end - self.low
 
 
-def slices(layout: Layout, servers: int) -> list[Slice]:
+def slices(layout: StateLayout, servers: int) -> list[ServerSlice]:
     """One a server; where there are more servers than pieces of 64 elements, the last ones have none."""
     found = []
     for part in split_evenly(layout.state // PAD, servers):
         low, high = part.start * PAD, part.stop * PAD
-        found.append(Slice(low, high, high, max(0, min(high, layout.trained) - low)))
+        found.append(ServerSlice(low, high, high, max(0, min(high, layout.trained) - low)))
     last = found[-1]
-    found[-1] = Slice(last.low, last.high, layout.total, last.trained)
+    found[-1] = ServerSlice(last.low, last.high, layout.total, last.trained)
     return found
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """What of a parameter lies in a slice: elements ``[low, high)`` of the whole vector."""
 
     parameter: int
@@ -92,9 +92,9 @@ class Piece:
     """The slice in which the parameter begins."""
 
 
-def pieces(layout: Layout, parts: list[Slice]) -> list[list[Piece]]:
+def pieces(layout: StateLayout, parts: list[ServerSlice]) -> list[list[ParameterPiece]]:
     """For each slice the pieces of parameters in it, in order."""
-    found: list[list[Piece]] = [[] for _ in parts]
+    found: list[list[ParameterPiece]] = [[] for _ in parts]
     for index, parameter in enumerate(layout.parameters):
         start = layout.places[index]
         stop = start + parameter.numel()
@@ -102,15 +102,20 @@ def pieces(layout: Layout, parts: list[Slice]) -> list[list[Piece]]:
         for number, one in enumerate(parts):
             low, high = max(start, one.low), min(stop, one.high)
             if low < high:
-                found[number].append(Piece(index, low, high, home))
+                found[number].append(ParameterPiece(index, low, high, home))
     return found
 
 
-class Kept:
+class ServerShard:
     """One server's slice."""
 
     def __init__(
-        self, vectors: Vectors, layout: Layout, part: Slice, optimizer: OptimizerSettings, rows: int
+        self,
+        vectors: StateVectors,
+        layout: StateLayout,
+        part: ServerSlice,
+        optimizer: OptimizerSettings,
+        rows: int,
     ) -> None:
         """``rows``: how many gradients it has room for."""
         self.part = part
@@ -124,7 +129,7 @@ class Kept:
         self._update = updating(optimizer, self._trained, self.moments)
         self.adopt(layout)
 
-    def adopt(self, layout: Layout) -> None:
+    def adopt(self, layout: StateLayout) -> None:
         """Takes the weights of the model that is here."""
         whole = torch.zeros(layout.state)
         with torch.no_grad():
@@ -136,7 +141,7 @@ class Kept:
         for moment, whole in zip(self.moments, wholes, strict=True):
             moment.copy_(whole[self.part.low : self.part.low + self.part.trained])
 
-    def state(self, layout: Layout, names: Mapping[int, str]) -> list[Live]:
+    def state(self, layout: StateLayout, names: Mapping[int, str]) -> list[LiveSlice]:
         """Weights and optimizer state, as pieces of the tensors that lie in this slice."""
         found = []
         part, vectors = self.part, [torch.from_numpy(self.weights), *self.moments]
@@ -147,7 +152,7 @@ class Kept:
                 prefix = f"{MOMENT}{number - 1}." if number else ""
                 if low < high:
                     elements = vector[low - part.low : high - part.low]
-                    found.append(Live(prefix + names[id(tensor)], low - place, elements))
+                    found.append(LiveSlice(prefix + names[id(tensor)], low - place, elements))
         return found
 
     def cut(self, row: int, scale: float) -> None:
@@ -159,8 +164,8 @@ class Kept:
         """An update with the gradient in this row."""
         go_on(self._update, self.weights, self.part.trained, self.rows[row], rate, step)
 
-    def flat(self, row: int) -> Flat:
-        return Flat(self.weights, self.part.trained, self.moments, self.rows[row, : self.part.weights])
+    def flat(self, row: int) -> FlatState:
+        return FlatState(self.weights, self.part.trained, self.moments, self.rows[row, : self.part.weights])
 
     def tail(self, row: int) -> Array:
         """What the shards of a gradient measured: in the last slice alone."""
@@ -174,20 +179,20 @@ It is what is done again at most when a device is lost.
 """
 
 
-class Served(Role):
+class ServerClientRole(RankRole):
     """One worker."""
 
-    def __init__(self, worker: Worker, strategy: Strategy) -> None:
+    def __init__(self, worker: PlanExecutor, strategy: Strategy) -> None:
         super().__init__(worker)
         self._strategy = strategy
         self._held = worker.held[0]
         self._parts = slices(self._held.layout, len(worker.plan.servers))
         mine = worker.plan.computed_by(worker.rank, 0)
-        self._nodes = [slot for _, slot in holding(mine, worker.plan.micros).nodes]
+        self._nodes = [slot for _, slot in merge_plan(mine, worker.plan.micros).nodes]
         self._step, self._got = -1, 0
-        self._works: Sequence[Work] = ()
+        self._works: Sequence[StepWork] = ()
         self.stride = 1 if strategy.synchronous else SPAN
-        worker.handle({Kind.GET: self._get, Kind.PUSH: self._push})
+        worker.handle({InstructionKind.GET: self._get, InstructionKind.PUSH: self._push})
 
     @property
     def reports(self) -> bool:
@@ -205,18 +210,18 @@ class Served(Role):
     def travels(self) -> bool:
         return True
 
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatState]:
         return []  # the weights are a copy
 
-    def state(self, model: nn.Module) -> list[Live]:
+    def state(self, model: nn.Module) -> list[LiveSlice]:
         """Counters, which every worker that computes has, and no server; and what is not trained."""
         if not self.worker.plan.ranks[self.worker.rank]:
             return []
         names, layout = names_of(model), self._held.layout
         tensors = [*layout.counters, *layout.frozen]
-        return [Live(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in tensors]
+        return [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in tensors]
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         worker = self.worker
         rule = self._strategy.rule(worker.plan, worker.rank, len(works))
         if rule is None:
@@ -226,7 +231,9 @@ class Served(Role):
         self._works, self._step, self._got = works, -1, 0
         coming = due(worker.plan, worker.rank, len(works))
         timeout_s = worker.settings.timeout_s
-        Ruled(rule, worker.post, coming, self._execute, worker.clock, timeout_s, landing=self._landing).run()
+        RuleExecutor(
+            rule, worker.post, coming, self._execute, worker.clock, timeout_s, landing=self._landing
+        ).run()
         return []
 
     def _execute(self, one: Instruction) -> None:
@@ -236,7 +243,7 @@ class Served(Role):
                 self._step = step
                 self.worker.begin(self._works[step].position, self._works[step].samples)
             one = one._replace(micro=micro)
-        elif one.kind is Kind.GET:  # a step begins with all slices
+        elif one.kind is InstructionKind.GET:  # a step begins with all slices
             self.worker.at(self._works[self._got // len(self._parts)].position)
             self._got += 1
         self.worker.do(one)
@@ -270,27 +277,27 @@ class Served(Role):
 
     def refresh(self) -> None:
         for number, server in enumerate(self.worker.plan.servers):
-            self._get(Instruction(Kind.GET, number, peer=server))
+            self._get(Instruction(InstructionKind.GET, number, peer=server))
 
 
 @dataclass
 class _Whole:
     """All weights and optimizer state, while a checkpoint is read."""
 
-    layout: Layout
+    layout: StateLayout
     moments: list[Tensor]
 
 
-class Server(Role):
+class ParameterServerRole(RankRole):
     """One server, of one slice."""
 
     def __init__(
-        self, worker: Worker, strategy: Strategy, blocks: Sequence[nn.Module], vectors: Vectors
+        self, worker: PlanExecutor, strategy: Strategy, blocks: Sequence[nn.Module], vectors: StateVectors
     ) -> None:
         super().__init__(worker)
         plan = worker.plan
         self._strategy = strategy
-        self._layout = Layout(blocks, plan.micros)
+        self._layout = StateLayout(blocks, plan.micros)
         self._number = plan.servers.index(worker.rank)
         self._last = self._number == len(plan.servers) - 1
         self._parts = slices(self._layout, len(plan.servers))
@@ -299,19 +306,19 @@ class Server(Role):
         self._rows, self._merges, self._total = _rows(worker) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
         optimizer = worker.settings.optimizer
-        self._kept = Kept(vectors, self._layout, self._parts[self._number], optimizer, rows)
-        self._given: list[Pending] = []
+        self._kept = ServerShard(vectors, self._layout, self._parts[self._number], optimizer, rows)
+        self._given: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
-        self._works: Sequence[Work] = ()
+        self._works: Sequence[StepWork] = ()
         self._sums: list[float] = []
         self._updates = 0
         self.stride = 1 if strategy.synchronous else SPAN
         worker.handle(
             {
-                Kind.GIVE: self._give,
-                Kind.TAKE: self._take,
-                Kind.REDUCE: self._add_up,
-                Kind.UPDATE: self._update,
+                InstructionKind.GIVE: self._give,
+                InstructionKind.TAKE: self._take,
+                InstructionKind.REDUCE: self._add_up,
+                InstructionKind.UPDATE: self._update,
             }
         )
 
@@ -329,7 +336,7 @@ class Server(Role):
 
     # ---- steps
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         worker = self.worker
         self._works, self._sums = works, [0.0] * len(works)
         self._pushes.clear()
@@ -342,7 +349,7 @@ class Server(Role):
         else:
             coming = due(worker.plan, worker.rank, len(works))
             timeout_s = worker.settings.timeout_s
-            Ruled(
+            RuleExecutor(
                 rule, worker.post, coming, self._execute, worker.clock, timeout_s, landing=self._landing
             ).run()
         if not self._last:
@@ -350,7 +357,7 @@ class Server(Role):
         return [total / len(work.samples) for total, work in zip(self._sums, works, strict=True)]
 
     def _execute(self, one: Instruction) -> None:
-        if one.kind is Kind.TAKE:
+        if one.kind is InstructionKind.TAKE:
             self.worker.at(self._works[self._pushes[one.peer]].position)
         self.worker.do(one)
 
@@ -393,7 +400,7 @@ class Server(Role):
 
     def refresh(self) -> None:
         for rank in self.worker.plan.holders[0]:
-            self._give(Instruction(Kind.GIVE, self._number, peer=rank))
+            self._give(Instruction(InstructionKind.GIVE, self._number, peer=rank))
         self._given.clear()
         self.worker.post.endpoint.flush(self.deadline())
 
@@ -403,7 +410,7 @@ class Server(Role):
         for piece in self._pieces[self._number]:
             if piece.home != self._number:
                 for index in range(len(self._kept.moments)):
-                    leaving = Instruction(Kind.GIVE, piece.parameter, index, servers[piece.home])
+                    leaving = Instruction(InstructionKind.GIVE, piece.parameter, index, servers[piece.home])
                     post.send(leaving, self._moment(index, piece), self.deadline())
         found = {}
         for piece in self._pieces[self._number]:
@@ -413,7 +420,7 @@ class Server(Role):
                     elements = [self._moment(index, piece)]
                     for number in range(self._number + 1, len(servers)):
                         if any(other.parameter == piece.parameter for other in self._pieces[number]):
-                            coming = Instruction(Kind.GET, piece.parameter, index, servers[number])
+                            coming = Instruction(InstructionKind.GET, piece.parameter, index, servers[number])
                             elements.append(post.expect(coming, self.deadline()))
                     found[f"{MOMENT}{index}.{names[id(parameter)]}"] = torch.cat(elements).view(
                         parameter.shape
@@ -421,7 +428,7 @@ class Server(Role):
         post.endpoint.flush(self.deadline())
         return found
 
-    def _moment(self, index: int, piece: Piece) -> Tensor:
+    def _moment(self, index: int, piece: ParameterPiece) -> Tensor:
         low = self._kept.part.low
         return self._kept.moments[index][piece.low - low : piece.high - low]
 
@@ -437,10 +444,10 @@ class Server(Role):
     def travels(self) -> bool:
         return True
 
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatState]:
         return [self._kept.flat(self._total)]
 
-    def state(self, model: nn.Module) -> list[Live]:
+    def state(self, model: nn.Module) -> list[LiveSlice]:
         return self._kept.state(self._layout, names_of(model))
 
     def wanted(self, model: nn.Module) -> dict[str, Tensor]:
@@ -450,11 +457,11 @@ class Server(Role):
         return _Whole(self._layout, [torch.zeros(self._layout.trained) for _ in self._kept.moments])
 
 
-def _rows(worker: Worker) -> tuple[dict[int, list[int]], list[tuple[int, int]], int]:
+def _rows(worker: PlanExecutor) -> tuple[dict[int, list[int]], list[tuple[int, int]], int]:
     """Where each worker's nodes are put; which rows are added to which, along the tree; where the sum is then."""
     plan = worker.plan
     ranks = plan.holders[0]
-    holdings = [holding(plan.computed_by(rank, 0), plan.micros) for rank in ranks]
+    holdings = [merge_plan(plan.computed_by(rank, 0), plan.micros) for rank in ranks]
     rows: dict[int, list[int]] = {}
     places: dict[Leaf, int] = {}
     for index, (rank, one) in enumerate(zip(ranks, holdings, strict=True)):

@@ -17,27 +17,27 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hoop.collectives.shard_tree import Holding, Landing, holding
+from hoop.collectives.shard_tree import MergePlan, SlotMerge, merge_plan
 from hoop.data.dataset import Dataset, Indices
-from hoop.engine.data_feed import Feed, Position
-from hoop.engine.executor import Worker
-from hoop.engine.roles.base import Role, Work
+from hoop.engine.data_feed import DataFeed, Position
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.roles.base import RankRole, StepWork
 from hoop.engine.roles.parameter_server import SPAN
-from hoop.engine.roles.rule_executor import Ruled, due
-from hoop.engine.stage.state import LOSS, Vectors
-from hoop.engine.stage.weight_versions import KEPT, Versions
+from hoop.engine.roles.rule_executor import RuleExecutor, due
+from hoop.engine.stage.state import LOSS, StateVectors
+from hoop.engine.stage.weight_versions import KEPT, WeightVersions
 from hoop.errors import InternalError
-from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, Kind
+from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, InstructionKind
 from hoop.plan.rules import Rule
 from hoop.strategies.base import Strategy
 
 _NOTHING = torch.empty(0)
 
 
-class Ring(Role):
+class RingRole(RankRole):
     """One device of a synchronous ring."""
 
-    def __init__(self, worker: Worker, strategy: Strategy) -> None:
+    def __init__(self, worker: PlanExecutor, strategy: Strategy) -> None:
         super().__init__(worker)
         self._strategy = strategy
 
@@ -45,7 +45,7 @@ class Ring(Role):
     def hears(self) -> bool:
         return False
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         losses = []
         for work in works:
             self.worker.rate = work.rate
@@ -61,7 +61,7 @@ class Ring(Role):
 
     def _follow(self, rule: Rule, steps: int) -> None:
         worker = self.worker
-        Ruled(
+        RuleExecutor(
             rule,
             worker.post,
             due(worker.plan, worker.rank, steps),
@@ -72,7 +72,7 @@ class Ring(Role):
             chooses=True,
         ).run()
 
-    def _loss(self, work: Work) -> list[float]:
+    def _loss(self, work: StepWork) -> list[float]:
         last = self.worker.held.get(self.worker.last)
         return [] if last is None else [float(last.tail[LOSS]) / len(work.samples)]
 
@@ -90,12 +90,14 @@ class Ring(Role):
             worker.post.expect(one, self.deadline())
 
 
-class AsynchronousRing(Ring):
+class AsynchronousRingRole(RingRole):
     """One device of a ring without flushes: weights are one update old, whatever the timing."""
 
     stride = SPAN
 
-    def __init__(self, worker: Worker, strategy: Strategy, data: Dataset, vectors: Vectors) -> None:
+    def __init__(
+        self, worker: PlanExecutor, strategy: Strategy, data: Dataset, vectors: StateVectors
+    ) -> None:
         super().__init__(worker, strategy)
         plan, settings = worker.plan, worker.settings
         self._micros = plan.micros
@@ -103,24 +105,24 @@ class AsynchronousRing(Ring):
         rows = -(-settings.batch_size // plan.micros)
         later = (LaterFeed(data, settings.seed, rows, turn * plan.micros) for turn in range(1, KEPT))
         self._feeds = [worker.feed, *later]
-        self._versions: dict[int, Versions] = {}
+        self._versions: dict[int, WeightVersions] = {}
         self._totals: dict[int, list[int]] = {}
         for stage, held in worker.held.items():
-            each = holding(plan.computed_by(worker.rank, stage), plan.micros)
+            each = merge_plan(plan.computed_by(worker.rank, stage), plan.micros)
             shift = each.slots if len(worker.held) > 1 else 0
             held.arrange(_repeated(each, plan.micros, shift))
             (_, slot), *others = each.nodes
             assert not others, "who computes every shard of a stage holds their sum"
             self._totals[stage] = [slot + turn * shift for turn in range(KEPT)]
-            self._versions[stage] = Versions(held, vectors, settings.optimizer, f"stage{stage}.")
-        worker.handle({Kind.REDUCE: self._reduce, Kind.UPDATE: self._update})
-        self._came: Counter[tuple[Kind, int]] = Counter()
+            self._versions[stage] = WeightVersions(held, vectors, settings.optimizer, f"stage{stage}.")
+        worker.handle({InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update})
+        self._came: Counter[tuple[InstructionKind, int]] = Counter()
         self._updated: Counter[int] = Counter()
         self._steps: list[int] = []
-        self._works: Sequence[Work] = ()
+        self._works: Sequence[StepWork] = ()
         self._losses: list[float] = []
 
-    def advance(self, works: Sequence[Work], stop: bool) -> list[float]:
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         self._came.clear()
         self._updated.clear()
         self._works, self._losses = works, []
@@ -147,7 +149,7 @@ class AsynchronousRing(Ring):
             self.worker.do(one)
             return
         self._enter(one.micro // self._micros)
-        if one.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if one.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD):
             version = self._now.version(one.micro)
             assert version is not None, "a ring says which weights"
             self._versions[one.stage].use(version)
@@ -173,7 +175,7 @@ class AsynchronousRing(Ring):
             self._losses += self._loss(work)
 
 
-class LaterFeed(Feed):
+class LaterFeed(DataFeed):
     """A feed whose micro-batches are numbered from ``first`` on."""
 
     def __init__(self, data: Dataset, seed: int, rows: int, first: int) -> None:
@@ -188,14 +190,14 @@ class LaterFeed(Feed):
         return super().seed(micro - self._first)
 
 
-def _repeated(each: Holding, micros: int, shift: int) -> Holding:
+def _repeated(each: MergePlan, micros: int, shift: int) -> MergePlan:
     """The same for the shards of the next step, in slots further on."""
     order, landings = [], []
     for turn in range(KEPT):
         order += [micro + turn * micros for micro in each.order]
         by = turn * shift
         landings += [
-            Landing(one.slot + by, tuple((into + by, other + by) for into, other in one.merges))
+            SlotMerge(one.slot + by, tuple((into + by, other + by) for into, other in one.merges))
             for one in each.landings
         ]
-    return Holding(tuple(order), tuple(landings), each.nodes, each.slots + (KEPT - 1) * shift)
+    return MergePlan(tuple(order), tuple(landings), each.nodes, each.slots + (KEPT - 1) * shift)

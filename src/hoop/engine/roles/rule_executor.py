@@ -14,14 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from hoop.engine.profiler import Clockwork, now
-from hoop.engine.tensor_channel import Landing, Post
+from hoop.engine.profiler import InstructionProfiler, now
+from hoop.engine.tensor_channel import TensorChannel, TensorReceiver
 from hoop.errors import InternalError
-from hoop.plan.instructions import RECEIVES, Instruction, Kind
+from hoop.plan.instructions import RECEIVES, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule, in_turn
 
-_COMPUTES = frozenset({Kind.FORWARD, Kind.BACKWARD})
+_COMPUTES = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD})
 
 
 def due(plan: Plan, rank: int, steps: int) -> Counter[int]:
@@ -30,19 +30,19 @@ def due(plan: Plan, rank: int, steps: int) -> Counter[int]:
     return Counter({peer: count * steps for peer, count in each.items()})
 
 
-class Ruled:
+class RuleExecutor:
     """A rule, the links it listens to, and what executes it."""
 
     def __init__(
         self,
         rule: Rule,
-        post: Post,
+        post: TensorChannel,
         coming: Counter[int],
         execute: Callable[[Instruction], None],
-        clock: Clockwork,
+        clock: InstructionProfiler,
         timeout_s: float,
         *,
-        landing: Landing | None = None,
+        landing: TensorReceiver | None = None,
         named: Callable[[Instruction], Instruction] = lambda message: message,
         chooses: bool = False,
     ) -> None:

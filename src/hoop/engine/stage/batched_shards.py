@@ -12,21 +12,21 @@ import numpy as np
 from torch import Tensor
 
 from hoop.collectives.registry import Operation
-from hoop.engine.data_feed import Feed
-from hoop.engine.profiler import Clockwork, now
-from hoop.engine.rank_context import World
+from hoop.engine.data_feed import DataFeed
+from hoop.engine.profiler import InstructionProfiler, now
+from hoop.engine.rank_context import RankContext
 from hoop.engine.stage.autograd import CrossEntropy, figure
 from hoop.engine.stage.linear_chain import ChainStage
-from hoop.engine.stage.state import Held
+from hoop.engine.stage.state import StageState
 from hoop.memory.dtypes import dtype
-from hoop.plan.instructions import Instruction, Kind
+from hoop.plan.instructions import Instruction, InstructionKind
 
 MOST = 8
 """Shards that are computed at once at most."""
-_WHOLE = [Kind.LOAD, Kind.FORWARD, Kind.BACKWARD]
+_WHOLE = [InstructionKind.LOAD, InstructionKind.FORWARD, InstructionKind.BACKWARD]
 
 
-def joinable(world: World, held: Held | None, rows: int, timeout: float) -> int:
+def batchable(world: RankContext, held: StageState | None, rows: int, timeout: float) -> int:
     """How many shards of so many samples all ranks may compute at once; every rank must ask."""
     stage = held.stage if held is not None else None
     found = MOST if held is None else stage.jointly(rows, MOST) if isinstance(stage, ChainStage) else 1
@@ -56,10 +56,10 @@ def grouped(instructions: Sequence[Instruction], most: int) -> Iterator[list[Ins
         yield run
 
 
-class Joint:
+class BatchedShards:
     """Computes runs of shards on a stage that is the whole model."""
 
-    def __init__(self, feed: Feed, held: Held, clock: Clockwork, rows: int) -> None:
+    def __init__(self, feed: DataFeed, held: StageState, clock: InstructionProfiler, rows: int) -> None:
         assert isinstance(held.stage, ChainStage), "only chains are computed jointly"
         self._feed, self._held, self._stage, self._clock, self._rows = feed, held, held.stage, clock, rows
         self._loss = CrossEntropy()

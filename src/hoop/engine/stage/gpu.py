@@ -43,11 +43,11 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.registry import Operation
-from hoop.collectives.shard_tree import Holding, Landing
-from hoop.engine.rank_context import World
+from hoop.collectives.shard_tree import MergePlan, SlotMerge
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import After, AutogradStage, Stage, Views
-from hoop.engine.stage.provenance import claim
+from hoop.engine.stage.provenance import mark
 from hoop.engine.stage.state import (
     HITS,
     LOSS,
@@ -55,15 +55,15 @@ from hoop.engine.stage.state import (
     SAMPLES,
     TAIL,
     Figures,
-    Held,
-    Layout,
-    Vectors,
+    StageState,
+    StateLayout,
+    StateVectors,
     adopt,
     computing,
 )
 from hoop.errors import FailedPrecondition
 from hoop.memory.dtypes import dtype
-from hoop.plan.instructions import Kind
+from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
 
 
@@ -101,7 +101,7 @@ class Accelerator:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def accelerator_of(world: World, settings: Settings) -> Accelerator | None:
+def accelerator_of(world: RankContext, settings: Settings) -> Accelerator | None:
     """What this rank computes on; every rank must ask, and all get the same kind or the same error."""
     if settings.accelerator == "cpu":
         return None
@@ -152,7 +152,7 @@ _TRIAL = -1
 """The number of a micro-batch that is none."""
 
 
-class Row(list[Tensor]):
+class OutputRow(list[Tensor]):
     """The gradients of a stage's parameters, and the vector they are views of."""
 
     def __init__(self, whole: Tensor, views: Sequence[Tensor], trained: int) -> None:
@@ -171,29 +171,34 @@ def capturable(blocks: nn.Module) -> bool:
 
 
 @dataclass
-class _Lane:
+class _GraphLane:
     """Memory and graphs of one micro-batch at a time."""
 
     inputs: Tensor
     outputs: Tensor
     gradient: Tensor
-    row: Row
+    row: OutputRow
     returned: Tensor | None
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
 
 
-class CapturedStage(Stage):
+class CudaGraphStage(Stage):
     """Plays back what another stage computes."""
 
     def __init__(
-        self, inner: AutogradStage, blocks: nn.Module, rows: int, wants_input: bool, row: Callable[[], Row]
+        self,
+        inner: AutogradStage,
+        blocks: nn.Module,
+        rows: int,
+        wants_input: bool,
+        row: Callable[[], OutputRow],
     ) -> None:
         """``rows``: samples of a whole shard; ``row`` makes room for a gradient."""
         self._inner, self._blocks, self._wants_input, self._new_row = inner, blocks, wants_input, row
         self._rows = rows
-        self._free: list[_Lane] = []
-        self._under_way: dict[int, _Lane] = {}
+        self._free: list[_GraphLane] = []
+        self._under_way: dict[int, _GraphLane] = {}
         self._possible: bool | None = None
         """Unknown until it was tried."""
 
@@ -212,7 +217,7 @@ class CapturedStage(Stage):
         lane = self._under_way.pop(micro, None)
         if lane is None:
             return self._inner.backward(micro, gradient, into, wants_input, after)
-        assert isinstance(into, Row), "gradients go to a row"
+        assert isinstance(into, OutputRow), "gradients go to a row"
         lane.gradient.copy_(gradient)
         lane.backward.replay()
         into.flat.copy_(lane.row.flat)
@@ -231,7 +236,7 @@ class CapturedStage(Stage):
 
     # ---- recording
 
-    def _lane(self, inputs: Tensor) -> _Lane | None:
+    def _lane(self, inputs: Tensor) -> _GraphLane | None:
         """One that is free, or a new one."""
         if len(inputs) != self._rows:
             return None
@@ -268,7 +273,7 @@ class CapturedStage(Stage):
         inner.seeds = was and drawn
         return not drawn
 
-    def _record(self, inputs: Tensor) -> _Lane:
+    def _record(self, inputs: Tensor) -> _GraphLane:
         inner, inputs, row = self._inner, inputs.clone(), self._new_row()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, capture_error_mode="thread_local"):
@@ -276,17 +281,17 @@ class CapturedStage(Stage):
         gradient = torch.empty_like(outputs)
         with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
             returned = inner.backward(_TRIAL, gradient, row, self._wants_input)
-        return _Lane(inputs, outputs, gradient, row, returned, forward, backward)
+        return _GraphLane(inputs, outputs, gradient, row, returned, forward, backward)
 
 
-class Mirrored(Held):
+class GpuStageState(StageState):
     """A stage's state on one rank, with a copy on its GPU."""
 
     def __init__(
         self,
         accelerator: Accelerator,
         captures: bool,
-        vectors: Vectors,
+        vectors: StateVectors,
         blocks: Sequence[nn.Module],
         first_block: int,
         settings: Settings,
@@ -301,7 +306,7 @@ class Mirrored(Held):
         self._accelerator, device = accelerator, accelerator.device
         self._channels_last = settings.channels_last
         self._modules = list(zip(nn.ModuleList(blocks).modules(), twins.modules(), strict=True))
-        twin = Layout(twins)
+        twin = StateLayout(twins)
         self._copy = torch.zeros(twin.state, device=device)
         adopt(twin, self._copy)
         self._shifting = self._copy[twin.trained :]
@@ -312,12 +317,12 @@ class Mirrored(Held):
         self.stage, _ = computing(list(twins), first_block, twin, settings, chain, device)
         if captures and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
             rows = -(-settings.batch_size // settings.micros)
-            self.stage = CapturedStage(self.stage, twins, rows, first_block > 0, self._new_row)
+            self.stage = CudaGraphStage(self.stage, twins, rows, first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
         """What changes when a checkpoint is read, before the first step, and never again."""
         self._up, self._down = accelerator.staging(twin.state), accelerator.staging(twin.state)
         self._rows: list[Tensor] = []
-        self._into: list[Row] = []
+        self._into: list[OutputRow] = []
         self._pending: list[tuple[int, int, Figures]] = []
         """Shards that came up, the prints of their samples, and what they measured."""
         self._above: set[int] = set()
@@ -325,10 +330,10 @@ class Mirrored(Held):
         self._complete: set[int] = set()
         """Shards after which a node is as complete as this rank makes it."""
 
-    def _new_row(self) -> Row:
+    def _new_row(self) -> OutputRow:
         """Room for a gradient, and for what happens to the buffers."""
         whole = torch.zeros(self.layout.state, device=self._accelerator.device)
-        return Row(whole, self.layout.views(whole)[: len(self.layout.parameters)], self.layout.trained)
+        return OutputRow(whole, self.layout.views(whole)[: len(self.layout.parameters)], self.layout.trained)
 
     # ---- up
 
@@ -360,7 +365,7 @@ class Mirrored(Held):
 
     # ---- gradients
 
-    def arrange(self, holding: Holding, room: int = 0) -> None:
+    def arrange(self, holding: MergePlan, room: int = 0) -> None:
         for slot in sorted(self._above):
             self._bring_down(slot)
         super().arrange(holding, room)
@@ -383,7 +388,7 @@ class Mirrored(Held):
         torch.sub(self._counts, self._counts_start, out=self._counts_added)
         self._counts.copy_(self._counts_start)
 
-    def into(self, micro: int) -> Row:
+    def into(self, micro: int) -> OutputRow:
         return self._into[self._landings[micro].slot]
 
     def landed(self, micro: int, figures: Figures, shards: int, fed: int = 0, merged: bool = False) -> None:
@@ -423,7 +428,7 @@ class Mirrored(Held):
             tail[:] = 0
             tail[LOSS], tail[HITS], tail[SAMPLES] = loss, hits, samples
             if fed:
-                claim(tail[TAIL:], micro % self._shards, self.device, fed)
+                mark(tail[TAIL:], micro % self._shards, self.device, fed)
             for into, other in landing.merges:
                 tails[into] += tails[other]
         self._pending.clear()
@@ -432,12 +437,12 @@ class Mirrored(Held):
         return list(zip(_counters(self.layout), self._counts_added.cpu(), strict=True))
 
 
-def _counters(layout: Layout) -> list[Tensor]:
+def _counters(layout: StateLayout) -> list[Tensor]:
     """Batch norm's counters of batches; other buffers of whole numbers (masks) do not change."""
     return [one for one in layout.counters if one.dtype == torch.int64 and one.numel() == 1]
 
 
-def _counted(twin: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(twin: StateLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The twin's counters as one vector, what they were when the step began, and what a shard added."""
     places = _counters(twin)
     counts, start, added = torch.zeros(3, len(places), dtype=torch.int64, device=device)
@@ -453,12 +458,12 @@ def _numbers(losses: Sequence[float | Tensor]) -> list[float]:
     return [next(here) if isinstance(one, Tensor) else one for one in losses]
 
 
-def _outcome(landing: Landing) -> int:
+def _outcome(landing: SlotMerge) -> int:
     """The slot that a landing leaves its node in."""
     return landing.merges[-1][0] if landing.merges else landing.slot
 
 
-def _complete(holding: Holding) -> set[int]:
+def _complete(holding: MergePlan) -> set[int]:
     """Shards whose node nothing that lands later is added to, or adds itself to."""
     found = set()
     for index, (micro, landing) in enumerate(zip(holding.order, holding.landings, strict=True)):
@@ -474,9 +479,9 @@ def _complete(holding: Holding) -> set[int]:
     return found
 
 
-def holder(accelerator: Accelerator | None, plan: Plan, settings: Settings) -> Callable[..., Held]:
-    """What makes a stage, where it is computed: called as ``Held`` is."""
+def holder(accelerator: Accelerator | None, plan: Plan, settings: Settings) -> Callable[..., StageState]:
+    """What makes a stage, where it is computed: called as ``StageState`` is."""
     if accelerator is None:
-        return Held
-    halves = any(one.kind is Kind.BACKWARD_INPUT for rank in plan.ranks for one in rank)
-    return partial(Mirrored, accelerator, settings.graphs and not halves)
+        return StageState
+    halves = any(one.kind is InstructionKind.BACKWARD_INPUT for rank in plan.ranks for one in rank)
+    return partial(GpuStageState, accelerator, settings.graphs and not halves)

@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.ordered_all_reduce import OrderedSum
+from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
-from hoop.collectives.shard_tree import Holding
-from hoop.engine.rank_context import World
+from hoop.collectives.shard_tree import MergePlan
+from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
-from hoop.engine.stage.state import Held, Layout
+from hoop.engine.stage.state import StageState, StateLayout
 from hoop.memory.dtypes import dtype
 from hoop.plan.plan import Plan
 
@@ -34,19 +34,21 @@ Squares = npt.NDArray[np.float64]
 """The squared norm of each of a model's parameters, in order."""
 
 
-class Norm:
+class GradientNorm:
     """The norm over all stages, which each rank knows a part of."""
 
-    def __init__(self, world: World, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]):
+    def __init__(
+        self, world: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]
+    ):
         self._world, self._settings = world, settings
         counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
         *self._places, self._parameters = counts
 
-    def move(self, world: World) -> None:
+    def move(self, world: RankContext) -> None:
         """The members have changed."""
         self._world = world
 
-    def scale(self, held: Mapping[int, Held], plan: Plan) -> float:
+    def scale(self, held: Mapping[int, StageState], plan: Plan) -> float:
         """What the gradient is multiplied by; every rank that holds a stage must ask."""
         if not self._settings.optimizer.clip:
             return 1.0
@@ -67,7 +69,7 @@ class Norm:
         return clip_scale(squared, self._settings.optimizer.clip)
 
 
-def squares(layout: Layout, gradient: Array) -> Squares:
+def squares(layout: StateLayout, gradient: Array) -> Squares:
     """Of a gradient of the whole model; zero for parameters that are not trained."""
     found = np.zeros(len(layout.parameters) + len(layout.frozen), np.float64)
     views = layout.views(torch.from_numpy(gradient))[: len(layout.parameters)]
@@ -81,11 +83,16 @@ def clip_scale(squared: Squares, clip: float) -> float:
     return min(1.0, clip / (float(np.sqrt(squared.sum())) + 1e-6))
 
 
-class Totals:
+class GradientReducer:
     """The sums of one stage."""
 
     def __init__(
-        self, group: Communicator, holdings: Sequence[Holding], shards: int, held: Held, deadline: float
+        self,
+        group: Communicator,
+        holdings: Sequence[MergePlan],
+        shards: int,
+        held: StageState,
+        deadline: float,
     ) -> None:
         """All ranks of the group must prepare together."""
         self._held = held
@@ -94,7 +101,7 @@ class Totals:
             spans = []
         rest = (held.buckets[-1] if spans else 0, held.layout.total)
         self._sums = [
-            OrderedSum(group, holdings, shards, held.slots, held.room, deadline, span)
+            OrderedAllReduce(group, holdings, shards, held.slots, held.room, deadline, span)
             for span in (*spans, rest)
         ]
         held.total = self._sums[-1].result

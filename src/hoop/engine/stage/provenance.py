@@ -30,18 +30,18 @@ Fed = tuple[list[int], str]
 """For each shard the device (0: none; -2: it is there twice), and all prints in hexadecimal, six digits each."""
 
 
-def print_of(samples: Indices) -> int:
+def sample_fingerprint(samples: Indices) -> int:
     """24 bits of a checksum of sample numbers, in their order; never 0, which is for no samples."""
     return (zlib.crc32(np.ascontiguousarray(samples, np.int64).data) & 0xFFFFFF) or 1
 
 
-def claim(slot: Array, shard: int, device: int, fed: int) -> None:
+def mark(slot: Array, shard: int, device: int, fed: int) -> None:
     """Writes into a slot's part for evidence: this device computed this shard, of samples with this print."""
     slot[PLACES * shard] = _ONCE + device % _ONCE
     slot[PLACES * shard + 1] = fed
 
 
-class Evidence:
+class Provenance:
     """What the last updates were made of."""
 
     def __init__(self, shards: int) -> None:

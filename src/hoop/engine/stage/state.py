@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
-from hoop.collectives.shard_tree import Holding, Landing
+from hoop.collectives.shard_tree import MergePlan, SlotMerge
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import Update, go_on, updating
-from hoop.engine.stage.provenance import PLACES, Evidence, claim
+from hoop.engine.stage.provenance import PLACES, Provenance, mark
 from hoop.errors import InternalError, InvalidArgument
 from hoop.memory import Arena
-from hoop.memory.commit_record import Claim
+from hoop.memory.commit_record import CommitRecord
 from hoop.memory.dtypes import dtype
 
 ALIGN = 16
@@ -42,7 +42,7 @@ LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
 SPEED = 5
 MOST_SPEEDS = TAIL - SPEED
 FLOAT32 = dtype("float32")
-Row = tuple[str, int, int, int, str, int]
+StateRow = tuple[str, int, int, int, str, int]
 """A piece of a state and where it lies: its name, first element, elements and bytes; the vector, and the byte in it."""
 
 
@@ -50,7 +50,7 @@ def _padded(count: int, to: int) -> int:
     return -(-count // to) * to
 
 
-class Layout:
+class StateLayout:
     """Where each tensor of some blocks lies in a vector."""
 
     def __init__(self, blocks: Iterable[nn.Module], shards: int = 0) -> None:
@@ -101,7 +101,7 @@ class Layout:
         ]
 
 
-class Vectors:
+class StateVectors:
     """Named float32 vectors in an arena, freed together."""
 
     def __init__(self, arena: Arena, prefix: str, run: str = "") -> None:
@@ -124,16 +124,16 @@ class Vectors:
         array[:] = 0
         return array
 
-    def beside(self, prefix: str) -> Vectors:
+    def beside(self, prefix: str) -> StateVectors:
         """Others in the same arena, whose names go on like this."""
-        return Vectors(self._arena, self._prefix + prefix, self._run)
+        return StateVectors(self._arena, self._prefix + prefix, self._run)
 
-    def claim(self, name: str, rows: Iterable[Row]) -> Claim:
+    def claim(self, name: str, rows: Iterable[StateRow]) -> CommitRecord:
         """Says of bytes of vectors here, should the device be restarted, which step of the run they hold."""
         told = [(*row[:-2], self._prefix + row[-2], row[-1]) for row in rows]
-        claim = Claim(self._arena, self._prefix + name, self._run, {"rows": told})
-        self._names.append(claim.name)
-        return claim
+        mark = CommitRecord(self._arena, self._prefix + name, self._run, {"rows": told})
+        self._names.append(mark.name)
+        return mark
 
     def free(self, but: str = "") -> None:
         """All of them, but for those whose name ends so."""
@@ -144,7 +144,7 @@ class Vectors:
         self._names = left
 
 
-def adopt(layout: Layout, state: Tensor) -> None:
+def adopt(layout: StateLayout, state: Tensor) -> None:
     """Moves parameters and buffers into the vector; the modules' tensors are views of it from then on."""
     with torch.no_grad():
         for tensor, view in zip(layout.tensors, layout.views(state), strict=True):
@@ -181,12 +181,12 @@ class _Slot:
     tail: Array
 
 
-class Held:
+class StageState:
     """A stage's state on one rank."""
 
     def __init__(
         self,
-        vectors: Vectors,
+        vectors: StateVectors,
         blocks: Sequence[nn.Module],
         first_block: int,
         settings: Settings,
@@ -201,11 +201,11 @@ class Held:
         """
         self.blocks = list(blocks)
         self.first_block = first_block
-        self.layout = layout = Layout(blocks, settings.micros)
+        self.layout = layout = StateLayout(blocks, settings.micros)
         self._shards = settings.micros
         self.device = 0
         """Who computes here, in what a shard says of itself."""
-        self.evidence: Evidence | None = None
+        self.evidence: Provenance | None = None
         """Who wants to know what each update was made of."""
         self._vectors, self._name = vectors, name
         self.state_array = vectors.new(f"{name}weights", layout.state)
@@ -227,7 +227,7 @@ class Held:
         self.stage, self.buckets = computing(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         self._parts: list[_Slot] = []
-        self._landings: dict[int, Landing] = {}
+        self._landings: dict[int, SlotMerge] = {}
         self._before = np.empty(0, np.float32)
         self._counters = [one.clone() for one in layout.counters]
         self._counted: list[tuple[Tensor, Tensor]] = []
@@ -235,7 +235,7 @@ class Held:
 
     # ---- gradients
 
-    def arrange(self, holding: Holding, room: int = 0) -> None:
+    def arrange(self, holding: MergePlan, room: int = 0) -> None:
         """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more.
 
         What is in slots already stays: after a loss a rank has more to compute, and keeps what it has.
@@ -311,7 +311,7 @@ class Held:
         part.tail[:] = 0
         part.tail[LOSS], part.tail[HITS], part.tail[SAMPLES] = figures
         if fed:
-            claim(part.tail[TAIL:], micro % self._shards, self.device, fed)
+            mark(part.tail[TAIL:], micro % self._shards, self.device, fed)
         self.merge(micro, self.buckets[-1] if merged else 0, self.layout.total)
 
     def skipped(self, micro: int) -> None:
@@ -385,7 +385,7 @@ def not_here(gradient: Tensor, rate: float, step: int) -> None:
 def computing(
     blocks: Sequence[nn.Module],
     first_block: int,
-    layout: Layout,
+    layout: StateLayout,
     settings: Settings,
     chain: bool,
     device: torch.device = CPU,
@@ -407,7 +407,7 @@ def computing(
     return stage, bounds
 
 
-def segmented(blocks: Sequence[nn.Module], layout: Layout, size: int) -> tuple[Segments, list[int]]:
+def segmented(blocks: Sequence[nn.Module], layout: StateLayout, size: int) -> tuple[Segments, list[int]]:
     """Consecutive blocks in segments of at least ``size`` bytes of gradients, and where those begin and end.
 
     Blocks that share a parameter stay together; 0: everything does.

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from hoop.engine.stage.optimizer import OptimizerSettings, updating
-from hoop.engine.stage.state import Held, Vectors
+from hoop.engine.stage.state import StageState, StateVectors
 from hoop.errors import InternalError
 
 KEPT = 2
 """Versions that are kept, and steps that are under way at a time."""
 
 
-class Versions:
+class WeightVersions:
     """The last versions of one stage's weights."""
 
-    def __init__(self, held: Held, vectors: Vectors, optimizer: OptimizerSettings, name: str) -> None:
+    def __init__(
+        self, held: StageState, vectors: StateVectors, optimizer: OptimizerSettings, name: str
+    ) -> None:
         layout = held.layout
         self._held = held
         arrays = [held.state_array]

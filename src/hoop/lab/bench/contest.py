@@ -29,7 +29,7 @@ CONTENDERS = (*NATIVE, *TORCH, *MPI)
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchResult:
     """One contender's time for one size on so many ranks."""
 
     contender: str
@@ -85,7 +85,7 @@ class Contest:
                     f"algorithm: {name} cannot run {self.algorithm}, which needs memory in common"
                 )
 
-    def run(self) -> Iterator[Row]:
+    def run(self) -> Iterator[BenchResult]:
         """Every row as it is measured; the contenders take turns, so that all see the same machine."""
         arena = sum(self.sizes) + (1 << 20)
         admit(Request(max(self.ranks, default=0), arena, STARTED, options=("--ranks", "--sizes")))
@@ -94,7 +94,7 @@ class Contest:
                 start = _mpi if contender in MPI else _processes
                 for answer in start(self, contender, ranks):
                     measured = int(answer["bytes"]), float(answer["seconds"])
-                    yield Row(contender, ranks, *measured, str(answer.get("algorithm", "")))
+                    yield BenchResult(contender, ranks, *measured, str(answer.get("algorithm", "")))
 
 
 def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,7 @@ TIMEOUT_S = 60.0
 
 
 @dataclass
-class Findings:
+class OrderingFindings:
     """What one rank saw."""
 
     rounds: int = 0
@@ -38,9 +38,9 @@ class Findings:
     stale: int = 0
 
 
-def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) -> Findings:
+def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) -> OrderingFindings:
     """Rounds until the time is over; all ranks stop at the same one."""
-    findings = Findings()
+    findings = OrderingFindings()
     endpoint.gather(time.monotonic() + TIMEOUT_S)
     stages = [[box.stages[turn].view(np.uint64)[:WORDS] for turn in (0, 1)] for box in endpoint.mailboxes]
     flags = [box.told[0][4:5] for box in endpoint.mailboxes]
@@ -74,7 +74,7 @@ def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) ->
     return findings
 
 
-def run(ranks: int, seconds: float, unordered: bool = False) -> list[Findings]:
+def run(ranks: int, seconds: float, unordered: bool = False) -> list[OrderingFindings]:
     """One process a rank; what each of them saw."""
     pipes = [(os.pipe(), os.pipe()) for _ in range(ranks)]
     children = []
@@ -102,7 +102,7 @@ def run(ranks: int, seconds: float, unordered: bool = False) -> list[Findings]:
     found = []
     for reader, writer in files:
         line = reader.readline()
-        found.append(Findings(**json.loads(line)) if line else Findings())
+        found.append(OrderingFindings(**json.loads(line)) if line else OrderingFindings())
         reader.close()
         writer.close()
     for child in children:

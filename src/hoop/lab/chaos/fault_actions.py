@@ -11,9 +11,9 @@ from typing import Any
 
 from hoop.client.cluster import Cluster
 from hoop.errors import DeadlineExceeded, PeerLost
-from hoop.lab.chaos.job_watch import PATIENCE_S, Watch
-from hoop.lab.chaos.processes import Fleet
-from hoop.lab.chaos.schedule import Chance
+from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
+from hoop.lab.chaos.processes import ClusterProcesses
+from hoop.lab.chaos.schedule import ScheduledFault
 
 SLOW_S, RUNS_S, RESTS_S = 2.0, 0.02, 0.04
 MORE = 2
@@ -25,7 +25,7 @@ BACK_S = 20.0
 
 
 @dataclass
-class Outcome:
+class FaultOutcome:
     """What came of one fault."""
 
     number: int
@@ -50,15 +50,17 @@ class Outcome:
         return asdict(self)
 
 
-class Blows:
+class FaultActions:
     """Strikes at a fleet that a job runs on."""
 
-    def __init__(self, fleet: Fleet, cluster: Cluster, watch: Watch, devices: int, every_s: float) -> None:
+    def __init__(
+        self, fleet: ClusterProcesses, cluster: Cluster, watch: JobWatch, devices: int, every_s: float
+    ) -> None:
         """A blow every so many seconds, or as soon as the one before is over."""
         self._fleet, self._cluster, self._watch, self._wanted = fleet, cluster, watch, devices
         self._every_s, self._due = every_s, 0.0
 
-    def strike(self, chance: Chance) -> Outcome:
+    def strike(self, chance: ScheduledFault) -> FaultOutcome:
         """One fault; returns when its consequences are over."""
         watch = self._watch
         begun = watch.step
@@ -70,7 +72,7 @@ class Blows:
         kind = chance.kind
         if kind == "join" and len(alive) >= self._wanted + MORE:
             kind = "leave"
-        outcome = Outcome(chance.number, kind, step=watch.step)
+        outcome = FaultOutcome(chance.number, kind, step=watch.step)
         if kind not in ("join", "coordinator"):
             outcome.device = chance.of(list(alive))
         self._struck, self._seen, repeated = time.monotonic(), len(watch.events), watch.repeated
@@ -93,7 +95,7 @@ class Blows:
         self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
         self._watch.until(lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job")
 
-    def _lost(self, outcome: Outcome) -> None:
+    def _lost(self, outcome: FaultOutcome) -> None:
         """Waits until a device is missed, and the others go on.
 
         It is known to be lost when the others get their new seats, or its end was told before.
@@ -109,11 +111,11 @@ class Blows:
         process.send_signal(how)
         return process.wait(PATIENCE_S)
 
-    def _kill(self, outcome: Outcome, pid: int) -> None:
+    def _kill(self, outcome: FaultOutcome, pid: int) -> None:
         self._end(pid, signal.SIGKILL)
         self._lost(outcome)
 
-    def _stop(self, outcome: Outcome, pid: int) -> None:
+    def _stop(self, outcome: FaultOutcome, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
             self._lost(outcome)
@@ -128,7 +130,7 @@ class Blows:
             outcome.replaced = True
             self._end(pid, signal.SIGKILL)
 
-    def _slow(self, outcome: Outcome, pid: int) -> None:
+    def _slow(self, outcome: FaultOutcome, pid: int) -> None:
         rests = threading.Event()
         for _ in range(int(SLOW_S / (RUNS_S + RESTS_S))):
             os.kill(pid, signal.SIGSTOP)
@@ -141,21 +143,21 @@ class Blows:
         outcome.detected_s = named[0].at - self._struck if named else None
         outcome.pause_s = 0.0
 
-    def _join(self, outcome: Outcome, _: int) -> None:
+    def _join(self, outcome: FaultOutcome, _: int) -> None:
         ranks = self._watch.ranks
         self._fleet.device()
         self._watch.until(lambda: self._watch.ranks > ranks, "one device more in the job")
         moves = [one for one in self._watch.events[self._seen :] if one.kind in ("moved", "recovered")]
         outcome.pause_s = moves[-1].told["pause_s"]
 
-    def _leave(self, outcome: Outcome, pid: int) -> None:
+    def _leave(self, outcome: FaultOutcome, pid: int) -> None:
         code = self._end(pid, signal.SIGTERM)
         if code:
             raise PeerLost(f"device {outcome.device} was told to leave and ended with code {code}")
         moves = [one for one in self._watch.events[self._seen :] if one.kind in ("moved", "recovered")]
         outcome.pause_s = moves[-1].told["pause_s"] if moves else None
 
-    def _coordinator(self, outcome: Outcome, _: int) -> None:
+    def _coordinator(self, outcome: FaultOutcome, _: int) -> None:
         self._fleet.coordinator.kill()
         self._fleet.coordinator.wait()
         threading.Event().wait(AWAY_S)

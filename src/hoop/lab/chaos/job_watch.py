@@ -15,7 +15,7 @@ from hoop.errors import DeadlineExceeded, HoopError, PeerLost
 PATIENCE_S = 60.0
 
 
-class Heard(NamedTuple):
+class ObservedEvent(NamedTuple):
     """An event, and when it was heard here, by a clock that does not jump."""
 
     event: JobEvent
@@ -30,7 +30,7 @@ class Heard(NamedTuple):
         return self.event.told
 
 
-class Watch:
+class JobWatch:
     """Follows the cluster's next job on a thread of its own, to its end."""
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
@@ -39,7 +39,7 @@ class Watch:
         self.step = 0
         self.repeated = 0
         """Steps that were told of and done again."""
-        self.events: list[Heard] = []
+        self.events: list[ObservedEvent] = []
         self._seconds: list[float] = []
         self._changed = threading.Condition()
         self._over: str | None = None
@@ -65,7 +65,7 @@ class Watch:
             self._changed.notify_all()
 
     def _note(self, event: JobEvent) -> None:
-        self.events.append(Heard(event, time.monotonic()))
+        self.events.append(ObservedEvent(event, time.monotonic()))
         told = event.told
         if event.kind == "steps":
             self.step = max(self.step, told["first"] + len(told["loss"]))
@@ -86,10 +86,10 @@ class Watch:
                         f"waited {patience:g} s for: {what} (step {self.step}, {self.ranks} ranks)"
                     )
 
-    def event(self, kind: str, after: int, patience: float = PATIENCE_S, device: int = 0) -> Heard:
+    def event(self, kind: str, after: int, patience: float = PATIENCE_S, device: int = 0) -> ObservedEvent:
         """The first event of a kind after so many; of one device, where it is given."""
 
-        def first() -> Heard | None:
+        def first() -> ObservedEvent | None:
             for one in self.events[after:]:
                 if one.kind == kind and device in (0, one.told.get("device", one.event.device)):
                     return one

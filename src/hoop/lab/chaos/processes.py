@@ -25,7 +25,7 @@ END_S = 10.0
 _HELD = "--leave-with-stdin"
 
 
-class Fleet:
+class ClusterProcesses:
     """A coordinator and so many devices."""
 
     def __init__(self, folder: Path, devices: int, memory: int) -> None:
@@ -81,7 +81,7 @@ class Fleet:
         ]
         return "\n".join(found)
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> ClusterProcesses:
         admit(Request(self._first, self._memory, TRAINING, options=("--devices", "memory")))
         try:
             self.coordinate()

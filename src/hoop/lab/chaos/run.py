@@ -22,10 +22,10 @@ from typing import Any
 
 from hoop.client.cluster import connect
 from hoop.errors import DeadlineExceeded, HoopError, InternalError
-from hoop.lab.chaos.fault_actions import Blows, Outcome
-from hoop.lab.chaos.job_watch import PATIENCE_S, Watch
-from hoop.lab.chaos.processes import END_S, START_S, Fleet
-from hoop.lab.chaos.schedule import KINDS, drawn
+from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
+from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
+from hoop.lab.chaos.processes import END_S, START_S, ClusterProcesses
+from hoop.lab.chaos.schedule import KINDS, draw_schedule
 from hoop.report.metrics import read_metrics
 from hoop.report.tables import Column, Table
 from hoop.runs.audit import audit
@@ -57,7 +57,7 @@ class Chaos:
     """What came of it."""
 
     config: ChaosConfig
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[FaultOutcome] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
     """From the first fault to the end of the last one's consequences."""
@@ -106,10 +106,10 @@ Tell = Callable[[str], None]
 
 def chaos(config: ChaosConfig, tell: Tell) -> Chaos:
     """Runs it; ``tell`` is told of progress."""
-    chances = drawn(config.faults, config.seed, config.kinds)
+    chances = draw_schedule(config.faults, config.seed, config.kinds)
     found = Chaos(config)
     with tempfile.TemporaryDirectory(prefix="hoop-chaos-") as scratch:
-        with Fleet(Path(scratch), config.devices, MEMORY) as fleet:
+        with ClusterProcesses(Path(scratch), config.devices, MEMORY) as fleet:
             try:
                 _disturbed(fleet, found, chances, tell, Path(scratch) / "disturbed")
             except HoopError as error:
@@ -128,7 +128,7 @@ def _settings(config: ChaosConfig) -> list[str]:
     return [config.job, "--strategy", config.strategy, *(word for one in settings for word in ("--set", one))]
 
 
-def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell, out: Path) -> None:
+def _disturbed(fleet: ClusterProcesses, found: Chaos, chances: Sequence[Any], tell: Tell, out: Path) -> None:
     config = found.config
     slowly = ["--set", f"slowdown={[config.pace] * MOST_RANKS}"]
     with connect(fleet.address) as cluster:
@@ -136,10 +136,10 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell, o
         where = ["--coordinator", str(fleet.address), "--devices", str(config.devices), "--json"]
         where += ["--out", str(out)]
         run = fleet.start("train", *_settings(config), *slowly, *where)
-        watch = Watch(cluster, config.devices)
+        watch = JobWatch(cluster, config.devices)
         threading.Thread(target=_to_its_end, args=(run, watch), daemon=True).start()
         watch.event("started", 0)
-        blows = Blows(fleet, cluster, watch, config.devices, config.every_s)
+        blows = FaultActions(fleet, cluster, watch, config.devices, config.every_s)
         began, first = time.monotonic(), watch.step
         for chance in chances:
             outcome = blows.strike(chance)
@@ -153,12 +153,12 @@ def _disturbed(fleet: Fleet, found: Chaos, chances: Sequence[Any], tell: Tell, o
     found.steps, found.weights = result["steps"], result["weights_sha256"]
 
 
-def _to_its_end(run: subprocess.Popen[str], watch: Watch) -> None:
+def _to_its_end(run: subprocess.Popen[str], watch: JobWatch) -> None:
     """Without whoever started the job nothing is waited for, least of all if it never came to start it."""
     watch.end(f"hoop train has ended with code {run.wait()}")
 
 
-def _sentence(outcome: Outcome, of: int) -> str:
+def _sentence(outcome: FaultOutcome, of: int) -> str:
     who = f" of device {outcome.device}" if outcome.device else ""
     known = f", known after {outcome.detected_s:.2f} s" if outcome.detected_s is not None else ""
     pause = f", pause {outcome.pause_s:.2f} s" if outcome.pause_s is not None else ""
@@ -234,7 +234,7 @@ def table(found: Chaos) -> Table:
     return Table(columns, rows, "Faults and what came of them")
 
 
-def _times(of: Sequence[Outcome], name: str) -> tuple[float | None, float | None]:
+def _times(of: Sequence[FaultOutcome], name: str) -> tuple[float | None, float | None]:
     values = [value for one in of if (value := getattr(one, name)) is not None]
     return (median(values), max(values)) if values else (None, None)
 

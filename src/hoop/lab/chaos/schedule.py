@@ -23,7 +23,7 @@ GAP_STEPS = (3, 60)
 
 
 @dataclass(frozen=True)
-class Chance:
+class ScheduledFault:
     """One fault that will happen."""
 
     number: int
@@ -38,13 +38,13 @@ class Chance:
         return sorted(devices)[int(self.victim * len(devices))]
 
 
-def drawn(faults: int, seed: int, kinds: Sequence[str] = KINDS) -> list[Chance]:
+def draw_schedule(faults: int, seed: int, kinds: Sequence[str] = KINDS) -> list[ScheduledFault]:
     """So many faults."""
     if unknown := sorted(set(kinds) - set(KINDS)) or not kinds:
         raise InvalidArgument(f"kinds: {unknown or 'none'}; there are {', '.join(KINDS)}")
     draw = random.Random(seed)
     weights = [WEIGHTS[kind] for kind in kinds]
     return [
-        Chance(number, draw.choices(list(kinds), weights)[0], draw.randint(*GAP_STEPS), draw.random())
+        ScheduledFault(number, draw.choices(list(kinds), weights)[0], draw.randint(*GAP_STEPS), draw.random())
         for number in range(1, faults + 1)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hoop.errors import NotFound
-from hoop.lab.papers.experiment import Lab
+from hoop.lab.papers.experiment import Experiment
 from hoop.lab.papers.findings import Findings
 
 
@@ -19,9 +19,9 @@ class Study:
     paper: str
     question: str
 
-    def run(self, lab: Lab) -> Findings:
+    def run(self, lab: Experiment) -> Findings:
         module = importlib.import_module(f"hoop.lab.papers.{self.name.replace('-', '_')}")
-        run: Callable[[Lab], Findings] = module.run
+        run: Callable[[Experiment], Findings] = module.run
         return run(lab)
 
 

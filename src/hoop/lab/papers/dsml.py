@@ -18,10 +18,10 @@ from typing import Any
 from hoop.client.cluster import Cluster, connect
 from hoop.config import format_size, parse_size
 from hoop.errors import HoopError
-from hoop.lab.papers.experiment import Lab, Running, Told, Trained, timed
+from hoop.lab.papers.experiment import EventFields, Experiment, RunningCluster, TrainingRun, timed
 from hoop.lab.papers.findings import Findings, rows
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, all_reduce_seconds
-from hoop.report.chart import Chart, Line, Lines
+from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Picture
 
 BLIND_S = 4.0
@@ -33,7 +33,7 @@ LOOK_S = 0.02
 """Between two looks at the events; each carries the time at which it happened, so this delays nothing."""
 
 
-def detection(lab: Lab, found: Findings) -> None:
+def detection(lab: Experiment, found: Findings) -> None:
     """Ways to fail, against the two witnesses: X of Y calls, and a lease that heartbeats renew."""
     table: list[dict[str, Any]] = []
 
@@ -129,7 +129,7 @@ def _died(
 CHUNK_DEVICES = 4
 
 
-def chunked_ring(lab: Lab, found: Findings) -> None:
+def chunked_ring(lab: Experiment, found: Findings) -> None:
     """The chunked ring by the size of its chunks, beside the plain one; several in a launch: calls cost little."""
     count = (1 if lab.quick else 4) << 20
     chunks = [1 << power for power in ((14, 16, 18, 20) if lab.quick else range(13, 23))]
@@ -173,7 +173,11 @@ def chunked_ring(lab: Lab, found: Findings) -> None:
         [
             Lines(
                 "time (ms)",
-                [Line("chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table])],
+                [
+                    ChartLine(
+                        "chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table]
+                    )
+                ],
                 rules={"plain ring": plain},
             )
         ],
@@ -243,7 +247,7 @@ VICTIM = 2
 TRAINING: dict[str, Any] = {"batch_size": 512, "shards": 8, "epochs": 40, "evaluate_every": 0}
 
 
-def run(lab: Lab) -> Findings:
+def run(lab: Experiment) -> Findings:
     found = Findings()
     found.limits.append(
         "The paper reports no figure: what is checked are its design's claims. Its GPUs are simulated by processes, "
@@ -255,11 +259,11 @@ def run(lab: Lab) -> Findings:
     return found
 
 
-def _restart(lab: Lab, found: Findings) -> None:
+def _restart(lab: Experiment, found: Findings) -> None:
     """A device is killed and a new one joins in the middle of a training."""
     killed: list[int] = []
 
-    def disturb(running: Running, event: Told) -> None:
+    def disturb(running: RunningCluster, event: EventFields) -> None:
         if event["kind"] == "steps" and not killed:
             killed.append(event["first"] + len(event["loss"]))
             running.signal(running.pids()[VICTIM], signal.SIGKILL)
@@ -283,8 +287,8 @@ def _restart(lab: Lab, found: Findings) -> None:
             Lines(
                 "training loss",
                 [
-                    Line("undisturbed", range(len(quiet.losses)), quiet.losses),
-                    Line("disturbed", range(len(harmed.losses)), harmed.losses, "dashed"),
+                    ChartLine("undisturbed", range(len(quiet.losses)), quiet.losses),
+                    ChartLine("disturbed", range(len(harmed.losses)), harmed.losses, "dashed"),
                 ],
             )
         ],
@@ -332,7 +336,7 @@ def _restart(lab: Lab, found: Findings) -> None:
     )
 
 
-def _row(name: str, one: Trained) -> dict[str, Any]:
+def _row(name: str, one: TrainingRun) -> dict[str, Any]:
     return {
         "run": name,
         "steps": one.summary["steps"],

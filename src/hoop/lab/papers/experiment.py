@@ -49,25 +49,25 @@ def _worked(stat: Path) -> float:
 
 
 PATIENCE_S = 60.0
-Told = dict[str, Any]
-Disturb = Callable[["Running", Told], None]
+EventFields = dict[str, Any]
+Disturb = Callable[["RunningCluster", EventFields], None]
 """Called with every event of a training while it runs."""
 
 
 @dataclass
-class Trained:
+class TrainingRun:
     """What a training told while it ran, and what came of it."""
 
-    summary: Told
+    summary: EventFields
     losses: list[float] = field(default_factory=list)
     """One a step."""
     seconds: list[float] = field(default_factory=list)
-    evaluations: list[Told] = field(default_factory=list)
+    evaluations: list[EventFields] = field(default_factory=list)
     """Each with ``epoch``, ``accuracy``, ``loss``, and ``at``: seconds since the first step."""
-    events: list[Told] = field(default_factory=list)
+    events: list[EventFields] = field(default_factory=list)
     """Losses, recoveries, seats: everything else."""
 
-    def of_kind(self, kind: str) -> list[Told]:
+    def of_kind(self, kind: str) -> list[EventFields]:
         return [one for one in self.events if one["kind"] == kind]
 
     @property
@@ -77,7 +77,7 @@ class Trained:
         return settled[len(settled) // 2] if settled else 0.0
 
 
-class Running:
+class RunningCluster:
     """A cluster while a job runs on it, for whoever disturbs it; every call is a process of its own.
 
     gRPC does not survive a fork, and the next training forks: so this process never opens it.
@@ -128,7 +128,7 @@ class Running:
 
 
 @dataclass
-class Lab:
+class Experiment:
     """What a study works with."""
 
     quick: bool = False
@@ -165,7 +165,7 @@ class Lab:
         disturb: Disturb | None = None,
         accelerator: str = "",
         **settings: Any,
-    ) -> Trained:
+    ) -> TrainingRun:
         """Trains, showing how far it is; ``disturb`` sees every event and may do harm."""
         from hoop.engine.job import INHERITED, Job, find_job
         from hoop.engine.recipes import RECIPES
@@ -180,9 +180,9 @@ class Lab:
             settings["accelerator"] = accelerator or self.accelerator
         wanted = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
         found.data()  # before the fork: devices share what is loaded now
-        trained = Trained({})
+        trained = TrainingRun({})
         with tempfile.TemporaryDirectory(prefix="hoop-") as folder:
-            running = Running(Path(folder) / "address")
+            running = RunningCluster(Path(folder) / "address")
             launch = Launch(wanted, devices, parse_size(memory, "memory"), address_file=running.file)
             training = Training(launch)
             running.stop = training.stop
@@ -198,7 +198,7 @@ class Lab:
             raise InternalError(f"{what}: the training ended without a result")
         return trained
 
-    def _note(self, trained: Trained, event: Told) -> None:
+    def _note(self, trained: TrainingRun, event: EventFields) -> None:
         match event["kind"]:
             case "steps":
                 trained.losses += event["loss"]

@@ -17,7 +17,7 @@ _COLUMNS = ("claim", "the paper", "ours", "how", "verdict", "why")
 
 
 @dataclass(frozen=True)
-class Claim:
+class PaperClaim:
     """One sentence of the paper with its figure, and what came out here.
 
     ``not shown`` is for what this run could not decide: a machine too small, data that is not there.
@@ -35,13 +35,13 @@ class Claim:
 class Findings:
     """A report in the making: a study adds to it as its experiments end."""
 
-    claims: list[Claim] = field(default_factory=list)
+    claims: list[PaperClaim] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     """What this run cannot show, and why: said in the report before any figure."""
 
     def claim(self, claim: str, *, paper: str, ours: str, how: How, verdict: Verdict, why: str = "") -> None:
-        self.claims.append(Claim(claim, paper, ours, how, verdict, why))
+        self.claims.append(PaperClaim(claim, paper, ours, how, verdict, why))
 
     def section(self, heading: str, *blocks: str | Table | Picture) -> None:
         self.sections.append(Section(heading, blocks))

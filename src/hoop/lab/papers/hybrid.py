@@ -13,11 +13,11 @@ from hoop.data.dataset import Splits
 from hoop.engine.job import Job
 from hoop.engine.recipes import RECIPES
 from hoop.errors import NotFound
-from hoop.lab.papers.experiment import Lab, Trained
+from hoop.lab.papers.experiment import Experiment, TrainingRun
 from hoop.lab.papers.findings import Findings, graded, rows
 from hoop.lab.papers.predicted import ETHERNET, costs_of, curve, figures
-from hoop.lab.papers.subset import part_of
-from hoop.report.chart import Bars, Chart, Line, Lines
+from hoop.lab.papers.subset import subset_of
+from hoop.report.chart import Bars, Chart, ChartLine, Lines
 from hoop.report.page import Picture
 
 NODES = 4
@@ -32,10 +32,10 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 PAPER_SECONDS = {"one node": 7250.0, "hybrid 2x2": 1451.0}
 PAPER_ACCURACY = {"one node": 0.82, "hybrid 2x2": 0.83}
 """Of its section 5; the paragraph before says 0.81 and 0.85 for the same runs."""
-Runs = dict[str, Trained]
+Runs = dict[str, TrainingRun]
 
 
-def run(lab: Lab) -> Findings:
+def run(lab: Experiment) -> Findings:
     found = Findings()
     try:
         data = load("cifar10", augment=True)
@@ -53,11 +53,11 @@ def run(lab: Lab) -> Findings:
     settings: dict[str, Any] = {"epochs": 10, "shards": 8, "memory": "1GiB"}
     if lab.quick:
         settings |= {"epochs": 2, "batch_size": 16, "shards": 4, "warmup": 0}
-        data = part_of(data, 16, 40)
+        data = subset_of(data, 16, 40)
         found.limits.append("A quick run: 16 of 50 000 images and 2 epochs; accuracy means nothing.")
     elif lab.accelerator == "cpu":
         settings |= {"epochs": 3, "batch_size": 64, "warmup": 20}
-        data = part_of(data, 2_000, 1_000)
+        data = subset_of(data, 2_000, 1_000)
         found.limits.append(
             "On CPUs: 2 000 of 50 000 images and 3 epochs, because all of it takes many hours; accuracy is not the "
             "paper's. The full length needs `--accelerator cuda`."
@@ -78,7 +78,7 @@ def run(lab: Lab) -> Findings:
         for name, (spec, count) in MESHES.items()
     }
     _training(lab, found, runs)
-    _simulated(lab, found, dataclasses.replace(job, data=lambda: part_of(data, 64, 16)))
+    _simulated(lab, found, dataclasses.replace(job, data=lambda: subset_of(data, 64, 16)))
     return found
 
 
@@ -95,7 +95,7 @@ def _data(found: Findings, data: Splits) -> None:
     )
     channels = Chart(
         "Density of pixel values by colour channel",
-        [Lines("density", [Line(colour, values, one) for colour, one in density.items()])],
+        [Lines("density", [ChartLine(colour, values, one) for colour, one in density.items()])],
         x_label="pixel value",
         subtitle="measured over all training pixels; the paper's figures 4 to 6",
     )
@@ -130,10 +130,10 @@ def _density(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
     return np.asarray(counts / np.sum(counts), np.float64)
 
 
-def _training(lab: Lab, found: Findings, runs: Runs) -> None:
+def _training(lab: Experiment, found: Findings, runs: Runs) -> None:
     table = [_row(name, one) for name, one in runs.items()]
     lines = [
-        Line(name, [e["epoch"] for e in one.evaluations], [100 * e["accuracy"] for e in one.evaluations])
+        ChartLine(name, [e["epoch"] for e in one.evaluations], [100 * e["accuracy"] for e in one.evaluations])
         for name, one in runs.items()
     ]
     accuracy = Chart(
@@ -199,7 +199,7 @@ def _training(lab: Lab, found: Findings, runs: Runs) -> None:
     )
 
 
-def _simulated(lab: Lab, found: Findings, job: Job) -> None:
+def _simulated(lab: Experiment, found: Findings, job: Job) -> None:
     """The paper's four machines: a core each, and links; then more."""
     lab.say("speed-up by nodes, simulated")
     nodes, shards = (1, 2, 4, 8, 16), 16
@@ -209,7 +209,7 @@ def _simulated(lab: Lab, found: Findings, job: Job) -> None:
     lines = []
     for name, outcomes in curves.items():
         there = [(n, one.speedup) for n, one in zip(nodes, outcomes, strict=True) if one is not None]
-        lines.append(Line(name, [n for n, _ in there], [up for _, up in there], "dashed"))
+        lines.append(ChartLine(name, [n for n, _ in there], [up for _, up in there], "dashed"))
     chart = Chart(
         "Speed-up by number of nodes",
         [Lines("times one node's speed", lines, rules={"paper: 5.0x on 4 nodes": 5.0})],
@@ -235,11 +235,11 @@ def _simulated(lab: Lab, found: Findings, job: Job) -> None:
     )
 
 
-def _where(lab: Lab) -> str:
+def _where(lab: Experiment) -> str:
     return f"{lab.cores} cores" if lab.accelerator == "cpu" else lab.accelerator
 
 
-def _row(name: str, one: Trained) -> dict[str, Any]:
+def _row(name: str, one: TrainingRun) -> dict[str, Any]:
     paper = PAPER_ACCURACY.get(name)
     return {
         "": name,

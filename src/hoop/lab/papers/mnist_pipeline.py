@@ -25,19 +25,19 @@ from hoop.collectives.plan import Send
 from hoop.collectives.registry import Operation
 from hoop.engine.recipes import RECIPES
 from hoop.errors import InternalError
-from hoop.lab.papers.experiment import Lab, Trained, timed
+from hoop.lab.papers.experiment import Experiment, TrainingRun, timed
 from hoop.lab.papers.findings import Findings, Verdict, graded, rows
 from hoop.lab.papers.predicted import ETHERNET, all_reduce_seconds
-from hoop.report.chart import Bars, Chart, Line, Lines
+from hoop.report.chart import Bars, Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.service import Stub
 
-WAYS = ("listed", "relay", "stepped", "ring", "tree")
+VARIANTS = ("listed", "relay", "stepped", "ring", "tree")
 
 
-class Ways:
+class AllReduceVariants:
     """One communicator with one float64 vector a rank, and every way to sum it."""
 
     def __init__(self, client: Cluster, devices: int, count: int) -> None:
@@ -97,7 +97,7 @@ GRADIENT = 109_386
 PAPER_NAIVE_MS, PAPER_RING_MS = 83.0, 8.0
 
 
-def ring_against_naive(lab: Lab, found: Findings) -> None:
+def ring_against_naive(lab: Experiment, found: Findings) -> None:
     """Connects to clusters: no device can be forked afterwards."""
     _measured(lab, found)
     _counting(found)
@@ -167,13 +167,13 @@ def listing_3(gradients: list[Vector]) -> list[Vector]:
     return gradients
 
 
-def _measured(lab: Lab, found: Findings) -> None:
+def _measured(lab: Experiment, found: Findings) -> None:
     seconds = 0.3 if lab.quick else 2.0
     table: list[dict[str, Any]] = []
     for devices in (DEVICES,) if lab.quick else (2, 4, 8):
         lab.say(f"ring against naive: an all-reduce of the gradient on {devices} devices")
         with lab.cluster(devices) as address, connect(address) as client:
-            ways = Ways(client, devices, GRADIENT)
+            ways = AllReduceVariants(client, devices, GRADIENT)
             row: dict[str, Any] = {"devices": devices}
             for name, call in ways.every().items():
                 ways.check(call)
@@ -188,7 +188,7 @@ def _measured(lab: Lab, found: Findings) -> None:
             Bars(
                 "median (ms)",
                 groups,
-                {way: [row[way] for row in table] for way in WAYS},
+                {way: [row[way] for row in table] for way in VARIANTS},
                 rules={"paper: naive, 83 ms": PAPER_NAIVE_MS, "paper: ring, 8 ms": PAPER_RING_MS},
             )
         ],
@@ -201,7 +201,7 @@ def _measured(lab: Lab, found: Findings) -> None:
         "- **stepped**: the ring, a call to each device each round\n"
         "- **ring**: the devices run the ring alone\n"
         "- **tree**: so too a tree",
-        rows(table, "Latency of an all-reduce", **dict.fromkeys(WAYS, "ms")),
+        rows(table, "Latency of an all-reduce", **dict.fromkeys(VARIANTS, "ms")),
         Picture("ring-against-naive", chart.svg(), "Measured; dashed, the paper's figures."),
     )
     less = 1 - at["ring"] / at["listed"]
@@ -216,7 +216,7 @@ def _measured(lab: Lab, found: Findings) -> None:
     )
 
 
-def _simulated(lab: Lab, found: Findings) -> None:
+def _simulated(lab: Experiment, found: Findings) -> None:
     """The same plans between machines of their own, further than this machine can go."""
     lab.say("ring against naive, simulated")
     devices = (2, 4, 8, 16, 32, 64)
@@ -228,7 +228,7 @@ def _simulated(lab: Lab, found: Findings) -> None:
     small = {name: 1000 * all_reduce_seconds(17, devices[-1], name, ETHERNET) for name in names}
     chart = Chart(
         "One all-reduce of the MLP's gradient, by number of devices",
-        [Lines("time (ms)", [Line(name, devices, ms[name], "dashed") for name in names], kind="log")],
+        [Lines("time (ms)", [ChartLine(name, devices, ms[name], "dashed") for name in names], kind="log")],
         x_label="devices, a machine each",
         x_kind="log",
         subtitle=f"simulated: {ETHERNET}, float32, 438 KB",
@@ -264,7 +264,7 @@ PLAIN: dict[str, Any] = {"optimizer": "sgd", "lr": 0.01, "schedule": "constant",
 """What a program written from scratch is likely to have; the paper names neither optimizer nor rate."""
 
 
-def run(lab: Lab) -> Findings:
+def run(lab: Experiment) -> Findings:
     found = Findings()
     found.limits.append(
         f"{DEVICES} devices share {lab.cores} cores here: times are this machine's, not those of {DEVICES} machines. "
@@ -275,7 +275,7 @@ def run(lab: Lab) -> Findings:
     return found
 
 
-def _learning(lab: Lab, found: Findings) -> None:
+def _learning(lab: Experiment, found: Findings) -> None:
     epochs = 2 if lab.quick else 10
     cnn: dict[str, Any] = {"epochs": 1, "max_steps": 40} if lab.quick else {"epochs": epochs}
     runs = {
@@ -299,7 +299,7 @@ def _learning(lab: Lab, found: Findings) -> None:
             Lines(
                 "test accuracy (%)",
                 [
-                    Line(
+                    ChartLine(
                         name,
                         [e["epoch"] for e in one.evaluations],
                         [100 * e["accuracy"] for e in one.evaluations],
@@ -351,13 +351,13 @@ def _learning(lab: Lab, found: Findings) -> None:
     )
 
 
-def _cnn_verdict(lab: Lab, cnn: float, mlp: float) -> Verdict:
+def _cnn_verdict(lab: Experiment, cnn: float, mlp: float) -> Verdict:
     if lab.quick:
         return "not shown"
     return "holds" if cnn > mlp else "does not hold"
 
 
-def _row(name: str, one: Trained) -> dict[str, Any]:
+def _row(name: str, one: TrainingRun) -> dict[str, Any]:
     papers = {"MLP": (92.89, 480.0), "no": (92.40, 480.0), "LeNet-style": (99.20, 900.0)}
     accuracy, seconds = papers[name.replace(",", " ").split()[0]]
     return {

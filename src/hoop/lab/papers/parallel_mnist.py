@@ -25,12 +25,12 @@ from hoop.data.dataset import Splits
 from hoop.data.mnist import mnist
 from hoop.engine.recipes import softmax
 from hoop.errors import FailedPrecondition, PeerLost
-from hoop.lab.papers.experiment import Lab, Trained, end
+from hoop.lab.papers.experiment import Experiment, TrainingRun, end
 from hoop.lab.papers.findings import Findings, graded, rows
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, costs_of, curve
-from hoop.lab.papers.subset import part_of
+from hoop.lab.papers.subset import subset_of
 from hoop.models.softmax import softmax as softmax_model
-from hoop.report.chart import Chart, Line, Lines
+from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.simulate.cluster import Link
 from hoop.simulate.cost_model import Costs
@@ -107,10 +107,10 @@ def _run(start: list[str], folder: Path, side: int, epochs: int, rate: float) ->
 SIDES = (28, 56, 112)
 """Of the images: 784, 3 136 and 12 544 pixels. (The paper's figure 7 says 3 248, which is no square.)"""
 PAPER_PROFILE = {"hypothesis": 56.53, "gradient_update": 43.18, "softmax": 0.27, "training_step": 0.01}
-Row = dict[str, Any]
+TableRow = dict[str, Any]
 
 
-def run(lab: Lab) -> Findings:
+def run(lab: Experiment) -> Findings:
     found = Findings()
     images, epochs = (2_000, 3) if lab.quick else (60_000, 5)
     nodes = [count for count in (1, 2, 4, 8, 16) if count <= (2 if lab.quick else max(4, lab.cores))]
@@ -124,7 +124,7 @@ def run(lab: Lab) -> Findings:
         )
     if lab.mpirun is None:
         found.limits.append("No mpirun was found or given (`--mpirun`): there are no MPI rows.")
-    table: list[Row] = []
+    table: list[TableRow] = []
     profile: ByHand | None = None
     for side in SIDES:
         some, by_hand = _one_size(lab, side, images, epochs, nodes)
@@ -137,14 +137,16 @@ def run(lab: Lab) -> Findings:
     return found
 
 
-def _one_size(lab: Lab, side: int, images: int, epochs: int, nodes: list[int]) -> tuple[list[Row], ByHand]:
+def _one_size(
+    lab: Experiment, side: int, images: int, epochs: int, nodes: list[int]
+) -> tuple[list[TableRow], ByHand]:
     """Every contender on images of one size; times are of an epoch, which is one step."""
     job = softmax(side)
     part = dataclasses.replace(job, data=partial(_some, side, images))
     rate = float(job.settings["lr"])
-    settings: Row = {"epochs": epochs, "batch_size": images, "evaluate_every": 0}
+    settings: TableRow = {"epochs": epochs, "batch_size": images, "evaluate_every": 0}
     settings |= {"accumulate": 1 if lab.quick else (side // 28) ** 2}  # the same memory whatever the size
-    table: list[Row] = []
+    table: list[TableRow] = []
 
     def add(who: str, count: int, seconds: float, loss: float) -> None:
         table.append({"pixels": side * side, "who": who, "nodes": count, "epoch": seconds, "loss": loss})
@@ -170,10 +172,10 @@ def _one_size(lab: Lab, side: int, images: int, epochs: int, nodes: list[int]) -
 
 
 def _some(side: int, images: int) -> Splits:
-    return part_of(load("mnist", size=side), images, 1000)
+    return subset_of(load("mnist", size=side), images, 1000)
 
 
-def _epoch(one: Trained) -> float:
+def _epoch(one: TrainingRun) -> float:
     settled = sorted(one.seconds[1:])
     return settled[len(settled) // 2]
 
@@ -202,15 +204,15 @@ def _profile(found: Findings, profile: ByHand, images: int) -> None:
     )
 
 
-def _speed(lab: Lab, found: Findings, table: list[Row], nodes: list[int]) -> None:
+def _speed(lab: Experiment, found: Findings, table: list[TableRow], nodes: list[int]) -> None:
     largest, most = SIDES[-1] ** 2, nodes[-1]
     who = ["Hoop"] + (["MPI"] if lab.mpirun is not None else [])
     lines = [
-        Line(f"{name}, {side * side} pixels", nodes, _curve(table, name, side * side))
+        ChartLine(f"{name}, {side * side} pixels", nodes, _curve(table, name, side * side))
         for side in SIDES
         for name in who
     ]
-    lines.append(Line("linear", nodes, nodes, "dashed"))
+    lines.append(ChartLine("linear", nodes, nodes, "dashed"))
     chart = Chart(
         "Speed-up by number of nodes",
         [Lines("times one node's speed", lines)],
@@ -223,7 +225,7 @@ def _speed(lab: Lab, found: Findings, table: list[Row], nodes: list[int]) -> Non
             Lines(
                 "seconds",
                 [
-                    Line(f"{name}, {count}", [side**2 for side in SIDES], _times(table, name, count))
+                    ChartLine(f"{name}, {count}", [side**2 for side in SIDES], _times(table, name, count))
                     for name, count in [("by hand, serial", 1), *((one, n) for one in who for n in (1, most))]
                 ],
                 kind="log",
@@ -274,7 +276,7 @@ def _speed(lab: Lab, found: Findings, table: list[Row], nodes: list[int]) -> Non
         )
 
 
-def _simulated(lab: Lab, found: Findings) -> None:
+def _simulated(lab: Experiment, found: Findings) -> None:
     """The paper's figures 6 to 8: whole nodes of one core each, and links between them."""
     lab.say("speed-up by nodes, simulated")
     nodes, shards = (1, 2, 4, 8, 16, 32, 64), 64
@@ -289,7 +291,7 @@ def _simulated(lab: Lab, found: Findings) -> None:
         headed[side * side] = _ups(costs, "ps:bsp", (4,), shards, INFINIBAND)[0]
     chart = Chart(
         "Speed-up by number of nodes",
-        [Lines("times one node's speed", [Line(name, nodes, up, "dashed") for name, up in ups.items()])],
+        [Lines("times one node's speed", [ChartLine(name, nodes, up, "dashed") for name, up in ups.items()])],
         x_label="nodes, a core each",
         subtitle="simulated: 60 000 images in one batch an epoch, data parallel",
     )
@@ -331,14 +333,14 @@ def _ups(costs: Costs, spec: str, nodes: Sequence[int], shards: int, link: Link)
     return [one.speedup for one in outcomes if one is not None]
 
 
-def _at(table: list[Row], who: str, pixels: int, count: int) -> Row:
+def _at(table: list[TableRow], who: str, pixels: int, count: int) -> TableRow:
     return next(row for row in table if (row["who"], row["pixels"], row["nodes"]) == (who, pixels, count))
 
 
-def _curve(table: list[Row], who: str, pixels: int) -> list[float]:
+def _curve(table: list[TableRow], who: str, pixels: int) -> list[float]:
     mine = [row["epoch"] for row in table if (row["who"], row["pixels"]) == (who, pixels)]
     return [mine[0] / one for one in mine]
 
 
-def _times(table: list[Row], who: str, count: int) -> list[float]:
+def _times(table: list[TableRow], who: str, count: int) -> list[float]:
     return [_at(table, who, side * side, count)["epoch"] for side in SIDES]

@@ -10,7 +10,7 @@ from hoop.errors import UserError
 from hoop.runs.prediction import calibrated
 from hoop.simulate.cluster import Cluster, Link
 from hoop.simulate.cost_model import Costs, Machine
-from hoop.simulate.result import Outcome
+from hoop.simulate.result import SimulationResult
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
@@ -26,9 +26,9 @@ def costs_of(job: Job, rows: int) -> Costs:
 
 def curve(
     costs: Costs, specs: Mapping[str, str], nodes: Sequence[int], micros: int, link: Link
-) -> dict[str, list[Outcome | None]]:
+) -> dict[str, list[SimulationResult | None]]:
     """Each strategy on each number of nodes, a core each; None where it cannot run, or the model cannot be cut so."""
-    found: dict[str, list[Outcome | None]] = {}
+    found: dict[str, list[SimulationResult | None]] = {}
     for name, spec in specs.items():
         found[name] = []
         for count in nodes:
@@ -53,7 +53,9 @@ def all_reduce_seconds(count: int, devices: int, algorithm: str, link: Link) -> 
     return outcome.step_seconds
 
 
-def figures(curves: Mapping[str, Sequence[Outcome | None]], nodes: Sequence[int]) -> list[dict[str, Any]]:
+def figures(
+    curves: Mapping[str, Sequence[SimulationResult | None]], nodes: Sequence[int]
+) -> list[dict[str, Any]]:
     """The curves as rows of a table."""
     return [
         {
@@ -71,7 +73,7 @@ def figures(curves: Mapping[str, Sequence[Outcome | None]], nodes: Sequence[int]
     ]
 
 
-def workers_idle(one: Outcome) -> float:
+def workers_idle(one: SimulationResult) -> float:
     """The mean over those who compute; a server waits for work by design."""
     workers = [share for rank, share in enumerate(one.idle) if rank not in one.plan.servers]
     return sum(workers) / len(workers)

@@ -25,12 +25,12 @@ from torch import nn
 from hoop.data.catalog import load
 from hoop.engine.job import Job
 from hoop.errors import HoopError, UserError
-from hoop.lab.papers.experiment import Lab, Running, Told, Trained
+from hoop.lab.papers.experiment import EventFields, Experiment, RunningCluster, TrainingRun
 from hoop.lab.papers.findings import Findings, Verdict, rows
 from hoop.lab.papers.predicted import ETHERNET, costs_of, curve, figures, workers_idle
-from hoop.lab.papers.subset import part_of
+from hoop.lab.papers.subset import subset_of
 from hoop.models.mlp import mlp
-from hoop.report.chart import Bars, Chart, Line, Lines, smoothed
+from hoop.report.chart import Bars, Chart, ChartLine, Lines, smoothed
 from hoop.report.page import Picture
 
 STRATEGIES = {
@@ -58,7 +58,7 @@ def _built(seed: int, widths: list[int]) -> nn.Sequential:
 def chain(width: int, depth: int, samples: int) -> Job:
     """An MLP of so many linear layers, each a block that the ring can cut before."""
     widths = [784, *[width] * (depth - 1), 10]
-    return Job(lambda seed: _built(seed, widths), lambda: part_of(load("mnist"), samples, 1000))
+    return Job(lambda seed: _built(seed, widths), lambda: subset_of(load("mnist"), samples, 1000))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Largest:
 
 
 def largest(
-    lab: Lab, make: Callable[[int], Job], start: int, grain: int, *, halvings: int = 3, **options: Any
+    lab: Experiment, make: Callable[[int], Job], start: int, grain: int, *, halvings: int = 3, **options: Any
 ) -> Largest:
     """Doubles from ``start`` until a training is refused, then halves the gap; every try is a real step of training.
 
@@ -98,11 +98,11 @@ def largest(
     return Largest(good, kept.summary["parameters"], max(kept.summary["memory"]), refusal)
 
 
-def _try(lab: Lab, job: Job, size: int, options: dict[str, Any]) -> Trained:
+def _try(lab: Experiment, job: Job, size: int, options: dict[str, Any]) -> TrainingRun:
     return lab.train(f"a model of size {size}", job, max_steps=1, **options)
 
 
-def capacity(lab: Lab, found: Findings) -> None:
+def capacity(lab: Experiment, found: Findings) -> None:
     """Aim 7: either system, with a model that grows until memory ends."""
     memory = "4MiB" if lab.quick else "64MiB"
     nodes, halvings = 4, 2 if lab.quick else 4
@@ -160,7 +160,7 @@ class Removal:
 
     fired: bool
     """Whether the training was still going on when the node was taken away."""
-    trained: Trained | None
+    trained: TrainingRun | None
     error: str = ""
 
     @property
@@ -172,12 +172,14 @@ class Removal:
         return max([*told, *self.trained.seconds], default=float("nan"))
 
 
-def remove(lab: Lab, job: Job, strategy: str, devices: int, for_good: bool, **settings: Any) -> Removal:
+def remove(
+    lab: Experiment, job: Job, strategy: str, devices: int, for_good: bool, **settings: Any
+) -> Removal:
     """Trains, and takes the second device away: killed, or stopped for a second."""
     pids: dict[int, int] = {}
     timers: list[threading.Timer] = []
 
-    def disturb(running: Running, event: Told) -> None:
+    def disturb(running: RunningCluster, event: EventFields) -> None:
         if event["kind"] == "started":
             pids.update(running.pids())
         elif event["kind"] == "steps" and not timers:
@@ -202,7 +204,7 @@ def remove(lab: Lab, job: Job, strategy: str, devices: int, for_good: bool, **se
                 timer.join()
 
 
-def resilience(lab: Lab, found: Findings) -> None:
+def resilience(lab: Experiment, found: Findings) -> None:
     """Aim 6: either system, with a node taken away."""
     steps = 80 if lab.quick else 400
     job, nodes = chain(WIDTH, DEPTH, 60_000), 4
@@ -261,19 +263,19 @@ def _survived(good: bool) -> str:
 WHOLE = "RingTMP, whole batches"
 
 
-def at_scale(lab: Lab, found: Findings) -> None:
+def at_scale(lab: Experiment, found: Findings) -> None:
     """Nodes with a core and a link of their own, more of them than this machine has."""
     lab.say("idle time and scaling, simulated")
     nodes, micros, depth = (2, 4, 8, 16, 32), 32, 33
     costs = costs_of(chain(WIDTH, depth, 1024), 64)
     curves = curve(costs, STRATEGIES, nodes, micros, ETHERNET)
     curves |= curve(costs.of(micros * costs.rows), {WHOLE: "ring"}, nodes, 1, ETHERNET)
-    lines: list[list[Line]] = [[], []]
+    lines: list[list[ChartLine]] = [[], []]
     for name, outcomes in curves.items():
         there = [(n, one) for n, one in zip(nodes, outcomes, strict=True) if one is not None]
         idle = [100 * workers_idle(one) for _, one in there]
-        lines[0].append(Line(name, [n for n, _ in there], idle, "dashed"))
-        lines[1].append(Line(name, [n for n, _ in there], [one.speedup for _, one in there], "dashed"))
+        lines[0].append(ChartLine(name, [n for n, _ in there], idle, "dashed"))
+        lines[1].append(ChartLine(name, [n for n, _ in there], [one.speedup for _, one in there], "dashed"))
     chart = Chart(
         "Idle share and speed-up by number of nodes",
         [Lines("idle workers (%)", lines[0]), Lines("times one node's speed", lines[1])],
@@ -320,11 +322,11 @@ def at_scale(lab: Lab, found: Findings) -> None:
     )
 
 
-Row = dict[str, Any]
-Runs = dict[tuple[str, int], Trained]
+TableRow = dict[str, Any]
+Runs = dict[tuple[str, int], TrainingRun]
 
 
-def run(lab: Lab) -> Findings:
+def run(lab: Experiment) -> Findings:
     found = Findings()
     nodes = [2, 4] if lab.quick else [2, 3, 4] + [n for n in (8,) if n <= lab.cores]
     samples = 4_096 if lab.quick else 60_000
@@ -359,7 +361,7 @@ def run(lab: Lab) -> Findings:
     return found
 
 
-def _table(runs: Runs) -> list[Row]:
+def _table(runs: Runs) -> list[TableRow]:
     return [
         {
             "": name,
@@ -380,7 +382,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
 
 
-def _idle_of(name: str, one: Trained) -> float:
+def _idle_of(name: str, one: TrainingRun) -> float:
     """The mean over those who compute; a server waits for work by design."""
     shares = [share["idle"] for share in one.summary["shares"]]
     workers = shares[:-1] if name.startswith("server") else shares
@@ -433,7 +435,7 @@ def _made(found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     )
 
 
-def _idle(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
+def _idle(lab: Experiment, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     groups = [f"{count} nodes" for count in nodes]
     values = {name: [100 * _idle_of(name, runs[name, count]) for count in nodes] for name in STRATEGIES}
     chart = Chart(
@@ -454,7 +456,7 @@ def _idle(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     )
 
 
-def _whole(found: Findings, one: Trained, nodes: int) -> None:
+def _whole(found: Findings, one: TrainingRun, nodes: int) -> None:
     """The dissertation has no word of micro-batches; without them only one node of the ring has work at a time."""
     idle = 100 * one.summary["idle_fraction"]
     found.claim(
@@ -470,7 +472,7 @@ def _whole(found: Findings, one: Trained, nodes: int) -> None:
 
 def _progress(found: Findings, runs: Runs, most: int) -> None:
     lines = [
-        Line(name, range(len(runs[name, most].losses)), smoothed(runs[name, most].losses, 5))
+        ChartLine(name, range(len(runs[name, most].losses)), smoothed(runs[name, most].losses, 5))
         for name in STRATEGIES
     ]
     chart = Chart(
@@ -508,9 +510,10 @@ def _progress(found: Findings, runs: Runs, most: int) -> None:
     )
 
 
-def _scaling(lab: Lab, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
+def _scaling(lab: Experiment, found: Findings, runs: Runs, nodes: Sequence[int]) -> None:
     lines = [
-        Line(name, nodes, [runs[name, count].summary["seconds"] for count in nodes]) for name in STRATEGIES
+        ChartLine(name, nodes, [runs[name, count].summary["seconds"] for count in nodes])
+        for name in STRATEGIES
     ]
     chart = Chart(
         "Time to finish an epoch",

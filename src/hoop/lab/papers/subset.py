@@ -5,7 +5,7 @@ from __future__ import annotations
 from hoop.data.dataset import Batch, Dataset, Indices, Splits
 
 
-class Part:
+class Subset:
     """So many samples of a dataset, from its beginning; each looks as it does in the whole."""
 
     def __init__(self, whole: Dataset, count: int) -> None:
@@ -33,5 +33,5 @@ class Part:
         return self._whole.batch(indices, epoch=epoch, seed=seed, out=out)
 
 
-def part_of(splits: Splits, train: int, test: int) -> Splits:
-    return Splits(Part(splits.train, train), Part(splits.test, test))
+def subset_of(splits: Splits, train: int, test: int) -> Splits:
+    return Splits(Subset(splits.train, train), Subset(splits.test, test))
