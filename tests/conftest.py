@@ -30,6 +30,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+# A forked child must never collect garbage of this process: a destructor of grpc.aio would wait for its poller, a
+# thread that was not forked. (hoop.launch.forked.fork does the same.)
+os.register_at_fork(after_in_child=gc.freeze)
+
 # Closed channels and stopped servers of grpcio leave no thread and no socket. Only grpc.aio's poller, with
 # its pair of sockets, belongs to the process: it goes with the last grpc.aio object, in a traceback perhaps.
 GRPC_POLLER = "(_poll_wrapper)"

@@ -24,15 +24,15 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.config import format_size
-from hoop.engine.cost_probe import cores, memory_seconds
+from hoop.engine.cost_probe import available_cores, measure_memory
 from hoop.errors import HoopError
 from hoop.lab.bench.contest import Contest
-from hoop.lab.bench.links import link_seconds, together
+from hoop.lab.bench.links import link_seconds, run_in_parallel
 from hoop.report.tables import Column, Table
 from hoop.runs.api import Launch, Training
 from hoop.runs.job_lookup import job_named, resolved
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.cost_model import FREE, Costs, Machine, Points
+from hoop.simulate.cost_model import FREE_MACHINE, Costs, Machine, Points
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
@@ -50,7 +50,7 @@ def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, Any]:
     changes = {"strategy": spec, "max_steps": steps, "evaluate_every": 0, "trace_steps": 0}
     settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
     *_, result = Training(Launch(settings, devices)).events()
-    return dict(result)
+    return result.to_fields()
 
 
 def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tuple[Table, list[float]]:
@@ -82,8 +82,8 @@ def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tu
 
 def machine_for(ranks: int) -> Machine:
     """What a meeting of so many ranks, a copy and a sum cost here while all cores are at work."""
-    sharing = min(cores(), ranks)
-    told = together(lambda: memory_seconds(MEMORY), sharing)
+    sharing = min(available_cores(), ranks)
+    told = run_in_parallel(lambda: measure_memory(MEMORY), sharing)
 
     def points(name: str) -> Points:
         return tuple(
@@ -91,7 +91,7 @@ def machine_for(ranks: int) -> Machine:
         )
 
     meeting = link_seconds("shm", ranks)["meeting_s"] * sharing / ranks
-    return replace(FREE, meeting_s=meeting, copy_at=points("copy_at"), add_at=points("add_at"))
+    return replace(FREE_MACHINE, meeting_s=meeting, copy_at=points("copy_at"), add_at=points("add_at"))
 
 
 def all_reduce_table(ranks: Sequence[int], sizes: Sequence[int], seconds: float) -> tuple[Table, list[float]]:
@@ -101,8 +101,8 @@ def all_reduce_table(ranks: Sequence[int], sizes: Sequence[int], seconds: float)
         machine = machine_for(count)
         for row in Contest(["arena"], [count], sizes, seconds).run():
             costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=row.bytes, machine=machine)
-            here = Cluster.even(count, count, cores=cores())
-            expected = simulate(parse("data"), costs, here, micros=count).step_seconds
+            here = Cluster.even(count, count, cores=available_cores())
+            expected = simulate(parse("data"), costs, here, num_microbatches=count).step_seconds
             errors.append(row.seconds / expected - 1)
             size = format_size(row.bytes)
             rows.append([count, size, 1e6 * expected, 1e6 * row.seconds, 100 * errors[-1]])
@@ -138,7 +138,7 @@ def main() -> None:
     sums, of_sums = all_reduce_table(several, SIZES[:2] if options.quick else SIZES, 0.3)
     middle = {"steps": _middle(of_steps), "all_reduce": _middle(of_sums)}
     about = {
-        "machine": f"{platform.machine()}, {cores()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()}, {available_cores()} cores, Python {platform.python_version()}",
         "load_before": load[0],
         "load_after": os.getloadavg()[0],
         "seconds": time.monotonic() - begun,

@@ -20,7 +20,7 @@ import torch
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.recipes import RECIPES
-from hoop.lab.bench.links import crowding, link_seconds
+from hoop.lab.bench.links import contention_factor, link_seconds
 from hoop.runs.prediction import between, calibrated, machine_of
 
 OUT = Path(__file__).resolve().parents[2] / "src" / "hoop" / "simulate" / "shipped.json"
@@ -52,7 +52,7 @@ def main() -> None:
         if name in ("mobilenet-cifar10", "gpt-tiny"):
             splits = made_up(name)
             job = dataclasses.replace(job, data=lambda splits=splits: splits)
-        costs = calibrated(job, job.defaults(name), machine, crowding)
+        costs = calibrated(job, job.defaults(name), machine, contention_factor)
         print(f"{name}: {1e3 * sum(one.forward.at(costs.rows) for one in costs.blocks):.2f} ms forward")
         found[name] = json.loads(costs.to_json())
         OUT.write_text(json.dumps(found) + "\n")

@@ -19,12 +19,12 @@ from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 
-def simulated(spec: str, devices: int, micros: int) -> list[object]:
+def simulated(spec: str, devices: int, num_microbatches: int) -> list[object]:
     costs = Costs.uniform(devices, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
     strategy, cluster, begun = parse(spec), Cluster.even(devices), time.process_time()
-    outcome = simulate(strategy, costs, cluster, micros=micros, trace=False)
+    outcome = simulate(strategy, costs, cluster, num_microbatches=num_microbatches, trace=False)
     seconds = time.process_time() - begun
-    return [spec, devices, micros, sum(map(len, outcome.plan.ranks)), seconds]
+    return [spec, devices, num_microbatches, sum(map(len, outcome.plan.ranks)), seconds]
 
 
 def cut(blocks: int, stages: int) -> list[object]:
@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     rows = []
-    for spec, micros in (
+    for spec, num_microbatches in (
         ("data", options.devices),
         ("pipeline:1f1b", 64),
         ("hybrid:replicas=128,1f1b", 1024),
     ):
         print(f"simulating {spec} on {options.devices} …", file=sys.stderr)
-        rows.append(simulated(spec, options.devices, micros))
+        rows.append(simulated(spec, options.devices, num_microbatches))
     rows.append(cut(4 * options.devices, 8))
     names = [Column("what"), Column("devices"), Column("micro-batches"), Column("instructions")]
     table = Table([*names, Column("processor", "s", digits=2)], rows)

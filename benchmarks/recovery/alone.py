@@ -116,5 +116,5 @@ def connection_reset() -> float:
         began = time.monotonic()
         list(pool.map(add_up, ranks, timeout=PATIENCE_S))
         seconds = time.monotonic() - began
-    assert links.happened == 1, "the connection was reset"
+    assert links.injected == 1, "the connection was reset"
     return seconds

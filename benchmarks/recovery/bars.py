@@ -28,6 +28,7 @@ from alone import client_killed, connection_reset, many_join
 
 from hoop.client.cluster import Cluster, connect
 from hoop.errors import DeadlineExceeded, HoopError
+from hoop.job_events import FaultInjected, Started, Straggler
 from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
 from hoop.lab.chaos.processes import ClusterProcesses
@@ -76,7 +77,7 @@ def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[ClusterProce
         where = ["--coordinator", str(fleet.address), "--devices", str(devices), "--json"]
         watch = JobWatch(cluster, devices)
         fleet.start("train", "mnist", *settings, *more, *where)
-        watch.event("started", 0)
+        watch.wait_event(Started, 0)
         yield fleet, cluster, watch
 
 
@@ -85,7 +86,7 @@ def _struck(kind: str, turns: int) -> Iterator[FaultOutcome]:
     with _training(*SLOWLY) as (fleet, cluster, watch):
         blows = FaultActions(fleet, cluster, watch, DEVICES, every_s=0.0)
         for turn in range(turns):
-            yield blows.strike(ScheduledFault(turn + 1, kind, GAP, turn / turns))
+            yield blows.inject(ScheduledFault(turn + 1, kind, GAP, turn / turns))
 
 
 def kill(turns: int) -> list[Bar]:
@@ -120,15 +121,18 @@ def slow(turns: int) -> list[Bar]:
     for _ in range(turns):
         fault = f"slow@rank={last},step={SLOW_FROM},factor={SLOW_FACTOR}"
         with _training("--fault", fault, devices=devices) as (_, _, watch):
-            struck = watch.event("fault", 0).told["step"]
+            fault_event = watch.wait_event(FaultInjected, 0).event
+            assert isinstance(fault_event, FaultInjected)
+            struck = fault_event.step
 
             def named(since: int = struck, watch: JobWatch = watch) -> list[tuple[int, bool]]:
                 """The step of each name that was called, and whether it was rightly."""
-                told = [one.told for one in watch.events if one.kind == "straggler" and one.told["slow"]]
-                return [(one["step"], one["straggler"] == last and one["step"] >= since) for one in told]
+                events = [one.event for one in watch.events]
+                slow = [event for event in events if isinstance(event, Straggler) and event.slow]
+                return [(one.step, one.straggler == last and one.step >= since) for one in slow]
 
             with suppress(DeadlineExceeded):  # it was named before, wrongly
-                watch.until(lambda: any(rightly for _, rightly in named()), "its name", NAMED_S)
+                watch.wait_until(lambda: any(rightly for _, rightly in named()), "its name", NAMED_S)
             rightly = [step - struck for step, rightly in named() if rightly]
             bar.found.append(rightly[0] if rightly else None)
             healthy.found.append(sum(not rightly for _, rightly in named()))

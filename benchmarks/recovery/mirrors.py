@@ -27,8 +27,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.rank_context import RankContext
 from hoop.config import format_size
-from hoop.engine.rank_context import RankContext
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
@@ -61,7 +61,7 @@ def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: 
     marks: list[tuple[float, float, int]] = []
 
     def stopping() -> bool:
-        marks.append((time.perf_counter(), time.process_time(), run.worker.bytes_sent))
+        marks.append((time.perf_counter(), time.process_time(), run.executor.bytes_sent))
         return False
 
     whole = group(range(len(peers)))
@@ -69,7 +69,7 @@ def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: 
     before = arena.used
     settings = Settings().replaced({**recipe.settings, **told["settings"]})
     run = Trainer(world, settings, recipe, lambda event: None, stopping, None, f"turn{number}.")
-    run.go()
+    run.train()
     begun = marks[::2]  # asked as a run goes on, and as ranks meet
     steps = told["settings"]["max_steps"] / len(begun)
     found = {

@@ -19,6 +19,7 @@ from tally import BATCH, EPOCHS, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally
 from hoop.client.cluster import Cluster, connect
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.stage.provenance import sample_fingerprint
+from hoop.job_events import Recovered, Steps
 from hoop.runs.audit import audit
 from hoop.runs.ledger import lines
 
@@ -75,22 +76,23 @@ def _strike(cluster: Cluster, fault: signal.Signals, patience: float) -> dict[st
     job = cluster.job(int(next(started).fields["job"]))
     pids = {one.device.device_id: one.device.pid for one in cluster.status().devices}
     victim = pids[max(pids)]
-    struck, last, back = 0.0, 0, None
+    struck, last, recovered_at = 0.0, 0, 0.0
+    recovered: Recovered | None = None
     try:
-        for event in job.events():
-            told = event.told
-            if event.kind == "steps":
-                if back is not None and told["first"] + len(told["loss"]) > back.told["step"]:
-                    index = max(0, back.told["step"] - told["first"])
-                    seconds = back.time + told["seconds"][index] - struck
-                    return {"seconds": seconds, "steps_repeated": max(0, last - back.told["step"])}
-                last = told["first"] + len(told["loss"])
+        for observed in job.events():
+            event = observed.event
+            if isinstance(event, Steps):
+                if recovered is not None and event.first + len(event.loss) > recovered.step:
+                    index = max(0, recovered.step - event.first)
+                    seconds = recovered_at + event.seconds[index] - struck
+                    return {"seconds": seconds, "steps_repeated": max(0, last - recovered.step)}
+                last = event.first + len(event.loss)
                 if not struck and last > 100:
                     struck = time.time()
                     os.kill(victim, fault)
-            if event.kind == "recovered":
-                back = event
-            if struck and event.time - struck > patience:
+            if isinstance(event, Recovered):
+                recovered, recovered_at = event, observed.time
+            if struck and observed.time - struck > patience:
                 break
     finally:
         if fault == signal.SIGSTOP:  # it may come back; else nobody could end it

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import hoop
+from hoop.job_events import Steps
 
 PATIENCE_S = 300.0
 LOOK_S = 0.05
@@ -52,8 +53,8 @@ def started(*command: str) -> Iterator[IO[str]]:
 def under_way(cluster: Any) -> int:
     """The job, once every device has loaded what it needs and steps go on."""
     job = next(int(one.fields["job"]) for one in cluster.events(follow=True) if one.kind == "job_started")
-    for event in cluster.job(job).events(patience=PATIENCE_S):
-        if event.kind == "steps" and event.told["first"] >= 3:
+    for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
+        if isinstance(observed.event, Steps) and observed.event.first >= 3:
             return job
     raise SystemExit(f"job {job} was over before it was under way")
 

@@ -15,7 +15,7 @@ import json
 
 from race import Contender, as_json, environment, numbers, race, table
 
-from hoop.strategies.catalog import every
+from hoop.strategies.catalog import all_strategies
 
 MODELS = {
     "mlp": ["--job=mnist", "--laps=2"],
@@ -61,7 +61,9 @@ def main() -> None:
     wanted = options.only.split(",")
     rows, told = [], []
     for model, devices in itertools.product(options.models.split(","), options.devices):
-        specs = [one.spec for one in every(devices) if any(one.spec.startswith(word) for word in wanted)]
+        specs = [
+            one.spec for one in all_strategies(devices) if any(one.spec.startswith(word) for word in wanted)
+        ]
         found = [Contender(spec, ["hoop", f"--devices={devices}", f"--strategy={spec}"]) for spec in specs]
         arguments = list(MODELS[model])
         if model != "mlp":

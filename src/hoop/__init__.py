@@ -10,6 +10,7 @@ with hoop.connect("127.0.0.1:4021") as cluster:
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from hoop.errors import HoopError, PeerError, UserError
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from hoop.strategies.pipeline import Pipeline
     from hoop.strategies.ring import RingModel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Buffer",
     "Cluster",
@@ -79,3 +80,10 @@ def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'hoop' has no attribute {name!r}")
     return getattr(importlib.import_module(_ROOMS[name]), name)
+
+
+if os.environ.get("HOOP_LOG"):  # logging is imported only where it was asked for
+    from hoop.logs import configure
+
+    configure(os.environ["HOOP_LOG"])
+    del configure

@@ -1,4 +1,4 @@
-"""How people write sizes and durations, and how Hoop writes them back."""
+"""Parsing and formatting of sizes and durations."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _TIME_UNITS: Mapping[str, int | Fraction] = {
     "": 1,
     "min": 60,
 }
-_MOST_DIGITS = 30
+_MAX_DIGITS = 30
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def _quantity(
     text: str, units: Mapping[str, int | Fraction], what: str, field: str, *, fold: bool = False
 ) -> Fraction:
-    """An exact number from a number and a unit; digits beyond reason are a mistake, not a number."""
+    """Parse a number with a unit exactly; raises InvalidArgument. ``fold`` ignores the case of the unit."""
     match = _QUANTITY.fullmatch(text)
     unit = "" if match is None else match[2].lower() if fold else match[2]
-    if match is None or unit not in units or len(match[1]) > _MOST_DIGITS:
+    if match is None or unit not in units or len(match[1]) > _MAX_DIGITS:
         raise InvalidArgument(f"{field}: {text[:40]!r} is not {what}")
     return Fraction(match[1]) * units[unit]
 
 
 def parse_size(text: str | int, field: str = "size") -> int:
-    """Bytes from ``1048576``, ``"256MiB"`` or ``"1.5 GB"``; part of a byte is rounded up."""
+    """Bytes from ``1048576``, ``"256MiB"`` or ``"1.5 GB"``; rounded up to whole bytes."""
     size = text
     if isinstance(text, str):
         units = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
@@ -50,7 +50,7 @@ def parse_size(text: str | int, field: str = "size") -> int:
 
 
 def format_size(size: int) -> str:
-    """``268435456`` as ``256 MiB``: exact where it divides, else one decimal."""
+    """``268435456`` as ``256 MiB``: exact if it is a multiple of the unit, else with one decimal."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         factor = _SIZE_UNITS[unit]
         if size >= factor:

@@ -1,54 +1,57 @@
-"""Everything that can go wrong, as one tree.
+"""The tree of Hoop's errors.
 
     HoopError
-    ├── UserError                the caller's mistake: nothing happened, nothing was lost
-    │   ├── InvalidArgument          a value that can never be right
+    ├── UserError                the caller's mistake: the call had no effect
+    │   ├── InvalidArgument          a value that is never valid
     │   ├── OutOfRange               an address or a range outside a device's memory
     │   ├── NotFound                 an unknown device, communicator, buffer or stream
-    │   ├── FailedPrecondition       right call, wrong moment
-    │   ├── CollectiveMismatch       ranks of a communicator called different collectives; it cannot go on
+    │   ├── FailedPrecondition       a valid call in the wrong state
+    │   ├── CollectiveMismatch       ranks of a communicator called different collectives; it is unusable
     │   ├── ResourceExhausted        a limit is reached
     │   │   └── OutOfMemory              a device's arena is full
-    │   ├── Unauthenticated          nobody knows who is asking
-    │   └── PermissionDenied         known, and not allowed this
-    ├── PeerError                another process or a link failed: rebuild and go on
+    │   ├── Unauthenticated          the caller did not prove its role
+    │   └── PermissionDenied         the caller's role may not make this call
+    ├── PeerError                another process or a link failed: rebuild and continue
     │   ├── PeerLost                 it died, or closed the link
     │   ├── DeadlineExceeded         it did not answer in time
-    │   └── LinkCorrupted            what arrived is not what was sent
-    │       └── WrongLength              a message is not as long as its receiver expects
+    │   └── LinkCorrupted            the received bytes differ from the sent bytes
+    │       └── WrongLength              a message has another length than its receiver expects
     ├── MembershipChanged        not a failure: the work belongs to an older generation
     └── InternalError            a bug in Hoop
 
-Each class has a ``code``, the name of the gRPC status that it becomes on the wire; ``named`` is the way
-back, on the other side.
+Each class has a ``code``, the name of its gRPC status. ``error_from_name`` makes the error again on the client.
 """
 
 from __future__ import annotations
+
+from enum import Enum
 
 from hoop.texts import printable
 
 
 class HoopError(Exception):
-    """Any error that Hoop raises on purpose.
+    """Base of every error that Hoop raises on purpose.
 
-    Its text names values that came from outside, and goes to callers, events, the journal and terminals: it is always
-    printable, and at most 8 KiB.
+    The text may hold values from outside, and goes to callers, events, the journal and terminals. It is therefore
+    always printable and at most 8 KiB.
     """
 
     code = "UNKNOWN"
+    recoverable = False
+    """Whether a training goes on after it, with new ranks."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class UserError(HoopError):
-    """The caller's mistake: nothing happened, nothing was lost."""
+    """The caller's mistake: the call had no effect."""
 
     code = "INVALID_ARGUMENT"
 
 
 class InvalidArgument(UserError, ValueError):
-    """A value that can never be right."""
+    """A value that is never valid."""
 
 
 class OutOfRange(UserError, IndexError):
@@ -64,16 +67,16 @@ class NotFound(UserError, LookupError):
 
 
 class FailedPrecondition(UserError):
-    """The right call at the wrong moment."""
+    """A valid call in the wrong state."""
 
     code = "FAILED_PRECONDITION"
 
 
 class CollectiveMismatch(UserError):
-    """Ranks of a communicator called collectives that do not match; every rank gets this error, with the calls.
+    """Ranks of a communicator called collectives that do not match. Every rank gets this error, with the calls.
 
-    The communicator (or process group) cannot run any more operations and must be made again. What the operation's
-    destination holds is undefined.
+    The communicator (or process group) cannot run any more operations and must be created again. The content of the
+    operation's destination is undefined.
     """
 
     code = "FAILED_PRECONDITION"
@@ -90,21 +93,35 @@ class OutOfMemory(ResourceExhausted, MemoryError):
 
 
 class Unauthenticated(UserError):
-    """Nobody knows who is asking: the token is missing, or of another cluster."""
+    """The caller did not prove its role: the token is missing, or from another cluster."""
 
     code = "UNAUTHENTICATED"
 
 
 class PermissionDenied(UserError):
-    """It is known who is asking, and that role may not do this."""
+    """The caller's role may not make this call."""
 
     code = "PERMISSION_DENIED"
 
 
+class PeerCause(Enum):
+    """Why a peer failed, as far as the process that raises the error knows."""
+
+    UNKNOWN = "unknown"
+    DEVICE_LOST = "device lost"
+    """The coordinator found the device itself dead or unreachable; other errors may only follow from that."""
+
+
 class PeerError(HoopError):
-    """Another process or a link failed: rebuild and go on."""
+    """Another process or a link failed: rebuild and continue."""
 
     code = "UNAVAILABLE"
+    recoverable = True
+
+    def __init__(self, *args: object, rank: int | None = None, cause: PeerCause = PeerCause.UNKNOWN) -> None:
+        """``rank``: the rank of the peer in the communicator that failed, where it is known."""
+        super().__init__(*args)
+        self.rank, self.cause = rank, cause
 
 
 class PeerLost(PeerError, ConnectionError):
@@ -118,22 +135,23 @@ class DeadlineExceeded(PeerError, TimeoutError):
 
 
 class LinkCorrupted(PeerError):
-    """What arrived is not what was sent."""
+    """The received bytes differ from the sent bytes."""
 
     code = "DATA_LOSS"
 
 
 class WrongLength(LinkCorrupted):
-    """A message is not as long as its receiver expects."""
+    """A message has another length than its receiver expects."""
 
-    came = 0
-    """Its bytes, where the receiver knows."""
+    received_bytes = 0
+    """Length of the message, where the receiver knows it."""
 
 
 class MembershipChanged(HoopError):
     """Not a failure: the work belongs to an older generation."""
 
     code = "ABORTED"
+    recoverable = True
 
 
 class InternalError(HoopError):
@@ -146,12 +164,12 @@ def _tree(kind: type[HoopError]) -> list[type[HoopError]]:
     return [kind, *(below for child in kind.__subclasses__() for below in _tree(child))]
 
 
-# The first class of a code speaks for it; a name is a name.
+# Keys are gRPC status names, each mapped to the first class of the tree with that code, and class names.
 _BY_NAME = {kind.code: kind for kind in reversed(_tree(HoopError))}
 _BY_NAME["INVALID_ARGUMENT"], _BY_NAME["UNAVAILABLE"] = InvalidArgument, PeerLost
 _BY_NAME |= {kind.__name__: kind for kind in _tree(HoopError)}
 
 
-def named(name: str, message: str) -> HoopError:
-    """The error that a class's name, or a gRPC status, stands for."""
+def error_from_name(name: str, message: str) -> HoopError:
+    """Make the error with this class name or gRPC status name; HoopError if the name is unknown."""
     return _BY_NAME.get(name, HoopError)(message)

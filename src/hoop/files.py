@@ -1,9 +1,9 @@
-"""Files that are whole or not there: a reader, or whoever restarts after a crash, never meets half of one.
+"""Atomic file writes: after a crash a file has its old or its new content, never part of it.
 
-    replacing     a new file beside the old one, synced, then renamed over it
-    Appender      records at the end of a file, each there completely or not at all
+    atomic_write  writes a temporary file beside the old one, syncs it, then renames it over the old one
+    Appender      appends records to a file, each completely or not at all
 
-A full disk leaves what was there before, and the error says so.
+When the disk is full the old content stays, and the error says so.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from typing import BinaryIO, Self
 
 from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PART = ".part"
-BEFORE_WRITING: list[Callable[[Path], None]] = []
-"""Called before a file is written, and may raise: what goes wrong with a disk in tests."""
+_NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PARTIAL_SUFFIX = ".part"
+BEFORE_WRITE_HOOKS: list[Callable[[Path], None]] = []
+"""Called with the path before a file is written. A hook may raise: fault injection makes disks fail with it."""
 
 
 @contextmanager
-def replacing(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file to write; at the end of the block it takes the place of ``path``, unless the block raised.
+def atomic_write(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a file to write; at the end of the block it replaces ``path``, unless the block raised.
 
-    ``mode`` is what the umask still leaves of it: 0o600 for what others must not read.
+    The umask applies to ``mode``; use 0o600 for secrets.
     """
     path = Path(path)
-    fresh = path.with_name(f".{path.name[:80]}.{os.getpid()}-{secrets.token_hex(4)}{_PART}")
+    temporary = path.with_name(f".{path.name[:80]}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     except OSError as error:
-        raise _refused(path, error) from error
+        raise _write_error(path, error) from error
     try:
         with open(descriptor, "wb") as file:
-            for look in BEFORE_WRITING:
-                look(path)
+            for hook in BEFORE_WRITE_HOOKS:
+                hook(path)
             yield file
             file.flush()
             os.fsync(file.fileno())
     except BaseException as error:
-        _discard(fresh)
-        if isinstance(error, OSError) and error.errno in _FULL:
-            raise _refused(path, error) from error
-        raise  # the block's own error: not about this file
+        _discard(temporary)
+        if isinstance(error, OSError) and error.errno in _NO_SPACE_ERRORS:
+            raise _write_error(path, error) from error
+        raise  # an error of the block, not of this file
     try:
-        os.replace(fresh, path)
+        os.replace(temporary, path)
         sync_folder(path.parent)
     except OSError as error:
-        _discard(fresh)
-        raise _refused(path, error) from error
+        _discard(temporary)
+        raise _write_error(path, error) from error
 
 
 def write_bytes(path: Path | str, data: bytes, mode: int = 0o666) -> None:
-    with replacing(path, mode) as file:
+    with atomic_write(path, mode) as file:
         file.write(data)
 
 
@@ -67,16 +67,16 @@ def write_text(path: Path | str, text: str, mode: int = 0o666) -> None:
     write_bytes(path, text.encode(), mode)
 
 
-def remove_leftovers(folder: Path) -> list[Path]:
-    """Removes what a killed writer left unfinished. Only for a folder in which nobody else is writing."""
-    left = sorted(folder.glob(f".*{_PART}"))
-    for path in left:
+def remove_partial_files(folder: Path) -> list[Path]:
+    """Remove the temporary files of killed writers. No other process may be writing in the folder."""
+    partial = sorted(folder.glob(f".*{_PARTIAL_SUFFIX}"))
+    for path in partial:
         _discard(path)
-    return left
+    return partial
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes a rename in this folder outlast a power cut."""
+    """Make a rename in this folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,36 +85,36 @@ def sync_folder(folder: Path) -> None:
 
 
 class Appender:
-    """A file that grows by whole records; nothing is buffered, so a killed process loses none."""
+    """A file that grows by whole records. Nothing is buffered, so a killed process loses no record."""
 
     def __init__(self, path: Path | str, mode: int = 0o666, *, new: bool = False) -> None:
-        """Opens the file, or creates it; ``new``: one that is there already is a mistake."""
+        """Open or create the file. With ``new`` an existing file is an error."""
         self.path = Path(path)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_EXCL if new else 0)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, flags, mode)
         except OSError as error:
-            raise _refused(self.path, error) from error
+            raise _write_error(self.path, error) from error
 
     def append(self, record: bytes) -> None:
-        """Writes a record, or leaves the file as it was and raises."""
-        good = os.fstat(self._descriptor).st_size
+        """Append a record; on an error truncate the file to its old size and raise."""
+        old_size = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, record)
-            if written < len(record):  # a disk takes part only when there is no room for the rest
+            if written < len(record):  # a short write to a disk means that it is full
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            with suppress(OSError):  # a pipe or a device cannot; what it refused is what is to be told
-                os.ftruncate(self._descriptor, good)
-            raise _refused(self.path, error) from error
+            with suppress(OSError):  # a pipe or a device cannot be truncated; report the write error
+                os.ftruncate(self._descriptor, old_size)
+            raise _write_error(self.path, error) from error
 
     def sync(self) -> None:
-        """Makes what was appended outlast a power cut."""
+        """Make the appended records durable."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Closes the file; again is no harm."""
+        """Close the file. May be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -133,10 +133,10 @@ def _discard(path: Path) -> None:
         path.unlink()
 
 
-def _refused(path: Path, error: OSError) -> HoopError:
-    why = error.strerror or str(error)
-    if error.errno in _FULL:
+def _write_error(path: Path, error: OSError) -> HoopError:
+    reason = error.strerror or str(error)
+    if error.errno in _NO_SPACE_ERRORS:
         return ResourceExhausted(
-            f"{path}: cannot write: {why}; what was there is as it was; make room and try again"
+            f"{path}: cannot write: {reason}; the previous content is unchanged; make room and try again"
         )
-    return FailedPrecondition(f"{path}: cannot write: {why}; choose a folder that can be written to")
+    return FailedPrecondition(f"{path}: cannot write: {reason}; choose a folder that can be written to")

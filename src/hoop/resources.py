@@ -1,8 +1,8 @@
-"""What this machine has left for new processes, and whether a number of devices fits into it.
+"""Admission control: do the devices that are about to start fit into the free resources of this machine?
 
-Code that starts devices on this machine calls ``admit`` before the first process is started. What cannot fit is refused
-with the arithmetic, because a machine without memory does not answer any more. The decision (``refusal``) is a pure
-function of a request and of ``Resources``.
+Code that starts devices on this machine calls ``admit`` before it starts the first process. If the devices do not fit,
+``admit`` raises an error with the arithmetic, because a machine that runs out of memory stops responding. The decision
+(``admission_error``) is a pure function of a ``Request`` and of ``Resources``.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hoop.errors import ResourceExhausted
 MIB = 1 << 20
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only measured
 SPARE = 0.1
-"""The share of the available memory that stays free for everything else."""
+"""Fraction of the available memory that stays free for other processes."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one device's process takes beside its arena."""
+    """Resources of one device's process, without its arena."""
 
     memory: int
-    """Bytes that it shares with no other process."""
+    """Private bytes."""
     tasks: int = 12
-    """Processes and threads: each counts against the limit of processes."""
+    """Processes and threads; both count against the process limit."""
     descriptors: int = 48
     descriptors_per_device: int = 4
 
@@ -40,11 +40,11 @@ class Footprint:
 FORKED = Footprint(48 * MIB)
 """A device forked from a process that has loaded PyTorch and the data: 45 to 55 MiB while it trains."""
 STARTED = Footprint(38 * MIB)
-"""A device that is a Python process of its own and has not trained yet."""
+"""A device in a separate Python process that has not trained yet."""
 TRAINING = Footprint(256 * MIB)
-"""The same once it has loaded PyTorch and the data: 263 MiB."""
+"""A device in a separate Python process that has loaded PyTorch and the data: 263 MiB."""
 LEADER = Footprint(64 * MIB, tasks=40, descriptors=64)
-"""The processes that lead the devices, together: the coordinator and the process that follows the job."""
+"""The coordinator and the process that follows the job, together."""
 
 
 @dataclass(frozen=True)
@@ -56,47 +56,47 @@ class Request:
     """Bytes of one device's arena."""
     footprint: Footprint = FORKED
     folder: Path | None = None
-    """Where the arenas are kept; None: in shared memory, and where that is full in the folder for temporary files."""
-    kept: int = 0
-    """How many of the arenas are in the folder already."""
+    """Folder of the arenas; None: /dev/shm, and the temporary directory when /dev/shm is full."""
+    existing: int = 0
+    """Number of arenas that exist in the folder already."""
     options: tuple[str, str] = ("devices", "memory")
-    """What the user calls the two numbers."""
+    """Names of the user's options for ``devices`` and ``memory``, for the error message."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What is left for new processes. None: no limit is known."""
+    """Free resources for new processes. None: no limit is known."""
 
     memory: int | None = None
-    """Available memory: the machine's, or what the control groups of this process leave."""
+    """Available bytes: the minimum over the machine and the control groups of this process."""
     shared_memory: int | None = None
-    """Free space in shared memory; 0 where there is none."""
+    """Free bytes in /dev/shm; 0 if there is no /dev/shm."""
     disk: int | None = None
-    """Free space where arenas lie that are not in shared memory."""
+    """Free bytes in the folder of arenas that are not in /dev/shm."""
     disk_is_memory: bool = False
-    """Whether that space is memory, too (tmpfs)."""
+    """Whether that folder is in memory too (tmpfs)."""
     tasks: int | None = None
-    """Processes and threads that may still be started."""
+    """Processes and threads that can still be started."""
     descriptors: int | None = None
-    """Files and sockets that one process may have open, at most."""
+    """Maximum open files and sockets of one process."""
 
 
 @dataclass(frozen=True)
 class _Need:
-    """One resource: what is needed of it, what there is, and how that was computed."""
+    """One resource: the needed and the available amount, and the arithmetic as text."""
 
     needed: int
-    there: int | None
+    available: int | None
     text: str
 
     @property
-    def met(self) -> bool:
-        return self.there is None or self.needed <= self.there
+    def satisfied(self) -> bool:
+        return self.available is None or self.needed <= self.available
 
 
-def refusal(request: Request, resources: Resources) -> ResourceExhausted | None:
-    """Why these devices cannot be started here, with the arithmetic and the remedy; None if they can."""
-    missing = [need.text for need in _needs(request, resources) if not need.met]
+def admission_error(request: Request, resources: Resources) -> ResourceExhausted | None:
+    """The error if the devices do not fit, with the arithmetic and the largest values that fit; else None."""
+    missing = [need.text for need in _needs(request, resources) if not need.satisfied]
     if not missing:
         return None
     devices, memory = request.options
@@ -109,14 +109,14 @@ def refusal(request: Request, resources: Resources) -> ResourceExhausted | None:
         "; ".join(remedies)
         or f"not even one of {format_size(request.memory)} fits: choose a smaller {memory}"
     )
-    field = devices if most else memory  # where not even one fits, fewer are no remedy
+    field = devices if most else memory  # if not even one device fits, fewer devices do not help
     what = f"{request.devices} of {format_size(request.memory)}"
     return ResourceExhausted(f"{field}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
 
 
 def admit(request: Request) -> None:
-    """Raises if these devices cannot fit here; raises the limit of open files where that is needed and suffices."""
-    if error := refusal(request, measured(request.folder)):
+    """Raise ResourceExhausted if the devices do not fit. Increases the soft limit of open files if needed."""
+    if error := admission_error(request, measure_resources(request.folder)):
         raise error
     _raise_descriptor_limit(_descriptors(request))
 
@@ -125,8 +125,8 @@ def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
     count, arena, each = request.devices, request.memory, request.footprint
     in_shared = 0
     if request.folder is None:
-        room = resources.shared_memory
-        in_shared = count if room is None else min(count, room // max(arena, 1))
+        free = resources.shared_memory
+        in_shared = count if free is None else min(count, free // max(arena, 1))
     on_disk = count - in_shared
     in_memory = in_shared + (on_disk if resources.disk_is_memory else 0)
     needed = LEADER.memory + count * each.memory + in_memory * arena
@@ -139,7 +139,7 @@ def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
         f"{format_size(needed)} of memory, and {format_size(usable or 0)} can be used "
         f"({format_size(resources.memory or 0)} available, {SPARE:.0%} stay free)",
     )
-    on_disk = max(0, on_disk - request.kept)
+    on_disk = max(0, on_disk - request.existing)
     yield _Need(
         on_disk * arena,
         resources.disk,
@@ -173,14 +173,14 @@ def _descriptors(request: Request) -> int:
 
 
 def _fits(request: Request, resources: Resources) -> bool:
-    return all(need.met for need in _needs(request, resources))
+    return all(need.satisfied for need in _needs(request, resources))
 
 
-def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to ``below`` that fits, 0 if none does; what fits, fits with less."""
-    if below < 1 or not fits(1):
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Binary search: the largest number from 1 to ``limit`` that fits, 0 if none does. ``fits`` is monotonic."""
+    if limit < 1 or not fits(1):
         return 0
-    low, high = 1, below
+    low, high = 1, limit
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -190,27 +190,27 @@ def _largest(below: int, fits: Callable[[int], bool]) -> int:
 # ---- measuring
 
 
-def measured(folder: Path | None = None) -> Resources:
-    """What there is on this machine now. ``folder``: where arenas are to lie, if not in shared memory."""
-    beside = folder if folder is not None else Path(tempfile.gettempdir())
+def measure_resources(folder: Path | None = None) -> Resources:
+    """Measure the free resources now. ``folder``: folder of the arenas if not /dev/shm."""
+    disk_folder = folder if folder is not None else Path(tempfile.gettempdir())
     shared = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     return Resources(
-        memory=_least(_available(), *_group_memory()),
-        shared_memory=_free(SHARED_MEMORY) if shared else 0,
-        disk=_free(beside),
-        disk_is_memory=_is_tmpfs(beside),
-        tasks=_least(_tasks_of_the_machine(), _tasks_of_the_user(), *_group_tasks()),
+        memory=_minimum(_available_memory(), *_cgroup_memory()),
+        shared_memory=_free_space(SHARED_MEMORY) if shared else 0,
+        disk=_free_space(disk_folder),
+        disk_is_memory=_is_tmpfs(disk_folder),
+        tasks=_minimum(_machine_tasks_left(), _user_tasks_left(), *_cgroup_tasks()),
         descriptors=_descriptor_limit(),
     )
 
 
-def _least(*found: int | None) -> int | None:
+def _minimum(*found: int | None) -> int | None:
     known = [max(0, one) for one in found if one is not None]
     return min(known, default=None)
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no such file, or it says "max"."""
+    """The number in a file; None if there is no such file, or it holds "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -218,7 +218,7 @@ def _number(path: Path) -> int | None:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """``name value`` lines, as in /proc/meminfo and memory.stat; empty where there is no such file."""
+    """Parse ``name value`` lines, as in /proc/meminfo and memory.stat; empty if there is no such file."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -227,18 +227,20 @@ def _fields(path: Path) -> dict[str, int]:
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
-def _free(folder: Path) -> int | None:
+def _free_space(folder: Path) -> int | None:
     while not folder.exists() and folder != folder.parent:
-        folder = folder.parent  # it will be made
+        folder = folder.parent  # the folder will be created
     try:
         found = os.statvfs(folder)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs without a limit says 0 of 0
+    return (
+        found.f_bavail * found.f_frsize if found.f_blocks else None
+    )  # a tmpfs without a limit reports 0 of 0
 
 
 def _is_tmpfs(folder: Path) -> bool:
-    """By the longest mount point above the folder."""
+    """Whether the file system of the folder, found by the longest matching mount point, is in memory."""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
@@ -249,15 +251,15 @@ def _is_tmpfs(folder: Path) -> bool:
     return max(above, key=lambda mount: len(mount[0].parts), default=(here, ""))[1] in ("tmpfs", "ramfs")
 
 
-def _available() -> int | None:
+def _available_memory() -> int | None:
     kib = _fields(Path("/proc/meminfo")).get("MemAvailable")
     return None if kib is None else 1024 * kib
 
 
-def group_folders(
+def cgroup_folders(
     controller: str, groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> list[Path]:
-    """The control groups of this process for one controller, v1 or v2, each with all groups above it."""
+    """The control groups of this process for one controller, v1 or v2, each with its ancestors."""
     found: list[Path] = []
     try:
         lines = groups.read_text().splitlines()
@@ -270,18 +272,18 @@ def group_folders(
         tops = [root / names, root / controller] if names else [root, root / "unified"]
         for top in (one for one in tops if one.is_dir()):
             group = top / path.lstrip("/")
-            # In a container the path may be that of the host: then the top is the group itself.
+            # In a container the path may be the host's; then the top folder is the group itself.
             found += [one for one in (group, *group.parents) if one.is_relative_to(top) and one.is_dir()]
     return list(dict.fromkeys(found))
 
 
-def _group_memory() -> Iterator[int | None]:
-    for group in group_folders("memory"):
-        yield group_memory_left(group)
+def _cgroup_memory() -> Iterator[int | None]:
+    for group in cgroup_folders("memory"):
+        yield cgroup_memory_left(group)
 
 
-def group_memory_left(group: Path) -> int | None:
-    """Bytes that a control group still allows; pages of files, which can be dropped, count as free."""
+def cgroup_memory_left(group: Path) -> int | None:
+    """Bytes that a control group still allows. Page cache counts as free because the kernel can drop it."""
     for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
         limit, current = _number(group / most), _number(group / used)
         if limit is not None and current is not None:
@@ -293,25 +295,25 @@ def group_memory_left(group: Path) -> int | None:
     return None
 
 
-def _group_tasks() -> Iterator[int | None]:
-    for group in group_folders("pids"):
+def _cgroup_tasks() -> Iterator[int | None]:
+    for group in cgroup_folders("pids"):
         limit, current = _number(group / "pids.max"), _number(group / "pids.current")
         if limit is not None and current is not None:
             yield limit - current
 
 
-def _tasks_of_the_machine() -> int | None:
+def _machine_tasks_left() -> int | None:
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])
     except (OSError, ValueError, IndexError):
         return None
     kernel = Path("/proc/sys/kernel")
-    most = _least(_number(kernel / "threads-max"), _number(kernel / "pid_max"))
+    most = _minimum(_number(kernel / "threads-max"), _number(kernel / "pid_max"))
     return None if most is None else most - running
 
 
-def _tasks_of_the_user() -> int | None:
-    """By RLIMIT_NPROC, which does not bind root."""
+def _user_tasks_left() -> int | None:
+    """Tasks left under RLIMIT_NPROC, which does not apply to root."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -337,7 +339,7 @@ def _descriptor_limit() -> int | None:
 
 
 def _raise_descriptor_limit(needed: int) -> None:
-    """The soft limit of open files up to the hard one, if fewer than needed are allowed; children inherit it."""
+    """Raise the soft limit of open files to the hard limit if it is below ``needed``; children inherit it."""
     try:
         import resource
     except ImportError:
@@ -345,5 +347,5 @@ def _raise_descriptor_limit(needed: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         target = needed if hard == resource.RLIM_INFINITY else hard
-        with contextlib.suppress(OSError, ValueError):  # macOS allows less than it says
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

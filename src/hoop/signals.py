@@ -1,4 +1,4 @@
-"""Code that a signal must not interrupt in the middle."""
+"""Blocks of code that a signal handler must not interrupt."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TERMINATING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def signals_held() -> Iterator[None]:
-    """Signals that end a command, and have a handler of Python's, are handled when the block is over.
+def defer_signals() -> Iterator[None]:
+    """Run the Python handlers of SIGINT, SIGTERM and SIGHUP after the block instead of inside it.
 
-    A handler that raises would otherwise do so at any line: after a process was started and before anybody knows of
-    it, or within gRPC's own bookkeeping of a new call, for which the closing of its channel then waits for ever. The
-    signals are not blocked, because a process that is started meanwhile would inherit that. Handlers run in the main
-    thread only, so in other threads there is nothing to hold.
+    A handler that raises could otherwise do so at any line: after a process was started and before it was recorded, or
+    inside gRPC's bookkeeping of a new call, for which closing the channel would then wait forever. The signals are not
+    blocked, because a process that the block starts would inherit the mask. Python runs handlers in the main thread
+    only, so in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[int] = []
-    handled = [one for one in _ENDING if callable(signal.getsignal(one))]
-    before = {one: signal.signal(one, lambda number, _: held.append(number)) for one in handled}
+    deferred: list[int] = []
+    with_handler = [one for one in _TERMINATING if callable(signal.getsignal(one))]
+    handlers = {one: signal.signal(one, lambda number, _: deferred.append(number)) for one in with_handler}
     try:
         yield
     finally:
-        for one, handler in before.items():
+        for one, handler in handlers.items():
             signal.signal(one, handler)
-        if held:
-            signal.raise_signal(held[0])
+        if deferred:
+            signal.raise_signal(deferred[0])

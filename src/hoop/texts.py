@@ -1,10 +1,9 @@
-"""Text from outside: made printable and short, and parsed without a crash.
+"""Sanitizing of untrusted text and JSON.
 
-Names, errors, file names and JSON that came from another process, a user or a file may hold anything: half of a
-surrogate pair, which no protobuf string can carry; escape characters, which a terminal obeys; a megabyte; JSON that is
-nested too deep to be parsed. Every text that leaves a process, in an answer, an event, the journal or on a terminal,
-passes through ``printable``; errors (``HoopError``) and event logs do that by themselves. JSON comes in through
-``parse_json``.
+Names, errors, file names and JSON from another process, a user or a file may hold anything: half of a surrogate pair,
+which protobuf cannot encode; escape characters, which a terminal executes; a megabyte of text; JSON nested too deep to
+parse. Every text that leaves a process in an answer, an event, the journal or on a terminal passes through
+``printable``; ``HoopError`` and ``EventLog`` do that themselves. JSON is parsed with ``parse_json``.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
-LONGEST = 8192
-"""Bytes of one text that goes out: a stack trace fits, and an event log of ten thousand stays below 80 MiB."""
+MAX_TEXT_BYTES = 8192
+"""Limit of one text: a stack trace fits, and a log of ten thousand events stays below 80 MiB."""
 
 
-def printable(text: str, longest: int = LONGEST) -> str:
-    """The text with everything that cannot be shown written as an escape, at most ``longest`` bytes of UTF-8.
+def printable(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Escape unprintable characters except newline and tab, and cut the middle out to fit ``max_bytes`` of UTF-8.
 
-    Newlines and tabs stay. Of a longer text the middle is left out. What is printable and short comes back as it is.
+    A printable, short text is returned unchanged.
     """
-    if len(text) > 2 * longest:  # before a loop over a megabyte
-        text = text[:longest] + text[-longest:]
+    if len(text) > 2 * max_bytes:  # avoids a loop over a megabyte
+        text = text[:max_bytes] + text[-max_bytes:]
     if not text.isprintable():
         text = "".join(one if one.isprintable() or one in "\n\t" else _escape(one) for one in text)
     data = text.encode()
-    if len(data) <= longest:
+    if len(data) <= max_bytes:
         return text
-    mark = " [...] "
-    room = max(0, longest - len(mark))
-    head, tail = data[: room - room // 2], data[len(data) - room // 2 :]
-    return f"{head.decode(errors='ignore')}{mark}{tail.decode(errors='ignore')}"[:longest]
+    ellipsis = " [...] "
+    kept = max(0, max_bytes - len(ellipsis))
+    head, tail = data[: kept - kept // 2], data[len(data) - kept // 2 :]
+    return f"{head.decode(errors='ignore')}{ellipsis}{tail.decode(errors='ignore')}"[:max_bytes]
 
 
 def _escape(one: str) -> str:
@@ -39,20 +38,20 @@ def _escape(one: str) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """``json.loads`` of what anybody may have written: raises ``ValueError`` and nothing else."""
+    """``json.loads`` for untrusted input: raises ``ValueError`` and no other exception."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
 
-def cleaned(value: Any) -> Any:
-    """Parsed JSON with every text in it, keys included, made ``printable``."""
+def printable_json(value: Any) -> Any:
+    """Apply ``printable`` to every text in parsed JSON, keys included."""
     match value:
         case str():
             return printable(value)
         case dict():
-            return {printable(key): cleaned(one) for key, one in value.items()}
+            return {printable(key): printable_json(one) for key, one in value.items()}
         case list():
-            return [cleaned(one) for one in value]
+            return [printable_json(one) for one in value]
     return value

@@ -1,4 +1,4 @@
-"""Where things are: addresses of processes, and what a device is."""
+"""Addresses of processes, and the description of a device."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def _is_v6(text: str) -> bool:
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where a process listens."""
+    """Host and port of a listening process."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str, field: str = "address") -> Address:
-        """``host:port`` or ``[v6]:port``."""
+        """Parse ``host:port`` or ``[v6]:port``; raises InvalidArgument."""
         match = _HOST_PORT.fullmatch(text.strip())
         if match is None or int(match["port"]) > 65535 or (match["v6"] and not _is_v6(match["v6"])):
             raise InvalidArgument(
@@ -52,38 +52,38 @@ class Address:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where one server may be: of several places, one answers at a time."""
+    """The possible addresses of one server. One of them answers at a time (a coordinator and its standby)."""
 
-    each: tuple[Address, ...]
+    addresses: tuple[Address, ...]
 
     @classmethod
     def parse(cls, text: str, field: str = "address") -> Addresses:
-        """``host:port``, or several with commas between them."""
+        """Parse one or more comma-separated ``host:port``; raises InvalidArgument."""
         return cls(tuple(Address.parse(one, field) for one in text.split(",")))
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.each))
+        return ",".join(map(str, self.addresses))
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself when it joins."""
+    """The description that a device sends when it joins."""
 
     device_id: int
     address: Address
-    """Its gRPC services: control."""
+    """Address of the gRPC services (control plane)."""
     data_address: Address
-    """Its links to other devices: data."""
+    """Address for links from other devices (data plane)."""
     min_address: int
     max_address: int
     host: str
     pid: int
     incarnation: str
-    """New each time the process starts, so that a restart is told from a hiccup."""
+    """A new id for each process start. It distinguishes a restart from a lost connection."""
     shared_address: Address | None = None
-    """Where devices with the same host part share their memory with it; None: only links."""
+    """Address at which devices of the same host set up shared memory; None: the device has only TCP links."""
     keeps_memory: bool = False
-    """In a file that outlives the process: it may come back with what it held."""
+    """Whether the arena's file outlives the process, so that a restarted device has its state again."""
 
     @property
     def capacity(self) -> int:

@@ -1,7 +1,7 @@
-"""The versions of PyTorch that Hoop is tested with, and the answer to any other.
+"""The versions of PyTorch that Hoop is tested with, and the check of the installed version.
 
 ``scripts/torch-matrix`` runs the tests with each of them; docs/torch-backend.md has the table. The requirement in
-pyproject.toml begins with ``OLDEST`` and has no upper end: a newer torch is met with a warning, not refused.
+pyproject.toml has ``OLDEST`` as its lower bound and no upper bound: a newer torch causes a warning, not an error.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NEWEST: Minor = (2, 15)
 
 
 class UntestedTorchWarning(UserWarning):
-    """The installed torch is newer than the newest that Hoop is tested with."""
+    """The installed torch is newer than the newest tested version."""
 
 
-def installed() -> str:
-    """The version of the torch that is loaded, or would be; does not load it."""
+def installed_version() -> str:
+    """The version of the loaded or installed torch. Does not load it."""
     loaded = getattr(sys.modules.get("torch"), "__version__", None)
     try:
         return str(loaded or metadata.version("torch"))
@@ -34,10 +34,10 @@ def installed() -> str:
         ) from None
 
 
-def check(version: str) -> str | None:
-    """Refuses a torch that is too old with FailedPrecondition; returns a warning about one that is too new.
+def check_version(version: str) -> str | None:
+    """Raise FailedPrecondition if ``version`` is too old; return a warning if it is newer than the tested ones.
 
-    A version that does not begin with two numbers (a build of one's own) is not judged.
+    A version that does not begin with two numbers (a custom build) is accepted.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
@@ -57,10 +57,10 @@ def check(version: str) -> str | None:
 
 
 def tested_range() -> str:
-    """For messages: ``torch 2.7 to 2.15``."""
+    """The tested versions as text: ``torch 2.7 to 2.15``."""
     return f"torch {dotted(OLDEST)} to {dotted(NEWEST)}"
 
 
 def dotted(minor: Minor) -> str:
-    """``2.15`` of (2, 15)."""
+    """(2, 15) as ``2.15``."""
     return f"{minor[0]}.{minor[1]}"

@@ -147,7 +147,7 @@ def _greet_everyone(one: Communicator) -> None:
     others = [peer for peer in range(one.size) if peer != one.rank]
     for peer in others:
         one.endpoint.send(peer, memoryview(b"!"), soon())
-    while others and not one.endpoint.senders(others, soon()):
+    while others and not one.endpoint.wait_readable(others, soon()):
         pass  # for some transports the first wait for several starts a thread
     for peer in others:
         one.endpoint.recv_into(peer, memoryview(bytearray(1)), soon())

@@ -21,7 +21,7 @@ from hoop.topology import Address
 from hoop.transport import Endpoint
 from hoop.transport.fault_injection import FaultyLinks
 from hoop.transport.registry import SCHEMES
-from hoop.transport.tcp_endpoint import TRIES
+from hoop.transport.tcp_endpoint import MAX_RETRANSMITS
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES
 
@@ -39,27 +39,27 @@ class Flipper(FaultyLinks):
         """Whether in what comes back instead."""
         self.always = False
 
-    def outward(self, data: bytes) -> bytes:
+    def on_send(self, data: bytes) -> bytes:
         return data if self.back else self._through(data)
 
-    def inward(self, data: bytes) -> bytes:
+    def on_recv(self, data: bytes) -> bytes:
         return self._through(data) if self.back else data
 
     def _through(self, data: bytes) -> bytes:
         changed = bytearray(data)
         while self.at and self.at[0] < len(data):
             changed[self.at.pop(0)] ^= 1 << random.randrange(8)
-            self.happened += 1
+            self.injected += 1
         self.at = [place - len(data) for place in self.at]
         if self.always and len(data) > 2 * HEADER_BYTES:
             changed[-1] ^= 1
-            self.happened += 1
+            self.injected += 1
         return bytes(changed)
 
 
 @pytest.fixture
 def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flipper]:
-    monkeypatch.setattr(hoop.transport.tcp_listener, "LOOK_S", 0.001)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "REPLY_POLL_S", 0.001)
     found = Flipper()
     remove = found.install()
     yield found
@@ -94,17 +94,17 @@ def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: i
         ]
         size = sum(HEADER_BYTES + len(message) for message in messages)
         flipper.back = index % 10 == 9
-        before, damaged = flipper.happened, zero.messages_damaged
+        before, damaged = flipper.injected, zero.messages_corrupted
         flipper.at = [random.randrange(HEADER_BYTES if flipper.back else size)]
         if index % 7 == 0:  # and in the HELLO that follows, or what comes after it
             flipper.at.append(size + random.randrange(2 * HEADER_BYTES))
         exchanged(pair, messages)
         one.flush(soon())
         if not flipper.back:
-            assert flipper.happened > before, "the fault did not fire"
-            assert zero.messages_damaged > damaged, f"try {index}: a flipped bit went unnoticed"
+            assert flipper.injected > before, "the fault did not fire"
+            assert zero.messages_corrupted > damaged, f"try {index}: a flipped bit went unnoticed"
         flipper.at = []
-    assert one.messages_repeated >= count // 2
+    assert one.messages_retransmitted >= count // 2
 
 
 def test_a_flipped_bit_is_noticed_and_its_message_sent_again(
@@ -125,11 +125,11 @@ def test_a_link_that_always_changes_bytes_is_given_up_and_named(
     flipper.always = True
     one.send(0, memoryview(bytes(500)), soon())
     link = f"link 1 -> 0 of communicator {COMMUNICATOR}"
-    expected = f"{link}: message 1 of 500 bytes is not what was sent, {TRIES + 1} times"
+    expected = f"{link}: message 1 of 500 bytes is not what was sent, {MAX_RETRANSMITS + 1} times"
     with pytest.raises(LinkCorrupted, match=expected):
         receive(zero, 1, 500)
-    assert zero.messages_damaged == TRIES + 1
-    assert flipper.happened == TRIES + 1
+    assert zero.messages_corrupted == MAX_RETRANSMITS + 1
+    assert flipper.injected == MAX_RETRANSMITS + 1
 
 
 def test_a_large_message_is_sent_again_while_its_sender_does_something_else(
@@ -144,7 +144,7 @@ def test_a_large_message_is_sent_again_while_its_sender_does_something_else(
     say(one, 0, data)  # type: ignore[arg-type]
     data[:] = bytes(len(data))
     assert receive(zero, 1, len(data)) == sent
-    assert one.messages_repeated == 1
+    assert one.messages_retransmitted == 1
 
 
 def test_the_last_message_of_an_endpoint_is_sent_again_before_it_closes(
@@ -178,8 +178,8 @@ def test_sums_stay_right_over_links_that_flip_bits(
                 return float(total.min()), float(total.max())
 
             assert ranks.run(job) == [(6 + 4 * index, 6 + 4 * index)] * 4
-        damaged = sum(one.endpoint.messages_damaged for one in ranks.communicators)
-    assert flipper.happened >= rounds
+        damaged = sum(one.endpoint.messages_corrupted for one in ranks.communicators)
+    assert flipper.injected >= rounds
     assert damaged >= rounds
 
 
@@ -196,7 +196,7 @@ def test_a_connection_that_is_reset_in_the_middle_is_told_at_both_ends(
         say(one, 0, bytes(5000))
     with pytest.raises(PeerLost, match="rank 0: rank 1 at"):
         receive(zero, 1, 5000)
-    assert flipper.happened == 1
+    assert flipper.injected == 1
 
 
 def test_a_partition_is_told_by_name(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:

@@ -38,7 +38,7 @@ from hoop.collectives.plan import (
     verify,
 )
 from hoop.collectives.registry import CATALOG, Operation
-from hoop.collectives.selection import LinkCost, choose
+from hoop.collectives.selection import LinkCost, choose_algorithm
 from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged, PeerLost
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
@@ -126,9 +126,11 @@ def stray(shape: Shape, rank: int, plan: CollectivePlan) -> str:
                 if list(those) != team:
                     return f"{step}: not the ranks of this host"
         for where in ranges:
-            if not 0 <= where.start <= where.stop <= room[where.place]:
-                return f"{step} leaves a buffer of {room[where.place]}"
-        if written is not None and (written.place == SOURCE or (written.place == WINDOW and not shape.chunk)):
+            if not 0 <= where.start <= where.stop <= room[where.buffer]:
+                return f"{step} leaves a buffer of {room[where.buffer]}"
+        if written is not None and (
+            written.buffer == SOURCE or (written.buffer == WINDOW and not shape.chunk)
+        ):
             return f"{step} writes to the source"
     return ""
 
@@ -152,14 +154,14 @@ def log2_up(n: int) -> int:
 
 @every_placement
 def test_what_a_ring_between_hosts_costs(hosts: tuple[int, ...]) -> None:
-    """2(h-1) messages and 2(h-1)/h · S/k elements a rank of a lane, where S/k/h is whole; nothing of the others."""
+    """2(h-1) messages and 2(h-1)/h · S/k elements a rank of a rail, where S/k/h is whole; nothing of the others."""
     h, k = len(set(hosts)), min(map(hosts.count, hosts))
     for times in range(1, 5):
         made = plans("all_reduce", "hierarchical", Shape(len(hosts), h * k * times, hosts=hosts))
         for rank, plan in enumerate(made):
-            in_lane = hosts[:rank].count(hosts[rank]) < k
+            in_rail = hosts[:rank].count(hosts[rank]) < k
             assert (plan.messages, plan.elements) == (
-                (2 * (h - 1), 2 * (h - 1) * times) if in_lane else (0, 0)
+                (2 * (h - 1), 2 * (h - 1) * times) if in_rail else (0, 0)
             )
     for shape in shapes("all_reduce", hosts):
         made = plans("all_reduce", "hierarchical", shape)
@@ -243,13 +245,13 @@ def test_the_order_is_fixed_and_all_ranks_hold_the_same_bits(ranks: Ranks, algor
 
     layout = HostLayout.of(Shape(ranks.size, count, hosts=ranks.hosts), 0)
     sums = []
-    for team in layout.teams:
+    for team in layout.host_ranks:
         total = sources[team[0]].copy()
         for rank in team[1:]:
             total += sources[rank]
         sums.append(total)
     h, wanted = len(sums), np.zeros(count, np.float32)
-    for start, stop in split_range(count, layout.lanes):
+    for start, stop in split_range(count, layout.rails):
         if algorithm == "hierarchical_tree":
             parts = [total[start:stop] for total in sums]
             wanted[start:stop] = parts[0] + parts[1] if h == 2 else (parts[0] + parts[1]) + parts[2]
@@ -371,16 +373,16 @@ def test_whoever_speaks_first_ends_a_wait_for_several(ranks: Ranks) -> None:
     zero, *others = [one.endpoint for one in ranks.communicators]
     with ThreadPoolExecutor(1) as thread:
         for speaker in (*others, *reversed(others), *others):
-            waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+            waiting = thread.submit(zero.wait_readable, [1, 2, 3], soon())
             until_started(waiting)
             say(speaker, 0, b"word")
             assert waiting.result(PROMPT_S) == [speaker.rank]
             assert receive(zero, speaker.rank, 4) == b"word"
-        waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+        waiting = thread.submit(zero.wait_readable, [1, 2, 3], soon())
         until_started(waiting)
         zero.wake()
         assert waiting.result(PROMPT_S) == []
-        assert zero.senders([1, 2, 3], soon(0.05)) == []
+        assert zero.wait_readable([1, 2, 3], soon(0.05)) == []
 
 
 @pytest.mark.parametrize("peer", [1, 2], ids=["on the same host", "on another host"])
@@ -431,25 +433,25 @@ def an_endpoint(hosts: tuple[int, ...]) -> HybridEndpoint:
 
 def test_hierarchical_is_chosen_where_hosts_have_several_ranks() -> None:
     for hosts in PLACEMENTS.values():
-        assert choose(Operation("all_reduce", 10**6), an_endpoint(hosts)) == "hierarchical"
-        assert choose(Operation("broadcast", 10**6), an_endpoint(hosts)) == "hierarchical"
-        assert choose(Operation("all_gather", 10**6), an_endpoint(hosts)) == "ring"
+        assert choose_algorithm(Operation("all_reduce", 10**6), an_endpoint(hosts)) == "hierarchical"
+        assert choose_algorithm(Operation("broadcast", 10**6), an_endpoint(hosts)) == "hierarchical"
+        assert choose_algorithm(Operation("all_gather", 10**6), an_endpoint(hosts)) == "ring"
     many = an_endpoint(tuple(rank // 2 for rank in range(32)))
-    assert choose(Operation("all_reduce", 1), many) == "hierarchical_tree"
-    assert choose(Operation("all_reduce", 1), many, LinkCost(message_s=0.0)) == "hierarchical"
-    assert choose(Operation("all_reduce", 10**7), many) == "hierarchical"
+    assert choose_algorithm(Operation("all_reduce", 1), many) == "hierarchical_tree"
+    assert choose_algorithm(Operation("all_reduce", 1), many, LinkCost(message_s=0.0)) == "hierarchical"
+    assert choose_algorithm(Operation("all_reduce", 10**7), many) == "hierarchical"
 
 
 @pytest.mark.parametrize(
     "hosts", [(0, 0, 0), (0, 1, 2), (0,)], ids=["one host", "one rank a host", "one rank"]
 )
 def test_where_there_is_nothing_to_gain_it_is_not_chosen_and_cannot_be_forced(hosts: tuple[int, ...]) -> None:
-    assert "hierarchical" not in choose(Operation("all_reduce", 10), an_endpoint(hosts))
+    assert "hierarchical" not in choose_algorithm(Operation("all_reduce", 10), an_endpoint(hosts))
     for algorithm in ("hierarchical", "hierarchical_tree"):
         with pytest.raises(
             InvalidArgument, match=rf"algorithm: {algorithm} needs several hosts, and .*; here there is ring,"
         ):
-            choose(Operation("all_reduce", 10, algorithm=algorithm), an_endpoint(hosts))
+            choose_algorithm(Operation("all_reduce", 10, algorithm=algorithm), an_endpoint(hosts))
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "tcp", "shm"])
@@ -520,10 +522,10 @@ def test_a_rank_that_goes_is_named_by_everybody(place: str, messages: int) -> No
     """Whichever it is, whoever waits for it or for somebody who does."""
     hosts = PLACEMENTS[place]
     operation = Operation("all_reduce", 1000)
-    lanes = min(map(hosts.count, hosts))
+    rails = min(map(hosts.count, hosts))
     with Ranks("hybrid", len(hosts), hosts) as ranks:
         for leaver in range(len(hosts)):
-            if messages == 0 and hosts[:leaver].count(hosts[leaver]) >= lanes:
+            if messages == 0 and hosts[:leaver].count(hosts[leaver]) >= rails:
                 continue  # it sends nothing
             ranks.renew()
 

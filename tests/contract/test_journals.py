@@ -107,7 +107,7 @@ class InEtcd:
     def stored(self) -> dict[bytes, pb.KeyValue]:
         with self.etcd.api() as api:
             root = self.prefix.encode()
-            found = api.ask("Range", pb.RangeRequest(key=root + b"/", range_end=root + b"0"), WAIT_S)
+            found = api.call("Range", pb.RangeRequest(key=root + b"/", range_end=root + b"0"), WAIT_S)
         return {one.key.removeprefix(root + b"/"): one for one in found.kvs}
 
     def entries(self) -> list[bytes]:
@@ -124,12 +124,12 @@ class InEtcd:
 
     def _do(self, done: pb.RequestOp) -> None:
         with self.etcd.api() as api:
-            assert api.ask("Txn", pb.TxnRequest(success=[done]), WAIT_S).succeeded
+            assert api.call("Txn", pb.TxnRequest(success=[done]), WAIT_S).succeeded
 
     def end_lease(self) -> None:
         """What etcd does when the owner was not heard from for too long."""
         with self.etcd.api() as api:
-            api.ask("LeaseRevoke", pb.LeaseRevokeRequest(ID=self.stored()[b"owner"].lease), WAIT_S)
+            api.call("LeaseRevoke", pb.LeaseRevokeRequest(ID=self.stored()[b"owner"].lease), WAIT_S)
 
 
 @pytest.fixture(params=["file", pytest.param("etcd", marks=needs_etcd)])
@@ -358,21 +358,21 @@ def test_a_write_whose_answer_was_lost(there: InEtcd, again: bool) -> None:
 def test_a_write_that_arrives_late_changes_nothing(there: InEtcd, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused, another has its number, and only then does etcd see it."""
     with closing(there()) as journal, there.etcd.api() as api:
-        ask, late = journal._etcd.ask, []
+        call, late = journal._etcd.call, []
 
-        def under_way(method: str, request: Any, within: float) -> Any:
+        def under_way(method: str, request: Any, timeout: float) -> Any:
             if method != "Txn":
-                return ask(method, request, within)
+                return call(method, request, timeout)
             late.append(request)
             raise DeadlineExceeded("no answer yet")
 
-        monkeypatch.setattr(journal._etcd, "ask", under_way)
+        monkeypatch.setattr(journal._etcd, "call", under_way)
         with pytest.raises(DeadlineExceeded, match="no answer yet"):
             journal.append(*BATCHES[0])
         monkeypatch.undo()
         append_when_back(journal, BATCHES[1])
         (request,) = late
-        assert not api.ask("Txn", request, WAIT_S).succeeded
+        assert not api.call("Txn", request, WAIT_S).succeeded
     with closing(there()) as journal:
         assert sorted(journal.state.members) == [2]
 
@@ -420,7 +420,7 @@ def test_over_tls(tmp_path: Path) -> None:
         assert sorted(journal.state.members) == [1]
         for tls in (None, tmp_path / "another"):
             with etcd.api(tls) as api, pytest.raises(DeadlineExceeded):
-                api.ask("Range", pb.RangeRequest(key=b"x"), 1.0)
+                api.call("Range", pb.RangeRequest(key=b"x"), 1.0)
 
 
 def make_certificates(folder: Path) -> None:

@@ -8,7 +8,7 @@ from ranks import URIS, Ranks, soon
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
-from hoop.collectives.selection import LinkCost, choose, measure
+from hoop.collectives.selection import LinkCost, choose_algorithm, measure_links
 from hoop.memory.dtypes import dtype
 
 
@@ -16,7 +16,7 @@ from hoop.memory.dtypes import dtype
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_ranks_agree_on_what_a_link_costs(scheme: str, size: int) -> None:
     with Ranks(scheme, size) as ranks:
-        costs = ranks.run(lambda one: measure(one.endpoint, soon()))
+        costs = ranks.run(lambda one: measure_links(one.endpoint, soon()))
         assert len(set(costs)) == 1
         assert costs[0].message_s > 0
         assert costs[0].byte_s > 0
@@ -34,8 +34,8 @@ def test_what_a_link_costs_decides() -> None:
     with Ranks("inproc", 5) as ranks:
         endpoint = ranks.communicators[0].endpoint
         operation = Operation("all_reduce", 1 << 20, dtype("float32"))
-        assert choose(operation, endpoint, LinkCost(message_s=1.0, byte_s=1e-12)) == "tree"
-        assert choose(operation, endpoint, LinkCost(message_s=1e-9, byte_s=1e-6)) == "ring"
+        assert choose_algorithm(operation, endpoint, LinkCost(message_s=1.0, byte_s=1e-12)) == "tree"
+        assert choose_algorithm(operation, endpoint, LinkCost(message_s=1e-9, byte_s=1e-6)) == "ring"
 
 
 def test_over_links_the_first_choice_measures_them() -> None:

@@ -28,7 +28,7 @@ from hoop.transport.hybrid import HybridEndpoint, HybridTransport
 from hoop.transport.shm_listener import ShmTransport
 from hoop.transport.tcp_endpoint import TcpEndpoint
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import describe
+from hoop.wire.service import device_message
 
 SMALL, LARGE = 5, 300_000
 """Elements: within one message or slot; and more than a stage, or what a socket takes at once."""
@@ -250,7 +250,7 @@ def test_a_launch_with_different_operations(tmp_path: Path) -> None:
         for runner in runners:
             opened.callback(runner.close)
         members = [
-            describe(
+            device_message(
                 DeviceInfo(
                     rank,
                     link.address,
@@ -293,14 +293,14 @@ def test_a_rank_that_comes_late(made: Callable[..., Ranks], scheme: str) -> None
     endpoint = ranks.communicators[0].endpoint
     links = endpoint._links.endpoint if isinstance(endpoint, HybridEndpoint) else endpoint
     assert isinstance(links, TcpEndpoint)
-    answered = links.calls._answer_of
+    answered = links.call_check._query
 
     def answer_of(*question: object) -> object:
         answer = answered(*question)  # type: ignore[arg-type]
         asked.set()
         return answer
 
-    links.calls._answer_of = answer_of  # type: ignore[assignment, method-assign]
+    links.call_check._query = answer_of  # type: ignore[assignment, method-assign]
 
     def job(one: Communicator) -> None:
         if one.rank:
@@ -314,12 +314,12 @@ def test_a_rank_that_was_told_tells_the_others(made: Callable[..., Ranks]) -> No
     """It may end before the rank that told it has come to them, and they would see a lost peer."""
     links = [one.endpoint for one in made("tcp", 3).communicators]
     assert all(isinstance(one, TcpEndpoint) for one in links)
-    informed, _, other = (one.calls for one in links if isinstance(one, TcpEndpoint))
-    informed.hear(1, "rank 1: one operation; rank 2: another")
-    assert informed._verdict is not None
-    links[0].tell(informed._verdict[1])
-    assert other._verdict is not None
-    assert str(other._verdict[1]) == "rank 1: one operation; rank 2: another"
+    informed, _, other = (one.call_check for one in links if isinstance(one, TcpEndpoint))
+    informed.receive_report(1, "rank 1: one operation; rank 2: another")
+    assert informed._mismatch is not None
+    links[0].broadcast_mismatch(informed._mismatch[1])
+    assert other._mismatch is not None
+    assert str(other._mismatch[1]) == "rank 1: one operation; rank 2: another"
 
 
 def test_a_rank_that_is_not_there_yet_finds_the_mismatch_when_it_comes() -> None:
@@ -330,7 +330,7 @@ def test_a_rank_that_is_not_there_yet_finds_the_mismatch_when_it_comes() -> None
             opened.callback(transport.close)
         peers = [transport.address for transport in transports]
         first = Communicator(transports[0].endpoint(1, 1, 0, peers))
-        first.endpoint.tell(CollectiveMismatch("rank 0: one operation; rank 1: another"))
+        first.endpoint.broadcast_mismatch(CollectiveMismatch("rank 0: one operation; rank 1: another"))
         first.close()
         transports[0].close()
         second = Communicator(transports[1].endpoint(1, 1, 1, peers))

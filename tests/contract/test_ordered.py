@@ -34,7 +34,7 @@ def totals(ranks: Ranks, orders: list[list[int]], count: int, calls: int = 2) ->
         add = OrderedAllReduce(one, holdings, shards, slots, room, soon())
         found = b""
         for call in range(calls):
-            for shard, landing in zip(mine.order, mine.landings, strict=True):
+            for shard, landing in zip(mine.order, mine.slot_merges, strict=True):
                 slots[landing.slot] = values[call, shard]
                 for into, other in landing.merges:
                     slots[into] += slots[other]

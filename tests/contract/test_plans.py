@@ -116,9 +116,9 @@ def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> s
         if isinstance(instruction, Send | Recv | Reduce) and (peer == rank or not 0 <= peer < shape.size):
             return f"{instruction} has no such peer"
         for where in (read, written):
-            if where is not None and not 0 <= where.start <= where.stop <= extents[where.place]:
-                return f"{instruction} leaves a buffer of {extents[where.place]}"
-        if written is not None and written.place == SOURCE and written.length:
+            if where is not None and not 0 <= where.start <= where.stop <= extents[where.buffer]:
+                return f"{instruction} leaves a buffer of {extents[where.buffer]}"
+        if written is not None and written.buffer == SOURCE and written.length:
             return f"{instruction} writes to the source"
     return ""
 

@@ -11,7 +11,7 @@ from ranks import LONG_S, Ranks
 import hoop.engine.progress_reporter as module
 from hoop.collectives.communicator import Communicator
 from hoop.engine.progress_reporter import EMIT_ROWS, EVENT_ROWS, KEPT_ROWS, Evaluation, ProgressReporter
-from hoop.engine.stage.provenance import PLACES, Provenance, mark
+from hoop.engine.stage.provenance import ELEMENTS_PER_SHARD, Provenance, mark
 
 SHARDS = 2
 DEVICE = 3
@@ -29,15 +29,15 @@ class Rank:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         self.evidence = Provenance(SHARDS)
-        self.reporter = ProgressReporter(lambda told: self.events.append(dict(told)), self.evidence)
+        self.reporter = ProgressReporter(lambda event: self.events.append(event.to_fields()), self.evidence)
 
     def step(self, *steps: int) -> None:
         """Does these steps; the loss of step n is n / 3."""
         for step in steps:
-            summed = np.zeros(PLACES * SHARDS, np.float32)
+            summed = np.zeros(ELEMENTS_PER_SHARD * SHARDS, np.float32)
             for shard in range(SHARDS):
                 mark(summed, shard, DEVICE, step)
-            self.evidence.note(step - 1, summed)
+            self.evidence.record(step - 1, summed)
             self.reporter.add(step, [step / 3], 0.5)
 
     def report(self, force: bool = True) -> list[int]:
@@ -121,20 +121,20 @@ def test_a_run_that_is_resumed_reports_from_there() -> None:
 def test_rows_of_an_arena_count_if_they_reach_the_step_where_all_go_on() -> None:
     diary = {step: [step / 3, 65536 + DEVICE, step, 65536 + DEVICE, step] for step in (3, 5, 6, 7, 8)}
     rank = Rank()
-    rank.reporter.recall(9, diary)
+    rank.reporter.load_rows(9, diary)
     assert rank.report() == []
-    rank.reporter.recall(7, diary)
+    rank.reporter.load_rows(7, diary)
     assert rank.report() == [5, 6, 7], "without a gap"
     rank = Rank()
     rank.step(4, 5, 6, 7)
-    rank.reporter.recall(7, diary)
+    rank.reporter.load_rows(7, diary)
     assert rank.report() == [4, 5, 6, 7], "what it knows itself is more"
 
 
 def test_an_evaluation_comes_after_the_rows_of_its_steps_and_once() -> None:
     rank = Rank()
     rank.step(1, 2)
-    rank.reporter.evaluated(Evaluation(2, 1, 0.25, 0.5), 0.1, True)
+    rank.reporter.add_evaluation(Evaluation(2, 1, 0.25, 0.5), 0.1, True)
     rank.step(3)
     rank.report()
     assert [told["kind"] for told in rank.events] == ["steps", "evaluated", "steps"]
@@ -207,7 +207,7 @@ def test_the_last_evaluation_is_handed_over_too() -> None:
     lost, left, newcomer = Rank(), Rank(), Rank()
     for one in (lost, left):
         one.step(1, 2)
-        one.reporter.evaluated(Evaluation(2, 1, 0.1, 0.7), 0.1, one is lost)
+        one.reporter.add_evaluation(Evaluation(2, 1, 0.1, 0.7), 0.1, one is lost)
     handed_over("inproc", [left, newcomer], 2)
     newcomer.report()
     assert newcomer.events[-1] == lost.events[-1]

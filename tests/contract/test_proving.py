@@ -20,7 +20,7 @@ from hoop.transport.auth_handshake import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.base import Endpoint
 from hoop.transport.registry import key_of_environment, open_transport
 from hoop.transport.shm_endpoint import ShmEndpoint
-from hoop.transport.shm_listener import ABSTRACT, ShmTransport, name_of, offer
+from hoop.transport.shm_listener import ABSTRACT, ShmTransport, pack_offer, socket_name
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
@@ -138,7 +138,7 @@ def test_memory_is_not_handed_to_another_user() -> None:
     pid = os.fork()
     if not pid:  # another user, at the name where a peer is expected
         with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.bind(name_of(thief))
+            sock.bind(socket_name(thief))
             os.setuid(65534)
             sock.listen()
             theirs.send(b"!")
@@ -215,7 +215,7 @@ def test_any_bytes_and_descriptors_at_a_shared_memory_listener() -> None:
         @given(anything | offers, st.integers(0, 2))
         def attack(words: bytes, descriptors: int) -> None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.connect(name_of(right.address))
+                sock.connect(socket_name(right.address))
                 with contextlib.suppress(ConnectionError):
                     socket.send_fds(sock, [words or b"!"], [nothing.fileno()] * descriptors)
 
@@ -237,10 +237,12 @@ def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
         target = right.endpoint(COMMUNICATOR, 1, 1, peers)
         real = left.endpoint(COMMUNICATOR + 1, 1, 0, peers)
         assert isinstance(real, ShmEndpoint)
-        hello = FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + offer(real.token, 0, 0)
+        hello = FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + pack_offer(
+            real.token, 0, 0
+        )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(LONG_S)
-            sock.connect(name_of(right.address))
+            sock.connect(socket_name(right.address))
             socket.send_fds(sock, [hello], [real.descriptor])
             assert sock.recv(1) == b""
         peer = left.endpoint(COMMUNICATOR, 1, 0, peers)

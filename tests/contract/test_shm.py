@@ -37,11 +37,11 @@ def test_a_rank_has_gathered_only_when_the_others_hold_what_is_its_own() -> None
         peers = [quick.address, slow.address]
         first, second = quick.endpoint(7, 1, 0, peers), slow.endpoint(7, 1, 1, peers)
         with pytest.raises(DeadlineExceeded):
-            first.gather(time.monotonic() + 0.2)
+            first.wait_for_peers(time.monotonic() + 0.2)
         slow.let_in.set()
-        first.gather(time.monotonic() + 10)
+        first.wait_for_peers(time.monotonic() + 10)
         first.close()
-        second.gather(time.monotonic() + 10)
+        second.wait_for_peers(time.monotonic() + 10)
     finally:
         slow.let_in.set()
         quick.close()
@@ -99,8 +99,8 @@ def test_where_semaphores_must_have_names_they_go_when_all_have_opened_them(
         assert named_things(os.getpid()) != [] or not Path("/dev/shm").exists()
         other.let_in.set()
         soon = time.monotonic() + 10
-        first.gather(soon)
-        second.gather(soon)
+        first.wait_for_peers(soon)
+        second.wait_for_peers(soon)
         assert named_things(os.getpid()) == []
         first.send(1, memoryview(b"hello"), soon)
         into = bytearray(5)

@@ -160,7 +160,7 @@ def test_the_lobby_keeps_apart_who_waits_for_whom(transports: list[Transport], r
 def test_the_lobby_has_a_limit(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp_listener, "LOBBY_LIMIT", 2)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "MAX_PENDING", 2)
     for communicator in (1, 2):
         raw(transports[0], hello(communicator=communicator))
         settle(transports[0], raw)
@@ -170,8 +170,8 @@ def test_the_lobby_has_a_limit(
 def test_nobody_waits_in_the_lobby_for_ever(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp_listener, "LOBBY_SECONDS", 0.01)
-    assert refusal(raw(transports[0], hello())) == "nobody took this link within 0.01 s"
+    monkeypatch.setattr(hoop.transport.tcp_listener, "PENDING_TIMEOUT_S", 0.01)
+    assert refusal(raw(transports[0], hello())) == "no endpoint for this link within 0.01 s"
 
 
 def test_a_rank_that_is_not_in_the_communicator_is_refused(
@@ -247,10 +247,10 @@ def test_frames_may_arrive_in_any_portions(
     with ThreadPoolExecutor(1) as thread:
         sent = thread.submit(send)
         for index, payload in enumerate(payloads):
-            assert pair[0].senders([1], soon()) == [1], f"message {index}"
+            assert pair[0].wait_readable([1], soon()) == [1], f"message {index}"
             assert receive(pair[0], 1, len(payload)) == payload, f"message {index}"
         sent.result(LONG_S)
-    assert pair[0].senders([1], soon(0.01)) == []
+    assert pair[0].wait_readable([1], soon(0.01)) == []
 
 
 def flipped(packed: bytes, byte: int) -> bytes:
@@ -320,7 +320,7 @@ def test_who_does_not_say_hello_is_told_so(
 def test_who_says_nothing_is_sent_away(
     transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hoop.transport.tcp_listener, "HELLO_SECONDS", 0.01)
+    monkeypatch.setattr(hoop.transport.tcp_listener, "HELLO_TIMEOUT_S", 0.01)
     visitors = [raw(transports[0], words) for words in (b"", hello()[:20])]
     assert [refusal(visitor) for visitor in visitors] == ["no HELLO within 0.01 s"] * 2
 

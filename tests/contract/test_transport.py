@@ -141,7 +141,7 @@ def test_a_wrong_length_is_refused_and_named(pair: Pair, expected: int) -> None:
 
 
 def test_a_message_to_oneself_is_refused(pair: Pair) -> None:
-    with pytest.raises(InvalidArgument, match="rank 0: a message to oneself is a copy"):
+    with pytest.raises(InvalidArgument, match="rank 0: a rank cannot send a message to itself"):
         pair[0].send(0, memoryview(b"me"), soon())
 
 
@@ -169,13 +169,13 @@ def test_several_peers_are_awaited_at_once(transports: list[Transport]) -> None:
     """Whoever has a message is named; a lost one as well, and ``recv_into`` tells which."""
     zero, one = pair = endpoints_of(transports)
     meet(pair)
-    assert zero.senders([1], soon(0.01)) == []
+    assert zero.wait_readable([1], soon(0.01)) == []
     say(one, 0, b"first")
-    assert zero.senders([1], soon()) == [1]
-    assert zero.senders([1], soon()) == [1], "it is still there"
+    assert zero.wait_readable([1], soon()) == [1]
+    assert zero.wait_readable([1], soon()) == [1], "it is still there"
     assert receive(zero, 1, 5) == b"first"
     one.close()
-    assert zero.senders([1], soon()) == [1]
+    assert zero.wait_readable([1], soon()) == [1]
     with pytest.raises(PeerLost, match="rank 1"):
         receive(zero, 1, 5)
     zero.close()
@@ -192,19 +192,19 @@ def test_whoever_speaks_first_ends_the_wait_and_a_lost_peer_does_as_well(scheme:
             receive(other, 0, 1)
         with ThreadPoolExecutor(1) as thread:
             for speaker in (others[1], others[0], others[2]):
-                waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+                waiting = thread.submit(zero.wait_readable, [1, 2, 3], soon())
                 until_started(waiting)
                 say(speaker, 0, b"word")
                 assert waiting.result(PROMPT_S) == [speaker.rank]
                 assert receive(zero, speaker.rank, 4) == b"word"
-            waiting = thread.submit(zero.senders, [1, 2, 3], soon())
+            waiting = thread.submit(zero.wait_readable, [1, 2, 3], soon())
             until_started(waiting)
             others[1].close()
             assert waiting.result(PROMPT_S) == [2]
             with pytest.raises(PeerLost, match="rank 2"):
                 receive(zero, 2, 1)
             say(others[2], 0, b"still here")
-            assert zero.senders([1, 3], soon()) == [3]
+            assert zero.wait_readable([1, 3], soon()) == [3]
             assert receive(zero, 3, 10) == b"still here"
         for endpoint in (zero, *others):
             endpoint.close()
@@ -216,11 +216,11 @@ def test_pending_messages_move_while_several_peers_are_awaited(pair: Pair) -> No
 
     def swap(mine: Endpoint, peer: int) -> bytes:
         mine.send(peer, memoryview(large), soon())
-        while not mine.senders([peer], soon()):
+        while not mine.wait_readable([peer], soon()):
             pass
         heard = receive(mine, peer, len(large))
         mine.send(peer, memoryview(b"done"), soon())
-        while not mine.senders([peer], soon()):
+        while not mine.wait_readable([peer], soon()):
             pass
         return heard + receive(mine, peer, 4)
 
@@ -239,7 +239,7 @@ def test_who_is_lost_with_messages_pending_is_named(transports: list[Transport])
         pytest.skip("this transport takes everything at once")
     one.close()
     deadline = soon(PROMPT_S)
-    while not (named := zero.senders([], deadline)):
+    while not (named := zero.wait_readable([], deadline)):
         assert time.monotonic() < deadline, "nobody was named"
     assert named == [1]
     with pytest.raises(PeerLost, match="rank 1"):
@@ -251,9 +251,9 @@ def test_a_wake_is_not_lost_on_whoever_is_not_waiting_yet(pair: Pair) -> None:
     zero, one = pair
     zero.wake()
     meet(pair)
-    assert zero.senders([1], soon()) == []
+    assert zero.wait_readable([1], soon()) == []
     say(one, 0, b"news")
-    assert zero.senders([1], soon()) == [1]
+    assert zero.wait_readable([1], soon()) == [1]
     assert receive(zero, 1, 4) == b"news"
 
 
@@ -263,7 +263,7 @@ def test_wake_ends_the_wait_for_several_peers(pair: Pair) -> None:
         if met:
             meet(pair)
         with ThreadPoolExecutor(1) as thread:
-            waiting = thread.submit(zero.senders, [1], soon())
+            waiting = thread.submit(zero.wait_readable, [1], soon())
             until_started(waiting)
             zero.wake()
             assert waiting.result(PROMPT_S) == []

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from hoop.collectives.communicator import Communicator
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, packed, unpacked
+from hoop.collectives.rank_context import RankContext
+from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
+from hoop.job_events import JobEvent, SnapshotTaken
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
@@ -174,11 +175,11 @@ def _rank(
         events: list[dict[str, Any]] = []
         snapshots: list[bytes] = []
 
-        def emit(told: Any) -> None:
-            events.append(dict(told))
-            if told["kind"] == "snapshot":
-                buffer = arena.buffer(told["buffer"])
-                snapshots.append(arena.read(buffer.address, told["bytes"]))
+        def emit(event: JobEvent) -> None:
+            events.append(event.to_fields())
+            if isinstance(event, SnapshotTaken):
+                buffer = arena.buffer(event.buffer)
+                snapshots.append(arena.read(buffer.address, event.bytes))
 
         asked = 0
 
@@ -192,13 +193,16 @@ def _rank(
             before = arena.used
             run = Trainer(world, settings, job, emit, stopping, resume, "test.")
             allocated = arena.used - before
-            run.go()
+            run.train()
             held = {
                 buffer.name: hashlib.sha256(arena.read(buffer.address, buffer.size)).hexdigest()
                 for buffer in arena.buffers()
             }
             sizes = {buffer.name: buffer.size for buffer in arena.buffers()}
-            weights = {str(stage): one.state_array.tobytes().hex() for stage, one in run.worker.held.items()}
+            weights = {
+                str(stage): one.state_array.tobytes().hex()
+                for stage, one in run.executor.stage_states.items()
+            }
             kept = [arena.buffer(name) for name in sizes if name.endswith("slice.weights")]
             sliced = [arena.read(one.address, one.size).hex() for one in kept]
             seen = getattr(job.data().train, "seen", {})
@@ -231,14 +235,14 @@ def checkpoint(outcomes: Sequence[Outcome], index: int = -1) -> bytes:
     (said,) = {one.of("snapshot")[index]["parts"] for one in parts}
     assert len(parts) == said
     for one in parts:
-        found, metadata = unpacked(one.snapshots[index])
+        found, metadata = deserialize(one.snapshots[index])
         assert not set(found) & set(tensors), "two ranks gave the same tensor"
         tensors |= found
-    return packed(tensors, metadata)
+    return serialize(tensors, metadata)
 
 
 def tensors_in(data: bytes, moments: bool = True) -> dict[str, Tensor]:
-    found = unpacked(data)[0]
+    found = deserialize(data)[0]
     return {name: one for name, one in found.items() if moments or not name.startswith(MOMENT)}
 
 

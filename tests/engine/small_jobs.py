@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hoop.data import catalog
 from hoop.data.dataset import Batch, Indices, Splits
 from hoop.data.tensors import TensorData
-from hoop.engine.cost_probe import MEASURED
+from hoop.engine.cost_probe import PROBE_EPOCH
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
 from hoop.models.mlp import mlp
@@ -31,7 +31,7 @@ class Watched(TensorData):
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
         # By a step: what measures before the first one has no place for it, or takes them of an epoch of its own.
-        if out is not None and epoch != MEASURED:
+        if out is not None and epoch != PROBE_EPOCH:
             self.__dict__.setdefault("seen", {}).setdefault(epoch, []).extend(indices.tolist())
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
 

@@ -9,9 +9,10 @@ import torch
 from forked_ranks import differing
 from small_jobs import JOBS, alone, settings
 
+from hoop import job_events as ev
 from hoop.collectives.communicator import Communicator
-from hoop.engine.fault_tolerance.local_persistence import filled, load_from_arena
-from hoop.engine.rank_context import RankContext
+from hoop.collectives.rank_context import RankContext
+from hoop.engine.fault_tolerance.local_persistence import load_from_arena, tensors_from_shard
 from hoop.engine.trainer import Trainer
 from hoop.memory import Arena
 from hoop.transport import open_transport
@@ -28,36 +29,38 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
         def world(number: int) -> RankContext:
             one = Communicator(transport.endpoint(number, 1, 0, [transport.address]))
             seats = lambda patience, lacks=None: world(number + 1)  # noqa: E731
-            return RankContext(arena, one, lambda ranks: one, reseated=seats, outlives=True, run=RUN)
+            return RankContext(
+                arena, one, lambda ranks: one, wait_reassignment=seats, persistent_memory=True, run=RUN
+            )
 
-        told: list[dict[str, Any]] = []
+        events: list[ev.JobEvent] = []
         first = Trainer(
-            world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], told.append, lambda: False
+            world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False
         )
-        first.go()
-        wanted = {name: one.clone() for name, one in first._role.wanted(first._ready.model).items()}
-        held = first.worker.held[0]
+        first.train()
+        wanted = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
+        held = first.executor.stage_states[0]
         held.state_array[held.layout.trained :] += 1  # as a forward does, for a while
-        second = Trainer(world(9), changed, JOBS["normed"], told.append, lambda: False, joins=True)
+        second = Trainer(world(9), changed, JOBS["normed"], events.append, lambda: False, joining=True)
         assert second._done == 5
-        (newest, *_) = second._arrival.left
+        (newest, *_) = second._late_join.arena_shards
         assert newest.step == 5
-        found = filled(wanted, newest)
+        found = tensors_from_shard(wanted, newest)
         assert found is not None
-        restored = second._role.wanted(second._ready.model)
+        restored = second._role.restore_targets(second._setup.model)
         for name, one in wanted.items():
             assert torch.equal(found[name], one), name
             assert torch.equal(restored[name], one), name
-        told.clear()
+        events.clear()
         second.join()
-        assert [one["source"] for one in told if one["kind"] == "state"] == ["its own arena"]
-        assert [one["done"] for one in told if one["kind"] == "started"] == [5]
-        losses = [(one["first"], len(one["loss"])) for one in told if one["kind"] == "steps"]
+        assert [one.source for one in events if isinstance(one, ev.StateLoaded)] == ["its own arena"]
+        assert [one.done for one in events if isinstance(one, ev.Started)] == [5]
+        losses = [(one.first, len(one.loss)) for one in events if isinstance(one, ev.Steps)]
         assert losses[0][0] == 0, "the steps before are told again: who heard them is gone"
-        assert sum(count for _, count in losses) == second._course.limit
-        last = second._role.wanted(second._ready.model)
+        assert sum(count for _, count in losses) == second._schedule.total_steps
+        last = second._role.restore_targets(second._setup.model)
         assert not differing(last, alone("normed", tuple(CHANGES.items()))), "as if nothing had happened"
         second.close()
         assert [one.name for one in arena.buffers() if not one.name.startswith("snapshot")] == []
         third = load_from_arena(arena, "", RUN)
-        assert [one.step for one in third] == [second._course.limit], "the final snapshot"
+        assert [one.step for one in third] == [second._schedule.total_steps], "the final snapshot"

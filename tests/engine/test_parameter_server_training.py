@@ -7,7 +7,7 @@ from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
 
 from hoop.collectives.shard_tree import merge_plan
-from hoop.engine.executor import room_for
+from hoop.engine.executor import gradient_memory_for
 from hoop.engine.job import blocks_of
 from hoop.engine.stage.state import StateLayout
 from hoop.plan.instructions import Instruction, InstructionKind
@@ -192,16 +192,18 @@ def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> N
     job, wanted = JOBS["flat"], settings(spec, epochs=1, max_steps=1, cut=cut_for(spec, devices))
     outcomes = train("shm", devices, wanted, job)
     strategy = parse(spec)
-    plan = strategy.plan(devices, wanted.micros)
+    plan = strategy.plan(devices, wanted.num_microbatches)
     blocks = []
     for index, block in enumerate(blocks_of(job.model(0))):
-        layout = StateLayout([block], wanted.micros)
-        state = 4 * wanted.optimizer.slots * layout.trained
+        layout = StateLayout([block], wanted.num_microbatches)
+        state = 4 * wanted.optimizer.num_moments * layout.trained
         blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
-    room = room_for(wanted.balance)
-    counted = fit(strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, room=room).bytes
+    room = gradient_memory_for(wanted.balance)
+    counted = fit(
+        strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, gradient_buffers=room
+    ).bytes
     gradients = max(room(strategy, plan))
-    spare = 4 * 192 * len(blocks) * (2 + wanted.optimizer.slots + gradients)
+    spare = 4 * 192 * len(blocks) * (2 + wanted.optimizer.num_moments + gradients)
     for rank, one in enumerate(outcomes):
         # each vector begins at a multiple of 64 bytes, and an empty one has a byte or so
         allocated = one.more["allocated"] - 64 * len(one.more["sizes"])

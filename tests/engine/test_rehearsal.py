@@ -6,7 +6,7 @@ import pytest
 from forked_ranks import checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, alone, settings
 
-from hoop.runs.prediction import costs_told, predicted
+from hoop.runs.prediction import measured_job_costs, predicted_step_seconds
 
 
 @pytest.mark.parametrize(
@@ -21,10 +21,10 @@ def test_ranks_measure_what_they_cost_each_other(scheme: str, strategy: str, dev
     assert all(told[name] > 0 for name in ("message_s", "agree_s", "update_s", "copy_s", "add_s"))
     assert ("meeting_s" in told) == (scheme == "shm")
     assert [size for size, _ in told["copy_at"]] == [size for size, _ in told["add_at"]]
-    machine = costs_told(told).machine
+    machine = measured_job_costs(told).machine
     assert (machine.message_s, machine.agree_s) == (told["message_s"], told["agree_s"])
-    with_copies = predicted(told, wanted)
-    without = predicted(told, wanted.replaced({"mirror": False}))
+    with_copies = predicted_step_seconds(told, wanted)
+    without = predicted_step_seconds(told, wanted.replaced({"mirror": False}))
     assert with_copies is not None
     assert without is not None
     assert with_copies > without if strategy != "data" else with_copies == without
@@ -34,4 +34,4 @@ def test_one_rank_has_nobody_to_measure() -> None:
     (outcome,) = train("shm", 1, settings("data"), JOBS["mlp"])
     (started,) = outcome.of("started")
     assert "message_s" not in started["costs"]
-    assert predicted(started["costs"], settings("data"))
+    assert predicted_step_seconds(started["costs"], settings("data"))

@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 import hoop
 from hoop.client.cluster import Cluster
-from hoop.client.jobs import JobEvent
+from hoop.job_events import JobEvent, Steps
 
 PATIENCE_S = 100.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512"]
@@ -106,31 +107,35 @@ def job_of(cluster: Cluster, kind: str = "job_started") -> int:
 
 
 def until_step(cluster: Cluster, job: int, step: int) -> None:
-    for event in cluster.job(job).events(patience=PATIENCE_S):
-        if event.kind == "steps" and event.told["first"] + len(event.told["loss"]) >= step:
+    for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
+        event = observed.event
+        if isinstance(event, Steps) and event.first + len(event.loss) >= step:
             return
     raise AssertionError(f"job {job} was over before step {step}")
 
 
-def until(cluster: Cluster, job: int, kind: str | tuple[str, ...], times: int = 1, **told: object) -> None:
-    """Until the job has told of this so many times."""
-    for event in cluster.job(job).events(patience=PATIENCE_S):
-        if event.kind in ((kind,) if isinstance(kind, str) else kind) and told.items() <= event.told.items():
+def until(
+    cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: int = 1, **fields: object
+) -> None:
+    """Waits until the job has emitted this event ``times`` times."""
+    for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
+        event = observed.event
+        if isinstance(event, kind) and fields.items() <= event.to_fields().items():
             times -= 1
         if not times:
             return
-    raise AssertionError(f"job {job} was over before {kind} {told}")
+    raise AssertionError(f"job {job} was over before {kind} {fields}")
 
 
-def all_told(cluster: Cluster, job: int) -> list[JobEvent]:
+def all_events(cluster: Cluster, job: int) -> list[JobEvent]:
     """From its beginning to its end."""
-    return list(cluster.job(job).events(patience=PATIENCE_S))
+    return [one.event for one in cluster.job(job).events(coordinator_timeout=PATIENCE_S)]
 
 
-def steps_told(told: list[JobEvent]) -> list[int]:
-    """Every step that somebody told of, once each."""
-    steps = (one for one in told if one.kind == "steps")
-    return sorted({one.told["first"] + index for one in steps for index in range(len(one.told["loss"]))})
+def steps_reported(events: list[JobEvent]) -> list[int]:
+    """Every step that was reported, once each."""
+    steps = (one for one in events if isinstance(one, Steps))
+    return sorted({one.first + index for one in steps for index in range(len(one.loss))})
 
 
 def result_of(run: subprocess.Popen[str], out: Path | None = None) -> dict[str, Any]:

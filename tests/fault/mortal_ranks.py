@@ -28,19 +28,20 @@ import torch
 from forked_ranks import Outcome
 from torch import Tensor
 
-import hoop.engine.fault_tolerance.manager as engine_safekeeping
+import hoop.engine.fault_tolerance.manager as engine_manager
 import hoop.engine.progress_reporter as engine_reporter
-import hoop.engine.trainer as engine_run
+import hoop.engine.trainer as engine_trainer
 from hoop.collectives.communicator import Communicator
+from hoop.collectives.rank_context import RankContext
 from hoop.engine.executor import DeferredUpdates
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, packed, tensors_of, unpacked
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize, serialize, tensors_of
 from hoop.engine.fault_tolerance.replication import Replicator
 from hoop.engine.job import Job, names_of
 from hoop.engine.profiler import InstructionProfiler
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.trainer import Trainer
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.job_events import JobEvent, Ready, SnapshotTaken
 from hoop.memory import Arena
 from hoop.topology import Address
 from hoop.transport import Transport, open_transport
@@ -49,15 +50,15 @@ from hoop.transport.shm_listener import ShmTransport
 LONG_S = 100.0
 ARENA_BYTES = 24 << 20
 PLACES: dict[str, tuple[Any, str]] = {
-    "instruction": (InstructionProfiler, "note"),
-    "keeps": (Replicator, "keep"),
-    "meets": (engine_safekeeping, "vote"),
-    "settles": (DeferredUpdates, "settle"),
-    "evaluates": (engine_run, "evaluate"),
-    "snapshots": (SnapshotPublisher, "add"),
-    "prepares": (engine_safekeeping, "prepare"),
-    "begins": (engine_run, "prepare"),
-    "collects": (engine_safekeeping, "collect"),
+    "instruction": (InstructionProfiler, "record"),
+    "keeps": (Replicator, "replicate"),
+    "meets": (engine_manager, "any_rank"),
+    "settles": (DeferredUpdates, "apply_all"),
+    "evaluates": (engine_trainer, "evaluate"),
+    "snapshots": (SnapshotPublisher, "publish"),
+    "prepares": (engine_manager, "prepare"),
+    "begins": (engine_trainer, "prepare"),
+    "collects": (engine_manager, "collect"),
 }
 """Where a rank can die: as it comes there."""
 
@@ -216,7 +217,7 @@ def _next(link: Connection, who: str) -> bytes:
 def _ended(link: Connection, told: dict[str, Any]) -> Ended:
     snapshots = [link.recv_bytes() for _ in range(told["snapshots"])]
     state = {}
-    for name, tensor in unpacked(link.recv_bytes())[0].items():
+    for name, tensor in deserialize(link.recv_bytes())[0].items():
         at, _, low = name.rpartition("@")
         state[at, int(low)] = tensor
     return Ended(Outcome(told["events"], snapshots, {}), state)
@@ -284,7 +285,7 @@ class _Seats:
                 made[key] = opened(identity, key.index(rank), [peers[one] for one in key])
             return made[key]
 
-        def reseated(patience: float, lacks: HoopError | None = None) -> RankContext:
+        def wait_reassignment(patience: float, lacks: HoopError | None = None) -> RankContext:
             if lacks is not None:
                 raise lacks
             try:
@@ -295,7 +296,7 @@ class _Seats:
         self.generation = generation
         whole = made[tuple(range(len(peers)))] = opened(number, rank, peers)
         hosts = tuple(seat.get("hosts", ()))
-        return RankContext(self._arena, whole, group, (rank, len(peers)), reseated, hosts=hosts)
+        return RankContext(self._arena, whole, group, (rank, len(peers)), wait_reassignment, hosts=hosts)
 
     def close(self) -> None:
         with self._lock:
@@ -345,13 +346,13 @@ def _rank(
         def tell(told: dict[str, Any]) -> None:
             link.send_bytes(json.dumps(told).encode())
 
-        def emit(told: Any) -> None:
-            events.append(dict(told))
-            if told["kind"] == "ready":
+        def emit(event: JobEvent) -> None:
+            events.append(event.to_fields())
+            if isinstance(event, Ready):
                 tell({"kind": "ready"})
-            if told["kind"] == "snapshot":
-                buffer = arena.buffer(told["buffer"])
-                snapshots.append(arena.read(buffer.address, told["bytes"]))
+            if isinstance(event, SnapshotTaken):
+                buffer = arena.buffer(event.buffer)
+                snapshots.append(arena.read(buffer.address, event.bytes))
 
         def wait_here() -> None:
             tell({"kind": "waiting"})
@@ -368,13 +369,13 @@ def _rank(
             _arm(faults, wait_here)
             world = seats.alone() if joining else seats.next(LONG_S)
             run = ReportingRun(world, settings, job, emit, lambda: False, None, "test.", joining)
-            run.join() if joining else run.go()
-            model, role = run._ready.model, run._role
-            held = tensors_of(run.worker.held.values(), names_of(model))
+            run.join() if joining else run.train()
+            model, role = run._setup.model, run._role
+            held = tensors_of(run.executor.stage_states.values(), names_of(model))
             pieces = {f"{name}@0": one for name, one in held.items()}
-            pieces |= {f"{one.name}@{one.low}": one.elements for one in role.state(model)}
+            pieces |= {f"{one.name}@{one.low}": one.elements for one in role.live_slices(model)}
             tell({"kind": "done", "events": events, "snapshots": len(snapshots)})
-            for data in [*snapshots, packed({name: one.clone() for name, one in pieces.items()}, {})]:
+            for data in [*snapshots, serialize({name: one.clone() for name, one in pieces.items()}, {})]:
                 link.send_bytes(data)
         except BaseException:
             tell({"kind": "failed", "text": traceback.format_exc()})

@@ -17,15 +17,17 @@ from fault_cluster import (
     PATIENCE_S,
     STEPS,
     Processes,
-    all_told,
+    all_events,
     cluster_of,
     job_of,
     result_of,
-    steps_told,
+    steps_reported,
     undisturbed,
     until,
 )
 from reported_rows import check_same
+
+from hoop import job_events as ev
 
 STEP = 40
 
@@ -68,18 +70,18 @@ def test_all_come_back(
         if coordinator:
             up.kill(up.coordinator)
             up.again()
-        until(up.cluster, job, "scattered", waiting=[1, 2])
+        until(up.cluster, job, ev.WaitingForRestart, waiting=[1, 2])
         for number in (1, 2):
             up.device(*arena(tmp_path, number))
         result = result_of(run, tmp_path / "out")
-        told = all_told(up.cluster, job)
+        events = all_events(up.cluster, job)
     check_same(result, undisturbed())
     assert result["steps"] == STEPS
     states = sorted((one["device"], one["step"], one["source"]) for one in result["states"])
     assert [one[:2] for one in states] == [(1, STEP - 1), (2, STEP - 1)]
     sources = [one[2] for one in states]
     assert sources == ["its own arena"] * 2 or (strategy != ["data"] and sources == ["device 2", "device 1"])
-    assert steps_told(told)[-1] == STEPS - 1
+    assert steps_reported(events)[-1] == STEPS - 1
 
 
 def test_torn_states_are_not_believed(tmp_path: Path) -> None:
@@ -116,22 +118,23 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         up.cluster.wait_for_devices(1)
         run = up.start("train", f"{jobs / 'sized.py'}:job", "--json", "--coordinator", up.address)
         job = job_of(up.cluster)
-        until(up.cluster, job, "steps")
+        until(up.cluster, job, ev.Steps)
         (jobs / "sized.py").write_text(SIZED.replace("seed(5)", "seed(6)"))
         up.device("--id", "2", "--jobs", str(jobs))
-        until(up.cluster, job, "refused", device=2)
+        until(up.cluster, job, ev.Refused, device=2)
         up.cluster.job(job).stop()
         assert result_of(run)["devices"] == 1
-        told = all_told(up.cluster, job)
-    (refused,) = [one.told["text"] for one in told if one.kind == "refused"]
+        events = all_events(up.cluster, job)
+    (refused,) = [one.text for one in events if isinstance(one, ev.Refused)]
     assert re.search(
         r"device 2 .* has other data than job 1: .* of 64 samples .* put the same dataset on ", refused
     )
-    assert "moved" not in {one.kind for one in told}
+    assert not any(isinstance(one, ev.Resized) for one in events)
 
 
 SIZED = """
 import torch
+from hoop import job_events as ev
 import hoop
 
 def model(seed):

@@ -26,7 +26,7 @@ def test_a_seed_gives_the_same_faults_again() -> None:
     assert draw_schedule(200, 7) == draw_schedule(200, 7)
     assert draw_schedule(200, 7) != draw_schedule(200, 8)
     assert {one.kind for one in draw_schedule(200, 7)} == set(KINDS)
-    assert {one.of([3, 1, 2]) for one in draw_schedule(200, 7)} == {1, 2, 3}
+    assert {one.target([3, 1, 2]) for one in draw_schedule(200, 7)} == {1, 2, 3}
     assert [one.number for one in draw_schedule(3, 0, ["kill"])] == [1, 2, 3]
     with pytest.raises(InvalidArgument, match="there are kill, stop"):
         draw_schedule(1, 0, ["flood"])
@@ -60,7 +60,7 @@ def test_a_record_with_a_hole_or_another_loss_is_a_violation(tmp_path: Path) -> 
     ledger = Ledger(holed / NAME)
     for line in lines(whole / NAME):
         if line.entry.get("step") != 3:
-            ledger.note([line.entry])
+            ledger.append([line.entry])
     ledger.close()
     assert "step 4 follows step 2" in _violation(holed, whole, steps)
     shutil.copytree(whole, other)

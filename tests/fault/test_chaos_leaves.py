@@ -15,9 +15,9 @@ PATIENCE_S = 60.0
 OWNER = """
 import sys
 from pathlib import Path
-from hoop.lab.chaos.processes import Fleet
+from hoop.lab.chaos.processes import ClusterProcesses
 from hoop.client.cluster import connect
-with Fleet(Path(sys.argv[1]), 1, 1 << 20) as fleet, connect(fleet.address) as cluster:
+with ClusterProcesses(Path(sys.argv[1]), 1, 1 << 20) as fleet, connect(fleet.address) as cluster:
     cluster.wait_for_devices(1)
     print(fleet.coordinator.pid, fleet.devices[0].pid, flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ from fault_cluster import (
     SLOWEST,
     SLOWLY,
     STEPS,
-    all_told,
+    all_events,
     cluster_of,
     job_of,
     result_of,
@@ -20,6 +20,8 @@ from fault_cluster import (
     until_step,
 )
 from reported_rows import check_same
+
+from hoop import job_events as ev
 
 
 def test_a_device_that_is_told_to_leave_hands_over(tmp_path: Path) -> None:
@@ -32,10 +34,10 @@ def test_a_device_that_is_told_to_leave_hands_over(tmp_path: Path) -> None:
         up.devices[0].send_signal(signal.SIGTERM)  # the one that tells the figures
         assert up.devices[0].wait(PATIENCE_S) == 0
         result = result_of(run, tmp_path / "out")
-        told = all_told(up.cluster, job)
+        events = all_events(up.cluster, job)
         happened = [event.kind for event in up.cluster.events()]
-    kinds = [one.kind for one in told]
-    assert kinds.count("moved") == 1, kinds
+    kinds = [one.kind for one in events]
+    assert kinds.count("resized") == 1, kinds
     assert kinds.count("left") == 1, kinds
     assert not {"lost", "recovered", "failed"} & set(kinds), kinds
     assert "device_left" in happened
@@ -69,7 +71,7 @@ def test_one_that_stalls_is_evicted_and_comes_back_by_itself(tmp_path: Path) -> 
                 one for one in after if (one.kind, one.fields.get("device")) == ("device_joined", "2")
             )
             assert "is here again" in back.text
-            until(up.cluster, job, ("moved", "recovered"), times, ranks=3)
+            until(up.cluster, job, ev.Resized | ev.Recovered, times, ranks=3)
         up.cluster.job(job).stop()
         result = result_of(run, tmp_path / "out")
     check_same(result, undisturbed(*long, "--set", f"max_steps={result['steps']}"))
@@ -86,9 +88,9 @@ def test_one_that_is_killed_comes_back_on_its_memory(tmp_path: Path) -> None:
         job = job_of(up.cluster)
         until_step(up.cluster, job, 5)
         up.kill(first)
-        until(up.cluster, job, "recovered", ranks=1)
+        until(up.cluster, job, ev.Recovered, ranks=1)
         up.device(*arena)
-        until(up.cluster, job, "moved", ranks=2)
+        until(up.cluster, job, ev.Resized, ranks=2)
         up.cluster.job(job).stop()
         result = result_of(run, tmp_path / "out")
         (restarted,) = [one for one in up.cluster.status().devices if one.device.device_id == 9]

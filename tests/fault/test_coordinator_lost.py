@@ -8,15 +8,17 @@ from fault_cluster import (
     JOB,
     SLOWLY,
     STEPS,
-    all_told,
+    all_events,
     cluster_of,
     job_of,
     result_of,
-    steps_told,
+    steps_reported,
     undisturbed,
     until_step,
 )
 from reported_rows import check_same
+
+from hoop import job_events as ev
 
 
 def test_training_goes_on_and_is_found_again(tmp_path: Path) -> None:
@@ -31,11 +33,13 @@ def test_training_goes_on_and_is_found_again(tmp_path: Path) -> None:
             up.again()
             assert job_of(up.cluster, "job_found") == job
         result = result_of(run, tmp_path / "out")
-        told = all_told(up.cluster, job)
+        events = all_events(up.cluster, job)
     assert result["steps"] == STEPS
     check_same(result, undisturbed())
-    assert steps_told(told) == list(range(STEPS)), "the restarted coordinator has every step"
-    assert not {"lost", "reseated", "recovered"} & {one.kind for one in told}, "nobody was disturbed"
+    assert steps_reported(events) == list(range(STEPS)), "the restarted coordinator has every step"
+    assert not any(isinstance(one, ev.DeviceLost | ev.Reassigned | ev.Recovered) for one in events), (
+        "nobody was disturbed"
+    )
 
 
 def test_devices_die_while_it_is_away_and_while_they_recover(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_devices_die_while_it_is_away_and_while_they_recover(tmp_path: Path) -> 
                 up.kill(up.devices[1])
                 break
         result = result_of(run, tmp_path / "out")
-        told = all_told(up.cluster, job)
-    assert [one.told["device"] for one in told if one.kind == "lost"] == [1, 2]
+        events = all_events(up.cluster, job)
+    assert [one.device for one in events if isinstance(one, ev.DeviceLost)] == [1, 2]
     check_same(result, undisturbed())
-    assert steps_told(told)[-1] == STEPS - 1
+    assert steps_reported(events)[-1] == STEPS - 1

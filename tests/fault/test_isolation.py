@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fault_cluster import JOB, SLOWLY, cluster_of, job_of, result_of, undisturbed, until
 
+from hoop import job_events as ev
 from hoop.runs.audit import audit
 
 
@@ -24,7 +25,7 @@ def test_all_devices_are_stopped_and_go_on(tmp_path: Path, strategy: list[str]) 
         options = [*JOB, *SLOWLY, "--strategy", *strategy, "--json", "--coordinator", up.address]
         run = up.start("train", *options, "--out", str(tmp_path / "out"))
         job = job_of(up.cluster)
-        until(up.cluster, job, "steps")
+        until(up.cluster, job, ev.Steps)
         last = list(up.cluster.events())[-1].sequence
         for device in up.devices:
             device.send_signal(signal.SIGSTOP)

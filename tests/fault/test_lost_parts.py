@@ -13,7 +13,7 @@ from reported_rows import check_events
 from small_jobs import JOBS, STEPS, alone, alone_losses, settings
 from torch import Tensor, nn
 
-from hoop.engine.fault_tolerance.replication import check_room
+from hoop.engine.fault_tolerance.replication import check_memory
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
@@ -233,9 +233,9 @@ def test_mirrors_are_counted() -> None:
     plan, blocks = strategy.plan(3, 4), [Block(str(index), 1.0, 100, 200) for index in range(3)]
     found = fit(strategy, plan, blocks, [None] * 3)
     room = [held + 300 + 100 for held in found.bytes]
-    check_room(plan, found, blocks, room)
+    check_memory(plan, found, blocks, room)
     room[1] -= 1
     with pytest.raises(
         FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for mirrors .*--no-mirror"
     ):
-        check_room(plan, found, blocks, room)
+        check_memory(plan, found, blocks, room)

@@ -14,6 +14,7 @@ from reported_rows import check_same
 from trainings import DRIVER, ENV, HOOP, PATIENCE_S, hoop_train
 
 import hoop
+from hoop import job_events as ev
 
 pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
 COORDINATOR, VICTIM, OTHER = 1, 3, 4
@@ -109,7 +110,7 @@ def check_costs_a_device_and_no_bit(
             gone = next(one for one in news if one.kind in ("device_evicted", "device_dead"))
             kind, devices = expected
             assert (gone.kind, gone.fields["device"] in devices) == (kind, True), gone
-            until(cluster, job, "recovered", ranks=3)
+            until(cluster, job, ev.Recovered, ranks=3)
             cluster.job(job).stop()
             result = result_of(run)
     limit = "--set", f"max_steps={result['steps']}"

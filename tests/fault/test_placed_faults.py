@@ -50,7 +50,7 @@ def test_a_slow_device_is_named_and_a_wrong_fault_is_refused(tmp_path: Path) -> 
 
 
 NEVER = {
-    "kill@rank=9,step=2": "rank 9 is not there, the job begins with ranks 0..1",
+    "kill@rank=9,step=2": "rank 9 does not exist, the job begins with ranks 0..1",
     "kill@rank=0,step=8": "step 8 never comes, the job has 7 steps",
     "kill@rank=0,step=2,instruction=push": "rank 0 has no push",
     "corrupt@rank=1,step=2": "corrupt needs TCP connections",
@@ -80,7 +80,7 @@ def test_a_fault_that_can_never_happen_is_refused(tmp_path: Path) -> None:
 def test_the_command_line_refuses_it() -> None:
     job = [f"{DRIVER}:job", "--epochs", "1", "--devices", "2"]
     never = {
-        "kill@rank=9,step=2": "rank 9 is not there, the job begins with ranks 0..1",
+        "kill@rank=9,step=2": "rank 9 does not exist, the job begins with ranks 0..1",
         "disk-full@step=2": "no file of this run is written",
     }
     for fault, text in never.items():

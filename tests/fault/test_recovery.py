@@ -18,6 +18,7 @@ from interrupts import interruptible
 from reported_rows import check_same
 
 import hoop
+from hoop import job_events as ev
 from hoop.client.cluster import Cluster
 
 PATIENCE_S = 100.0
@@ -51,8 +52,8 @@ def pids(cluster: Cluster) -> dict[int, int]:
 
 def disturbed(
     cluster: Cluster, devices: int, disturb: Callable[[int], None], out: Path, strategy: str = "data"
-) -> tuple[dict[str, Any], list[str]]:
-    """Trains, and disturbs it with every report of the figures; the result, and the kinds of what was told."""
+) -> tuple[dict[str, Any], list[type[ev.JobEvent]]]:
+    """Trains, and disturbs it with every report of the figures; the result, and the kinds of its events."""
     run = command(
         "train",
         *JOB,
@@ -67,18 +68,18 @@ def disturbed(
         str(out),
         stdout=subprocess.PIPE,
     )
-    told = []
+    kinds: list[type[ev.JobEvent]] = []
     for event in cluster.events(follow=True):
         if event.kind == "job_started":
             number = int(event.fields["job"])
             break
     for one in cluster.job(number).events():
-        told.append(one.kind)
-        if one.kind == "steps":
-            disturb(one.told["first"] + len(one.told["loss"]))
+        kinds.append(type(one.event))
+        if isinstance(one.event, ev.Steps):
+            disturb(one.event.first + len(one.event.loss))
     result, _ = run.communicate(timeout=PATIENCE_S)
-    assert run.returncode == 0, told
-    return {**json.loads(result), "out": str(out)}, told
+    assert run.returncode == 0, kinds
+    return {**json.loads(result), "out": str(out)}, kinds
 
 
 @pytest.mark.parametrize(
@@ -118,13 +119,13 @@ def test_a_loss_changes_nothing(
                 os.kill(running[todo.pop(0)], how)
 
         try:
-            result, told = disturbed(cluster, devices, disturb, tmp_path / "out", strategy)
+            result, kinds = disturbed(cluster, devices, disturb, tmp_path / "out", strategy)
         finally:
             if how == signal.SIGSTOP:
                 for victim in victims:
                     os.kill(running[victim], signal.SIGKILL)
     assert not todo, "the run was over before the fault"
-    assert told.count("moved" if how == signal.SIGTERM else "recovered") >= 1, told
+    assert kinds.count(ev.Resized if how == signal.SIGTERM else ev.Recovered) >= 1, kinds
     assert result["steps"] == 118
     check_same(result, undisturbed())
 
@@ -159,10 +160,10 @@ def test_a_newcomer_changes_nothing_and_takes_part(tmp_path: Path, strategy: str
         )
         ranks = set()
         for one in cluster.job(number).events():
-            if one.kind == "steps":
+            if isinstance(one.event, ev.Steps):
                 disturb(0)
-            if one.kind == "moved":
-                ranks.add(one.told["ranks"])
+            if isinstance(one.event, ev.Resized):
+                ranks.add(one.event.ranks)
                 cluster.job(number).stop()
         out, _ = run.communicate(timeout=PATIENCE_S)
         result = {**json.loads(out), "out": str(tmp_path / "out")}

@@ -24,7 +24,9 @@ from mortal_ranks import Fault, survive
 from reported_rows import check_events, check_run, check_same
 from small_jobs import JOBS, alone_losses, settings
 
-CHANGED = ("moved", "recovered")
+from hoop import job_events as ev
+
+CHANGED = ev.Resized | ev.Recovered
 SIZES = {"hybrid:replicas=2": 4, "pipeline:interleaved": 2}
 """Devices, where 3 do not fit the strategy or the model."""
 

@@ -13,15 +13,17 @@ from fault_cluster import (
     SLOWLY,
     STEPS,
     Processes,
-    all_told,
+    all_events,
     job_of,
     result_of,
-    steps_told,
+    steps_reported,
     undisturbed,
     until_step,
 )
 from real_etcd import RealEtcd, free_port, needs_etcd, running_etcd
 from reported_rows import check_same
+
+from hoop import job_events as ev
 
 
 class Pair(Processes):
@@ -56,14 +58,16 @@ def test_the_job_and_the_members_are_found_by_the_other(tmp_path: Path) -> None:
         job = job_of(up.cluster)
         until_step(up.cluster, job, 10)
         up.kill(up.coordinator)
-        up.cluster.knock(PATIENCE_S)
+        up.cluster.wait_ready(PATIENCE_S)
         assert job_of(up.cluster, "job_found") == job
         now = up.cluster.status()
         assert now.pid == up.second.pid, "the second answers"
         assert sorted(one.device.device_id for one in now.devices) == [1, 2, 3]
         result = result_of(run, tmp_path / "out")
-        told = all_told(up.cluster, job)
+        events = all_events(up.cluster, job)
     assert result["steps"] == STEPS
     check_same(result, undisturbed())
-    assert steps_told(told) == list(range(STEPS)), "the second has every step"
-    assert not {"lost", "reseated", "recovered"} & {one.kind for one in told}, "nobody was disturbed"
+    assert steps_reported(events) == list(range(STEPS)), "the second has every step"
+    assert not any(isinstance(one, ev.DeviceLost | ev.Reassigned | ev.Recovered) for one in events), (
+        "nobody was disturbed"
+    )

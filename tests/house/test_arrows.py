@@ -23,6 +23,8 @@ ROOT_MODULES = {
     "topology",
     "events",
     "files",
+    "job_events",
+    "logs",
     "texts",
     "torch_versions",
     "resources",
@@ -40,11 +42,11 @@ TABLE = """
     collectives     root memory transport
     membership      root wire
     client          root memory wire collectives
-    servers         root memory wire transport collectives membership
     models          root
     data            root
     plan            root
     strategies      root plan
+    servers         root memory wire transport collectives membership strategies
     engine          root memory transport collectives membership models data plan strategies
     simulate        root plan strategies collectives
     report          root plan

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hoop"
-FOR_PEOPLE = {"events.py", "client/jobs.py", "report/tensorboard.py"}
+FOR_PEOPLE = {"events.py", "job_events.py", "report/tensorboard.py"}
 """Who may read it: what they make of it is shown, never compared."""
 JUMP = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
 

@@ -102,7 +102,7 @@ class Device:
         """Counts what the task left: the end of an operation that it gave up is nothing to it."""
         self.working = False
         """It uses the links of a generation."""
-        self.done, self.stays, self.turn, self.begins = NO_STATE, False, 0, False
+        self.done, self.survived, self.reshard_count, self.fresh_start = NO_STATE, False, 0, False
         self.live: dict[int, set[SliceSpec]] = {}
         """Step to pieces that it can provide."""
         self.leaving = False
@@ -179,11 +179,11 @@ class Device:
         self.task, self.ended = tm.TaskRanks(), False
         if joining:
             self.live = {step: set(pieces) for step, pieces in self.arena.items()}
-            self.done, self.stays, self.begins = max(self.live, default=NO_STATE), False, False
+            self.done, self.survived, self.fresh_start = max(self.live, default=NO_STATE), False, False
             self.do(self.run.random.uniform(0.05, 0.5), lambda: (self.tell("ready"), self.look()))
             return
         self.task = tm.took(self.task, generation)
-        self.done, self.stays, self.begins = 0, True, True
+        self.done, self.survived, self.fresh_start = 0, True, True
         self._hold(0, members)
         self.assignment = generation, members
         self.working = True
@@ -256,7 +256,7 @@ class Device:
         if self.task is None or self.working or self.ended or tm.next_step(self.task) != tm.NextStep.TAKE:
             return
         if self.task.left_out:
-            self.stays = False
+            self.survived = False
         self.task = tm.took(self.task, self.assignment[0])
         self.working = True
         self.run.left(self)  # peers that still wait in an older generation
@@ -264,10 +264,10 @@ class Device:
             self.number,
             self.done,
             0,
-            self.stays,
+            self.survived,
             [(step, sorted(pieces)) for step, pieces in self.live.items()],
-            turn=self.turn,
-            begins=self.begins,
+            reshard_count=self.reshard_count,
+            fresh_start=self.fresh_start,
         )
         self._operate("agree", mine, self._agreed)
 
@@ -330,7 +330,7 @@ class Device:
         self._resume(plan)
 
     def _resume(self, plan: RecoveryPlan) -> None:
-        self.done, self.stays, self.turn = plan.step, True, plan.turn
+        self.done, self.survived, self.reshard_count = plan.step, True, plan.reshard_count
         assert self.task is not None
         if self.members[0] == self.number:
             self.tell("recovered", generation=self.task.taken)
@@ -391,7 +391,7 @@ class Device:
         assert self.task is not None
         self.done += 1
         self._hold(self.done, members)
-        self.begins = False
+        self.fresh_start = False
         if moves:
             self.working = False  # its links stay open until all have moved
             self.fence += 1
@@ -694,7 +694,7 @@ class Run:
 
     def _view(self, participants: Sequence[int]) -> jm.JobView:
         planned = not self.setup.partitioned
-        return jm.JobView(JOB, planned=planned, grace_s=GRACE_S, participants=frozenset(participants))
+        return jm.JobView(JOB, planned=planned, restart_grace_s=GRACE_S, participants=frozenset(participants))
 
     def _handle(self, event: jm.JobEvent) -> None:
         self._events.append(event)
@@ -851,7 +851,7 @@ class Run:
                 raise Violation(
                     f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}"
                 )
-        begins = [one for one in self.devices.values() if one.alive and one.begins and one.done == 0]
+        begins = [one for one in self.devices.values() if one.alive and one.fresh_start and one.done == 0]
         if begins and len(begins) == len([one for one in self.devices.values() if one.alive]):
             raise Violation("a job that had only begun was declared lost")
 

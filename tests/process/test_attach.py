@@ -11,6 +11,7 @@ from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
 
 import hoop
+from hoop.job_events import Steps
 
 if TYPE_CHECKING:
     from conftest import Running
@@ -24,7 +25,7 @@ JOB, SLOW = f"{DRIVER}:job", f"{DRIVER}:slow"
 
 
 def steps_under_way(cluster: hoop.Cluster, job: int) -> None:
-    assert next(one.kind for one in cluster.job(job).events() if one.kind == "steps")
+    assert any(isinstance(one.event, Steps) for one in cluster.job(job).events())
 
 
 def answered(done: CompletedProcess[str]) -> dict[str, Any]:

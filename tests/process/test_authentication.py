@@ -295,7 +295,7 @@ def test_a_device_with_a_devices_token_serves_all_three(
     with_token: Guarded, start: Callable[..., Any], tmp_path: Path
 ) -> None:
     """It recognises the coordinator, clients and other devices, and proves its links, without the join token."""
-    write_private(tmp_path / "device", Token.parse(SECRET).of_role(Role.DEVICE))
+    write_private(tmp_path / "device", Token.parse(SECRET).role_token(Role.DEVICE))
     address, port = with_token.running.address, free_port()
     # Whoever says where its links are reached shares no memory: they are TCP.
     links = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
@@ -320,7 +320,7 @@ def test_the_token_is_nowhere_to_be_seen(with_token: Guarded) -> None:
     """Not in the arguments of any process, and not in what they say."""
     for pid in (with_token.device["pid"], with_token.running.process.pid):
         assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    derived = [Token.parse(SECRET).presented(role) for role in Role]
+    derived = [Token.parse(SECRET).credential(role) for role in Role]
     assert not [one for one in (SECRET, *derived) if one in with_token.running.log.read_text()]
 
 
@@ -330,7 +330,7 @@ def test_python_says_who_it_is(with_token: Guarded, monkeypatch: pytest.MonkeyPa
         hoop.connect(address)
     with pytest.raises(Unauthenticated, match="not of this cluster"):
         hoop.connect(address, token=new_token())
-    monkeypatch.setenv("HOOP_TOKEN", Token.parse(SECRET).of_role(Role.CLIENT))
+    monkeypatch.setenv("HOOP_TOKEN", Token.parse(SECRET).role_token(Role.CLIENT))
     with hoop.connect(address) as cluster:
         assert cluster.status().devices
         with pytest.raises(PermissionDenied):
@@ -368,4 +368,4 @@ def test_with_a_token_it_listens_anywhere(start: Callable[..., Any], tmp_path: P
 def test_insecure_is_said_aloud(start: Callable[..., Any]) -> None:
     running = start("coordinator", "--host", "0.0.0.0", "--insecure")
     assert running.first.startswith("coordinator ")
-    assert "nobody who calls has to prove anything" in running.errors
+    assert "callers are not authenticated" in running.errors

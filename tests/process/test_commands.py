@@ -224,7 +224,7 @@ def test_a_device_that_cannot_start_leaves_nothing(up: Running, run_hoop: Run) -
         ((*joining, "--port", port), 2, f"cannot listen on 127.0.0.1:{port}"),
         ((*joining, "--data-port", port), 2, f"data address 127.0.0.1:{port}: cannot listen there"),
         ((*joining, "--id", 1), 2, "device id 1 is in use by device 1 (pid"),
-        (("--join", "127.0.0.1:1", "--patience", "300ms"), 3, "127.0.0.1:1 did not answer within"),
+        (("--join", "127.0.0.1:1", "--connect-timeout", "300ms"), 3, "127.0.0.1:1 did not answer within"),
     ):
         answer = run_hoop("device", *arguments)
         assert answer.returncode == code, answer.stderr
@@ -285,7 +285,7 @@ def test_a_port_that_is_used(up: Running, run_hoop: Run) -> None:
 
 def test_nobody_is_there(run_hoop: Run) -> None:
     """Exit code 3, and who was asked, for how long, how often, and why it failed."""
-    answer = run_hoop("status", "--coordinator", "127.0.0.1:1", "--patience", "400ms")
+    answer = run_hoop("status", "--coordinator", "127.0.0.1:1", "--connect-timeout", "400ms")
     assert answer.returncode == 3
     story = (
         r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"

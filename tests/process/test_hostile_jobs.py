@@ -257,7 +257,7 @@ def test_what_a_stranger_says_goodbye_with_does_not_reach_the_terminal(run_hoop:
         thread = threading.Thread(target=serve)
         thread.start()
         where = f"127.0.0.1:{stranger.getsockname()[1]}"
-        done = run_hoop("status", "--coordinator", where, "--patience", "1s", within=60)
+        done = run_hoop("status", "--coordinator", where, "--connect-timeout", "1s", within=60)
         stranger.shutdown(socket.SHUT_RDWR)
         thread.join(20)
         for one in accepted:

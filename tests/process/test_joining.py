@@ -100,7 +100,7 @@ def test_knocking_until_the_coordinator_is_there(start: Start, connect: Connect,
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"127.0.0.1:{port}"
-    device = start("device", "--join", address, "--memory", "1MiB", "--patience", "20s")
+    device = start("device", "--join", address, "--memory", "1MiB", "--connect-timeout", "20s")
     with socket.create_server(("127.0.0.1", port)) as listener:  # until it has knocked once
         listener.settimeout(20)
         listener.accept()[0].close()

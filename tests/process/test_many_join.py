@@ -37,7 +37,7 @@ async def all_join(address: Address) -> list[int]:
     joins = (one.join(newcomer(number), PATIENCE_S) for number, one in enumerate(crowd))
     ids = [info.device_id for info in await asyncio.gather(*joins)]
     for one in crowd:
-        one.attend()
+        one.start()
     await asyncio.sleep(0)
     await asyncio.gather(*(one.leave() for one in crowd))
     return ids

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hoop.simulate.cost_model import FREE, BlockCost, Costs, LinearCost
+from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
 
 
 def trained(strategy: str, *more: str) -> dict[str, float]:
@@ -42,7 +42,7 @@ def test_a_run_tells_its_prediction(strategy: str) -> None:
 def test_a_run_is_predicted_from_a_calibration(tmp_path: Path) -> None:
     block = BlockCost("b", LinearCost(10.0), LinearCost(20.0))
     file = tmp_path / "costs.json"
-    file.write_text(Costs((block,) * 3, 64, FREE).to_json())
+    file.write_text(Costs((block,) * 3, 64, FREE_MACHINE).to_json())
     result = trained("data", f"--costs={file}")
     assert result["predicted_step_seconds"] == pytest.approx(2 * 90), (
         "two shards of three blocks on each device"

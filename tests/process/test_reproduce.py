@@ -65,11 +65,11 @@ def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
 GROWING = """
 import dataclasses, json
 from hoop.lab.papers.ringtmp import SGD, chain
-from hoop.lab.papers.experiment import Lab
-from hoop.lab.papers.ringtmp import largest
+from hoop.lab.papers.experiment import Experiment
+from hoop.lab.papers.ringtmp import largest_model
 
-best = largest(
-    Lab(), lambda size: chain(size, 3, 64), 32, 16, halvings=2,
+best = largest_model(
+    Experiment(), lambda size: chain(size, 3, 64), 32, 16, halvings=2,
     devices=2, strategy="data", memory="2MiB", **SGD | {"batch_size": 32},
 )
 print(json.dumps(dataclasses.asdict(best)))

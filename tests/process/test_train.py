@@ -204,7 +204,7 @@ def test_a_model_that_does_not_suit_its_data_is_the_users() -> None:
     ("arguments", "sentence"),
     [
         ((), "job: none given; try: hoop train mnist"),
-        (("mnist", "--strategy", "teleport"), "strategy: 'teleport' is none; choose data, ps, ring"),
+        (("mnist", "--strategy", "teleport"), "strategy: 'teleport' is unknown; choose data, ps, ring"),
         (("mnist", "--set", "momentum"), "--set: 'momentum' is not name=value"),
         (("mnist", "--memory", "lots"), "--memory: "),
         (("mnist", "--resume"), "--resume: it needs --out"),

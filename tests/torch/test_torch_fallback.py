@@ -21,7 +21,7 @@ def without_sharing(rank: int, unable: list[int]) -> tuple[str, list[float], lis
         def nowhere(place: Any, name: str) -> Any:
             raise OSError(f"{name}: no semaphores here")
 
-        rendezvous.Bell.create = nowhere  # type: ignore[method-assign]
+        rendezvous.Semaphore.create = nowhere  # type: ignore[method-assign]
     group: Any = dist.new_group(list(range(dist.get_world_size())))
     tensor = torch.full((1000,), float(rank + 1))
     dist.all_reduce(tensor, group=group)

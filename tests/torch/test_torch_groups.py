@@ -210,5 +210,5 @@ def test_a_rank_that_never_comes_is_named(world: Worlds) -> None:
     with pytest.raises(
         RuntimeError, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0\.2 s"
     ):
-        rendezvous.meet("g", store, 0, 3, range(3), timedelta(seconds=0.2))
+        rendezvous.connect_group("g", store, 0, 3, range(3), timedelta(seconds=0.2))
     assert ranks.processes == []

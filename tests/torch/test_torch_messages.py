@@ -141,34 +141,34 @@ def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> P2PMessage:
 
 
 def test_requests_of_one_kind_are_served_in_order() -> None:
-    shelf = TagMatcher()
+    matcher = TagMatcher()
     first, _ = request(None, 1)
     second, _ = request(2, 1)
-    assert not shelf.ask(first)
-    assert not shelf.ask(second)
-    assert shelf.claim(2, MessageKind.MESSAGE, 9) is None
-    assert shelf.claim(2, MessageKind.BARRIER, 1) is None
-    assert shelf.claim(2, MessageKind.MESSAGE, 1) is first
-    assert shelf.claim(3, MessageKind.MESSAGE, 1) is None
-    assert shelf.claim(2, MessageKind.MESSAGE, 1) is second
+    assert not matcher.post_receive(first)
+    assert not matcher.post_receive(second)
+    assert matcher.match(2, MessageKind.MESSAGE, 9) is None
+    assert matcher.match(2, MessageKind.BARRIER, 1) is None
+    assert matcher.match(2, MessageKind.MESSAGE, 1) is first
+    assert matcher.match(3, MessageKind.MESSAGE, 1) is None
+    assert matcher.match(2, MessageKind.MESSAGE, 1) is second
 
 
 def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
-    shelf = TagMatcher()
+    matcher = TagMatcher()
     for byte in (5, 6):
-        shelf.keep(message(1, 0, byte))
+        matcher.add_unexpected(message(1, 0, byte))
     for byte in (5, 6):
         asked, ends = request(1, 0)
-        assert shelf.ask(asked)
+        assert matcher.post_receive(asked)
         assert ends == [(None, 1)]
         assert asked.data.tolist() == [byte, byte]
 
 
 def test_a_full_shelf_stops_a_sender_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "SHELF_BYTES", 4)
-    shelf = TagMatcher()
-    shelf.keep(message(1, 0, size=4))
-    assert list(shelf.listened([1, 2])) == [2]
+    monkeypatch.setattr(p2p, "UNEXPECTED_BYTES", 4)
+    matcher = TagMatcher()
+    matcher.add_unexpected(message(1, 0, size=4))
+    assert list(matcher.readable_peers([1, 2])) == [2]
     asked, _ = request(1, 9)
-    shelf.ask(asked)
-    assert list(shelf.listened([1, 2])) == [1, 2]
+    matcher.post_receive(asked)
+    assert list(matcher.readable_peers([1, 2])) == [1, 2]

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from hoop import errors
-from hoop.errors import HoopError, named
+from hoop.errors import HoopError, error_from_name
 
 
 def tree(kind: type[HoopError], depth: int = 0) -> list[tuple[int, type[HoopError]]]:
@@ -65,10 +65,10 @@ def test_no_error_is_defined_elsewhere() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: type[HoopError]) -> None:
     sent = kind("rank 2: 'gone'")
-    back = named(kind.__name__, str(sent))
+    back = error_from_name(kind.__name__, str(sent))
     assert type(back) is kind
     assert str(back) == "rank 2: 'gone'"
-    bare = named(kind.code, str(sent))
+    bare = error_from_name(kind.code, str(sent))
     assert type(bare) is SPEAKERS[kind.code]
     assert bare.code == kind.code
     assert str(bare) == "rank 2: 'gone'"
@@ -82,8 +82,8 @@ def test_every_code_is_a_status_and_has_one_speaker() -> None:
 
 @pytest.mark.parametrize("name", ["", "OK", "CANCELLED", "hooperror", "Exception", "named"])
 def test_an_unknown_name_is_any_error(name: str) -> None:
-    assert type(named(name, "what")) is HoopError
-    assert str(named(name, "what")) == "what"
+    assert type(error_from_name(name, "what")) is HoopError
+    assert str(error_from_name(name, "what")) == "what"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.files import Appender, remove_leftovers, replacing, write_text
+from hoop.files import Appender, atomic_write, remove_partial_files, write_text
 
 
 def no_room(*_: object) -> int:
@@ -32,7 +32,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
 def test_readers_see_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(b"new")
         file.flush()
         assert path.read_text() == "old"
@@ -42,7 +42,7 @@ def test_readers_see_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
 def test_an_error_in_the_block_leaves_the_old_file_and_is_not_touched(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
-    with pytest.raises(FileNotFoundError, match="other"), replacing(path) as file:
+    with pytest.raises(FileNotFoundError, match="other"), atomic_write(path) as file:
         file.write(b"half" + (tmp_path / "other").read_bytes())
     assert path.read_text() == "old"
     assert names(tmp_path) == ["file"]
@@ -87,11 +87,11 @@ def test_mode_and_long_names(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
-    block = replacing(tmp_path / "file")
+    block = atomic_write(tmp_path / "file")
     block.__enter__()  # and the process dies here
     (left,) = names(tmp_path)
     (tmp_path / ".hidden").touch()
-    assert [path.name for path in remove_leftovers(tmp_path)] == [left]
+    assert [path.name for path in remove_partial_files(tmp_path)] == [left]
     assert names(tmp_path) == [".hidden"]
     with pytest.raises(FailedPrecondition, match="cannot write"):
         block.__exit__(None, None, None)

@@ -58,8 +58,8 @@ def test_they_take_turns_in_the_order_of_acceptance() -> None:
         accesses = [write(order, name, start, stop) for name, start, stop in writes]
 
         async def take(access: Access) -> None:
-            await access.turn(20)
-            done.append(access.what)
+            await access.wait_turn(20)
+            done.append(access.description)
             await asyncio.sleep(0)
             order.end(access)
 
@@ -80,11 +80,11 @@ def test_who_waits_in_vain_says_for_what() -> None:
         first = write(order, "the first", 0, 8)
         second = write(order, "the second", 0, 8)
         with pytest.raises(DeadlineExceeded, match=r"the second waited .* s for the first"):
-            await second.turn(0.01)
+            await second.wait_turn(0.01)
         third = write(order, "the third", 0, 8)
         order.end(second)
         order.end(first)
-        await third.turn(0)
+        await third.wait_turn(0)
 
     asyncio.run(run())
 
@@ -93,10 +93,10 @@ def test_an_access_that_nobody_ends_lapses() -> None:
     async def run() -> None:
         order = MemoryOrder()
         order.accept("announced", [MemoryRange(1, 0, 8, True)], time.monotonic() + 0.01)
-        waiting = order.behind("Read", [MemoryRange(1, 0, 8, False)])
+        waiting = order.wait_only("Read", [MemoryRange(1, 0, 8, False)])
         with pytest.raises(DeadlineExceeded, match=r"Read waited .* for announced"):
-            await waiting.turn(60)
-        await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(0)
+            await waiting.wait_turn(60)
+        await order.wait_only("Read", [MemoryRange(1, 0, 8, False)]).wait_turn(0)
         assert not len(order)
 
     asyncio.run(run())
@@ -108,12 +108,12 @@ def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there
     async def run() -> None:
         order = MemoryOrder()
         running = write(order, "a launch", 0, 8)
-        running.patience = 0.01
+        running.max_wait_s = 0.01
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match=r"Read waited .* for a launch"):
-                await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(60)
+                await order.wait_only("Read", [MemoryRange(1, 0, 8, False)]).wait_turn(60)
         order.end(running)
-        await order.behind("Read", [MemoryRange(1, 0, 8, False)]).turn(0)
+        await order.wait_only("Read", [MemoryRange(1, 0, 8, False)]).wait_turn(0)
 
     asyncio.run(run())
 
@@ -123,11 +123,11 @@ def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
         order = MemoryOrder()
         reads = [order.accept("read", [MemoryRange(1, 0, 8, False)]) for _ in range(3)]
         for one in reads:
-            await one.turn(0)
+            await one.wait_turn(0)
         behind = write(order, "write", 0, 8)
 
         async def enter() -> None:
-            async with order.turn("cancelled", [MemoryRange(1, 0, 8, True)], 60):
+            async with order.in_turn("cancelled", [MemoryRange(1, 0, 8, True)], 60):
                 raise AssertionError("it is not its turn")
 
         task = asyncio.ensure_future(enter())
@@ -136,7 +136,7 @@ def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
         await asyncio.gather(task, return_exceptions=True)
         for one in reads:
             order.end(one)
-        await behind.turn(0)
+        await behind.wait_turn(0)
         order.end(behind)
         assert not len(order)
 

@@ -14,10 +14,10 @@ from hoop.resources import (
     STARTED,
     Request,
     Resources,
-    group_folders,
-    group_memory_left,
-    measured,
-    refusal,
+    admission_error,
+    cgroup_folders,
+    cgroup_memory_left,
+    measure_resources,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -43,18 +43,18 @@ CONTAINER = Resources(memory=GIB, shared_memory=64 * MIB, disk=20 * GIB, tasks=5
     ],
 )
 def test_what_fits_is_not_refused(devices: int, memory: int, machine: Resources) -> None:
-    assert refusal(Request(devices, memory), machine) is None
+    assert admission_error(Request(devices, memory), machine) is None
 
 
 @pytest.mark.parametrize("memory", [MIB, 16 * MIB, 256 * MIB])
 def test_five_hundred_devices_do_not_fit_on_a_laptop(memory: int) -> None:
-    error = refusal(Request(500, memory, options=("--devices", "--memory")), LAPTOP)
+    error = admission_error(Request(500, memory, options=("--devices", "--memory")), LAPTOP)
     assert isinstance(error, UserError), "exit code 2"
     assert str(error).startswith("--devices: 500 of ")
 
 
 def test_the_error_shows_the_arithmetic_and_the_remedy() -> None:
-    error = refusal(Request(500, 256 * MIB, options=("--devices", "--memory")), LAPTOP)
+    error = admission_error(Request(500, 256 * MIB, options=("--devices", "--memory")), LAPTOP)
     assert str(error) == (
         "--devices: 500 of 256 MiB cannot fit on this machine: 500 x 48 MiB for the processes + 96 arenas of 256 MiB "
         "+ 64 MiB are 47.5 GiB of memory, and 20.7 GiB can be used (23 GiB available, 10% stay free); 404 arenas of "
@@ -75,38 +75,38 @@ def test_the_error_shows_the_arithmetic_and_the_remedy() -> None:
     ids=["memory", "disk", "processes", "files", "a tmpfs for temporary files"],
 )
 def test_each_limit_is_a_limit(machine: Resources, said: str) -> None:
-    error = refusal(Request(10, 256 * MIB), machine)
+    error = admission_error(Request(10, 256 * MIB), machine)
     assert said in str(error)
 
 
 @pytest.mark.parametrize("devices", [10, 500, 100_000])
 @pytest.mark.parametrize("machine", [LAPTOP, CONTAINER, Resources(tasks=100), Resources(descriptors=80)])
 def test_the_number_that_is_advised_fits_and_the_next_does_not(devices: int, machine: Resources) -> None:
-    error = refusal(Request(devices, 256 * MIB), machine)
+    error = admission_error(Request(devices, 256 * MIB), machine)
     if error is None:
         return
     most = int(str(error).rpartition("devices ")[2].split()[0])
-    assert refusal(Request(most, 256 * MIB), machine) is None
-    assert refusal(Request(most + 1, 256 * MIB), machine) is not None
+    assert admission_error(Request(most, 256 * MIB), machine) is None
+    assert admission_error(Request(most + 1, 256 * MIB), machine) is not None
 
 
 def test_the_memory_that_is_advised_fits() -> None:
-    error = refusal(Request(40, GIB, options=("--devices", "--memory")), LAPTOP)
+    error = admission_error(Request(40, GIB, options=("--devices", "--memory")), LAPTOP)
     mib = int(str(error).rpartition("--memory ")[2].partition("MiB")[0])
-    assert refusal(Request(40, mib * MIB), LAPTOP) is None
+    assert admission_error(Request(40, mib * MIB), LAPTOP) is None
 
 
 def test_where_not_even_one_fits_it_says_so() -> None:
     machine = Resources(memory=LEADER.memory + FORKED.memory)
-    error = str(refusal(Request(4, 256 * MIB), machine))
+    error = str(admission_error(Request(4, 256 * MIB), machine))
     assert error.startswith("memory: 4 of 256 MiB cannot fit on this machine")
     assert error.endswith("not even one of 256 MiB fits: choose a smaller memory")
 
 
 def test_arenas_that_are_kept_already_need_no_space_again(tmp_path: Path) -> None:
     machine = Resources(disk=GIB)
-    assert refusal(Request(8, 256 * MIB, STARTED, tmp_path), machine) is not None
-    assert refusal(Request(8, 256 * MIB, STARTED, tmp_path, kept=8), machine) is None
+    assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path), machine) is not None
+    assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path, existing=8), machine) is None
 
 
 # ---- reading limits
@@ -122,16 +122,16 @@ def write(folder: Path, **files: object) -> Path:
 def test_memory_left_in_a_group(tmp_path: Path) -> None:
     stat = "anon 100\ninactive_file 30\nactive_file 20"
     new = write(tmp_path / "2", memory__max=1000, memory__current=900, memory__stat=stat)
-    assert group_memory_left(new) == 150
+    assert cgroup_memory_left(new) == 150
     old = write(
         tmp_path / "1",
         memory__limit_in_bytes=1000,
         memory__usage_in_bytes=900,
         memory__stat="inactive_file 1\ntotal_inactive_file 40\ntotal_active_file 5",
     )
-    assert group_memory_left(old) == 145
-    assert group_memory_left(write(tmp_path / "none", memory__max="max", memory__current=5)) is None
-    assert group_memory_left(tmp_path / "not there") is None
+    assert cgroup_memory_left(old) == 145
+    assert cgroup_memory_left(write(tmp_path / "none", memory__max="max", memory__current=5)) is None
+    assert cgroup_memory_left(tmp_path / "not there") is None
 
 
 def test_groups_of_both_versions_with_those_above_them(tmp_path: Path) -> None:
@@ -141,14 +141,14 @@ def test_groups_of_both_versions_with_those_above_them(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
     groups.write_text("4:memory:/a/b\n3:pids:/elsewhere/on/the/host\n1:cpu,cpuacct:/x\n0::/user.slice/job\n")
     unified = [root / "user.slice/job", root / "user.slice", root]
-    found = group_folders("memory", groups, root)
+    found = cgroup_folders("memory", groups, root)
     assert found == [root / "memory/a/b", root / "memory/a", root / "memory", *unified]
-    assert group_folders("pids", groups, root) == [root / "pids", *unified]
-    assert group_folders("memory", tmp_path / "no such file", root) == []
+    assert cgroup_folders("pids", groups, root) == [root / "pids", *unified]
+    assert cgroup_folders("memory", tmp_path / "no such file", root) == []
 
 
 def test_this_machine_can_be_measured() -> None:
-    found = measured()
+    found = measure_resources()
     assert found.memory is None or found.memory > 0
     assert found.descriptors is None or found.descriptors > 0
-    assert refusal(Request(1, MIB), found) is None
+    assert admission_error(Request(1, MIB), found) is None

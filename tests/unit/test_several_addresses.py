@@ -20,7 +20,7 @@ addresses = st.builds(Address, st.sampled_from(["127.0.0.1", "::1", "example.com
 
 @given(st.lists(addresses, min_size=1, max_size=4))
 def test_written_back_they_read_as_themselves(each: list[Address]) -> None:
-    assert Addresses.parse(str(Addresses(tuple(each)))).each == tuple(each)
+    assert Addresses.parse(str(Addresses(tuple(each)))).addresses == tuple(each)
 
 
 @pytest.mark.parametrize("text", ["", ",", "a:1,", ",a:1", "a:1;b:2", "a:1,b"])

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.engine.settings import Settings
-from hoop.errors import HoopError, InvalidArgument, named
+from hoop.errors import HoopError, InvalidArgument, error_from_name
 from hoop.events import EventLog
 from hoop.plan.plan import Plan
 from hoop.report import strict_json
 from hoop.runs.run_recorder import saved_settings
 from hoop.simulate.cluster import read_cluster
 from hoop.simulate.cost_model import Costs
-from hoop.texts import LONGEST, cleaned, parse_json, printable
+from hoop.texts import MAX_TEXT_BYTES, parse_json, printable, printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name
 
@@ -27,11 +27,11 @@ ANY_TEXT = st.text(st.characters(), max_size=300)
 
 
 @given(ANY_TEXT, st.integers(0, 400))
-def test_any_text_can_go_anywhere(text: str, longest: int) -> None:
-    shown = printable(text, longest)
-    assert len(shown.encode()) <= max(longest, 0)
+def test_any_text_can_go_anywhere(text: str, max_bytes: int) -> None:
+    shown = printable(text, max_bytes)
+    assert len(shown.encode()) <= max(max_bytes, 0)
     assert all(one.isprintable() or one in "\n\t" for one in shown)
-    assert printable(shown, longest) == shown
+    assert printable(shown, max_bytes) == shown
     assert pb.Job(reason=shown).SerializeToString() is not None
 
 
@@ -58,17 +58,17 @@ def test_escapes(text: str, shown: str) -> None:
 
 def test_of_a_long_text_both_ends_stay() -> None:
     shown = printable("begin" + "x" * (1 << 20) + "end")
-    assert (shown[:5], shown[-3:], len(shown)) == ("begin", "end", LONGEST)
+    assert (shown[:5], shown[-3:], len(shown)) == ("begin", "end", MAX_TEXT_BYTES)
 
 
 @given(ANY_TEXT)
 def test_errors_and_events_are_printable_by_themselves(text: str) -> None:
-    log = EventLog(longest=LONGEST)
+    log = EventLog(max_bytes=MAX_TEXT_BYTES)
     event = log.publish("kind" + text, text * 100, field=text)
     for kind in ("PeerLost", "NotFound", "OutOfMemory", "INTERNAL", "UNKNOWN"):
-        assert str(named(kind, text)) == printable(text)
+        assert str(error_from_name(kind, text)) == printable(text)
     pb.Event(kind=event.kind, text=event.text, fields=event.fields).SerializeToString()
-    assert max(map(len, (event.kind, event.text, *event.fields.values()))) <= LONGEST
+    assert max(map(len, (event.kind, event.text, *event.fields.values()))) <= MAX_TEXT_BYTES
 
 
 def test_a_log_without_a_limit_keeps_json_whole() -> None:
@@ -77,7 +77,7 @@ def test_a_log_without_a_limit_keeps_json_whole() -> None:
 
 
 def test_parsed_json_is_cleaned_in_every_place() -> None:
-    assert cleaned(json.loads(r'{"\ud800":["\u001b",{"a":1.5}],"b":null}')) == {
+    assert printable_json(json.loads(r'{"\ud800":["\u001b",{"a":1.5}],"b":null}')) == {
         r"\ud800": [r"\x1b", {"a": 1.5}],
         "b": None,
     }

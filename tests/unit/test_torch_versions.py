@@ -33,7 +33,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes Hoop believe that another version is installed."""
 
     def pretend(version: str) -> None:
-        monkeypatch.setattr(torch_versions, "installed", lambda: version)
+        monkeypatch.setattr(torch_versions, "installed_version", lambda: version)
 
     return pretend
 
@@ -42,18 +42,18 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     "version", [f"{dotted(OLDEST)}.0", f"{dotted(NEWEST)}.3+cpu", "2.13.0a0+git1", "main"]
 )
 def test_a_tested_version_is_taken_without_a_word(version: str) -> None:
-    assert torch_versions.check(version) is None
+    assert torch_versions.check_version(version) is None
 
 
 @pytest.mark.parametrize("version", [OLD, "1.13.1", "0.4"])
 def test_an_older_one_is_refused_with_number_range_and_remedy(version: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"{re.escape(version)}.*{dotted(OLDEST)} to .*{REMEDY}"):
-        torch_versions.check(version)
+        torch_versions.check_version(version)
 
 
 @pytest.mark.parametrize("version", [NEW, "2.100.0", "3.0.1+cu140"])
 def test_a_newer_one_gets_a_warning_with_number_range_and_remedy(version: str) -> None:
-    text = torch_versions.check(version)
+    text = torch_versions.check_version(version)
     assert text is not None
     remedy = f"pip install 'torch<{NEWEST[0]}.{NEWEST[1] + 1}'"
     assert all(part in text for part in (version, f"to {dotted(NEWEST)}", remedy))
@@ -63,10 +63,10 @@ def test_the_version_is_the_loaded_torchs_or_the_installed_ones(monkeypatch: pyt
     loaded = ModuleType("torch")
     vars(loaded)["__version__"] = "2.7.1+cpu"
     monkeypatch.setitem(sys.modules, "torch", loaded)
-    assert torch_versions.installed() == "2.7.1+cpu"
+    assert torch_versions.installed_version() == "2.7.1+cpu"
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(torch_versions.metadata, "version", lambda name: {"torch": "2.8.0"}[name])
-    assert torch_versions.installed() == "2.8.0"
+    assert torch_versions.installed_version() == "2.8.0"
 
 
 def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(torch_versions.metadata, "version", missing)
     with pytest.raises(FailedPrecondition, match=f"torch is not installed.*{REMEDY}"):
-        torch_versions.installed()
+        torch_versions.installed_version()
 
 
 def test_the_requirement_begins_with_the_oldest() -> None:
@@ -106,7 +106,7 @@ def test_one_rank_warns_once_about_a_newer_one(
     torch_is: Any, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: list[int], warned: int
 ) -> None:
     group = ModuleType("hoop.torch_backend.process_group")
-    vars(group)["HoopGroup"] = SimpleNamespace(create=lambda options: "a group")
+    vars(group)["HoopProcessGroup"] = SimpleNamespace(create=lambda options: "a group")
     monkeypatch.setitem(sys.modules, group.__name__, group)
     torch_is(NEW)
     options = SimpleNamespace(group_rank=rank, global_ranks_in_group=ranks)
@@ -146,12 +146,12 @@ def test_train_from_python_refuses_and_warns(torch_is: Any) -> None:
 
 
 def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
-    from hoop.runs.api import trainer
+    from hoop.engine.entrypoint import train_rank
 
     torch_is(OLD)
     nothing: Any = None
     with pytest.raises(FailedPrecondition, match=TOO_OLD):
-        trainer(nothing, "{}", nothing, nothing, None)
+        train_rank(nothing, "{}", nothing, nothing, None)
 
 
 # ---- scripts/torch-matrix, without installing anything

@@ -1,4 +1,4 @@
-"""``hoop attach``: come back to a job."""
+"""``hoop attach``: follow a job that runs on a cluster, or has ended there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hoop import job_events as ev
 from hoop.cli import options
 from hoop.topology import Addresses
 
@@ -41,15 +42,14 @@ def attach(
     try:
         with view:
             view.say(f"asking {address} …")
-            for event in events:
-                if event["kind"] == "attached":
-                    number = event["job"]
-                    view.say(f"job {number}, {event['name']}: {event['status']}")
-                if event["kind"] == "started":
-                    event["start_seconds"] = event["seconds"]
-                if event["kind"] == "result":
-                    result = {key: value for key, value in event.items() if key != "kind"}
-                view.note(event)
+            for observed in events:
+                match observed.event:
+                    case ev.Attached() as event:
+                        number = event.job
+                        view.say(f"job {number}, {event.name}: {event.status}")
+                    case ev.Finished() as event:
+                        result = event.result
+                view.note(observed.event)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, the terminal was closed
         if number:
             typer.echo(f"job {number} goes on; come back with: hoop attach {number} -c {address}", err=True)

@@ -1,4 +1,4 @@
-"""``hoop audit``: whether every sample went into exactly one step of every epoch, by what the devices told."""
+"""``hoop audit``: checks from a run's ledger that every sample went into exactly one step of every epoch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def audit(
     run: Annotated[Path, typer.Argument(help="A run's folder: what --out named.")],
     json: options.Json = False,
 ) -> None:
-    """Check a run's ledger: which samples went into which step, computed by whom.
+    """Check a run's ledger: which samples went into which step, computed by which device.
 
-    The order of the samples is computed anew from the seed and compared with what each device said it fed, shard by
-    shard; every checkpoint must be whole and belong to its step. The first thing that does not hold is named, and the
-    exit code is 1.
+    The order of the samples is computed again from the seed and compared with the fingerprints that the devices
+    reported, shard by shard. The checksum of every checkpoint must hold, and its hash must be that of its step. The
+    first violation is named, and the exit code is 1.
     """
     from hoop.runs.audit import audit as look
 

@@ -1,4 +1,4 @@
-"""``hoop bench``: all-reduce beside its rivals."""
+"""``hoop bench``: measures all-reduce side by side with Gloo and MPI."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ def bench(
     contenders: Annotated[
         str,
         typer.Option(
-            help="Of arena, shm, tcp, torch (Hoop), gloo, openmpi, mpich; the last is the yardstick."
+            help="Any of arena, shm, tcp, torch (Hoop), gloo, openmpi, mpich; ratios are to the last."
         ),
     ] = "arena,shm,tcp,gloo",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Sizes of the float32 vector.")] = "4,437544,4MiB,64MiB",
-    seconds: Annotated[str, typer.Option(help="How long each figure is measured.")] = "500ms",
+    seconds: Annotated[str, typer.Option(help="Time to measure each value.")] = "500ms",
     algorithm: Annotated[
-        str, typer.Option(help="What arena, shm and tcp are to run: ring, tree, staged, …; else they choose.")
+        str,
+        typer.Option(help="Algorithm of arena, shm and tcp: ring, tree, staged, … [default: chosen by cost]"),
     ] = "",
     openmpi: Annotated[
-        Path | None, typer.Option(help="Open MPI's mpirun, mpi4py's Python beside it.")
+        Path | None, typer.Option(help="Open MPI's mpirun; the Python beside it has mpi4py.")
     ] = None,
-    mpich: Annotated[Path | None, typer.Option(help="MPICH's mpirun, mpi4py's Python beside it.")] = None,
+    mpich: Annotated[
+        Path | None, typer.Option(help="MPICH's mpirun; the Python beside it has mpi4py.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time by size into this file, as SVG.")] = None,
     json: options.Json = False,
 ) -> None:

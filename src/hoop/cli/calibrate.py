@@ -1,4 +1,4 @@
-"""``hoop calibrate``: what a job's blocks and this machine's links cost, in a file for the simulator."""
+"""``hoop calibrate``: measures the costs of a job and of this machine's links, for the simulator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def calibrate(
     shards: Annotated[int | None, typer.Option(min=1, help="Parts of a batch.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Measure what a job costs here: for --costs of hoop simulate, hoop plan and hoop train.
+    """Measure a job's costs on this machine, for --costs of hoop simulate, hoop plan and hoop train.
 
-    Every block's forward and backward on one core, at two sizes; loading, update, copying, adding; a message and a
-    meeting between two processes; what cores at work cost each other. Takes seconds; leave the machine alone meanwhile.
+    It measures every block's forward and backward on one core at two batch sizes; loading, update, copying, adding; a
+    message and a barrier between two processes; and how busy cores slow each other down. It takes seconds; the machine
+    should be idle.
     """
     # Before PyTorch is loaded: one thread computes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.lab.bench.links import crowding, link_seconds
+    from hoop.lab.bench.links import contention_factor, link_seconds
     from hoop.runs.job_lookup import job_named, resolved
     from hoop.runs.prediction import between, calibrated, machine_of
 
@@ -39,7 +40,7 @@ def calibrate(
     settings = (
         found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
     )
-    costs = calibrated(found, settings, machine, crowding)
+    costs = calibrated(found, settings, machine, contention_factor)
     write_text(out, costs.to_json())
     if json:
         typer.echo(costs.to_json())

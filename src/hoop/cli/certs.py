@@ -1,7 +1,6 @@
-"""``hoop certs``: a small authority, and a certificate a role.
+"""``hoop certs``: makes a certificate authority, and one certificate a role, with the openssl command.
 
-The openssl command makes them: it is on nearly every machine, it is needed once and on one of them, and a library for
-it would be the largest dependency that Hoop has, for a command that runs once.
+A library would be Hoop's largest dependency, for a command that runs once on one machine.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ def certs(
         int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="How long certificates are good for.")
     ] = 825,
 ) -> None:
-    """Make a small certificate authority, and certificates for the coordinator, devices and clients.
+    """Make a certificate authority, and certificates for the coordinator, devices and clients.
 
-    Copy FOLDER/coordinator, FOLDER/device and FOLDER/client to the machines that are to be that, and give each process
-    its own with [bold]--tls[/bold]; on one machine --tls FOLDER will do. Calls are then encrypted, and nobody without a
-    certificate gets in. FOLDER/ca.key makes more of them: keep it away from the others. Needs the openssl command.
+    Copy FOLDER/coordinator, FOLDER/device and FOLDER/client to the machines of that role, and name the folder with
+    [bold]--tls[/bold]; on one machine --tls FOLDER is enough. Calls are then encrypted, and a caller without a
+    certificate is refused. FOLDER/ca.key signs further certificates: keep it private. Needs the openssl command.
     """
     from hoop.wire.roles import Role
-    from hoop.wire.tls import AUTHORITY, LINKS
+    from hoop.wire.tls import AUTHORITY, LINK_KEY
     from hoop.wire.tokens import write_private
 
     if folder.exists():
@@ -49,23 +48,23 @@ def certs(
         _sign(folder, role, days)
         (folder / role / AUTHORITY).write_bytes((folder / AUTHORITY).read_bytes())
         if role is Role.DEVICE:
-            write_private(folder / role / LINKS, links)
+            write_private(folder / role / LINK_KEY, links)
     typer.echo(
         f"{folder}: coordinator, device and client, good for {days} days; use them with --tls {folder}"
     )
 
 
 def _sign(folder: Path, role: str, days: int) -> None:
-    """A key and a certificate whose name is the role."""
+    """Makes a key and a certificate for a role."""
     from hoop.wire.roles import Role
-    from hoop.wire.tls import CERTIFICATE, KEY, name_of
+    from hoop.wire.tls import CERTIFICATE, KEY, certificate_name
 
     place = folder / role
     place.mkdir(mode=0o700)
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         request, extensions = Path(scratch, "request"), Path(scratch, "extensions")
         extensions.write_text(
-            f"subjectAltName=DNS:{name_of(Role(role))}\nextendedKeyUsage=serverAuth,clientAuth\n"
+            f"subjectAltName=DNS:{certificate_name(Role(role))}\nextendedKeyUsage=serverAuth,clientAuth\n"
             "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
         )
         _openssl(
@@ -79,7 +78,7 @@ def _sign(folder: Path, role: str, days: int) -> None:
 
 
 def _openssl(*arguments: object) -> None:
-    """Runs openssl; what it writes is for this user alone."""
+    """Runs openssl with a umask of 077: only this user can read the files."""
     try:
         done = subprocess.run(
             ["openssl", *map(str, arguments)],

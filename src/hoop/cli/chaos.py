@@ -1,4 +1,4 @@
-"""``hoop chaos``: a run under random faults, and whether they changed anything."""
+"""``hoop chaos``: trains under random faults and compares the result with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from hoop.files import write_text
 
 
 def chaos(
-    faults: Annotated[int, typer.Option(min=0, help="How many faults.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Which ones, when, and to whom.")] = 0,
+    faults: Annotated[int, typer.Option(min=0, help="Number of faults.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the kinds, times and victims of the faults.")] = 0,
     strategy: Annotated[str, typer.Option("--strategy", "-s", help="As hoop train's.")] = "data",
     devices: Annotated[int, typer.Option("--devices", "-n", min=2, help="How many devices.")] = 4,
-    job: Annotated[str, typer.Option(help="What is trained.")] = "mnist",
+    job: Annotated[str, typer.Option(help="Job to train.")] = "mnist",
     kinds: Annotated[
-        str, typer.Option(help="Of kill, stop, slow, join, leave, coordinator.")
+        str, typer.Option(help="Kinds of faults: kill, stop, slow, join, leave, coordinator.")
     ] = "kill,stop,slow,join,leave,coordinator",
     pace: Annotated[
-        int, typer.Option(min=1, help="Times slower than it could that each device computes.")
+        int,
+        typer.Option(
+            min=1, help="Slow every device down by this factor, so that faults hit during training."
+        ),
     ] = 8,
     every: Annotated[
-        str, typer.Option(help="Time from fault to fault at least, like 15s; 0: as soon as the last is over.")
+        str,
+        typer.Option(
+            help="Least time between two faults, like 15s; 0: the next follows when the last is over."
+        ),
     ] = "0",
-    out: Annotated[Path | None, typer.Option(help="Keep everything here, as JSON.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for all results, as JSON.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
     json: options.Json = False,
 ) -> None:
     """Train while devices are killed, stopped, slowed down, joined and sent away, and the coordinator restarted.

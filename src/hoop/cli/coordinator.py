@@ -1,4 +1,4 @@
-"""``hoop coordinator``: a coordinator alone."""
+"""``hoop coordinator``: starts a coordinator without devices."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def configure(
     token_file: Path | None,
     tls: Path | None,
 ) -> CoordinatorConfig:
-    """A coordinator's configuration from its options, checked."""
+    """Builds and checks a coordinator's configuration from its options."""
     from hoop.membership.failure_detector import DetectorConfig
     from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
     if count_unit not in _UNITS:
@@ -51,7 +51,7 @@ def configure(
         timeout_s=seconds,
         detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
         insecure=insecure,
-        credentials=find(Role.COORDINATOR, token_file=token_file, tls=tls),
+        credentials=find_credentials(Role.COORDINATOR, token_file=token_file, tls=tls),
     )
 
 
@@ -63,15 +63,13 @@ def coordinator(
         str | None,
         typer.Option(
             metavar="FILE|etcd://HOST:PORT[,HOST:PORT...]/PREFIX",
-            help="Remember devices, communicators and jobs here, across restarts. In etcd: also across machines; a "
-            "second coordinator on the same journal waits, and takes over when the first is gone.",
+            help="Journal of devices, communicators and jobs, to survive a restart; in etcd also a machine's loss: "
+            "a second coordinator on the same journal stands by, and takes over when the first is gone.",
         ),
     ] = None,
     journal_lease: Annotated[
         str,
-        typer.Option(
-            help="etcd: after so long without the first the second takes over; the first ends by then."
-        ),
+        typer.Option(help="etcd: lease of the leading coordinator; a standby takes over when it expires."),
     ] = "10s",
     journal_tls: Annotated[
         Path | None,
@@ -82,15 +80,15 @@ def coordinator(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
-    reunion: Annotated[
+    restart_grace: Annotated[
         str,
         typer.Option(
-            help="How long a job whose devices are all lost waits for those started with --arena to come back; 0s: not."
+            help="How long a job that lost all devices waits for those started with --arena; 0s: not at all."
         ),
     ] = "60s",
-    max_communicators: Annotated[int, typer.Option(min=1, help="Communicators in all.")] = 1024,
+    max_communicators: Annotated[int, typer.Option(min=1, help="Most communicators in all.")] = 1024,
     communicators_per_client: Annotated[
-        int, typer.Option(min=1, help="Communicators of one client: the address that it calls from.")
+        int, typer.Option(min=1, help="Most communicators of one client (by the address that it calls from).")
     ] = 512,
     max_message: options.MaxMessage = "64MiB",
     token_file: options.TokenFile = None,
@@ -114,7 +112,7 @@ def coordinator(
     )
     config = replace(
         configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),
-        reunion_s=parse_duration(reunion, "--reunion"),
+        restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
@@ -132,7 +130,7 @@ def coordinator(
             if address_file is not None:
                 write_address_file(address_file, address)
             typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
-            await stopping.unless(asyncio.ensure_future(server.coordinator.lost()))
+            await stopping.unless(asyncio.ensure_future(server.coordinator.wait_leadership_lost()))
         finally:
             await server.stop()
             if address_file is not None:

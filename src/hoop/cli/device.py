@@ -1,4 +1,4 @@
-"""``hoop device``: one device that joins a coordinator."""
+"""``hoop device``: starts a device, which joins a coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def device(
         str,
         typer.Option(
             envvar="HOOP_COORDINATOR",
-            help="The coordinator to join, host:port; with one that stands by: host:port,host:port.",
+            help="Coordinator to join, host:port; with a standby coordinator: host:port,host:port.",
         ),
     ],
     memory: options.Memory = "256MiB",
@@ -32,29 +32,26 @@ def device(
     arena: Annotated[
         Path | None,
         typer.Option(
-            help="Keep this device's memory in this file: a restart on it finds id, buffers and training state again."
+            help="Keep this device's memory in this file: a restart on it finds id, buffers and training state."
         ),
     ] = None,
     id: Annotated[  # noqa: A002 - the option's name
-        int, typer.Option(min=0, help="This device's id; 0: what the arena remembers, or a new one.")
+        int, typer.Option(min=0, help="This device's id; 0: the id in the arena, or a new one.")
     ] = 0,
     jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     advertise: Annotated[
-        str | None, typer.Option(help="Where others reach this device, if not where it listens.")
+        str | None,
+        typer.Option(help="Address at which others reach this device, if not the one it listens on."),
     ] = None,
-    advertise_data: Annotated[
-        str | None, typer.Option(help="Where others reach its data links, if not where it listens.")
-    ] = None,
+    advertise_data: Annotated[str | None, typer.Option(help="The same for its data links.")] = None,
     checksums: Annotated[
         bool,
-        typer.Option(
-            help="Check every message over TCP, and send again what was damaged; all devices alike."
-        ),
+        typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices."),
     ] = True,
-    max_streams: Annotated[int, typer.Option(min=1, help="Transfers that may be open at once.")] = 4096,
+    max_streams: Annotated[int, typer.Option(min=1, help="Most transfers that are open at once.")] = 4096,
     max_message: options.MaxMessage = "64MiB",
-    patience: Annotated[str, typer.Option(help="How long to knock at the coordinator's door.")] = "30s",
+    connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "30s",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -64,15 +61,15 @@ def device(
         bool, typer.Option("--leave-with-stdin", help="Leave when standard input closes.", hidden=True)
     ] = False,
 ) -> None:
-    """Start one device and join it to a coordinator, at any time, also while a job runs: it takes part in it.
+    """Start one device and join it to a coordinator. A job that is running takes it in.
 
     Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0.
     """
     from hoop.cli.running import Stopping
-    from hoop.runs.api import trainer
+    from hoop.engine.entrypoint import train_rank
     from hoop.servers.device import DeviceConfig, DeviceServer
     from hoop.servers.grpc_server import write_address_file
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
     config = DeviceConfig(
@@ -86,16 +83,16 @@ def device(
         advertise=Address.parse(advertise, "--advertise") if advertise else None,
         advertise_data=Address.parse(advertise_data, "--advertise-data") if advertise_data else None,
         checksums=checksums,
-        patience_s=parse_duration(patience, "--patience"),
+        join_timeout_s=parse_duration(connect_timeout, "--connect-timeout"),
         max_message=parse_size(max_message, "--max-message"),
         max_streams=max_streams,
         insecure=insecure,
-        credentials=find(Role.DEVICE, token_file=token_file, tls=tls),
+        credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        server = DeviceServer(config, partial(trainer, jobs=jobs.resolve()))
+        server = DeviceServer(config, partial(train_rank, jobs=jobs.resolve()))
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

@@ -1,4 +1,4 @@
-"""``hoop evaluate``: how good a trained model is."""
+"""``hoop evaluate``: loss and accuracy of a trained model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or
 
 
 def evaluate(run: Run, json: options.Json = False) -> None:
-    """Measure a trained model on the test samples, in this process; where its job has none, on the training samples.
+    """Evaluate a trained model on the test data, or on the training data if its job has no test data.
 
-    Of a run's folder the newest checkpoint that is whole is taken.
+    In a run's folder it takes the newest checkpoint whose checksum holds.
     """
     from hoop.runs.export import load_trained, measure
 

@@ -1,4 +1,4 @@
-"""``hoop events``: what happened, and what happens."""
+"""``hoop events``: the events of a coordinator."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def events(
 ) -> None:
     """Show a coordinator's events: devices that join, fall silent, die; communicators; failures."""
     import hoop
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
-    credentials = find(Role.CLIENT, token_file=token_file, tls=tls)
+    credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
     with hoop.connect(coordinator, credentials=credentials) as cluster:
         for event in cluster.events(after, follow):
             if json:

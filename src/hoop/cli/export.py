@@ -1,4 +1,4 @@
-"""``hoop export``: a trained model for other programs."""
+"""``hoop export``: writes a trained model in a format of other programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def export(
     ],
     json: options.Json = False,
 ) -> None:
-    """Write a trained model's weights, without optimizer and position, as other programs read them."""
+    """Write a trained model's weights, without optimizer state and position, for other programs."""
     from hoop.runs.export import export as write
     from hoop.runs.export import load_trained
 
@@ -31,8 +31,8 @@ def export(
     for warning in one.found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     write(one, to)
-    told = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
+    written = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
     if json:
-        typer.echo(json_module.dumps(told))
+        typer.echo(json_module.dumps(written))
     else:
         typer.echo(f"{to}  {format_size(to.stat().st_size)}  {one.settings.job} after {one.steps} steps")

@@ -1,4 +1,4 @@
-"""``hoop``: the commands, and what becomes of an error.
+"""``hoop``: the command line, its commands and its exit codes.
 
 Exit codes: 0 done · 1 a bug, or an audit that does not hold · 2 a mistake in what was asked · 3 a peer failed or
 did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.

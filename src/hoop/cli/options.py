@@ -12,13 +12,17 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on
 Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
 Jobs = Annotated[
     Path,
-    typer.Option(help="Where the code of jobs lies: my_job:job is FOLDER/my_job.py, or what is installed."),
+    typer.Option(
+        help="Folder with the code of jobs: my_job:job is FOLDER/my_job.py, or an installed module."
+    ),
 ]
-AddressFile = Annotated[
-    Path | None, typer.Option(help="Write host:port here once everything is up (and nothing else).")
-]
+AddressFile = Annotated[Path | None, typer.Option(help="File to write host:port to, once everything is up.")]
 Insecure = Annotated[
-    bool, typer.Option("--insecure", help="Listen beyond loopback although nobody has to prove anything.")
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Allow listening beyond loopback without a token or certificates: anyone can then call.",
+    ),
 ]
 TokenFile = Annotated[
     Path | None,
@@ -36,15 +40,18 @@ CoordinatorAddress = Annotated[
         "--coordinator",
         "-c",
         envvar="HOOP_COORDINATOR",
-        help="The coordinator's host:port; with one that stands by: host:port,host:port.",
+        help="The coordinator's host:port; with a standby coordinator: host:port,host:port.",
     ),
 ]
 MaxMessage = Annotated[
-    str, typer.Option(help="The largest message of a call, like 64MiB; refused before it is read.")
+    str,
+    typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 CountUnit = Annotated[
-    str, typer.Option(help="What count means in the lab's AllReduce calls: bytes, or elements of float64.")
+    str, typer.Option(help="Unit of count in the lab's AllReduce calls: bytes, or elements of float64.")
 ]
-Lease = Annotated[str, typer.Option(help="Silence after which a device is dead.")]
-Timeout = Annotated[str, typer.Option(help="How long an operation may take unless its caller says.")]
+Lease = Annotated[
+    str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")
+]
+Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]

@@ -53,7 +53,7 @@ def plan(
     Each is simulated with the engine's own plans; for each that loses, why. Asynchronous ones are marked: their
     weights are stale, and a step of theirs may be worth less.
     """
-    from hoop.engine.executor import room_for
+    from hoop.engine.executor import gradient_memory_for
     from hoop.runs.prediction import costs_of, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
     from hoop.simulate.failure_model import Failures
@@ -62,7 +62,7 @@ def plan(
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
     priced = costs_of(job, costs)
     batch, _ = sizes(priced, batch_size, None, where.size)
-    room = room_for(False)
+    room = gradient_memory_for(False)
     tried = 0
 
     def progress(text: str) -> None:
@@ -71,7 +71,7 @@ def plan(
         if tried % 10 == 1:
             typer.echo(f"trying {text} …", err=True)
 
-    losses = Failures(an_hour=failures) if failures else None
+    losses = Failures(per_hour=failures) if failures else None
     found = search(priced, where, batch, losses, room, progress, mirror=mirror)
     if json:
         rows = [one.to_dict() for one in found]
@@ -79,23 +79,23 @@ def plan(
             json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows})
         )
         return
-    running = [one for one in found if one.outcome is not None]
+    running = [one for one in found if one.result is not None]
     typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
     typer.echo(_table(running[:top]).markdown())
     refused: dict[str, list[str]] = {}
     for one in found:
-        if one.outcome is None and one.strategy.spec not in refused.setdefault(one.why, []):
-            refused[one.why].append(one.strategy.spec)
+        if one.result is None and one.strategy.spec not in refused.setdefault(one.reason, []):
+            refused[one.reason].append(one.strategy.spec)
     for why, specs in refused.items():
         typer.echo(f"cannot run: {', '.join(specs)}: {why}")
     typer.echo(f"costs: {priced.source}")
     best = next((one for one in running if one.strategy.synchronous), None)
-    if best is not None and best.outcome is not None:
-        cuts = ",".join(map(str, best.outcome.cuts[1:]))
+    if best is not None and best.result is not None:
+        cuts = ",".join(map(str, best.result.cuts[1:]))
         cut = f" --set cut=[{cuts}]" if cuts else ""
         typer.echo(
             f"the fastest that is exactly SGD: hoop train {job} --devices {where.size} --strategy {best.strategy.spec} "
-            f"--shards {best.micros}{cut}{'' if mirror else ' --no-mirror'}"
+            f"--shards {best.num_microbatches}{cut}{'' if mirror else ' --no-mirror'}"
         )
 
 
@@ -110,10 +110,17 @@ def _table(found: list[Candidate]) -> Table:
     ]
     rows = []
     for one in found:
-        assert one.outcome is not None
-        useful = one.among_failures.useful if one.among_failures else 1.0
-        memory = one.outcome.peak_memory / MIB
+        assert one.result is not None
+        useful = one.goodput.useful if one.goodput else 1.0
+        memory = one.result.peak_memory / MIB
         rows.append(
-            [one.strategy.spec, one.micros, 1e3 * one.outcome.step_seconds, memory, 100 * useful, one.why]
+            [
+                one.strategy.spec,
+                one.num_microbatches,
+                1e3 * one.result.step_seconds,
+                memory,
+                100 * useful,
+                one.reason,
+            ]
         )
     return Table(columns, rows)

@@ -87,14 +87,14 @@ def _run(
     if lab.busy:
         found.limits.insert(
             0,
-            f"**The machine was busy** with other work ({lab.others:.1f} of {lab.cores} cores when this began"
+            f"**The machine was busy** with other work ({lab.other_busy_cores:.1f} of {lab.cores} cores when this began"
             "): times are shown and decide nothing; simulated figures rest on costs that were measured then.",
         )
     said = (["--quick"] if quick else []) + ([f"--accelerator {accelerator}"] if accelerator != "cpu" else [])
     facts = {
         "command": " ".join(["hoop reproduce", study.name, *said]),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{_machine(accelerator)}, {lab.others:.1f} of them busy with other work before",
+        "machine": f"{_machine(accelerator)}, {lab.other_busy_cores:.1f} of them busy with other work before",
         "took": f"{time.monotonic() - began:.0f} s",
     }
     page = found.page(f"{study.name}: the paper's figures beside ours", _lead(study, quick), facts)

@@ -1,4 +1,4 @@
-"""How a command ends: by Ctrl-C, SIGTERM, the end of its terminal, or the end of its standard input.
+"""Ends a command on Ctrl-C, SIGTERM, SIGHUP, or the end of its standard input.
 
 SIGINT is ignored in a background job of a shell without job control, and SIGHUP under nohup. A signal that was ignored
 when the command started stays ignored; SIGTERM always ends it.
@@ -18,19 +18,19 @@ AGAIN_S = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those of the signals that this process does not ignore."""
+def not_ignored(*numbers: signal.Signals) -> list[signal.Signals]:
+    """The signals that this process does not ignore."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def end_by_signals() -> None:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that everything is cleaned up: exit code 128 + number.
+    """Makes SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that cleanup runs; the exit code is 128 + number.
 
     Commands that end in another way (after a step, or after their devices have left) replace these handlers.
     """
-    for number in (signal.SIGTERM, *heeded(signal.SIGHUP)):
+    for number in (signal.SIGTERM, *not_ignored(signal.SIGHUP)):
         signal.signal(number, _exit)
-    sys.unraisablehook = _swallowed
+    sys.unraisablehook = _resend_dropped_signal
 
 
 class _Signalled(SystemExit):
@@ -45,12 +45,12 @@ def _exit(number: int, _: object) -> None:
     raise _Signalled(number)
 
 
-def _swallowed(what: sys.UnraisableHookArgs) -> None:
-    """Sends a signal again whose exception was raised where Python drops it: in a destructor, in a hook of a fork."""
+def _resend_dropped_signal(what: sys.UnraisableHookArgs) -> None:
+    """Sends a signal again if Python dropped its exception, raised in a destructor or a fork hook."""
     error = what.exc_value
     if isinstance(error, (_Signalled, KeyboardInterrupt)):
         number = error.number if isinstance(error, _Signalled) else signal.SIGINT
-        # Not from here: the handler would run here, too.
+        # From a timer: called here, the handler would run here and be dropped again.
         again = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()
@@ -59,32 +59,32 @@ def _swallowed(what: sys.UnraisableHookArgs) -> None:
 
 
 class Stopping:
-    """Set by the signals that end a command, or (where asked for) the end of standard input."""
+    """Waits for the signals that end a command and, with ``with_stdin``, for the end of standard input."""
 
     def __init__(self, with_stdin: bool = False) -> None:
         self._event = asyncio.Event()
         self._with_stdin = with_stdin
         loop = asyncio.get_running_loop()
-        for number in heeded(*ENDING):
+        for number in not_ignored(*ENDING):
             loop.add_signal_handler(number, self._event.set)
         if with_stdin:
-            loop.add_reader(sys.stdin.fileno(), self._heard)
+            loop.add_reader(sys.stdin.fileno(), self._read_stdin)
 
-    def _heard(self) -> None:
+    def _read_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             self._event.set()
 
     @property
     def abandoned(self) -> bool:
-        """Whether standard input has ended: whoever started this is gone or going, and all of it with them."""
+        """Whether standard input has ended: the process that started this one is gone or is ending."""
         return self._with_stdin and bool(select.select([sys.stdin], [], [], 0)[0])
 
     async def wait(self) -> None:
         await self._event.wait()
 
     async def unless(self, work: asyncio.Future[Any]) -> bool:
-        """Waits for ``work``; false, and the work is cancelled, if told to stop before it is done."""
+        """Waits for ``work``. Returns False, and cancels it, if the command is to end before it is done."""
         stop = asyncio.ensure_future(self._event.wait())
         pair: set[asyncio.Future[Any]] = {work, stop}
         await asyncio.wait(pair, return_when="FIRST_COMPLETED")

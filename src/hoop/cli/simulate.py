@@ -88,8 +88,8 @@ def simulate(
         where = where.first(devices)
     wanted = [parse(one) for one in strategy or ["data"]]
     priced = costs_of(job, costs)
-    batch, micros = sizes(priced, batch_size, shards, where.size)
-    priced = priced.of(-(-batch // micros))
+    batch, num_microbatches = sizes(priced, batch_size, shards, where.size)
+    priced = priced.with_rows(-(-batch // num_microbatches))
     slow = _stragglers(stragglers)
     chance = SimulatedStragglers(*slow, seed) if slow else None
     found: list[SimulationResult] = []
@@ -100,7 +100,7 @@ def simulate(
                 one,
                 priced,
                 where,
-                micros=micros,
+                num_microbatches=num_microbatches,
                 steps=steps,
                 all_reduce=all_reduce,
                 stragglers=chance,
@@ -157,8 +157,8 @@ def _stragglers(text: str | None) -> tuple[float, float] | None:
 
 def _goodput(outcome: SimulationResult, rate: float | None, seed: int, mirrored: bool) -> float | None:
     from hoop.simulate.failure_model import Failures
-    from hoop.simulate.search import among_failures
+    from hoop.simulate.search import goodput_with_failures
 
     if rate is None:
         return None
-    return among_failures(outcome, Failures(an_hour=rate, seed=seed), mirrored=mirrored).useful
+    return goodput_with_failures(outcome, Failures(per_hour=rate, seed=seed), mirrored=mirrored).useful

@@ -1,4 +1,4 @@
-"""``hoop status``: who is in, how they are, what they are doing."""
+"""``hoop status``: devices, communicators and jobs of a coordinator."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
 
 def status(
     coordinator: options.CoordinatorAddress,
-    patience: Annotated[str, typer.Option(help="How long to knock before giving up.")] = "5s",
+    connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "5s",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     json: options.Json = False,
 ) -> None:
     """Show the devices, communicators and jobs of a running coordinator."""
     import hoop
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
-    credentials = find(Role.CLIENT, token_file=token_file, tls=tls)
-    seconds = parse_duration(patience, "--patience")
+    credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
+    seconds = parse_duration(connect_timeout, "--connect-timeout")
     with hoop.connect(coordinator, patience=seconds, credentials=credentials) as cluster:
         found = cluster.status()
     if json:
@@ -132,7 +132,7 @@ def _print(found: pb.GetStatusResponse) -> None:
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
-    """A table of the columns that say something."""
+    """A table without empty columns."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``hoop token``: what the processes of one cluster know each other by."""
+"""``hoop token``: makes the tokens by which a cluster authenticates callers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _ROLES = ("join", "device", "client")
 
 
 def token(
-    file: Annotated[Path, typer.Argument(help="Where to write it; a new file, for your eyes only.")],
+    file: Annotated[Path, typer.Argument(help="New file for the token, readable by you alone.")],
     role: Annotated[
         str,
         typer.Option(
-            help="join: for everything; device or client: good for that alone, made from the join token."
+            help="join: for every role; device or client: for that role alone, made from the join token."
         ),
     ] = "join",
     token_file: options.TokenFile = None,
 ) -> None:
     """Make a token, with which a cluster may listen beyond this machine.
 
-    [bold]hoop token cluster.token[/bold] makes the join token: give it to the coordinator, and to devices and clients
-    that may be anything. [bold]hoop token mine.token --role client --token-file cluster.token[/bold] makes one for a
-    machine that is to be a client and nothing else. It is written to a file (mode 600) and never printed. A token does
-    not encrypt: where others can listen on the network use [bold]hoop certs[/bold].
+    [bold]hoop token cluster.token[/bold] makes the join token, for the coordinator and for trusted devices and clients.
+    [bold]hoop token mine.token --role client --token-file cluster.token[/bold] makes one for a machine that may only be
+    a client. A token is written to a file (mode 600) and never printed. It does not encrypt: on a network that others
+    can read use [bold]hoop certs[/bold].
     """
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
     from hoop.wire.tokens import new_token, write_private
 
@@ -39,9 +39,9 @@ def token(
     if role == "join":
         write_private(file, new_token())
         return
-    held = find(Role.COORDINATOR, token_file=token_file).token
+    held = find_credentials(Role.COORDINATOR, token_file=token_file).token
     if held is None:
         raise InvalidArgument(
             f"--role {role}: made from the join token; name it with --token-file or HOOP_TOKEN"
         )
-    write_private(file, held.of_role(Role(role)))
+    write_private(file, held.role_token(Role(role)))

@@ -1,4 +1,4 @@
-"""``hoop train``: a job on devices, with progress and a summary."""
+"""``hoop train``: trains a job on devices, with progress and a summary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.cli import options
-from hoop.cli.running import ENDING, heeded
+from hoop.cli.running import ENDING, not_ignored
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.resources import Request, admit
@@ -122,7 +123,7 @@ def train(
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
     from hoop.runs.api import DEFAULT_DEVICES
-    from hoop.wire.auth import find
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
     # Before PyTorch is loaded: a device must own its cores, and devices are forked from this process.
@@ -163,7 +164,9 @@ def train(
         view.say("loading PyTorch and the data …")
         launch = replace(_launch(job, changes, devices, size, out, resume, there, address_file), costs=priced)
         if there is not None:
-            launch = replace(launch, credentials=find(Role.CLIENT, token_file=token_file, tls=tls))
+            launch = replace(
+                launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
+            )
         if detach:
             _detach(launch, json)
             return
@@ -190,14 +193,14 @@ def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resum
 
 
 def _detach(launch: Launch, json: bool) -> None:
-    """Starts the job and leaves it to itself."""
+    """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.client.cluster import connect
-    from hoop.runs.api import chosen
+    from hoop.runs.api import choose_devices
     from hoop.runs.job_follower import JobFollower
 
     assert launch.coordinator is not None, "checked before"
     with connect(launch.coordinator) as cluster:
-        devices = chosen(cluster, launch.devices)
+        devices = choose_devices(cluster, launch.devices)
         number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"
@@ -229,8 +232,10 @@ def _launch(
     coordinator: Addresses | None,
     address_file: Path | None,
 ) -> Launch:
-    """Everything that can be wrong is found out here, before anything runs."""
-    untested = torch_versions.check(torch_versions.installed())  # before these imports load it
+    """Checks everything that can be wrong before anything runs."""
+    untested = torch_versions.check_version(
+        torch_versions.installed_version()
+    )  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.api import DEFAULT_DEVICES, Launch
     from hoop.runs.checkpoint_store import newest_checkpoint
@@ -275,11 +280,11 @@ def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None
 
     strategy = parse(settings.strategy)
     if here or devices:
-        strategy.plan(devices or DEFAULT_DEVICES, settings.micros)
+        strategy.plan(devices or DEFAULT_DEVICES, settings.num_microbatches)
 
 
 def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, Any], int]:
-    """Shows what the job tells; the first Ctrl-C asks it to stop, the second ends it.
+    """Shows the job's events; the first Ctrl-C asks it to stop, the second ends it.
 
     A terminal that is closed stops a job of this machine. A job on a cluster goes on: this command just ends.
     Returns the result, and the signal that stopped it or 0.
@@ -289,14 +294,15 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     training = Training(launch)
     events = training.events()
     result: dict[str, Any] = {}
-    signals = heeded(*ENDING)
-    heard = 0
+    start_seconds: float | None = None
+    signals = not_ignored(*ENDING)
+    received = 0
 
     def stop(number: int, _: object) -> None:
-        nonlocal heard
-        if heard:
+        nonlocal received
+        if received:
             raise KeyboardInterrupt
-        heard = number
+        received = number
         view.say("stopping after this step; Ctrl-C again ends it at once")
         training.stop()
 
@@ -304,15 +310,16 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
     if launch.coordinator is not None and signal.SIGHUP in signals:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # unwinding would stop the job
     try:
-        for event in events:
-            if event["kind"] == "started":
-                event["start_seconds"] = time.monotonic() - started
-                result["start_seconds"] = event["start_seconds"]
-            if event["kind"] == "result":
-                result = {key: value for key, value in event.items() if key != "kind"} | result
+        for observed in events:
+            event = observed.event
+            if isinstance(event, ev.Started):  # as the user sees it: from the command to the first step
+                event = replace(event, seconds=time.monotonic() - started)
+                start_seconds = event.seconds
+            if isinstance(event, ev.Finished):
+                result = {**event.result, "start_seconds": start_seconds}
             view.note(event)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
         events.close()  # type: ignore[attr-defined]
-    return result, heard if result["stopped"] else 0
+    return result, received if result["stopped"] else 0

@@ -1,4 +1,4 @@
-"""What ``hoop train`` shows: a line of progress that lives, or lines for a log; and a summary that stays."""
+"""The output of ``hoop train`` and ``hoop attach``: live progress on a terminal, lines in a log, and a summary."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hoop import job_events as ev
 from hoop.config import format_size
+from hoop.job_events import JobEvent
 
 LINE_S = 10.0
-"""Without a terminal, a line at least so often."""
+"""Without a terminal, seconds between lines of progress."""
 WINDOW = 40
-"""Notes of progress over which speed is measured."""
+"""Events over which the speed is measured."""
 
 
 class PlainView:
-    """For scripts: nothing."""
+    """For ``--json``: warnings on standard error, and nothing else."""
 
     def __enter__(self) -> PlainView:
         return self
@@ -35,16 +37,17 @@ class PlainView:
     def say(self, text: str) -> None:
         pass
 
-    def note(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "warning":
-            typer.echo(f"warning: {event['text']}", err=True)
+    def note(self, event: JobEvent) -> None:
+        """Shows an event of the job."""
+        if isinstance(event, ev.Warned):
+            typer.echo(f"warning: {event.text}", err=True)
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
         pass
 
 
 class View(PlainView):
-    """For people."""
+    """For people, on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
@@ -58,7 +61,8 @@ class View(PlainView):
             transient=True,
         )
         self._task = self._progress.add_task("", total=None, figures="")
-        self._started: dict[str, Any] = {}
+        self._started: ev.Started | None = None
+        self._devices = 0
         self._accuracy = ""
         self._losses: list[float] = []
         self._marks: deque[tuple[float, int]] = deque(maxlen=WINDOW)
@@ -81,101 +85,101 @@ class View(PlainView):
         else:
             self._console.print(text)
 
-    def note(self, event: dict[str, Any]) -> None:
-        match event["kind"]:
-            case "started":
+    def note(self, event: JobEvent) -> None:
+        match event:
+            case ev.Started():
                 self._start(event)
-            case "steps":
+            case ev.Steps():
                 self._advance(event)
-            case "evaluated":
+            case ev.Evaluated():
                 self._evaluated(event)
-            case "warning":
-                self._console.print(f"warning: {event['text']}")
-            case "lost":
-                self._console.print(f"device {event['device']} was lost: {event['text']}")
-            case "straggler":
-                slow = (
-                    f"is a straggler, {event['times']:.1f} times slower than the others: it gets fewer shards"
-                )
-                what = slow if event["slow"] else "is no straggler any more"
-                self._console.print(f"step {event['step']}: rank {event['straggler']} {what}")
-            case "fault":
-                self._console.print(f"step {event['step']}: {event['fault']}, as asked")
-            case "damaged":
-                self._console.print(f"damaged on the way, and sent again: {event['text']}")
-            case "away" | "back" | "scattered" | "refused":
-                self._console.print(event["text"])
-            case "state":
+            case ev.Warned():
+                self._console.print(f"warning: {event.text}")
+            case ev.DeviceLost():
+                self._console.print(f"device {event.device} was lost: {event.text}")
+            case ev.Straggler(slow=True):
+                slower = f"{event.times:.1f} times slower than the others"
                 self._console.print(
-                    f"step {event['step']}: device {event['device']} has its state from {event['source']}"
+                    f"step {event.step}: rank {event.straggler} is a straggler, {slower}: it gets fewer shards"
                 )
-            case "moved":
-                self._started["devices"] = event["ranks"]
-                self._console.print(f"step {event['step']}: goes on with {_devices(event['ranks'])}")
-            case "recovered":
-                self._started["devices"] = event["ranks"]
+            case ev.Straggler():
+                self._console.print(f"step {event.step}: rank {event.straggler} is no straggler any more")
+            case ev.FaultInjected():
+                self._console.print(f"step {event.step}: {event.fault}, as asked")
+            case ev.Damaged():
+                self._console.print(f"damaged on the way, and sent again: {event.text}")
+            case ev.CoordinatorLost() | ev.CoordinatorBack() | ev.WaitingForRestart() | ev.Refused():
+                self._console.print(event.text)
+            case ev.StateLoaded():
                 self._console.print(
-                    f"step {event['step']}: goes on with {_devices(event['ranks'])}, {event['pause_s']:.1f} s later"
+                    f"step {event.step}: device {event.device} has its state from {event.source}"
+                )
+            case ev.Resized():
+                self._devices = event.ranks
+                self._console.print(f"step {event.step}: goes on with {_devices(event.ranks)}")
+            case ev.Recovered():
+                self._devices = event.ranks
+                self._console.print(
+                    f"step {event.step}: goes on with {_devices(event.ranks)}, {event.pause_s:.1f} s later"
                 )
 
-    def _start(self, event: dict[str, Any]) -> None:
-        self._started = event
-        self._marks.append((time.monotonic(), event["done"]))
+    def _start(self, event: ev.Started) -> None:
+        self._started, self._devices = event, event.devices
+        self._marks.append((time.monotonic(), event.done))
         self._printed = time.monotonic()
         self._progress.reset(
-            self._task, total=event["steps"], completed=event["done"], figures="", description="epoch 1"
+            self._task, total=event.steps, completed=event.done, figures="", description="epoch 1"
         )
-        after = f", after step {event['done']}" if event["done"] else ""
+        after = f", after step {event.done}" if event.done else ""
         lines = [
-            f"{event['parameters']:,} parameters on {_devices(event['devices'])}",
-            f"{event['steps']} steps{after}",
-            f"first step after {event['start_seconds']:.1f} s",
+            f"{event.parameters:,} parameters on {_devices(event.devices)}",
+            f"{event.steps} steps{after}",
+            f"first step after {event.seconds:.1f} s",
         ]
         self._console.print(" · ".join(lines))
-        if len(event["stages"]) > 1:
-            for stage, where in enumerate(event["stages"]):
+        if len(event.stages) > 1:
+            for stage, where in enumerate(event.stages):
                 self._console.print(f"  stage {stage}: {where}")
 
-    def _advance(self, event: dict[str, Any]) -> None:
-        done = event["first"] + len(event["loss"])
-        self._losses += event["loss"]
+    def _advance(self, event: ev.Steps) -> None:
+        done = event.first + len(event.loss)
+        self._losses += event.loss
         self._marks.append((time.monotonic(), done))
-        an_epoch, steps = self._started["steps_an_epoch"], self._started["steps"]
-        epoch = f"epoch {(done - 1) // an_epoch + 1}/{-(-steps // an_epoch)}"
-        loss = sum(event["loss"]) / len(event["loss"])
+        assert self._started is not None, "Started comes before Steps"
+        per_epoch, steps = self._started.steps_an_epoch, self._started.steps
+        epoch = f"epoch {(done - 1) // per_epoch + 1}/{-(-steps // per_epoch)}"
+        loss = sum(event.loss) / len(event.loss)
         figures = [f"step {done}/{steps}", f"loss {loss:.4f}", self._accuracy, self._speed()]
-        figures.append(_devices(self._started["devices"]))
+        figures.append(_devices(self._devices))
         text = " · ".join(filter(None, figures))
         self._progress.update(self._task, completed=done, description=epoch, figures=text)
         if not self._live and time.monotonic() - self._printed > LINE_S:
             self._printed = time.monotonic()
-            self._console.print(f"{epoch} · {text}{self._left(done)}")
+            self._console.print(f"{epoch} · {text}{self._left(done, steps)}")
 
     def _speed(self) -> str:
+        """Samples a second over the last events; empty before the second one."""
         (first, then), (last, now) = self._marks[0], self._marks[-1]
-        speed = (now - then) * self._started["batch_size"] / (last - first) if last > first else 0
-        return f"{speed:,.0f} samples/s" if speed else ""
+        if last <= first or now <= then or self._started is None:
+            return ""
+        return f"{(now - then) * self._started.batch_size / (last - first):,.0f} samples/s"
 
-    def _left(self, done: int) -> str:
+    def _left(self, done: int, steps: int) -> str:
         (first, then), (last, now) = self._marks[0], self._marks[-1]
-        return (
-            f" · {(self._started['steps'] - done) * (last - first) / (now - then):.0f} s left"
-            if now > then
-            else ""
-        )
+        return f" · {(steps - done) * (last - first) / (now - then):.0f} s left" if now > then else ""
 
-    def _evaluated(self, event: dict[str, Any]) -> None:
-        self._accuracy = f"{_accuracy(event['split'])} {event['accuracy']:.2%}"
+    def _evaluated(self, event: ev.Evaluated) -> None:
+        self._accuracy = f"{_accuracy(event.split)} {event.accuracy:.2%}"
         self._printed = time.monotonic()
         trained = f"loss {sum(self._losses) / len(self._losses):.4f}  " if self._losses else ""
         self._losses = []
         self._console.print(
-            f"epoch {event['epoch']:>3}  {trained}{'test' if event['split'] == 'test' else 'training'} loss "
-            f"{event['loss']:.4f}  {self._accuracy}  {self._speed()}"
+            f"epoch {event.epoch:>3}  {trained}{'test' if event.split == 'test' else 'training'} loss "
+            f"{event.loss:.4f}  {self._accuracy}  {self._speed()}"
         )
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
-        """What came of it, in a few lines on standard output."""
+        """Prints the result in a few lines on standard output."""
         measured = result.get("accuracy") is not None
         accuracy = f"{_accuracy(result['split'])} {result['accuracy']:.2%}  " if measured else ""
         stopped = f"stopped after {result['steps']}" if result["stopped"] else f"{result['steps']}"
@@ -216,7 +220,7 @@ class View(PlainView):
 
 
 def _accuracy(split: str) -> str:
-    """What an accuracy on these samples is called: that of the training data never passes for the test data's."""
+    """The name of an accuracy on this split: training accuracy is never called test accuracy."""
     return "accuracy" if split == "test" else "training accuracy"
 
 

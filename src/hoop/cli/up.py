@@ -1,4 +1,4 @@
-"""``hoop up``: a whole cluster on this machine."""
+"""``hoop up``: starts a coordinator and devices on this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def up(
     jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     state: Annotated[
-        Path | None, typer.Option(help="Keep arenas and journal in this folder, and go on from them.")
+        Path | None,
+        typer.Option(help="Keep arenas and journal in this folder, and start from them if they are there."),
     ] = None,
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
@@ -38,8 +39,8 @@ def up(
 ) -> None:
     """Start a coordinator and its devices here, until Ctrl-C.
 
-    The line [bold]coordinator HOST:PORT[/bold] tells where it is; programs that speak the lab's gpu_sim
-    protocol and Hoop's own clients connect there. Ctrl-C ends all of it and leaves nothing behind.
+    It prints [bold]coordinator HOST:PORT[/bold]: Hoop's clients and programs that speak the lab's gpu_sim protocol
+    connect there. Ctrl-C ends all processes and removes their files.
     """
     from hoop.cli.running import Stopping
     from hoop.launch.local import LocalCluster, LocalConfig
@@ -50,7 +51,7 @@ def up(
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
     journal = state and state / "journal"
     coordinator = configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls)
-    # Paths, never a secret: what is in a command's arguments everybody on the machine can read.
+    # Paths, never a secret: every user of the machine can read a command's arguments.
     more = [
         *("--jobs", str(jobs)),
         *(["--token-file", str(token_file)] if token_file else []),

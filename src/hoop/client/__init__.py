@@ -1,1 +1,1 @@
-"""The Python client: a cluster, its communicators, buffers on its devices, collectives between them."""
+"""The Python client: clusters, communicators, device buffers, collectives and jobs."""

@@ -1,7 +1,4 @@
-"""NumPy arrays and torch tensors as bytes of an element type, and back.
-
-A vector on every device of a communicator: where its parts lie, and how to fill and read them.
-"""
+"""Device buffers of a communicator, and conversion between arrays or tensors and their flat storage."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 def is_tensor(value: object) -> bool:
-    """Whether it is a torch tensor; torch is not imported to find out."""
+    """Whether ``value`` is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -48,7 +45,7 @@ def flatten(value: Any, kind: DType) -> Array:
 
 
 def restore(vector: Array, like: Any, kind: DType) -> Any:
-    """The vector as what ``like`` is, an array or a tensor, and in its shape where the size is the same."""
+    """Convert ``vector`` to the type of ``like`` (array or tensor), and to its shape if the sizes are equal."""
     if is_tensor(like):
         torch = sys.modules["torch"]
         bits = vector.view(np.int16) if kind.name == "bfloat16" else vector
@@ -61,12 +58,13 @@ def restore(vector: Array, like: Any, kind: DType) -> Any:
 
 @dataclass(frozen=True)
 class Buffer:
-    """``count`` elements on each device, by rank: at an address, or in a named buffer."""
+    """``count`` elements on each device of a communicator."""
 
     devices: tuple[Device, ...]
     places: tuple[int | str, ...]
+    """By rank: an address, or the name of a buffer."""
     offset: int
-    """Bytes past each place."""
+    """Bytes after each place."""
     count: int
     dtype: DType
 
@@ -75,19 +73,19 @@ class Buffer:
         return self.count * self.dtype.itemsize
 
     def write(self, rank: int, values: Any) -> None:
-        """Fills one rank's part from an array or a tensor of exactly ``count`` elements."""
+        """Write an array or a tensor of exactly ``count`` elements to one rank's device."""
         vector = flatten(values, self.dtype)
         if vector.size != self.count:
             raise InvalidArgument(f"values: {vector.size} elements were given, the buffer has {self.count}")
         self.devices[rank].write(self.places[rank], vector.view(np.uint8).data, self.offset)
 
     def read(self, rank: int) -> Array:
-        """One rank's part, in the element type's storage (bfloat16 as uint16)."""
+        """Read the elements of one rank's device, in their storage type (bfloat16 as uint16)."""
         data = self.devices[rank].read(self.places[rank], self.bytes, self.offset)
         return np.frombuffer(data, self.dtype.numpy).copy()
 
     def fill(self, values: Sequence[Any]) -> Buffer:
-        """Fills every rank's part, one array or tensor a rank."""
+        """Write ``values[rank]`` to the device of every rank."""
         if len(values) != len(self.devices):
             raise InvalidArgument(f"values: {len(values)} were given for {len(self.devices)} ranks")
         for rank, value in enumerate(values):
@@ -95,14 +93,14 @@ class Buffer:
         return self
 
     def part(self, start: int, stop: int) -> Buffer:
-        """Elements ``[start, stop)``, as a buffer of their own over the same memory."""
+        """A buffer over elements ``[start, stop)`` of the same memory."""
         if not 0 <= start <= stop <= self.count:
             raise InvalidArgument(f"part: [{start}, {stop}) is not within the buffer's {self.count} elements")
         offset = self.offset + start * self.dtype.itemsize
         return Buffer(self.devices, self.places, offset, stop - start, self.dtype)
 
     def free(self) -> None:
-        """Gives named memory back on every device."""
+        """Free the named buffer on every device."""
         for device, place in zip(self.devices, self.places, strict=True):
             if isinstance(place, str):
                 device.free(place)

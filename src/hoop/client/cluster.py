@@ -1,6 +1,7 @@
-"""A client's standing with the coordinator: when the client is gone, however it went, what it made is freed.
+"""The client's connection to a cluster: a running coordinator and its devices.
 
-The way in: a running coordinator and its devices.
+``connect`` returns a ``Cluster``. Its ``Session`` is a stream that stays open while the client lives; when it ends, for
+whatever reason, the coordinator frees the client's communicators and staging buffers.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from hoop.client.handle import call
 from hoop.client.jobs import JobHandle
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
 from hoop.events import Event
-from hoop.signals import signals_held
+from hoop.signals import defer_signals
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
-from hoop.wire.auth import Credentials, find
-from hoop.wire.channels import STAGING, Backoff, channel_options
+from hoop.wire.auth import Credentials, find_credentials
+from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
 from hoop.wire.service import Stub, device_info, status_of, translate, unreachable
 
 
 class Session:
-    """Held open while the client lives; opened again when it breaks on the way."""
+    """A stream that stays open while this client lives. It is reopened when the connection breaks."""
 
-    def __init__(self, stub: Stub, whom: str) -> None:
+    def __init__(self, stub: Stub, peer: str) -> None:
         self.id = secrets.token_hex(8)
-        self._stub, self._whom = stub, whom
+        self._stub, self._peer = stub, peer
         self._lock = threading.RLock()
         self._call: Any = None
         self._closed = False
 
-    def hold(self) -> str:
-        """Its id, which the coordinator knows when this returns."""
+    def ensure_open(self) -> str:
+        """Open the stream if it is not open; returns the session id, which the coordinator then knows."""
         with self._lock:
             if self._call is None and not self._closed:
                 call = self._stub.Hold(pb.HoldRequest(session=self.id))
                 try:
                     next(call)
                 except grpc.RpcError as error:
-                    raise translate(error, self._whom) from None
+                    raise translate(error, self._peer) from None
                 self._call = call
-                call.add_done_callback(self._broke)
+                call.add_done_callback(self._reopen)
         return self.id
 
-    def _broke(self, call: Any) -> None:
-        """Opens it again; that waits by itself until the coordinator is there."""
+    def _reopen(self, call: Any) -> None:
+        """Open the stream again after a transport failure; gRPC waits until the coordinator is reachable."""
         with self._lock:
             if not self._closed and unreachable(call):
                 self._call = self._stub.Hold(pb.HoldRequest(session=self.id), wait_for_ready=True)
-                self._call.add_done_callback(self._broke)
+                self._call.add_done_callback(self._reopen)
 
     def close(self) -> None:
         with self._lock:
@@ -74,10 +75,10 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class Cluster:
-    """A running coordinator and its devices, seen from a client."""
+    """A running coordinator and its devices."""
 
     opened: ClassVar[bool] = False
-    """Whether this process has ever opened one: what gRPC starts does not survive a fork."""
+    """Whether this process has ever opened a Cluster. If so it must not fork: gRPC's threads do not survive that."""
 
     def __init__(self, address: Address | Addresses, timeout: float, credentials: Credentials) -> None:
         Cluster.opened = True
@@ -86,58 +87,58 @@ class Cluster:
         self._credentials = credentials
         self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
         self._stub = Stub(self._channel, SERVICE, credentials.metadata)
-        # A connection of its own: it knocks for as long as a coordinator is away, and calls are not to wait for that.
-        self._holding = credentials.channel(address, Role.COORDINATOR, channel_options())
-        holding = Stub(self._holding, SERVICE, credentials.metadata)
-        self._session = Session(holding, f"the coordinator at {address}")
+        # A separate channel: it keeps reconnecting while the coordinator is down; other calls must not wait for that.
+        self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options())
+        session_stub = Stub(self._session_channel, SERVICE, credentials.metadata)
+        self._session = Session(session_stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 
-    def knock(self, patience: float) -> None:
-        """Returns when the coordinator answers; raises if it does not within ``patience`` seconds."""
-        knocking = Backoff("the coordinator", self.address, patience)
-        for pause in knocking.pauses():
+    def wait_ready(self, timeout: float) -> None:
+        """Return when the coordinator answers; raises DeadlineExceeded after ``timeout`` seconds."""
+        backoff = Backoff("the coordinator", self.address, timeout)
+        for delay in backoff.delays():
             try:
                 self._stub.GetStatus(pb.GetStatusRequest(), timeout=min(self._timeout, 5.0))
                 return
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.address}") from None
-                knocking.heard(status_of(error))
-                time.sleep(pause)
-        raise knocking.failure()
+                backoff.record_failure(status_of(error))
+                time.sleep(delay)
+        raise backoff.timeout_error()
 
     def status(self) -> pb.GetStatusResponse:
-        """Every device and communicator, as the coordinator sees them now."""
+        """The current devices and communicators of the coordinator."""
         answer: pb.GetStatusResponse = self._call("GetStatus", pb.GetStatusRequest())
         return answer
 
     def communicator(self, devices: int | Sequence[int]) -> Communicator:
-        """A communicator of so many devices, or of exactly those with these ids, in rank order."""
+        """Create a communicator of ``devices`` devices, or of the devices with these ids in rank order."""
         ids = [devices] if isinstance(devices, int) else list(devices)
         if any(not 0 <= one < 2**32 for one in ids):
             raise InvalidArgument(f"devices: {devices} is neither a number of devices nor their ids")
-        count, exactly = (devices, []) if isinstance(devices, int) else (0, ids)
-        session = self._session.hold()
-        request = pb.CreateCommunicatorRequest(devices=count, device_ids=exactly, session=session)
+        count, device_ids = (devices, []) if isinstance(devices, int) else (0, ids)
+        session = self._session.ensure_open()
+        request = pb.CreateCommunicatorRequest(devices=count, device_ids=device_ids, session=session)
         answer = self._call("CreateCommunicator", request)
-        return Communicator(self._stub, answer.communicator, self._known, self._timeout, session)
+        return Communicator(self._stub, answer.communicator, self._device, self._timeout, session)
 
-    def staged(self) -> str:
-        """A name for memory on devices that is freed with this client, however it ends."""
-        return f"{STAGING}{self._session.hold()}.{secrets.token_hex(8)}"
+    def staging_name(self) -> str:
+        """A new name for device buffers that the coordinator frees when this client ends."""
+        return f"{STAGING_PREFIX}{self._session.ensure_open()}.{secrets.token_hex(8)}"
 
     def device(self, device_id: int) -> Device:
-        """One device, for its memory."""
+        """The device with this id; raises NotFound."""
         for member in self.status().devices:
             if member.device.device_id == device_id:
-                return self._known(device_info(member.device))
+                return self._device(device_info(member.device))
         raise NotFound(f"device {device_id} is unknown to the coordinator at {self.address}")
 
-    def wait_for_devices(self, count: int, patience: float = 60.0) -> None:
-        """Returns when so many devices are alive."""
-        deadline = time.monotonic() + patience
-        with signals_held():
-            stream = self._stub.WatchEvents(pb.WatchEventsRequest(follow=True), timeout=patience)
+    def wait_for_devices(self, count: int, timeout: float = 60.0) -> None:
+        """Return when ``count`` devices are alive; raises DeadlineExceeded after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        with defer_signals():
+            stream = self._stub.WatchEvents(pb.WatchEventsRequest(follow=True), timeout=timeout)
         try:
             for _ in stream:
                 if sum(one.state == "alive" for one in self.status().devices) >= count:
@@ -147,7 +148,7 @@ class Cluster:
                 raise translate(error, f"the coordinator at {self.address}") from None
         finally:
             stream.cancel()
-        raise DeadlineExceeded(f"{count} devices were not all there within {patience:g} s at {self.address}")
+        raise DeadlineExceeded(f"{count} devices were not all there within {timeout:g} s at {self.address}")
 
     def copy(
         self,
@@ -155,7 +156,7 @@ class Cluster:
         destination: tuple[int, int | str],
         size: int,
     ) -> None:
-        """Device to device: each end is a device's id and an address or a buffer's name."""
+        """Copy ``size`` bytes between devices. Each end is a device id and an address or a buffer name."""
         request = pb.CopyRequest(
             source_device=source[0],
             source=location(source[1]),
@@ -166,10 +167,18 @@ class Cluster:
         self._call("Copy", request)
 
     def start_job(self, settings: str, device_ids: Sequence[int], resume: str = "") -> JobHandle:
-        """Trains by these settings (JSON) on these devices; ``resume`` names a buffer that all of them have."""
-        whom = f"the coordinator at {self.address}"
+        """Start a training job with ``settings`` (JSON) on these devices.
+
+        ``resume``: name of a buffer on all of them that holds the checkpoint to resume from.
+        """
         return JobHandle.start(
-            self._stub, settings, list(device_ids), resume, self._timeout, whom, self.knock
+            self._stub,
+            settings,
+            list(device_ids),
+            resume,
+            timeout=self._timeout,
+            peer=f"the coordinator at {self.address}",
+            wait_ready=self.wait_ready,
         )
 
     def job_settings(self, job_id: int) -> str:
@@ -177,12 +186,14 @@ class Cluster:
         return str(self._call("GetJob", pb.GetJobRequest(job_id=job_id)).job.settings)
 
     def job(self, job_id: int) -> JobHandle:
-        """A job that somebody started."""
-        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.knock)
+        """A handle for a job that was started before."""
+        return JobHandle(
+            self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.wait_ready
+        )
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
-        """What happened since the event numbered ``after``; with ``follow``, also what happens from now on."""
-        with signals_held():
+        """The coordinator's events with a sequence number above ``after``; with ``follow`` the stream does not end."""
+        with defer_signals():
             stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
         try:
             for event in stream:
@@ -193,7 +204,7 @@ class Cluster:
         finally:
             stream.cancel()
 
-    def _known(self, info: DeviceInfo) -> Device:
+    def _device(self, info: DeviceInfo) -> Device:
         if info.incarnation not in self._devices:
             self._devices[info.incarnation] = Device(info, self._timeout, self._credentials)
         return self._devices[info.incarnation]
@@ -205,7 +216,7 @@ class Cluster:
         self._session.close()
         for device in self._devices.values():
             device.close()
-        self._holding.close()
+        self._session_channel.close()
         self._channel.close()
 
     def __enter__(self) -> Cluster:
@@ -226,22 +237,24 @@ def connect(
     tls: str | os.PathLike[str] | None = None,
     credentials: Credentials | None = None,
 ) -> Cluster:
-    """The cluster whose coordinator is at ``host:port``; knocks for up to ``patience`` seconds.
+    """Connect to the cluster whose coordinator is at ``address`` (``host:port``).
 
-    Where a second coordinator stands by: ``host:port,host:port``. Whichever answers is called.
+    With a standby coordinator ``address`` is ``host:port,host:port``; the client calls the one that answers.
 
-    A cluster beyond this machine wants to know who calls: ``token``, or ``tls``, a folder that ``hoop certs`` made;
-    where neither is given, what HOOP_TOKEN, HOOP_TOKEN_FILE or HOOP_TLS says (SECURITY.md).
+    ``patience``: seconds to wait for the coordinator's first answer. ``timeout``: seconds of each later call.
+
+    A cluster that listens beyond this machine authenticates its callers: give ``token``, or ``tls``, a folder made by
+    ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE (SECURITY.md).
 
     >>> with hoop.connect("127.0.0.1:4021") as cluster:
     ...     comm = cluster.communicator(3)
     ...     sums = comm.all_reduce([a, b, c])
     """
     address = Addresses.parse(address) if isinstance(address, str) else address
-    credentials = credentials or find(Role.CLIENT, token, tls=Path(tls) if tls else None)
+    credentials = credentials or find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None)
     cluster = Cluster(address, timeout, credentials)
     try:
-        cluster.knock(patience)
+        cluster.wait_ready(patience)
         return cluster
     except BaseException:
         cluster.close()

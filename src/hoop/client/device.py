@@ -1,4 +1,4 @@
-"""One device, as a client sees it: its memory, by address and by name."""
+"""The client's view of one device: its memory, by address and by buffer name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
-    """An absolute address, or the name of a buffer, plus an offset in bytes."""
+    """The message for an absolute address or a buffer name, plus an offset in bytes."""
     if isinstance(place, str):
         return pb.Location(buffer=place, offset=offset)
     return pb.Location(address=place, offset=offset)
 
 
 class Device:
-    """A device of the cluster. Data goes to it directly, not through the coordinator."""
+    """A device of the cluster. Data goes directly to the device, not through the coordinator."""
 
     def __init__(self, info: DeviceInfo, timeout: float, credentials: Credentials) -> None:
         self.info = info
@@ -39,7 +39,7 @@ class Device:
         return self.info.device_id
 
     def allocate(self, name: str, size: int, reuse: bool = False) -> int:
-        """A named buffer of ``size`` bytes; returns its address."""
+        """Allocate a named buffer of ``size`` bytes; returns its address."""
         request = pb.AllocateRequest(name=name, bytes=size, reuse=reuse)
         answer = self._call(self._stub.Allocate, request)
         return int(answer.buffer.address)
@@ -48,12 +48,12 @@ class Device:
         self._call(self._stub.Free, pb.FreeRequest(name=name))
 
     def buffers(self) -> dict[str, tuple[int, int]]:
-        """Its named buffers: address and size in bytes."""
+        """Address and size in bytes of every named buffer."""
         answer = self._call(self._stub.ListBuffers, pb.ListBuffersRequest())
         return {buffer.name: (buffer.address, buffer.bytes) for buffer in answer.buffers}
 
     def write(self, place: int | str, data: bytes | memoryview, offset: int = 0) -> None:
-        """Host to device, of any length, at an address or into a named buffer."""
+        """Copy ``data``, of any length, to an address or into a named buffer of the device."""
         view = memoryview(data)
 
         def chunks() -> Iterator[pb.WriteRequest]:
@@ -64,7 +64,7 @@ class Device:
         self._call(self._stub.Write, chunks())
 
     def read(self, place: int | str, size: int, offset: int = 0) -> bytes:
-        """Device to host, of any length."""
+        """Copy ``size`` bytes, of any length, from the device."""
         request = pb.ReadRequest(location=location(place, offset), bytes=size)
         try:
             answers = self._stub.Read(request, timeout=self._timeout)

@@ -1,4 +1,4 @@
-"""Calls from the client: errors in Hoop's words, and handles for calls that are still running."""
+"""Client calls: conversion of gRPC errors, and handles of calls that are still running."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from hoop.wire.service import translate
 T = TypeVar("T")
 
 
-def call(method: Any, request: Any, timeout: float, whom: str) -> Any:
-    """One call, answered or raised as a Hoop error."""
+def call(method: Any, request: Any, timeout: float, peer: str) -> Any:
+    """Call ``method`` and return the answer; raises a Hoop error. ``peer`` is the prefix of its text."""
     try:
         return method(request, timeout=timeout)
     except grpc.RpcError as error:
-        raise translate(error, whom) from None
+        raise translate(error, peer) from None
 
 
 class Handle(Generic[T]):
-    """A call that is under way."""
+    """A running call."""
 
     def __init__(
-        self, future: Any, whom: str, finish: Callable[[Any], T], failed: Callable[[], None] | None = None
+        self, future: Any, peer: str, finish: Callable[[Any], T], on_failure: Callable[[], None] | None = None
     ) -> None:
-        """``finish`` makes the result of the answer, once; ``failed`` cleans up when there is none."""
+        """``finish`` converts the answer to the result, once. ``on_failure`` is called if the call fails."""
         self._future = future
-        self._whom = whom
+        self._peer = peer
         self._finish: Callable[[Any], T] | None = finish
-        self._failed = failed
+        self._on_failure = on_failure
         self._result: T | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the call has ended, with or without success."""
         return bool(self._future.done())
 
     def wait(self, timeout: float | None = None) -> T:
-        """Its result, waiting up to ``timeout`` seconds (None: the call's own deadline)."""
+        """Wait up to ``timeout`` seconds (None: the call's own deadline) and return the result."""
         try:
             answer = self._future.result(timeout)
         except grpc.FutureTimeoutError:
-            raise DeadlineExceeded(f"{self._whom}: not done after {timeout:g} s; it goes on") from None
+            raise DeadlineExceeded(f"{self._peer}: not done after {timeout:g} s; it goes on") from None
         except grpc.RpcError as error:
-            if self._failed is not None:
-                self._failed()
-            raise translate(error, self._whom) from None
+            if self._on_failure is not None:
+                self._on_failure()
+            raise translate(error, self._peer) from None
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish(answer)

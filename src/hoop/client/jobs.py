@@ -1,45 +1,31 @@
-"""A job, as a client sees it: started, followed, stopped."""
+"""The client's handle of a training job: start it, follow its events, stop it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import grpc
 
 from hoop.client.handle import call
-from hoop.errors import DeadlineExceeded, PeerLost, named
-from hoop.signals import signals_held
-from hoop.texts import cleaned, parse_json
+from hoop.errors import DeadlineExceeded, PeerLost, error_from_name
+from hoop.job_events import CoordinatorBack, CoordinatorLost, JobEnded, Observed, from_fields
+from hoop.signals import defer_signals
+from hoop.texts import parse_json, printable_json
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
 from hoop.wire.service import Stub, status_of, translate, unreachable
 
 START_S = 60.0
-Knock = Callable[[float], None]
-
-
-@dataclass(frozen=True)
-class JobEvent:
-    """One thing that a rank of a job told."""
-
-    sequence: int
-    time: float
-    rank: int
-    device: int
-    kind: str
-    told: dict[str, Any]
+WaitReady = Callable[[float], None]
+"""Waits up to this number of seconds until the coordinator answers; raises DeadlineExceeded."""
 
 
 class JobHandle:
-    """A job on a cluster. It goes on whether or not anybody follows it."""
+    """A job on a cluster. It runs whether or not a client follows it."""
 
-    def __init__(self, stub: Stub, job_id: int, timeout: float, whom: str, knock: Knock) -> None:
-        """``knock`` waits so many seconds for a coordinator that is away."""
+    def __init__(self, stub: Stub, job_id: int, timeout: float, peer: str, wait_ready: WaitReady) -> None:
         self.id = job_id
-        self._stub, self._timeout, self._whom, self._knock = stub, timeout, whom, knock
+        self._stub, self._timeout, self._peer, self._wait_ready = stub, timeout, peer, wait_ready
 
     @classmethod
     def start(
@@ -49,70 +35,76 @@ class JobHandle:
         device_ids: list[int],
         resume: str,
         timeout: float,
-        whom: str,
-        knock: Knock,
+        peer: str,
+        wait_ready: WaitReady,
     ) -> JobHandle:
-        """Starts a job on exactly these devices, in rank order."""
+        """Start a job on these devices, in rank order."""
         check_settings(settings)
         request = pb.StartJobRequest(settings=settings, device_ids=device_ids, resume=resume)
-        answer = call(stub.StartJob, request, max(timeout, START_S), whom)
-        return cls(stub, answer.job_id, timeout, whom, knock)
+        answer = call(stub.StartJob, request, max(timeout, START_S), peer)
+        return cls(stub, answer.job_id, timeout, peer, wait_ready)
 
-    def events(self, after: int = 0, patience: float = 0.0) -> Iterator[JobEvent]:
-        """What it told since, and tells until it ends; raises what it failed with.
+    def events(self, after: int = 0, coordinator_timeout: float = 0.0) -> Iterator[Observed]:
+        """The job's events with a sequence number above ``after``, until the job ends; raises the job's error.
 
-        A coordinator that is away is waited for, up to ``patience`` seconds; ``away`` and ``back`` tell of it.
-        What was told before is not told again, though a restarted coordinator numbers events anew.
+        If the coordinator is unreachable, waits up to ``coordinator_timeout`` seconds for it, and yields
+        ``CoordinatorLost`` and ``CoordinatorBack``. Every event is yielded once, although a restarted coordinator
+        numbers the events anew.
         """
-        heard: set[str] = set()
+        seen_origins: set[str] = set()
         while True:
             try:
-                for event in self._stream(after):
-                    if event.origin not in heard:
-                        heard.add(event.origin)
-                        yield _event(event)
+                for message in self._stream(after):
+                    if message.origin not in seen_origins:
+                        seen_origins.add(message.origin)
+                        yield _observed(message)
                 return
             except grpc.RpcError as error:
-                if not patience or not unreachable(error):
-                    raise translate(error, self._whom) from None
+                if not coordinator_timeout or not unreachable(error):
+                    raise translate(error, self._peer) from None
                 reason = status_of(error)
-            yield _own("away", f"{self._whom} is away ({reason}); job {self.id} goes on without it")
+            yield Observed(
+                CoordinatorLost(f"{self._peer} does not answer ({reason}); job {self.id} goes on without it")
+            )
             try:
-                self._knock(patience)
+                self._wait_ready(coordinator_timeout)
             except DeadlineExceeded as error:
                 raise PeerLost(
                     f"{error}; job {self.id} goes on: come back with hoop attach {self.id}"
                 ) from None
-            yield _own("back", f"{self._whom} is back")
+            yield Observed(CoordinatorBack(f"{self._peer} is back"))
             after = 0
 
     def _stream(self, after: int) -> Iterator[pb.JobEvent]:
-        with signals_held():
+        with defer_signals():
             stream = self._stub.WatchJob(pb.WatchJobRequest(job_id=self.id, after=after))
         try:
             yield from stream
         finally:
             stream.cancel()
 
-    def stop(self, patience: float = 0.0) -> None:
-        """Asks all ranks to stop after a step they agree on; waits for a coordinator that is away."""
-        if patience:
-            self._knock(patience)
-        call(self._stub.StopJob, pb.StopJobRequest(job_id=self.id), self._timeout, self._whom)
+    def stop(self, coordinator_timeout: float = 0.0) -> None:
+        """Ask all ranks to stop after a step that they agree on.
+
+        Waits up to ``coordinator_timeout`` seconds for a coordinator that is unreachable.
+        """
+        if coordinator_timeout:
+            self._wait_ready(coordinator_timeout)
+        call(self._stub.StopJob, pb.StopJobRequest(job_id=self.id), self._timeout, self._peer)
 
 
-def _event(event: pb.JobEvent) -> JobEvent:
+def _observed(message: pb.JobEvent) -> Observed:
+    """The event of a message; raises the error of a job that failed."""
     try:
-        told = cleaned(parse_json(event.json))
+        fields = printable_json(parse_json(message.json))
+        if not isinstance(fields, dict):
+            raise ValueError(f"{fields!r:.80} is not a JSON object")
+        event = from_fields(message.kind, fields)
     except (ValueError, RecursionError) as error:
-        told = error
-    if not isinstance(told, dict):
-        raise PeerLost(f"job event {event.sequence} of kind {event.kind!r} is not a JSON object: {told}")
-    if event.kind == "job_ended" and "error" in told:
-        raise named(told["error"], told["text"])
-    return JobEvent(event.sequence, event.time, event.rank, event.device_id, event.kind, told)
-
-
-def _own(kind: str, text: str) -> JobEvent:
-    """What no device told."""
-    return JobEvent(0, time.time(), 0, 0, kind, {"kind": kind, "text": text})
+        raise PeerLost(
+            f"job event {message.sequence} of kind {message.kind!r} cannot be read: {error}; do all processes run the "
+            "same version of Hoop?"
+        ) from None
+    if isinstance(event, JobEnded) and event.error:
+        raise error_from_name(event.error, event.text)
+    return Observed(event, message.rank, message.device_id, message.time, message.sequence)

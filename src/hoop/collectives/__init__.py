@@ -1,1 +1,1 @@
-"""What ranks do together: every collective as a plan, and the communicator that runs it."""
+"""Collective operations: every collective as a plan, and the communicator that executes plans."""

@@ -1,6 +1,7 @@
-"""One operation of one rank, checked and planned once, then run on any buffers: what a call costs is what it moves.
+"""One rank's handle on a communicator: runs collectives, or starts them asynchronously.
 
-One rank's handle on a communicator: runs operations, or starts them and lets go.
+``PreparedOperation`` is one operation, checked and planned once and then run on any buffers that fit it, so a call
+costs little beyond the bytes it moves. ``Communicator`` caches them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from functools import partial
 import numpy as np
 
 from hoop.collectives.compressed_all_reduce import CompressedAllReduce
-from hoop.collectives.link_executor import MultiHostExecutor, confirm, over_links, together
+from hoop.collectives.link_executor import (
+    MultiHostExecutor,
+    confirm_all_started,
+    run_collective,
+    run_over_links,
+)
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.registry import CATALOG, Operation
-from hoop.collectives.selection import LinkCost, choose, measure
+from hoop.collectives.selection import LinkCost, choose_algorithm, measure_links
 from hoop.collectives.shm_executor import RunFunction, ShmExecutor, WindowedOperation
 from hoop.collectives.work_queue import WorkHandle, WorkQueue
 from hoop.errors import (
@@ -30,20 +36,21 @@ from hoop.errors import (
     PeerLost,
 )
 from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 
 _IN_PLACE = {"all_gather": -1, "gather": -1, "reduce_scatter": 1, "scatter": 1}
-"""Where a destination may overlap its source: so many of this rank's blocks further on; elsewhere at the same place."""
+"""The offset that a destination overlapping its source must have from it, as a multiple of rank * count elements; for
+the other collectives 0: the same address."""
 
 
 class PreparedOperation:
-    """One operation, for any buffers that fit it: ``ready(source, destination, deadline)``.
+    """One operation for any buffers that fit it; call it with ``(source, destination, deadline)``.
 
-    How it is done is worked out (``plan``) when it first runs: the choice depends on what memory the others share.
+    The algorithm is chosen on the first call, because the choice depends on the memory that the ranks share.
     """
 
     algorithm = ""
-    """What was chosen, once it has run."""
+    """The chosen algorithm; empty before the first call."""
 
     def __init__(
         self,
@@ -52,67 +59,69 @@ class PreparedOperation:
         call: Call,
         plan: Callable[[Operation, Call, float], tuple[str, RunFunction]],
     ) -> None:
-        """``call``: what all ranks must agree on."""
+        """``call``: compared between ranks. ``plan``: chooses the algorithm and returns the function that runs it."""
         operation.check(endpoint.size)
         self.operation, self.call = operation, call
         self._plan = plan
-        self._move: RunFunction | None = None
+        self._run: RunFunction | None = None
         self._rank, self._alone = endpoint.rank, endpoint.size == 1
         self._kind = operation.dtype.numpy
-        self._given, self._taken = operation.extents(endpoint.size, endpoint.rank)
-        block = endpoint.rank * operation.count * operation.dtype.itemsize
-        self._shift = _IN_PLACE.get(operation.collective, 0) * block
-        self._same = not self._shift and operation.collective != "all_to_all"
+        self._source_count, self._destination_count = operation.extents(endpoint.size, endpoint.rank)
+        block_offset = endpoint.rank * operation.count * operation.dtype.itemsize
+        self._shift = _IN_PLACE.get(operation.collective, 0) * block_offset
+        self._may_be_same = not self._shift and operation.collective != "all_to_all"
+        """Whether source and destination may be the same array."""
 
     def __call__(self, source: Array, destination: Array, deadline: float) -> None:
-        """Runs it with the other ranks."""
+        """Runs the operation with the other ranks."""
         self.check(source, destination)
         try:
-            if self._move is None:
-                self.algorithm, self._move = self._plan(self.operation, self.call, deadline)
-            self._move(source, destination, deadline)
+            if self._run is None:
+                self.algorithm, self._run = self._plan(self.operation, self.call, deadline)
+            self._run(source, destination, deadline)
         except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
-            raise named(error, self.operation) from error
+            raise with_operation(error, self.operation) from error
 
-    def begin(
+    def try_run(
         self, source: Array, destination: Array, until: float, deadline: float
     ) -> Callable[[], None] | None:
-        """For whoever may not wait long: does what can be done by ``until``, and says how to go on.
+        """Runs the operation if that is possible by ``until``.
 
-        None: it is done. Where it cannot be left halfway nothing is done, and going on is all of it.
+        Returns None if it is done, else the function that resumes it. An operation that cannot be suspended is not
+        begun: then that function runs all of it.
         """
         if self._alone:
             self(source, destination, deadline)
             return None
-        if not isinstance(self._move, WindowedOperation) or not self._move.whole:
+        if not isinstance(self._run, WindowedOperation) or not self._run.is_single_piece:
             return partial(self, source, destination, deadline)
         self.check(source, destination)
         try:
-            rest = self._move.begin(source, destination, until, deadline)
+            resume = self._run.try_run(source, destination, until, deadline)
         except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
-            raise named(error, self.operation) from error
-        return None if rest is None else partial(self._go_on, rest)
+            raise with_operation(error, self.operation) from error
+        return None if resume is None else partial(self._resume, resume)
 
-    def _go_on(self, rest: Callable[[], None]) -> None:
+    def _resume(self, resume: Callable[[], None]) -> None:
         try:
-            rest()
+            resume()
         except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
-            raise named(error, self.operation) from error
+            raise with_operation(error, self.operation) from error
 
     def check(self, source: Array, destination: Array) -> None:
-        """Raises if these buffers do not fit the operation; nothing has moved then."""
-        self._check_one("source", source, self._given)
-        if source is destination and self._same and self._taken <= self._given:
-            if not source.flags.writeable and self._taken:
+        """Raises InvalidArgument if the buffers do not fit the operation, before any byte has moved."""
+        self._check_buffer("source", source, self._source_count)
+        if source is destination and self._may_be_same and self._destination_count <= self._source_count:
+            if not source.flags.writeable and self._destination_count:
                 raise InvalidArgument(f"rank {self._rank}: destination cannot be written to")
             return
-        self._check_one("destination", destination, self._taken)
-        if not destination.flags.writeable and self._taken:
+        self._check_buffer("destination", destination, self._destination_count)
+        if not destination.flags.writeable and self._destination_count:
             raise InvalidArgument(f"rank {self._rank}: destination cannot be written to")
-        if self._given and self._taken:
-            self._check_overlap(source[: self._given], destination[: self._taken])
+        if self._source_count and self._destination_count:
+            self._check_overlap(source[: self._source_count], destination[: self._destination_count])
 
-    def _check_one(self, name: str, buffer: Array, elements: int) -> None:
+    def _check_buffer(self, name: str, buffer: Array, elements: int) -> None:
         contiguous = buffer.flags.c_contiguous
         if buffer.dtype != self._kind or buffer.ndim != 1 or not contiguous:
             raise InvalidArgument(
@@ -135,18 +144,18 @@ class PreparedOperation:
             )
 
 
-def named(error: HoopError, operation: Operation) -> HoopError:
-    """An error that says in which operation it happened."""
+def with_operation(error: HoopError, operation: Operation) -> HoopError:
+    """The error, with the operation in its text."""
     return error if str(operation) in str(error) else type(error)(f"{error}, in {operation}")
 
 
-_KEPT = 512
-"""Operations that are kept ready; the one that was made first goes first."""
+_CACHE_SIZE = 512
+"""Prepared operations that a communicator keeps; the oldest is dropped first."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one operation cost one rank."""
+    """The cost of one operation for one rank."""
 
     seconds: float
     messages_sent: int
@@ -155,119 +164,137 @@ class Report:
 
 
 class PersistentAllReduce:
-    """An all_reduce that is run again and again on the same memory: call it with a deadline, or ``start`` it."""
+    """An all_reduce that runs repeatedly on the same memory: call it with a deadline, or ``start`` it.
+
+    Made by ``Communicator.prepare``.
+    """
 
     def __init__(
         self, communicator: Communicator, operation: Operation, algorithm: str, run: Callable[[float], None]
     ) -> None:
         self.algorithm = algorithm
         self._communicator, self._operation, self._run = communicator, operation, run
-        self._enter, self._leave = communicator.lane.enter, communicator.lane.leave
+        self._try_acquire, self._release = (
+            communicator.work_queue.try_acquire,
+            communicator.work_queue.release,
+        )
 
     def __call__(self, deadline: float) -> None:
-        if not self._enter():
+        if not self._try_acquire():
             self.start(deadline - time.monotonic()).wait()
             return
         try:
             self._run(deadline)
         finally:
-            self._leave()
+            self._release()
 
     def start(self, timeout: float) -> WorkHandle:
-        """Runs it behind what was started before, and returns at once."""
-        return self._communicator.queue(self._operation, self._run, timeout, lambda: self.algorithm)
+        """Queues it behind the operations started before, and returns at once."""
+        return self._communicator.submit(self._operation, self._run, timeout, lambda: self.algorithm)
 
 
 class Communicator:
-    """One rank's place among others, at one generation.
+    """One rank's handle on a communicator of one generation.
 
-    Every rank must run the same operations in the same order. When one fails with a ``PeerError``, the
-    links are in no defined state: close this communicator and go on with the next generation. Operations that do not
-    match are a ``CollectiveMismatch`` at every rank, and so is every later one on this communicator.
+    Every rank must run the same operations in the same order. After a ``PeerError`` the links are in an undefined
+    state: close this communicator and continue with one of the next generation. If the ranks' operations do not match,
+    every rank raises ``CollectiveMismatch``, for this operation and for every later one.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self.rank, self.size = endpoint.rank, endpoint.size
         self.cost: LinkCost | None = None
-        """What a link costs, where it was measured; decides between algorithms. Set before the first operation."""
-        self.lane = WorkQueue(f"hoop-{endpoint.communicator}-lane")
-        """Where operations queue; whoever runs a ``ready`` one by itself enters it first."""
-        self._ready: dict[tuple[Operation, str], PreparedOperation] = {}
+        """The measured cost of a link, used to choose algorithms. A caller may set it before the first operation."""
+        self.work_queue = WorkQueue(f"hoop-{endpoint.communicator}-work-queue")
+        """Orders the operations. A caller of a ``prepared`` operation must acquire it first."""
+        self._prepared: dict[tuple[Operation, str], PreparedOperation] = {}
         self._broken: HoopError | None = None
+        """The error that broke the links, which queued operations raise instead of running."""
         self._scratch: Array = np.empty(0, np.uint8)
-        self._sharing = ShmExecutor(endpoint) if isinstance(endpoint, SharedEndpoint) else None
-        self._spanning = MultiHostExecutor(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
+        self._shm_executor = ShmExecutor(endpoint) if isinstance(endpoint, SharedEndpoint) else None
+        self._multi_host_executor = (
+            MultiHostExecutor(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
+        )
 
-    def ready(self, operation: Operation, text: str = "") -> PreparedOperation:
-        """The operation, to be called with buffers and a deadline as often as one likes.
+    # ---- planning
 
-        ``text``: how mismatches name it and what all ranks must agree on, where it is part of something larger.
+    def prepared(self, operation: Operation, text: str = "") -> PreparedOperation:
+        """The operation, to be called with buffers and a deadline any number of times.
+
+        ``text``: compared between ranks and shown in mismatch errors, if the operation is part of a larger one.
         """
-        found = self._ready.get((operation, text))
-        if found is None:
+        prepared = self._prepared.get((operation, text))
+        if prepared is None:
             call = self.call(text or str(operation))
-            found = self._ready[operation, text] = PreparedOperation(
+            prepared = self._prepared[operation, text] = PreparedOperation(
                 self.endpoint, operation, call, self._plan
             )
-            if len(self._ready) > _KEPT:
-                del self._ready[next(iter(self._ready))]
-        return found
+            if len(self._prepared) > _CACHE_SIZE:
+                del self._prepared[next(iter(self._prepared))]
+        return prepared
 
     def call(self, text: str) -> Call:
-        """What the ranks of this communicator compare when they run something of this description."""
+        """The call that the ranks of this communicator compare, for an operation of this description."""
         return Call(text, self.size)
 
     def check(self, operation: Operation, source: Array, destination: Array) -> None:
-        """Raises if these buffers do not fit the operation; nothing has moved then."""
-        self.ready(operation).check(source, destination)
+        """Raises InvalidArgument if the buffers do not fit the operation, before any byte has moved."""
+        self.prepared(operation).check(source, destination)
 
     def _plan(self, operation: Operation, call: Call, deadline: float) -> tuple[str, RunFunction]:
-        """Which algorithm, and the operation by it."""
+        """Chooses the algorithm; returns its name and the function that runs the operation with it."""
         endpoint = self.endpoint
         if operation.compression:
-            return operation.compression, CompressedAllReduce(operation, self.size, partial(self._part, call))
+            return operation.compression, CompressedAllReduce(
+                operation, self.size, partial(self._prepared_part, call)
+            )
         if isinstance(endpoint, SharedEndpoint):
-            endpoint.gather(deadline)  # what they share decides
-        self._weigh(operation, call, deadline)
-        algorithm, entry = choose(operation, endpoint, self.cost), CATALOG[operation.collective]
-        if self._sharing is not None and algorithm in entry.shared:
-            return algorithm, self._sharing.move(operation, algorithm, call)
-        if self._spanning is not None and algorithm in entry.spanning:
-            return algorithm, partial(self._spanning.run, operation, algorithm, call)
+            endpoint.wait_for_peers(deadline)  # the choice depends on the memory that they share
+        self._measure_links_once(operation, call, deadline)
+        algorithm, entry = choose_algorithm(operation, endpoint, self.cost), CATALOG[operation.collective]
+        if self._shm_executor is not None and algorithm in entry.shared:
+            return algorithm, self._shm_executor.build(operation, algorithm, call)
+        if self._multi_host_executor is not None and algorithm in entry.spanning:
+            return algorithm, partial(self._multi_host_executor.run, operation, algorithm, call)
         plan = operation.plan(self.size, self.rank, algorithm)
         instructions, reduction = tuple(plan), Reduction(operation.op, operation.dtype)
 
-        confirmed = not operation.synchronizes and operation.collective != "send"
+        needs_confirmation = not operation.synchronizes and operation.collective != "send"
 
-        def move(source: Array, destination: Array, deadline: float) -> None:
-            def run() -> None:
+        def run(source: Array, destination: Array, deadline: float) -> None:
+            def execute() -> None:
                 buffers = source, destination, np.empty(plan.scratch, source.dtype)
-                begin = partial(endpoint.begin, call, deadline)
-                over_links(endpoint, operation, begin, instructions, buffers, reduction, deadline)
-                if confirmed:
-                    confirm(endpoint, deadline)
+                begin = partial(endpoint.begin_collective, call, deadline)
+                run_over_links(endpoint, operation, begin, instructions, buffers, reduction, deadline)
+                if needs_confirmation:
+                    confirm_all_started(endpoint, deadline)
 
-            together(endpoint, run)
+            run_collective(endpoint, execute)
 
-        return algorithm, move
+        return algorithm, run
 
-    def _part(self, call: Call, operation: Operation) -> PreparedOperation:
-        """An operation that is part of another one, and is named as that."""
-        return self.ready(operation, call.text)
+    def _prepared_part(self, call: Call, operation: Operation) -> PreparedOperation:
+        """An operation that is part of another one; ranks compare the call of the whole."""
+        return self.prepared(operation, call.text)
 
-    def _weigh(self, operation: Operation, call: Call, deadline: float) -> None:
-        """Measures the links before the first choice that depends on them; every rank comes here with the same."""
-        # Between hosts that are several ranks each, an error while measuring would not name who was lost first.
-        alike = self._sharing is None and self._spanning is None and self.size > 2
-        if self.cost is None and alike and operation.collective == "all_reduce" and not operation.algorithm:
+    def _measure_links_once(self, operation: Operation, call: Call, deadline: float) -> None:
+        """Collective. Measures the links before the first choice that depends on their cost."""
+        # Not with several ranks on a host: an error while measuring would not name the rank that was lost first.
+        only_links = self._shm_executor is None and self._multi_host_executor is None and self.size > 2
+        if (
+            self.cost is None
+            and only_links
+            and operation.collective == "all_reduce"
+            and not operation.algorithm
+        ):
             sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
-            together(self.endpoint, partial(self._measure, call, deadline))
-            self.endpoint.messages_sent, self.endpoint.bytes_sent = sent  # no operation's
+            run_collective(self.endpoint, partial(self._measure_links, call, deadline))
+            self.endpoint.messages_sent, self.endpoint.bytes_sent = sent  # not part of any operation's report
 
-    def _measure(self, call: Call, deadline: float) -> None:
-        self.endpoint.begin(call, deadline)
-        self.cost = measure(self.endpoint, deadline)
+    def _measure_links(self, call: Call, deadline: float) -> None:
+        self.endpoint.begin_collective(call, deadline)
+        self.cost = measure_links(self.endpoint, deadline)
 
     # ---- running
 
@@ -279,53 +306,60 @@ class Communicator:
         timeout: float,
         round_index: int | None = None,
     ) -> Report:
-        """Runs the operation with the other ranks; ``round_index`` runs that round of its plan alone."""
-        ready = self.ready(operation)
-        job = partial(ready, source, destination)
+        """Runs the operation with the other ranks. ``round_index``: run only this round of its plan."""
+        prepared = self.prepared(operation)
+        job = partial(prepared, source, destination)
         if round_index is not None:
-            ready.check(source, destination)
+            prepared.check(source, destination)
             job = partial(self._run_round, operation, source, destination, round_index)
-        if not self.lane.enter():
-            report: Report = self.queue(operation, job, timeout, lambda: ready.algorithm).wait()
+        if not self.work_queue.try_acquire():
+            report: Report = self.submit(operation, job, timeout, lambda: prepared.algorithm).wait()
             return report
         try:
-            return self._report(job, timeout, lambda: ready.algorithm)
+            return self._run_reported(job, timeout, lambda: prepared.algorithm)
         finally:
-            self.lane.leave()
+            self.work_queue.release()
 
     def start(self, operation: Operation, source: Array, destination: Array, timeout: float) -> WorkHandle:
-        """Runs the operation behind those started before, and returns at once; the buffers are its own until it ends.
+        """Queues the operation behind those started before, and returns at once. Leave the buffers alone until it ends.
 
-        ``timeout`` counts from when its turn comes. When one fails that others were to take part in, those behind it
-        fail too: nobody knows how far each link had come.
+        ``timeout`` counts from when the operation begins to run. After an error that involves other ranks, the
+        operations queued behind it fail too: the state of the links is unknown.
         """
-        ready = self.ready(operation)
-        ready.check(source, destination)
-        return self.queue(operation, partial(ready, source, destination), timeout, lambda: ready.algorithm)
+        prepared = self.prepared(operation)
+        prepared.check(source, destination)
+        return self.submit(
+            operation, partial(prepared, source, destination), timeout, lambda: prepared.algorithm
+        )
 
-    def queue(
+    def submit(
         self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
     ) -> WorkHandle:
-        """Runs a job (until its deadline) in its turn, as that operation."""
+        """Queues ``job(deadline)``, which runs ``operation``.
+
+        ``algorithm``: called after the job, for the report; an operation knows its algorithm once it has run.
+        """
         handle = WorkHandle(str(operation))
-        self.lane.start(handle, partial(self._in_turn, operation, job, timeout, algorithm))
+        self.work_queue.submit(handle, partial(self._run_queued, operation, job, timeout, algorithm))
         return handle
 
-    def _in_turn(
+    def _run_queued(
         self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
     ) -> Report:
         if self._broken is not None:
             raise type(self._broken)(f"rank {self.rank}: {operation} was not run: {self._broken}")
         try:
-            return self._report(job, timeout, algorithm)
+            return self._run_reported(job, timeout, algorithm)
         except CollectiveMismatch as error:
             self._broken = error
             raise
         except (PeerError, MembershipChanged) as error:
-            self._broken = named(error, operation)
+            self._broken = with_operation(error, operation)
             raise self._broken from error
 
-    def _report(self, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]) -> Report:
+    def _run_reported(
+        self, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
+    ) -> Report:
         endpoint = self.endpoint
         messages, sent, started = endpoint.messages_sent, endpoint.bytes_sent, time.monotonic()
         job(started + timeout)
@@ -339,46 +373,54 @@ class Communicator:
     def _run_round(
         self, operation: Operation, source: Array, destination: Array, index: int, deadline: float
     ) -> None:
-        """A round alone makes sense for messages only: where memory is shared there is nothing to step."""
-        plan = operation.plan(self.size, self.rank, operation.default)
+        """Runs one round of the plan by messages. Plans in shared memory have no rounds to step through."""
+        plan = operation.plan(self.size, self.rank, operation.default_algorithm)
         if not index or self._scratch.size < plan.scratch:
-            self._scratch = np.empty(plan.scratch, source.dtype)  # later rounds go on with what it holds
+            self._scratch = np.empty(plan.scratch, source.dtype)  # kept: later rounds read it
         reduction = Reduction(operation.op, operation.dtype)
         buffers = source, destination, self._scratch
-        begin = partial(self.endpoint.begin, self.call(str(operation)), deadline, resumed=index > 0)
+        begin = partial(
+            self.endpoint.begin_collective, self.call(str(operation)), deadline, resumed=index > 0
+        )
         steps = plan.rounds[index]
-        together(
+        run_collective(
             self.endpoint,
-            partial(over_links, self.endpoint, operation, begin, steps, buffers, reduction, deadline),
+            partial(run_over_links, self.endpoint, operation, begin, steps, buffers, reduction, deadline),
         )
 
-    # ---- again and again
+    # ---- repeated operations
 
     def prepare(
         self, operation: Operation, source: Array, destination: Array, timeout: float = 60.0
     ) -> PersistentAllReduce:
-        """An all_reduce that is run again and again on the same memory: call it with a deadline, or start it.
+        """Collective. An all_reduce that runs repeatedly on the same memory.
 
-        Every rank must prepare it, and call it, in the same order. In arenas a call costs two meetings and the
-        arithmetic; elsewhere it is ``run`` without its checks.
+        Every rank must prepare and call such operations in the same order. With vectors in arenas a call costs two
+        barriers and the arithmetic; elsewhere it is ``run`` without the checks.
         """
         self.check(operation, source, destination)
         if operation.collective != "all_reduce":
             raise InvalidArgument(f"prepare: {operation.collective} cannot be prepared, only all_reduce")
         deadline, call = time.monotonic() + timeout, self.call(str(operation))
-        if self._sharing is not None and not operation.algorithm and not operation.compression:
-            algorithm, run = self._sharing.prepare(operation, call, source, destination, deadline)
+        if self._shm_executor is not None and not operation.algorithm and not operation.compression:
+            algorithm, run = self._shm_executor.prepare(operation, call, source, destination, deadline)
         else:
-            algorithm, move = self._plan(operation, call, deadline)
-            run = partial(move, source, destination)
+            algorithm, run_any = self._plan(operation, call, deadline)
+            run = partial(run_any, source, destination)
         return PersistentAllReduce(self, operation, algorithm, run)
 
-    def exchange(
+    def map_peer_buffers(
         self, source: Array, destination: Array, deadline: float, call: Call
     ) -> tuple[list[Array], list[Array]] | None:
-        """Everybody's source and destination, mapped here; None where not all of them are in shared arenas."""
-        return self._sharing.exchange(source, destination, deadline, call) if self._sharing else None
+        """Collective. The sources and the destinations of all ranks, mapped here; None unless all are in arenas."""
+        return (
+            self._shm_executor.map_peer_buffers(source, destination, deadline, call)
+            if self._shm_executor
+            else None
+        )
+
+    # ---- closing
 
     def close(self) -> None:
         self.endpoint.close()
-        self.lane.close()
+        self.work_queue.close()

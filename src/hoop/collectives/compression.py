@@ -1,15 +1,17 @@
-"""All-reduce with fewer bytes: a float32 vector is sent in fewer bits, and what that loses is not lost for good.
+"""Compressors: lossy all-reduce of a float32 vector in fewer bytes.
 
-    Cast      float16 or bfloat16           1/2 of the bytes   relative error of one rounding, each way
+              sent                          bytes              error of one step
+    Cast      float16 or bfloat16           1/2                one rounding, each way
     Int8      8 bits and a scale a block    about 1/4          at most 1/254 of a block's largest value, each way
-    TopK      the k largest entries         8k·n bytes         the rest waits
-    PowerSGD  a matrix of low rank          r(a+b) of a·b      the rest waits
+    TopK      the k largest entries         8k·n               all other entries are deferred
+    PowerSGD  a matrix of low rank          r(a+b) of a·b      the residual of the approximation is deferred
 
-All but Cast keep what they did not send as a residual and add it to the next vector (error feedback), so every bit of a
-gradient arrives in the end. A compressor belongs to one vector: ``compressed`` keeps one for each. A vector with a NaN
-or an infinity spoils its own sum only: what is not finite is not kept.
+All but Cast keep the difference between the vector and the sent values as a residual and add it to the next vector
+(error feedback), so every part of a gradient arrives in the end. A compressor belongs to one vector:
+``CompressedAllReduce`` has one for each. A vector with a NaN or an infinity spoils only its own sum: residuals that
+are not finite are set to 0.
 
-The sum is made in float32 by the owner of each slice (Cast, Int8), so errors do not add up from hop to hop; all
+With Cast and Int8 the owner of each slice sums it in float32, so rounding errors do not accumulate from hop to hop. All
 ranks end with the same bits.
 """
 
@@ -29,51 +31,51 @@ from hoop.memory.dtypes import bfloat16_to_float32, float32_to_bfloat16
 
 Vector = npt.NDArray[np.float32]
 
-MOST_IN_A_BLOCK = 1 << 16
-"""A vector is filled up to whole blocks, one a rank at least."""
+MAX_BLOCK = 1 << 16
+"""The most values of a block. A vector is padded to whole blocks, at least one for each rank."""
 
 
 class Peers(Protocol):
-    """What a compressor asks of the other ranks."""
+    """The communication that a compressor needs."""
 
     size: int
 
     def exchange(self, collective: str, source: Array) -> Array:
-        """all_to_all or all_gather of plain bytes."""
+        """An ``all_to_all`` or ``all_gather`` of the array's bytes."""
 
     def total(self, part: Array) -> Array:
-        """The exact sum of everybody's part."""
+        """The exact sum of all ranks' arrays."""
 
 
 class Compressor(ABC):
-    """A lossy all-reduce of one float32 vector, step after step."""
+    """A lossy all-reduce of one float32 vector, called once for each step."""
 
     @abstractmethod
     def all_reduce(self, peers: Peers, vector: Vector) -> None:
-        """Replaces the vector by (nearly) the sum of everybody's."""
+        """Replaces the vector by an approximation of the sum over all ranks."""
 
 
 def _padded(vector: Vector, multiple: int) -> Vector:
-    rest = -vector.size % multiple
-    return np.concatenate([vector, np.zeros(rest, np.float32)]) if rest else vector
+    padding = -vector.size % multiple
+    return np.concatenate([vector, np.zeros(padding, np.float32)]) if padding else vector
 
 
-def _finite(rest: Vector) -> Vector:
-    """What is kept for the next step."""
-    rest[~np.isfinite(rest)] = 0
-    return rest
+def _finite(residual: Vector) -> Vector:
+    """Sets entries that are not finite to 0, in place."""
+    residual[~np.isfinite(residual)] = 0
+    return residual
 
 
 class Cast(Compressor):
-    """Every value in 16 bits: ``float16`` (more precise) or ``bfloat16`` (float32's range)."""
+    """Every value in 16 bits: ``float16`` (more precise) or ``bfloat16`` (the range of float32)."""
 
     def __init__(self, kind: str = "bfloat16") -> None:
         if kind not in ("float16", "bfloat16"):
             raise InvalidArgument(f"kind: {kind!r} is neither float16 nor bfloat16")
-        self._brain = kind == "bfloat16"
+        self._is_bfloat16 = kind == "bfloat16"
 
     def _pack(self, values: Vector) -> Array:
-        if self._brain:
+        if self._is_bfloat16:
             return float32_to_bfloat16(np.ascontiguousarray(values))
         with np.errstate(over="ignore"):
             return values.astype(np.float16)
@@ -81,7 +83,7 @@ class Cast(Compressor):
     def _unpack(self, data: Array) -> Vector:
         return (
             bfloat16_to_float32(data.view(np.uint16))
-            if self._brain
+            if self._is_bfloat16
             else data.view(np.float16).astype(np.float32)
         )
 
@@ -89,28 +91,29 @@ class Cast(Compressor):
         n = peers.size
         packed = self._pack(_padded(vector, n))
         slices = self._unpack(peers.exchange("all_to_all", packed)).reshape(n, -1)
-        mine = self._pack(slices.sum(axis=0, dtype=np.float32))
-        vector[:] = self._unpack(peers.exchange("all_gather", mine))[: vector.size]
+        own = self._pack(slices.sum(axis=0, dtype=np.float32))
+        vector[:] = self._unpack(peers.exchange("all_gather", own))[: vector.size]
 
 
 class Int8(Compressor):
-    """Blocks of values as 8-bit steps of the block's own scale, with error feedback."""
+    """Each value as an 8-bit multiple of its block's scale, with error feedback."""
 
     def __init__(self, block: int = 256) -> None:
-        if not 1 <= block <= MOST_IN_A_BLOCK:
-            raise InvalidArgument(f"block: {block} values are not in 1..{MOST_IN_A_BLOCK}")
+        if not 1 <= block <= MAX_BLOCK:
+            raise InvalidArgument(f"block: {block} values are not in 1..{MAX_BLOCK}")
         self._block = block
         self._residual: Vector | None = None
-        self._owned: Vector | None = None
+        self._total_residual: Vector | None = None
+        """The residual of the slice that this rank sums."""
 
     def _pack(self, values: Vector) -> tuple[Array, Vector]:
-        """Steps then scales, as bytes; and what they stand for."""
+        """The steps and then the scales as bytes, and the values that they decode to."""
         blocks = values.reshape(-1, self._block)
         scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
         with np.errstate(all="ignore"):
             steps = np.rint(np.where(scales > 0, blocks / scales, 0)).astype(np.int8)
-        exact = (steps * scales).astype(np.float32).reshape(-1)
-        return np.concatenate([steps.reshape(-1).view(np.uint8), scales.reshape(-1).view(np.uint8)]), exact
+        decoded = (steps * scales).astype(np.float32).reshape(-1)
+        return np.concatenate([steps.reshape(-1).view(np.uint8), scales.reshape(-1).view(np.uint8)]), decoded
 
     def _unpack(self, data: Array, count: int) -> Vector:
         steps = data[:count].view(np.int8).reshape(-1, self._block)
@@ -121,21 +124,21 @@ class Int8(Compressor):
     def all_reduce(self, peers: Peers, vector: Vector) -> None:
         n = peers.size
         values = _padded(vector, n * self._block)
-        if self._residual is None or self._owned is None:
+        if self._residual is None or self._total_residual is None:
             self._residual = np.zeros_like(values)
-            self._owned = np.zeros(values.size // n, np.float32)
+            self._total_residual = np.zeros(values.size // n, np.float32)
         values = values + self._residual
         packed = [self._pack(part) for part in values.reshape(n, -1)]
-        self._residual = _finite(values - np.concatenate([exact for _, exact in packed]))
-        arrived = peers.exchange("all_to_all", np.concatenate([data for data, _ in packed]))
+        self._residual = _finite(values - np.concatenate([decoded for _, decoded in packed]))
+        received = peers.exchange("all_to_all", np.concatenate([data for data, _ in packed]))
         count = values.size // n
         total = np.sum(
-            [self._unpack(data, count) for data in arrived.reshape(n, -1)], axis=0, dtype=np.float32
+            [self._unpack(data, count) for data in received.reshape(n, -1)], axis=0, dtype=np.float32
         )
-        total += self._owned
-        mine, exact = self._pack(total)
-        self._owned = _finite(total - exact)
-        result = peers.exchange("all_gather", mine).reshape(n, -1)
+        total += self._total_residual
+        own, decoded = self._pack(total)
+        self._total_residual = _finite(total - decoded)
+        result = peers.exchange("all_gather", own).reshape(n, -1)
         vector[:] = np.concatenate([self._unpack(data, count) for data in result])[: vector.size]
 
 
@@ -153,15 +156,15 @@ class TopK(Compressor):
         values = vector + residual
         k = max(1, int(values.size * self._fraction)) if values.size else 0
         if k:
-            places = np.argpartition(np.abs(values), values.size - k)[values.size - k :].astype(np.int32)
-            sent = np.concatenate([places.view(np.uint8), values[places].view(np.uint8)])
-            values[places] = 0
+            indices = np.argpartition(np.abs(values), values.size - k)[values.size - k :].astype(np.int32)
+            sent = np.concatenate([indices.view(np.uint8), values[indices].view(np.uint8)])
+            values[indices] = 0
         else:
             sent = np.empty(0, np.uint8)
         self._residual = _finite(values)
         vector[:] = 0
         for data in peers.exchange("all_gather", sent).reshape(peers.size, -1):
-            # Places are distinct within one rank's, so adding by index is exact and in rank order.
+            # The indices of one rank are distinct, so adding by index adds every entry, in rank order.
             vector[data[: 4 * k].view(np.int32)] += data[4 * k :].view(np.float32)
 
 
@@ -185,15 +188,15 @@ class PowerSGD(Compressor):
         matrix = _padded(values, columns).reshape(-1, columns)
         rank = min(self._rank, *matrix.shape)
         if self._right is None or not np.isfinite(self._right).all():
-            # The same on every rank, and kept from step to step: it converges to the gradient's own directions.
+            # The same on every rank. It is kept between steps and converges to the gradient's dominant directions.
             self._right = (
                 np.random.default_rng(self._seed).standard_normal((columns, rank)).astype(np.float32)
             )
         left = peers.total(matrix @ self._right)
         left = np.linalg.qr(left.astype(np.float64))[0].astype(np.float32)
-        mine = matrix.T @ left
-        self._residual = _finite(values - (left @ mine.T).reshape(-1)[: values.size])
-        self._right = peers.total(mine)
+        own = matrix.T @ left
+        self._residual = _finite(values - (left @ own.T).reshape(-1)[: values.size])
+        self._right = peers.total(own)
         vector[:] = (left @ self._right.T).reshape(-1)[: vector.size]
 
 
@@ -204,20 +207,20 @@ _KINDS: dict[str, tuple[Callable[..., Compressor], Callable[[str], float] | None
     "top_k": (TopK, float),
     "powersgd": (PowerSGD, int),
 }
-"""How each is made, and of what type its setting is: values a block, a fraction, a rank."""
+"""The constructor of each compressor, and the type of its setting (values a block, fraction, rank) if it has one."""
 
 
 def compressor(name: str) -> Compressor:
-    """One of ``float16 bfloat16 int8 top_k powersgd``; ``top_k:0.05`` gives it a setting of its own."""
+    """A new compressor: ``float16 bfloat16 int8 top_k powersgd``; a setting follows a colon: ``top_k:0.05``."""
     kind, colon, setting = name.partition(":")
     if kind not in _KINDS:
         raise InvalidArgument(f"compression: {name!r} is unknown; known: {', '.join(_KINDS)}")
-    make, takes = _KINDS[kind]
+    make, parse = _KINDS[kind]
     if not colon:
         return make()
-    if takes is None:
+    if parse is None:
         raise InvalidArgument(f"compression: {name!r}: {kind} has no setting")
     try:
-        return make(takes(setting))
+        return make(parse(setting))
     except ValueError as error:
         raise InvalidArgument(f"compression: {name!r}: {error}") from None

@@ -1,7 +1,7 @@
-"""Message i to rank i, each of its own length: an all_to_all whose counts differ between pairs of ranks.
+"""An all_to_all in which every pair of ranks may have its own message length.
 
-What must agree is checked: rank i's message to rank j is as long as rank j's room for it. Ranks that share memory
-compare all lengths when they meet; over links the receiver of a message of another length tells all ranks.
+The lengths are checked: rank i's message to rank j must be as long as rank j's buffer for it. Ranks that share memory
+compare all lengths at their first barrier. Over links, the receiver of a message of another length informs all ranks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.link_executor import confirm, together
+from hoop.collectives.link_executor import confirm_all_started, run_collective
 from hoop.collectives.reduction import Array
 from hoop.errors import WrongLength
 from hoop.transport.base import Endpoint, SharedEndpoint
-from hoop.transport.calls import Call, wrong_length
+from hoop.transport.call_check import Call, length_mismatch_error
 from hoop.transport.shm_segment import SLOT_BYTES
 
 
@@ -26,26 +26,32 @@ def exchange(
     destinations: Sequence[Array],
     deadline: float,
 ) -> None:
-    """In round k to rank r+k and from r-k; vectors of bytes. Every rank must give the same ``call``."""
+    """Collective. Sends the bytes ``sources[i]`` to rank i and receives ``destinations[i]`` from it.
+
+    In round k rank r sends to r+k and receives from r-k. Every rank must pass the same ``call``.
+    """
     endpoint, rank, size = communicator.endpoint, communicator.rank, communicator.size
 
     def run() -> None:
         if isinstance(endpoint, SharedEndpoint):
             _compare_lengths(endpoint, call, sources, destinations, deadline)
         else:
-            endpoint.begin(call, deadline)
+            endpoint.begin_collective(call, deadline)
         if sources[rank].size != destinations[rank].size:
-            raise wrong_length(call, rank, rank, destinations[rank].nbytes, str(sources[rank].nbytes))
+            raise length_mismatch_error(
+                call, rank, rank, destinations[rank].nbytes, str(sources[rank].nbytes)
+            )
         np.copyto(destinations[rank], sources[rank])
         for k in range(1, size):
-            _swap(endpoint, call, sources, destinations, k, deadline)
+            _exchange_round(endpoint, call, sources, destinations, k, deadline)
         endpoint.flush(deadline)
-        confirm(endpoint, deadline)  # empty messages are not sent: nobody has heard of everybody
+        # Empty messages are not sent, so a rank may not have received from every other rank.
+        confirm_all_started(endpoint, deadline)
 
-    together(endpoint, run)
+    run_collective(endpoint, run)
 
 
-def _swap(
+def _exchange_round(
     endpoint: Endpoint,
     call: Call,
     sources: Sequence[Array],
@@ -61,7 +67,7 @@ def _swap(
             endpoint.recv_into(by, destinations[by].data, deadline)
         except WrongLength as error:
             size = destinations[by].nbytes
-            raise wrong_length(call, endpoint.rank, by, size, str(error.came)) from error
+            raise length_mismatch_error(call, endpoint.rank, by, size, str(error.received_bytes)) from error
 
 
 def _compare_lengths(
@@ -71,26 +77,31 @@ def _compare_lengths(
     destinations: Sequence[Array],
     deadline: float,
 ) -> None:
-    """A meeting, before which every rank lays its lengths open; every rank compares those of all."""
+    """Begins the collective: every rank publishes its lengths before the barrier and compares all lengths after it."""
     size = endpoint.size
     if 2 * size * 8 > SLOT_BYTES:
-        endpoint.begin(call, deadline)
+        endpoint.begin_collective(call, deadline)
         return
-    endpoint.gather(deadline)  # from here on everybody's memory is there
-    endpoint.publications = publication = endpoint.publications + 1
-    slots = [
-        box.slots[publication & 1].view(np.int64)[: 2 * size].reshape(2, size) for box in endpoint.mailboxes
+    endpoint.wait_for_peers(deadline)  # the segments of all ranks are mapped from here on
+    endpoint.publish_count = publication = endpoint.publish_count + 1
+    lengths = [
+        segment.slots[publication & 1].view(np.int64)[: 2 * size].reshape(2, size)
+        for segment in endpoint.segments
     ]
-    slots[endpoint.rank][:] = [[one.nbytes for one in vectors] for vectors in (sources, destinations)]
-    endpoint.begin(call, deadline)
-    sent = np.array([one[0] for one in slots])
-    wanted = np.array([one[1] for one in slots]).T
-    different = np.argwhere(sent != wanted)
+    lengths[endpoint.rank][:] = [[one.nbytes for one in vectors] for vectors in (sources, destinations)]
+    endpoint.begin_collective(call, deadline)
+    sent = np.array([one[0] for one in lengths])
+    expected = np.array([one[1] for one in lengths]).T
+    different = np.argwhere(sent != expected)
     if len(different):
-        giver, taker = (int(one) for one in different[0])
-        names = endpoint.names
-        error = wrong_length(
-            call, names[taker], names[giver], int(wanted[giver, taker]), str(sent[giver, taker])
+        sender, receiver = (int(one) for one in different[0])
+        names = endpoint.global_ranks
+        error = length_mismatch_error(
+            call,
+            names[receiver],
+            names[sender],
+            int(expected[sender, receiver]),
+            str(sent[sender, receiver]),
         )
         endpoint.abort(error)
         raise error

@@ -1,9 +1,11 @@
-"""Runs one rank's plan over its links.
+"""Executes plans by messages, and plans of several hosts: shared memory inside this host, messages to the others.
 
-Runs plans of ranks on several hosts: in shared memory inside this one, by messages to the others.
+``LinkExecution`` executes the instructions of one rank over its links. ``MultiHostExecutor`` executes hierarchical
+plans; ``_HostExecution`` does the part of such a plan inside this host.
 
-Inside, a vector is laid open in this rank's stage, piece by piece, or it lies in shared memory already (an arena). Two
-stages are used in turn: what was laid open before a meeting is read after it, while the next piece goes to the other.
+Inside a host a rank publishes its vector in its stage, piece by piece, unless the vector is in shared memory already
+(an arena). The two stages of a rank alternate: the piece published before a barrier is read after it, while the next
+piece is written to the other stage.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from hoop.collectives.registry import Operation
 from hoop.collectives.shm_executor import ShmExecutor
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, LinkCorrupted, PeerLost
 from hoop.transport.base import Endpoint, PendingSend, SharedEndpoint, SpanningEndpoint
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 from hoop.transport.shm_segment import STAGE_BYTES
 
 
 class LinkExecution:
-    """One rank's buffers and links during one operation."""
+    """Executes instructions over one rank's buffers and links, for one operation."""
 
     def __init__(
         self,
@@ -55,10 +57,11 @@ class LinkExecution:
         self._itemsize = source.dtype.itemsize
         self._reduction = reduction
         self._deadline = deadline
-        self._landing = np.empty(0, source.dtype)
+        self._receive_buffer = np.empty(0, source.dtype)
         self._unsent: list[tuple[int, int, PendingSend]] = []
+        """Messages that the links have not taken whole, with the addresses [low, high) of their memory."""
         self.done = 0
-        """Instructions executed so far; what an error message quotes."""
+        """Instructions executed so far, for error messages."""
 
     def run(self, instructions: Iterable[CollectiveInstruction]) -> None:
         endpoint, deadline = self._endpoint, self._deadline
@@ -67,56 +70,56 @@ class LinkExecution:
                 case Send(peer, where):
                     pending = endpoint.send(peer, self._bytes(where), deadline)
                     if pending is not None:
-                        self._unsent.append((*self._span(where), pending))
+                        self._unsent.append((*self._addresses(where), pending))
                 case Recv(peer, where):
-                    self._about_to_write(where)
+                    self._detach_unsent(where)
                     endpoint.recv_into(peer, self._bytes(where), deadline)
                 case Reduce(peer, where):
-                    landing = self._land(where.length)
-                    endpoint.recv_into(peer, landing.view(np.uint8).data, deadline)
-                    self._about_to_write(where)
-                    self._reduction.combine(self._array(where), landing)
+                    received = self._buffer_of(where.length)
+                    endpoint.recv_into(peer, received.view(np.uint8).data, deadline)
+                    self._detach_unsent(where)
+                    self._reduction.combine(self._array(where), received)
                 case Copy(source, destination):
-                    if self._span(source) != self._span(destination):
-                        self._about_to_write(destination)
+                    if self._addresses(source) != self._addresses(destination):
+                        self._detach_unsent(destination)
                         np.copyto(self._array(destination), self._array(source))
                 case Combine(left, right, into):
-                    self._about_to_write(into)
+                    self._detach_unsent(into)
                     self._reduction.combine_into(self._array(left), self._array(right), self._array(into))
                 case Finish(where):
-                    self._about_to_write(where)
+                    self._detach_unsent(where)
                     self._reduction.finish(self._array(where), endpoint.size)
             self.done += 1
         endpoint.flush(deadline)
 
     def _array(self, where: Range) -> Array:
-        return self._buffers[where.place][where.start : where.stop]
+        return self._buffers[where.buffer][where.start : where.stop]
 
     def _bytes(self, where: Range) -> memoryview:
         return self._array(where).view(np.uint8).data
 
-    def _span(self, where: Range) -> tuple[int, int]:
-        base = self._bases[where.place]
+    def _addresses(self, where: Range) -> tuple[int, int]:
+        base = self._bases[where.buffer]
         return base + where.start * self._itemsize, base + where.stop * self._itemsize
 
-    def _land(self, length: int) -> Array:
-        """Where a message lies before it is combined; one buffer that grows."""
-        if self._landing.size < length:
-            self._landing = np.empty(length, self._landing.dtype)
-        return self._landing[:length]
+    def _buffer_of(self, length: int) -> Array:
+        """Memory for a message that is combined after it is received; one buffer that grows."""
+        if self._receive_buffer.size < length:
+            self._receive_buffer = np.empty(length, self._receive_buffer.dtype)
+        return self._receive_buffer[:length]
 
-    def _about_to_write(self, where: Range) -> None:
-        """Messages that still have to leave from here are copied aside first."""
+    def _detach_unsent(self, where: Range) -> None:
+        """Before a write to a range: copies the unsent bytes of messages that are sent from it."""
         if not self._unsent:
             return
-        start, stop = self._span(where)
+        start, stop = self._addresses(where)
         for low, high, pending in self._unsent:
             if low < stop and start < high:
                 pending.detach()
         self._unsent = [entry for entry in self._unsent if not entry[2].done]
 
 
-def over_links(
+def run_over_links(
     endpoint: Endpoint,
     operation: Operation,
     begin: Callable[[], None],
@@ -125,8 +128,12 @@ def over_links(
     reduction: Reduction,
     deadline: float,
 ) -> None:
-    """An operation by messages, which ``begin`` opens; an error says how far it had come."""
-    execution = LinkExecution(endpoint, *buffers, reduction, deadline)
+    """Executes an operation by messages; an error names the instruction at which it occurred.
+
+    ``begin`` calls the endpoint's ``begin_collective``. ``buffers``: source, destination, scratch.
+    """
+    source, destination, scratch = buffers
+    execution = LinkExecution(endpoint, source, destination, scratch, reduction, deadline)
     try:
         begin()
         execution.run(instructions)
@@ -135,22 +142,26 @@ def over_links(
         raise type(error)(f"{error}, at {at} of {operation}") from error
 
 
-def together(endpoint: Endpoint, run: Callable[[], None]) -> None:
-    """Runs a collective, from the endpoint's ``begin`` on; a mismatch is told to every rank before it is raised."""
+def run_collective(endpoint: Endpoint, run: Callable[[], None]) -> None:
+    """Calls ``run``, which begins and executes a collective, and ends the collective on the endpoint.
+
+    A CollectiveMismatch is sent to all ranks before it is raised.
+    """
     try:
         run()
     except CollectiveMismatch as error:
-        endpoint.tell(error)
+        endpoint.broadcast_mismatch(error)
         raise
     finally:
-        endpoint.end()
+        endpoint.end_collective()
 
 
-def confirm(endpoint: Endpoint, deadline: float) -> None:
-    """Returns when every rank has begun the collective under way: log2 n empty messages a rank.
+def confirm_all_started(endpoint: Endpoint, deadline: float) -> None:
+    """Returns when every rank has begun the current collective: log2 n empty messages a rank.
 
-    Ends collectives that do not synchronize by themselves: the root of a broadcast needs nothing of the others, and
-    would not learn that their calls do not match. Ranks that share memory have met when it began.
+    It ends collectives that do not synchronize by themselves. The root of a broadcast, for example, receives nothing
+    from other ranks and would not learn that their calls do not match. Ranks that share memory have passed a barrier
+    at the start and need no confirmation.
     """
     if isinstance(endpoint, SharedEndpoint):
         return
@@ -160,15 +171,15 @@ def confirm(endpoint: Endpoint, deadline: float) -> None:
         endpoint.send((rank + (1 << level)) % n, nothing, deadline)
         endpoint.recv_into((rank - (1 << level)) % n, nothing, deadline)
     endpoint.flush(deadline)
-    endpoint.messages_sent, endpoint.bytes_sent = sent  # a report counts what carries the vector
+    endpoint.messages_sent, endpoint.bytes_sent = sent  # a report counts only messages that carry the vector
 
 
 class MultiHostExecutor:
-    """One rank's side of hierarchical plans."""
+    """Executes one rank's hierarchical plans."""
 
     def __init__(self, endpoint: SpanningEndpoint) -> None:
         self._endpoint = endpoint
-        self._sharing = None if endpoint.local is None else ShmExecutor(endpoint.local)
+        self._shm_executor = None if endpoint.local is None else ShmExecutor(endpoint.local)
 
     def run(
         self,
@@ -179,26 +190,26 @@ class MultiHostExecutor:
         destination: Array,
         deadline: float,
     ) -> None:
-        """One operation, from the first meeting to the last."""
+        """Runs one operation, from the first barrier to the last."""
         endpoint = self._endpoint
         try:
             if operation.count:
-                endpoint.begin_links(call, deadline)
+                endpoint.begin_collective_on_links(call, deadline)
                 self._run(operation, algorithm, call, source, destination, deadline)
             else:
-                endpoint.begin(call, deadline)
+                endpoint.begin_collective(call, deadline)
             if not operation.synchronizes:
-                confirm(endpoint, deadline)
+                confirm_all_started(endpoint, deadline)
         except CollectiveMismatch as mismatch:
-            endpoint.tell(mismatch)
+            endpoint.broadcast_mismatch(mismatch)
             raise
         except PeerLost as error:
-            # Whoever waits for this rank is told whom it waited for.
-            told = endpoint.explained(error)
-            endpoint.abort(told)
-            raise told from error
+            # Abort with the cause, so that ranks waiting for this one learn which rank it waited for.
+            explained = endpoint.with_local_cause(error)
+            endpoint.abort(explained)
+            raise explained from error
         finally:
-            endpoint.end()
+            endpoint.end_collective()
 
     def _run(
         self,
@@ -213,38 +224,38 @@ class MultiHostExecutor:
         host, in_arenas = None, False
         if endpoint.local is not None:
             host = _HostExecution(endpoint.local, operation, source, destination, deadline)
-            host.call = call.among(endpoint.local.size)
-            # Every host finds out for itself: what is sent between hosts is the same either way.
-            in_arenas = self._lay_open(host, source, destination, deadline)
+            host.call = call.for_size(endpoint.local.size)
+            # Each host decides for itself: the messages between hosts are the same either way.
+            in_arenas = self._map_arenas(host, source, destination, deadline)
         plan = operation.plan(
             endpoint.size, endpoint.rank, algorithm, hosts=endpoint.hosts, window=0 if in_arenas else width
         )
         reduction = Reduction(operation.op, operation.dtype)
         links = LinkExecution(endpoint, source, destination, source[:0], reduction, deadline)
-        # Where vectors are in arenas the first meeting was for telling where.
+        # With vectors in arenas, exchanging their addresses was the plan's first barrier.
         steps = itertools.islice(plan, int(in_arenas), None)
-        for inside, group in itertools.groupby(steps, _is_inside):
-            if inside:
-                assert host is not None, "who is alone on its host has nobody to meet"
+        for inside_host, group in itertools.groupby(steps, _is_inside_host):
+            if inside_host:
+                assert host is not None, "a rank alone on its host has no instruction inside it"
                 host.run(group)
             else:
                 links.run(group)
 
-    def _lay_open(self, host: _HostExecution, source: Array, destination: Array, deadline: float) -> bool:
-        """Whether all vectors of this host's ranks lie in arenas."""
-        host.local.gather(deadline)
-        if self._sharing is None or any(arena is None for arena in host.local.arenas):
+    def _map_arenas(self, host: _HostExecution, source: Array, destination: Array, deadline: float) -> bool:
+        """Maps the vectors of this host's ranks, if all of them are in arenas; returns whether they are."""
+        host.local.wait_for_peers(deadline)
+        if self._shm_executor is None or any(arena is None for arena in host.local.arenas):
             return False
-        assert host.call is not None, "the first meeting compares it"
-        seen = self._sharing.exchange(source, destination, deadline, host.call)
+        assert host.call is not None, "the first barrier compares it"
+        mapped = self._shm_executor.map_peer_buffers(source, destination, deadline, host.call)
         host.call = None
-        if seen is not None:
-            host.sources, host.destinations = seen
-        return seen is not None
+        if mapped is not None:
+            host.sources, host.destinations = mapped
+        return mapped is not None
 
 
 class _HostExecution:
-    """This rank among those of its host, in one operation."""
+    """Executes the instructions of one operation among the ranks of this host."""
 
     def __init__(
         self,
@@ -257,53 +268,56 @@ class _HostExecution:
         self.local = local
         self._deadline = deadline
         self.call: Call | None = None
-        """Compared at the next meeting; None once it was."""
+        """Compared at the next barrier; None once it was."""
         self._own = (source, destination)
-        # What a host combines is not the end of it: the last host to combine finishes.
+        # A host's total is not final: an average is divided after the last host's total was added.
         self._reduction = Reduction("sum" if operation.op == "avg" else operation.op, operation.dtype)
         self._stages: list[list[Array]] = []
         self.sources: list[Array] = []
-        """Everybody's vector, as last laid open; or where it lies."""
+        """The windows of all ranks of this host: their stages last published, or their sources in arenas."""
         self.destinations: list[Array] = []
+        """The destinations of all ranks of this host in arenas; empty where stages are used."""
 
     def run(self, steps: Iterable[CollectiveInstruction]) -> None:
         for step in steps:
             match step:
-                case Copy(there, here):
-                    np.copyto(self._mine(here), self._mine(there))
+                case Copy(source, destination):
+                    np.copyto(self._own_range(destination), self._own_range(source))
                 case Meet():
-                    self._meet()
-                case Take(peer, there, here):
-                    np.copyto(self._mine(here), self._theirs(there)[self.local.names.index(peer)])
-                case Fold(there, here):
-                    self._reduction.fold(self._theirs(there), [self._mine(here)])
+                    self._barrier()
+                case Take(peer, remote, local):
+                    index = self.local.global_ranks.index(peer)
+                    np.copyto(self._own_range(local), self._all_ranges(remote)[index])
+                case Fold(remote, local):
+                    self._reduction.fold(self._all_ranges(remote), [self._own_range(local)])
 
-    def _meet(self) -> None:
-        self.local.meet(self._deadline, self.call)
+    def _barrier(self) -> None:
+        self.local.barrier(self._deadline, self.call)
         self.call = None
         if not self.destinations:
-            self.sources = self._staged(self.local.publications + 1)
-            self.local.publications += 1
+            self.sources = self._stages_of(self.local.publish_count + 1)
+            self.local.publish_count += 1
 
-    def _mine(self, where: Range) -> Array:
-        if where.place == WINDOW:
-            return self._staged(self.local.publications + 1)[self.local.rank][where.start : where.stop]
-        return self._own[where.place][where.start : where.stop]
+    def _own_range(self, where: Range) -> Array:
+        if where.buffer == WINDOW:
+            own = self._stages_of(self.local.publish_count + 1)[self.local.rank]
+            return own[where.start : where.stop]
+        return self._own[where.buffer][where.start : where.stop]
 
-    def _theirs(self, where: Range) -> list[Array]:
-        arrays = self.sources if where.place == WINDOW else self.destinations
+    def _all_ranges(self, where: Range) -> list[Array]:
+        arrays = self.sources if where.buffer == WINDOW else self.destinations
         return [array[where.start : where.stop] for array in arrays]
 
-    def _staged(self, publication: int) -> list[Array]:
+    def _stages_of(self, publication: int) -> list[Array]:
+        """The stages of all ranks that hold their ``publication``-th vector."""
         if not self._stages:
             kind = self._own[BufferRole.SOURCE].dtype
-            boxes = self.local.mailboxes
-            self._stages = [[box.stages[turn].view(kind) for box in boxes] for turn in (0, 1)]
+            segments = self.local.segments
+            self._stages = [[segment.stages[turn].view(kind) for segment in segments] for turn in (0, 1)]
         return self._stages[publication & 1]
 
 
-def _is_inside(step: CollectiveInstruction) -> bool:
-    """Whether it is for the ranks of one host."""
+def _is_inside_host(step: CollectiveInstruction) -> bool:
     return isinstance(step, Meet | Take | Fold) or (
-        isinstance(step, Copy) and step.destination.place == WINDOW
+        isinstance(step, Copy) and step.destination.buffer == WINDOW
     )

@@ -1,4 +1,4 @@
-"""The obvious algorithms: one rank does the work. The readable reference beside the fast ones."""
+"""The simplest algorithms, in which one rank does the work: the reference that tests compare the others with."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hoop.collectives.plan import (
 
 
 def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """Everyone sends to rank 0, which sums in rank order and answers: n-1 messages of S there, n-1 back.
+    """Every rank sends S to rank 0, which sums in rank order and sends the sum back: 2(n-1) messages of S in all.
 
     Rank 0 moves 2(n-1) · S elements where a rank of the ring moves 2(n-1)/n · S each way.
     """
     shape = dataclasses.replace(shape, root=0)
     first = reduce(shape, rank).rounds
-    second = _spread(Range(DESTINATION, 0, shape.count), shape, rank)
+    second = _from_root(Range(DESTINATION, 0, shape.count), shape, rank)
     return CollectivePlan((*first, second))
 
 
 def reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """Everyone sends S to the root, which sums in rank order starting with its own: n-1 messages."""
+    """Every rank sends S to the root, which adds them in rank order to its own: n-1 messages."""
     source, destination = Range(SOURCE, 0, shape.count), Range(DESTINATION, 0, shape.count)
     if rank != shape.root:
         return CollectivePlan(((Send(shape.root, source),),) if shape.count else ((),))
@@ -42,22 +42,23 @@ def reduce(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def broadcast(shape: Shape, rank: int) -> CollectivePlan:
-    """The root sends S to everyone else: n-1 messages."""
+    """The root sends S to every other rank: n-1 messages."""
     whole = Range(DESTINATION, 0, shape.count)
     mine = (Copy(Range(SOURCE, 0, shape.count), whole),) if rank == shape.root else ()
-    return CollectivePlan(((*mine, *_spread(whole, shape, rank)),))
+    return CollectivePlan(((*mine, *_from_root(whole, shape, rank)),))
 
 
-def _spread(what: Range, shape: Shape, rank: int) -> tuple[CollectiveInstruction, ...]:
-    if not what.length:
+def _from_root(where: Range, shape: Shape, rank: int) -> tuple[CollectiveInstruction, ...]:
+    """Sends a range of the root to the same range of all other ranks."""
+    if not where.length:
         return ()
     if rank != shape.root:
-        return (Recv(shape.root, what),)
-    return tuple(Send(peer, what) for peer in range(shape.size) if peer != rank)
+        return (Recv(shape.root, where),)
+    return tuple(Send(peer, where) for peer in range(shape.size) if peer != rank)
 
 
 def gather(shape: Shape, rank: int) -> CollectivePlan:
-    """Everyone sends S to the root, which keeps the n blocks in rank order: n-1 messages."""
+    """Every rank sends S to the root, which stores the n blocks in rank order: n-1 messages."""
     count = shape.count
     source = Range(SOURCE, 0, count)
     if rank != shape.root:
@@ -83,12 +84,12 @@ def scatter(shape: Shape, rank: int) -> CollectivePlan:
 def all_to_all(shape: Shape, rank: int) -> CollectivePlan:
     """Block i of rank r becomes block r of rank i: n-1 messages of S a rank.
 
-    In round k rank r sends to r+k and receives from r-k, so that no rank is everybody's target at once.
+    In round k rank r sends to r+k and receives from r-k, so that no two ranks send to the same rank at once.
     """
     n, count = shape.size, shape.count
 
-    def block(place: Range, index: int) -> Range:
-        return Range(place.place, index * count, (index + 1) * count)
+    def block(whole: Range, index: int) -> Range:
+        return Range(whole.buffer, index * count, (index + 1) * count)
 
     source, destination = Range(SOURCE, 0, n * count), Range(DESTINATION, 0, n * count)
     rounds: list[tuple[CollectiveInstruction, ...]] = [(Copy(block(source, rank), block(destination, rank)),)]
@@ -99,7 +100,7 @@ def all_to_all(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def send(shape: Shape, rank: int) -> CollectivePlan:
-    """The root's S elements go to ``peer``: one message; to itself: a copy."""
+    """The root sends S elements to ``peer``: one message. Root and peer the same: a copy."""
     source, destination = Range(SOURCE, 0, shape.count), Range(DESTINATION, 0, shape.count)
     steps: list[CollectiveInstruction] = []
     if shape.root == shape.peer == rank:

@@ -1,8 +1,9 @@
-"""All-reduce of shards' gradients, along the fixed tree of ``shards.py``: prepared once, called every step.
+"""All-reduce of shards' gradients along the fixed tree of ``shard_tree.py``: prepared once, called every step.
 
-mapped    every rank sums its slice of all nodes and writes it to everybody's total: two meetings, no message
-linked    every rank sends slice j of its nodes to rank j, who sums and sends the total of slice j to all:
-          2·(n-1)/n of the vector for each node held, in 2·(n-1) messages: the ring's bytes, in two rounds
+mapped    vectors in shared arenas: every rank sums its slice of all nodes and writes it to all ranks' outputs, between
+          two barriers and without messages
+linked    every rank sends slice j of its nodes to rank j, which sums them and sends the total of slice j to all ranks:
+          2·(n-1)/n of the vector for each node of a rank, in 2·(n-1) messages: the bytes of a ring, in two rounds
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.link_executor import LinkExecution, together
+from hoop.collectives.link_executor import LinkExecution, run_collective
 from hoop.collectives.plan import (
     DESTINATION,
     SCRATCH,
@@ -28,192 +29,212 @@ from hoop.collectives.plan import (
     split_range,
 )
 from hoop.collectives.reduction import Array, Reduction
-from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, expression
+from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, sum_expression
 from hoop.memory.dtypes import dtype
 from hoop.transport.base import SharedEndpoint
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 
 _BLOCK = 64 * 1024
-"""Elements that are summed at a time, so that what is added is still in the cache when it is written."""
+"""Elements summed at a time, so that a partial sum is still in the cache when the next addition reads it."""
 _SUM = Reduction("sum", dtype("float32"))
 Step = Callable[[float], None]
+"""``step(deadline)``: performs the sum."""
 
 
 def linked_plan(
-    total: Sum, holdings: Sequence[MergePlan], count: int, rank: int, span: tuple[int, int] | None = None
+    expression: Sum,
+    merge_plans: Sequence[MergePlan],
+    count: int,
+    rank: int,
+    span: tuple[int, int] | None = None,
 ) -> CollectivePlan:
-    """The sum over links. SOURCE is a rank's slots one after the other, each of ``count`` elements."""
-    slices = _slices(*(span or (0, count)), len(holdings))
+    """The plan of one rank for the sum over links. SOURCE: the rank's slots in a row, each of ``count`` elements.
+
+    ``span``: sum only these elements; None: all.
+    """
+    slices = _slices(*(span or (0, count)), len(merge_plans))
     low, high = slices[rank]
     width = high - low
-    out: list[CollectiveInstruction] = []
-    for peer in _others(rank, len(holdings)):
+    first_round: list[CollectiveInstruction] = []
+    for peer in _other_ranks(rank, len(merge_plans)):
         start, stop = slices[peer]
         if stop > start:
-            out += [
+            first_round += [
                 Send(peer, Range(SOURCE, slot * count + start, slot * count + stop))
-                for _, slot in holdings[rank].nodes
+                for _, slot in merge_plans[rank].nodes
             ]
     if not width:
-        return CollectivePlan((tuple(out), tuple(_spread(slices, rank))))
-    places: dict[Leaf, Range] = {
+        return CollectivePlan((tuple(first_round), tuple(_all_gather(slices, rank))))
+    operands: dict[Leaf, Range] = {
         Leaf(rank, slot): Range(SOURCE, slot * count + low, slot * count + high)
-        for _, slot in holdings[rank].nodes
+        for _, slot in merge_plans[rank].nodes
     }
-    used = 0
-    for peer in reversed(_others(rank, len(holdings))):
-        for _, slot in holdings[peer].nodes:
-            places[Leaf(peer, slot)] = Range(SCRATCH, used, used + width)
-            out.append(Recv(peer, places[Leaf(peer, slot)]))
-            used += width
-    into = Range(DESTINATION, low, high)
+    scratch = 0
+    for peer in reversed(_other_ranks(rank, len(merge_plans))):
+        for _, slot in merge_plans[peer].nodes:
+            operands[Leaf(peer, slot)] = Range(SCRATCH, scratch, scratch + width)
+            first_round.append(Recv(peer, operands[Leaf(peer, slot)]))
+            scratch += width
+    output = Range(DESTINATION, low, high)
 
     def build(part: Sum, target: Range | None) -> Range:
-        nonlocal used
+        """Appends the instructions of a partial sum; returns its range: ``target`` if given."""
+        nonlocal scratch
         if isinstance(part, Leaf):
             if target is not None:
-                out.append(Copy(places[part], target))
-            return target or places[part]
+                first_round.append(Copy(operands[part], target))
+            return target or operands[part]
         if target is None:
-            target, used = Range(SCRATCH, used, used + width), used + width
+            target, scratch = Range(SCRATCH, scratch, scratch + width), scratch + width
         left = build(part[0], None)
-        out.append(Combine(left, build(part[1], None), target))
+        first_round.append(Combine(left, build(part[1], None), target))
         return target
 
-    build(total, into)
-    return CollectivePlan((tuple(out), tuple(_spread(slices, rank))), scratch=used)
+    build(expression, output)
+    return CollectivePlan((tuple(first_round), tuple(_all_gather(slices, rank))), scratch=scratch)
 
 
 def _slices(low: int, high: int, size: int) -> list[tuple[int, int]]:
-    """Who sums which elements."""
+    """The elements that each rank sums."""
     return [(low + start, low + stop) for start, stop in split_range(high - low, size)]
 
 
-def _others(rank: int, size: int) -> list[int]:
-    """Every other rank, beginning with the next: so that not all send to the same one first."""
+def _other_ranks(rank: int, size: int) -> list[int]:
+    """Every other rank, beginning with the next one, so that not all ranks send to the same rank first."""
     return [(rank + step) % size for step in range(1, size)]
 
 
-def _spread(slices: Sequence[tuple[int, int]], rank: int) -> list[CollectiveInstruction]:
-    """This rank's slice of the total to everybody, everybody's slice here."""
-    others = _others(rank, len(slices))
-    mine = Range(DESTINATION, *slices[rank])
-    out: list[CollectiveInstruction] = [Send(peer, mine) for peer in others if mine.length]
-    theirs = [(peer, Range(DESTINATION, *slices[peer])) for peer in reversed(others)]
-    return out + [Recv(peer, where) for peer, where in theirs if where.length]
+def _all_gather(slices: Sequence[tuple[int, int]], rank: int) -> list[CollectiveInstruction]:
+    """Sends this rank's slice of the total to all ranks, and receives theirs."""
+    others = _other_ranks(rank, len(slices))
+    own = Range(DESTINATION, *slices[rank])
+    sends: list[CollectiveInstruction] = [Send(peer, own) for peer in others if own.length]
+    received = [(peer, Range(DESTINATION, *slices[peer])) for peer in reversed(others)]
+    return sends + [Recv(peer, where) for peer, where in received if where.length]
 
 
 class OrderedAllReduce:
-    """The sum of all shards at every rank, prepared once and called by all ranks alike."""
+    """The sum of all shards on every rank. All ranks prepare and call it in the same order."""
 
     def __init__(
         self,
         communicator: Communicator,
-        holdings: Sequence[MergePlan],
+        merge_plans: Sequence[MergePlan],
         shards: int,
         slots: Array,
-        room: Array,
+        output: Array,
         deadline: float,
         span: tuple[int, int] | None = None,
     ) -> None:
-        """``slots`` has a row for each gradient this rank has room for; all ranks prepare in the same order.
+        """Collective. ``merge_plans``: those of all ranks, in rank order. ``slots``: one row for each own slot.
 
-        ``span``: only these elements; the others are left alone.
+        ``span``: sum only these elements and leave the others unchanged; None: all.
         """
-        total = expression(holdings, shards)
-        count = room.size
+        expression = sum_expression(merge_plans, shards)
+        count = output.size
         low, high = span or (0, count)
-        self.result = room
-        """Where the sum is after a call."""
-        self.moved = 0
-        """Bytes that went through others' memory so far; what goes over links, their endpoint counts."""
-        self._each = 0
-        self._meet: Callable[[float, Call | None], None] | None = None
+        self.result = output
+        """The sum, after a call."""
+        self.bytes_moved = 0
+        """Bytes read from and written to other ranks' memory so far; the endpoint counts bytes sent over links."""
+        self._bytes_per_call = 0
+        self._barrier: Callable[[float, Call | None], None] | None = None
+        """The endpoint's barrier if vectors are mapped; None if they are sent over links, or there is one rank."""
         if communicator.size == 1:
-            if isinstance(total, Leaf) and span in (None, (0, count)):
-                self.result = slots[total.slot]
-                self._add: Step = _nothing
+            if isinstance(expression, Leaf) and span in (None, (0, count)):
+                self.result = slots[expression.slot]
+                self._sum: Step = _no_sum
             else:
-                self._add = _summing(total, [slots], [room], slice(low, high))
+                self._sum = _build_sum(expression, [slots], [output], slice(low, high))
             return
-        self._call = communicator.call(_text(holdings, count, (low, high), room))
+        self._call = communicator.call(_call_text(merge_plans, count, (low, high), output))
         preparing = communicator.call(f"prepare {self._call.text}")
-        seen = communicator.exchange(slots.reshape(-1), room, deadline, preparing)
-        if seen is None:
-            plan = linked_plan(total, holdings, count, communicator.rank, (low, high))
-            self._add = _linked(communicator, self._call, plan, slots, room)
+        mapped = communicator.map_peer_buffers(slots.reshape(-1), output, deadline, preparing)
+        if mapped is None:
+            plan = linked_plan(expression, merge_plans, count, communicator.rank, (low, high))
+            self._sum = _build_linked_sum(communicator, self._call, plan, slots, output)
             return
-        assert isinstance(communicator.endpoint, SharedEndpoint), "who sees others' memory can meet them"
-        self._meet = communicator.endpoint.meet
-        sources, destinations = seen
-        mine = _slices(low, high, communicator.size)[communicator.rank]
-        others = sum(len(one.nodes) for one in holdings) - len(holdings[communicator.rank].nodes)
-        self._each = (others + communicator.size - 1) * (mine[1] - mine[0]) * room.itemsize
-        self._add = _summing(total, [one.reshape(-1, count) for one in sources], destinations, slice(*mine))
+        assert isinstance(communicator.endpoint, SharedEndpoint), "only ranks that share memory map buffers"
+        self._barrier = communicator.endpoint.barrier
+        sources, destinations = mapped
+        own = _slices(low, high, communicator.size)[communicator.rank]
+        other_nodes = sum(len(one.nodes) for one in merge_plans) - len(merge_plans[communicator.rank].nodes)
+        self._bytes_per_call = (other_nodes + communicator.size - 1) * (own[1] - own[0]) * output.itemsize
+        self._sum = _build_sum(
+            expression, [one.reshape(-1, count) for one in sources], destinations, slice(*own)
+        )
 
     def __call__(self, deadline: float) -> float:
-        """Sums; returns how many seconds it waited for the others to come."""
-        if self._meet is None:
-            self._add(deadline)
+        """Sums; returns the seconds that this rank waited for the others to arrive."""
+        if self._barrier is None:
+            self._sum(deadline)
             return 0.0
         started = time.perf_counter()
-        self._meet(deadline, self._call)
+        self._barrier(deadline, self._call)
         waited = time.perf_counter() - started
-        self._add(deadline)
-        self._meet(deadline, None)
-        self.moved += self._each
+        self._sum(deadline)
+        self._barrier(deadline, None)
+        self.bytes_moved += self._bytes_per_call
         return waited
 
 
-def _nothing(deadline: float) -> None:
-    """One rank that holds the whole sum already."""
+def _no_sum(deadline: float) -> None:
+    """For a single rank that has the whole sum in one slot."""
 
 
-def _text(holdings: Sequence[MergePlan], count: int, span: tuple[int, int], room: Array) -> str:
-    """What all ranks must agree on."""
-    held = " | ".join(" ".join(map(str, one.order)) for one in holdings)
-    return f"ordered all_reduce of {count} {room.dtype}, elements {span[0]} to {span[1]}, of shards {held}"
+def _call_text(merge_plans: Sequence[MergePlan], count: int, span: tuple[int, int], output: Array) -> str:
+    """The text of the call, which all ranks must agree on."""
+    shards = " | ".join(" ".join(map(str, one.order)) for one in merge_plans)
+    return (
+        f"ordered all_reduce of {count} {output.dtype}, elements {span[0]} to {span[1]}, of shards {shards}"
+    )
 
 
-def _linked(communicator: Communicator, call: Call, plan: CollectivePlan, slots: Array, room: Array) -> Step:
-    scratch = np.empty(plan.scratch, room.dtype)
+def _build_linked_sum(
+    communicator: Communicator, call: Call, plan: CollectivePlan, slots: Array, output: Array
+) -> Step:
+    scratch = np.empty(plan.scratch, output.dtype)
     endpoint, source = communicator.endpoint, slots.reshape(-1)
 
     def run(deadline: float) -> None:
-        def add() -> None:
-            endpoint.begin(call, deadline)
-            LinkExecution(endpoint, source, room, scratch, _SUM, deadline).run(plan)
+        def execute() -> None:
+            endpoint.begin_collective(call, deadline)
+            LinkExecution(endpoint, source, output, scratch, _SUM, deadline).run(plan)
 
-        together(endpoint, add)
+        run_collective(endpoint, execute)
 
     return run
 
 
-def _summing(total: Sum, slots: Sequence[Array], into: Sequence[Array], span: slice) -> Step:
-    """One slice of the sum, block by block, into everybody's destination."""
+def _build_sum(expression: Sum, slots: Sequence[Array], outputs: Sequence[Array], span: slice) -> Step:
+    """The step that sums the elements ``span``, block by block, and writes them to all outputs.
+
+    ``slots``: for each rank its slots, one row each. All NumPy calls are prepared here.
+    """
     calls: list[tuple[Callable[..., object], tuple[Array, ...]]] = []
-    spare: list[Array] = []
+    temporaries: list[Array] = []
 
     def build(part: Sum, low: int, high: int, target: Array | None, depth: int) -> Array:
+        """Appends the calls that make a partial sum (in ``target``, if given); returns an array that holds it."""
         if isinstance(part, Leaf):
             leaf: Array = slots[part.rank][part.slot, low:high]
             if target is not None:
                 calls.append((np.copyto, (target, leaf)))
             return leaf
-        while len(spare) <= depth:
-            spare.append(np.empty(_BLOCK, into[0].dtype))
+        while len(temporaries) <= depth:
+            temporaries.append(np.empty(_BLOCK, outputs[0].dtype))
         left = build(part[0], low, high, None, depth)
-        # A sum on the left stays in its spare block while the right one is made.
+        # The left sum stays in the temporary of this depth while the right sum is made in the next one.
         right = build(part[1], low, high, None, depth + 1)
-        target = spare[depth][: high - low] if target is None else target
+        target = temporaries[depth][: high - low] if target is None else target
         calls.append((np.add, (left, right, target)))
         return target
 
     for low in range(span.start, span.stop, _BLOCK):
         high = min(low + _BLOCK, span.stop)
-        first = into[0][low:high]
-        build(total, low, high, first, 0)
-        calls.extend((np.copyto, (other[low:high], first)) for other in into[1:])
+        first = outputs[0][low:high]
+        build(expression, low, high, first, 0)
+        calls.extend((np.copyto, (other[low:high], first)) for other in outputs[1:])
 
     def run(deadline: float) -> None:
         for call, arguments in calls:

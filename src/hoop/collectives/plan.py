@@ -1,12 +1,18 @@
 """A collective as data: for each rank, rounds of instructions over its buffers.
 
-Letters used throughout this room: n ranks, this one is r; S elements (``count``) a rank's vector
-has; a *segment* is one of the n nearly equal parts of a vector, a *chunk* what one message carries.
+Letters used in this package: n ranks, this one is r; a rank's vector has S elements (``count``). A *segment* is one of
+the n nearly equal parts of a vector; a *chunk* is the part that one message carries.
 
-A plan names ranges of three buffers: the caller's ``SOURCE`` and ``DESTINATION`` (which may be the
-same memory) and ``SCRATCH``, which the executor provides; where ranks share memory, also of their ``WINDOW``s.
-The same plan is executed over links, priced by
-the simulator and asserted in tests; ``verify`` checks one without running it.
+Instructions name ranges of four buffers: the caller's SOURCE and DESTINATION (which may be the same memory), SCRATCH,
+which the executor provides, and WINDOW, the memory that a rank shares with the others.
+
+    Send, Recv    one message                              Meet     barrier among ranks that share memory
+    Reduce        receive one message and combine it       Take     copy from a peer's shared memory
+    Copy          local copy                               Fold     combine the same range of every rank's shared memory
+    Combine       combine two local ranges
+    Finish        last step of the operation (AVG divides)
+
+The same plan is executed, priced by the simulator and asserted in tests; ``verify`` checks plans without running them.
 """
 
 from __future__ import annotations
@@ -20,13 +26,13 @@ from typing import NamedTuple
 
 
 class BufferRole(IntEnum):
-    """Which buffer a range is in."""
+    """The buffer of a range."""
 
     SOURCE = 0
     DESTINATION = 1
     SCRATCH = 2
     WINDOW = 3
-    """What this rank lays open to the others, where they share memory; starts as a copy of the source, or is it."""
+    """The part of shared memory that this rank publishes; it begins as a copy of the source, or is the source."""
 
 
 SOURCE, DESTINATION, SCRATCH, WINDOW = (
@@ -40,7 +46,7 @@ SOURCE, DESTINATION, SCRATCH, WINDOW = (
 class Range(NamedTuple):
     """Elements ``[start, stop)`` of a buffer."""
 
-    place: BufferRole
+    buffer: BufferRole
     start: int
     stop: int
 
@@ -86,38 +92,38 @@ class Combine(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """A range holds its final combination: apply what the operation does last (AVG divides)."""
+    """Apply the last step of the operation to a range that holds the complete combination (AVG divides)."""
 
     range: Range
 
 
-# ---- where ranks share memory
+# ---- between ranks that share memory
 
 
 class Meet(NamedTuple):
-    """Wait until every rank has come here; what they wrote before can be read afterwards."""
+    """Barrier: wait until every rank is here; afterwards each can read what the others wrote before."""
 
     ranks: tuple[int, ...] = ()
-    """Whom it is for: the ranks of one host; empty: all."""
+    """The participants: the ranks of one host; empty: all ranks."""
 
 
 class Take(NamedTuple):
-    """Copy a range of a peer's window (or of its destination) to a range of the same length."""
+    """Copy a range of a peer's window (or destination) to a local range of the same length."""
 
     peer: int
-    there: Range
-    here: Range
+    remote: Range
+    local: Range
 
 
 class Fold(NamedTuple):
-    """Combine this range of every rank's window, in rank order, and finish it; put it into one's own range, or the
-    same range of everybody's destination."""
+    """Combine a range of every rank's window in rank order, finish it, and write it to ``local``."""
 
-    there: Range
-    here: Range
-    everyone: bool = False
+    remote: Range
+    local: Range
+    to_all: bool = False
+    """Write to the same range of every rank's destination, not only to this rank's."""
     ranks: tuple[int, ...] = ()
-    """Whose windows: the ranks of one host, and then it is not finished, for other hosts follow; empty: all."""
+    """The ranks of one host: only their windows, and without finishing, since other hosts follow; empty: all ranks."""
 
 
 CollectiveInstruction = Send | Recv | Reduce | Copy | Combine | Finish | Meet | Take | Fold
@@ -126,7 +132,7 @@ Round = tuple[CollectiveInstruction, ...]
 
 @dataclass(frozen=True)
 class CollectivePlan:
-    """What one rank does, round by round."""
+    """The instructions of one rank, round by round."""
 
     rounds: tuple[Round, ...]
     scratch: int = 0
@@ -138,18 +144,18 @@ class CollectivePlan:
 
     @property
     def messages(self) -> int:
-        """How many messages this rank sends."""
+        """Number of messages that this rank sends."""
         return sum(isinstance(instruction, Send) for instruction in self)
 
     @property
     def elements(self) -> int:
-        """How many elements this rank sends."""
+        """Number of elements that this rank sends."""
         return sum(instruction.range.length for instruction in self if isinstance(instruction, Send))
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that a plan depends on but the rank."""
+    """Everything but the rank that a plan depends on."""
 
     size: int
     """n, the number of ranks."""
@@ -158,9 +164,9 @@ class Shape:
     root: int = 0
     peer: int = 0
     chunk: int = 0
-    """Elements a message (or a window, inside a host) may carry at most; 0: no limit."""
+    """The most elements of a message (inside a host: of a window); 0: no limit."""
     hosts: tuple[int, ...] = ()
-    """The host of each rank, where some share one; empty: nobody does, or nobody asks."""
+    """The host of each rank, for hierarchical plans; empty: every rank has a host of its own."""
 
 
 def split_range(count: int, parts: int) -> list[tuple[int, int]]:
@@ -178,40 +184,45 @@ def pieces(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def verify(plans: Sequence[CollectivePlan]) -> list[str]:
-    """What is wrong with these plans, one for each rank, as sentences; empty when nothing is.
+    """Checks the plans of all ranks, in rank order, and returns the problems as sentences; empty: none.
 
-    Runs them against each other with unlimited buffering: every Send must find its Recv, of the same
-    length and in order, and nobody may wait for ever.
+    Runs the plans against each other with unlimited buffering. Every Send must find its Recv, of the same length and
+    in order, and no rank may wait for ever.
+
+    It runs the instructions of one collective, without times; ``plan.unit_clock`` and ``simulate.clock`` time training
+    steps.
     """
     problems: list[str] = []
-    todo = [deque(plan) for plan in plans]
-    wires: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-    moved = True
-    while moved:
-        moved = False
-        for rank, instructions in enumerate(todo):
+    remaining = [deque(plan) for plan in plans]
+    links: dict[tuple[int, int], deque[int]] = defaultdict(deque)
+    progress = True
+    while progress:
+        progress = False
+        for rank, instructions in enumerate(remaining):
             while instructions:
                 instruction = instructions[0]
                 if isinstance(instruction, Meet):
                     break
                 if isinstance(instruction, Send):
-                    wires[rank, instruction.peer].append(instruction.range.length)
+                    links[rank, instruction.peer].append(instruction.range.length)
                 elif isinstance(instruction, Recv | Reduce):
-                    wire = wires[instruction.peer, rank]
-                    if not wire:
+                    link = links[instruction.peer, rank]
+                    if not link:
                         break
-                    if (length := wire.popleft()) != instruction.range.length:
+                    if (length := link.popleft()) != instruction.range.length:
                         problems.append(f"rank {rank}: {instruction} gets {length} elements")
                 instructions.popleft()
-                moved = True
-        for meeting in {left[0] for left in todo if left and isinstance(left[0], Meet)}:
-            those = [todo[rank] for rank in meeting.ranks or range(len(todo))]
-            if all(left and isinstance(left[0], Meet) and left[0] == meeting for left in those):
-                for left in those:
-                    left.popleft()
-                moved = True
-    problems += [f"rank {rank}: waits for ever at {left[0]}" for rank, left in enumerate(todo) if left]
+                progress = True
+        for barrier in {queue[0] for queue in remaining if queue and isinstance(queue[0], Meet)}:
+            participants = [remaining[rank] for rank in barrier.ranks or range(len(remaining))]
+            if all(queue and isinstance(queue[0], Meet) and queue[0] == barrier for queue in participants):
+                for queue in participants:
+                    queue.popleft()
+                progress = True
     problems += [
-        f"{len(wire)} messages {a} -> {b} are never received" for (a, b), wire in wires.items() if wire
+        f"rank {rank}: waits for ever at {queue[0]}" for rank, queue in enumerate(remaining) if queue
+    ]
+    problems += [
+        f"{len(link)} messages {a} -> {b} are never received" for (a, b), link in links.items() if link
     ]
     return problems

@@ -1,8 +1,8 @@
-"""How two vectors are combined: SUM PROD MIN MAX AVG, for every element type.
+"""Combines vectors by SUM, PROD, MIN, MAX or AVG, for every dtype.
 
-Integers wrap on overflow, as they do everywhere; AVG of integers is the wrapped sum divided, rounded
-towards zero. bfloat16 is combined as float32 and rounded to nearest even after every combination.
-NaN wins in MIN and MAX, so that a diverged rank is seen by all.
+Integers wrap on overflow, as in NumPy; AVG of integers is the wrapped sum divided, rounded towards zero. bfloat16 is
+combined as float32 and rounded to nearest even after every combination. NaN wins in MIN and MAX, so that every rank
+sees that one has diverged.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 OPERATIONS = tuple(_KERNELS)
 _BLOCK_BYTES = 256 * 1024
-"""Four of these are in the cache of a core at once."""
+"""The cache of a core holds four of these at once."""
 
 
 class _Quiet(threading.local):
-    """``run`` calls a function for which overflow and NaN are results like others.
+    """``run`` calls a function without NumPy's warnings about overflow and NaN.
 
-    NumPy 2 keeps what it warns of in the context: to enter one that is kept costs 30 ns where ``errstate`` costs a
-    microsecond. A context is entered once at a time, so there is one a thread, and ``run`` must not be nested.
+    NumPy 2 keeps its error state in a context variable. Entering a prepared context costs 30 ns, ``errstate`` costs a
+    microsecond. A context cannot be entered twice at once, so each thread has its own, and ``run`` must not be nested.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ QUIET = _Quiet()
 
 
 class Reduction:
-    """One operation on one element type."""
+    """One reduction operator on one dtype. Used by one thread at a time."""
 
     def __init__(self, op: str, dtype: DType) -> None:
         if op not in _KERNELS:
@@ -63,9 +63,9 @@ class Reduction:
         self.op = op
         self.dtype = dtype
         self._kernel = _KERNELS[op]
-        self._brain = dtype.name == "bfloat16"
+        self._is_bfloat16 = dtype.name == "bfloat16"
         self._block = _BLOCK_BYTES // dtype.itemsize
-        self._aside: Array | None = None
+        self._temporary: Array | None = None
 
     def combine(self, into: Array, other: Array) -> None:
         """``into = into op other``."""
@@ -76,25 +76,25 @@ class Reduction:
         QUIET.run(self._combine_into, left, right, into)
 
     def _combine_into(self, left: Array, right: Array, into: Array) -> None:
-        if self._brain:
-            mine, theirs = bfloat16_to_float32(left), bfloat16_to_float32(right)
-            self._kernel(mine, theirs, out=mine)
-            float32_to_bfloat16(mine, out=into)
+        if self._is_bfloat16:
+            wide_left, wide_right = bfloat16_to_float32(left), bfloat16_to_float32(right)
+            self._kernel(wide_left, wide_right, out=wide_left)
+            float32_to_bfloat16(wide_left, out=into)
         else:
             self._kernel(left, right, out=into)
 
     def fold(self, vectors: Sequence[Array], into: Sequence[Array]) -> None:
-        """Combines the vectors in their order, finishes, and puts the result into every one of ``into``.
+        """Combines the vectors in their order, finishes the result, and writes it to every array of ``into``.
 
-        Block by block, so that what is combined is still in the cache when it is written. The results may be
-        the vectors themselves: whatever is written has been read before.
+        It works block by block, so that a result is still in the cache when it is copied. ``into`` may contain the
+        vectors themselves: a block is written only after it was read.
         """
         QUIET.run(self._fold, vectors, into)
 
-    def always(self, vectors: Sequence[Array], into: Sequence[Array]) -> Callable[[], None]:
-        """``fold`` of these, for ``QUIET`` to run again and again; of two small vectors it is one call."""
-        plain = not self._brain and self.op != "avg" and vectors[0].size <= self._block
-        if plain and len(vectors) == 2 and len(into) == 1:
+    def bind(self, vectors: Sequence[Array], into: Sequence[Array]) -> Callable[[], None]:
+        """``fold`` of fixed arrays, for repeated calls by ``QUIET.run``; for two small vectors it is one NumPy call."""
+        one_call = not self._is_bfloat16 and self.op != "avg" and vectors[0].size <= self._block
+        if one_call and len(vectors) == 2 and len(into) == 1:
             return partial(self._kernel, *vectors, *into)
         return partial(self._fold, vectors, into)
 
@@ -113,39 +113,39 @@ class Reduction:
         total, kernel = targets[0], self._kernel
         if len(parts) == 1:
             total[...] = parts[0]
-        elif self._brain:
-            total[...] = self._brain_fold(parts)
+        elif self._is_bfloat16:
+            total[...] = self._fold_bfloat16(parts)
         elif len(parts) == 2:
             kernel(parts[0], parts[1], out=total)
         else:
-            # Aside until the last one: a result may lie where a vector does that is still to be read.
-            aside = self._aside_for(parts[0])
-            kernel(parts[0], parts[1], out=aside)
+            # Partial results go to a temporary: ``total`` may be the memory of a vector that was not read yet.
+            temporary = self._temporary_for(parts[0])
+            kernel(parts[0], parts[1], out=temporary)
             for part in parts[2:-1]:
-                kernel(aside, part, out=aside)
-            kernel(aside, parts[-1], out=total)
+                kernel(temporary, part, out=temporary)
+            kernel(temporary, parts[-1], out=total)
         if self.op == "avg":
             self.finish(total, len(parts))
         for target in targets[1:]:
             target[...] = total
 
-    def _aside_for(self, part: Array) -> Array:
-        """Memory for a block, kept: a reduction is used by one thread at a time."""
-        if self._aside is None or self._aside.size < part.size:
-            self._aside = np.empty(part.size, part.dtype)
-        return self._aside[: part.size]
+    def _temporary_for(self, part: Array) -> Array:
+        """A block of memory, kept between calls."""
+        if self._temporary is None or self._temporary.size < part.size:
+            self._temporary = np.empty(part.size, part.dtype)
+        return self._temporary[: part.size]
 
-    def _brain_fold(self, parts: Sequence[Array]) -> Array:
+    def _fold_bfloat16(self, parts: Sequence[Array]) -> Array:
         total = parts[0].copy()
         for part in parts[1:]:
             self._combine_into(total, part, total)
         return total
 
     def finish(self, into: Array, size: int) -> None:
-        """What comes last, when ``into`` holds the combination of ``size`` vectors."""
+        """The last step, in place, on the combination of ``size`` vectors: AVG divides."""
         if self.op != "avg":
             return
-        if self._brain:
+        if self._is_bfloat16:
             float32_to_bfloat16(bfloat16_to_float32(into) / np.float32(size), out=into)
         elif into.dtype.kind in "iu":
             wide = into.astype(np.int64)

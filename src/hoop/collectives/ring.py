@@ -1,8 +1,8 @@
-"""Ring algorithms: everyone sends to r+1 and receives from r-1, so every link carries the same.
+"""Ring algorithms: rank r sends to r+1 and receives from r-1, so every link carries the same number of bytes.
 
     reduce-scatter                         all-gather
     round 0: r sends segment r             round n-1: r sends segment r+1 (complete)
-    round 1: r sends r-1 (now of two) …    round n:   r sends r …
+    round 1: r sends r-1 (sum of two) …    round n:   r sends r …
 
 Empty segments (S < n) are not sent.
 """
@@ -32,24 +32,24 @@ from hoop.collectives.plan import (
 def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """2(n-1) messages and 2(n-1)/n · S elements a rank, in 2(n-1) rounds.
 
-    Each segment is summed in ring order, starting at the rank of its own number, and the finished
-    segment is what everybody copies: all ranks hold the same bits.
+    Each segment is summed in ring order, starting at the rank of its own number. All ranks receive copies of the
+    finished segment, so they end with the same bits.
     """
     return _all_reduce(dataclasses.replace(shape, chunk=0), rank)
 
 
 def chunked_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """The ring's elements in messages of at most ``chunk``: 2(n-1) · ceil(S/n / chunk) messages a rank.
+    """The same elements in messages of at most ``chunk``: 2(n-1) · ceil(S/n / chunk) messages a rank.
 
-    A chunk goes on to the next rank as soon as it is reduced, while the rest of its segment is still
-    under way, so adding overlaps with moving.
+    A rank sends a chunk on as soon as it has reduced it, while it still receives the rest of the segment: so reduction
+    overlaps with communication.
     """
     return _all_reduce(shape, rank)
 
 
 def _all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     n, count = shape.size, shape.count
-    after, before = (rank + 1) % n, (rank - 1) % n
+    next_rank, previous = (rank + 1) % n, (rank - 1) % n
     segments = split_range(count, n)
 
     def chunks(segment: int) -> list[Range]:
@@ -60,31 +60,31 @@ def _all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     if n == 1:
         return CollectivePlan(((*start, Finish(whole)),))
     rounds: list[tuple[CollectiveInstruction, ...]] = []
-    ahead: list[CollectiveInstruction] = start + [Send(after, chunk) for chunk in chunks(rank)]
+    first: list[CollectiveInstruction] = start + [Send(next_rank, chunk) for chunk in chunks(rank)]
     for step in range(2 * (n - 1)):
-        # What arrives in this round, and is passed on in the next.
+        # Received in this round, and sent on in the next.
         incoming = chunks(rank - step - 1)
         last_sum, last = step == n - 2, step == 2 * n - 3
         instructions: list[CollectiveInstruction] = []
         for chunk in incoming:
-            instructions.append(Reduce(before, chunk) if step < n - 1 else Recv(before, chunk))
+            instructions.append(Reduce(previous, chunk) if step < n - 1 else Recv(previous, chunk))
             if last_sum:
                 instructions.append(Finish(chunk))
             if shape.chunk and not last:
-                instructions.append(Send(after, chunk))
-        rounds.append((*ahead, *instructions))
-        # Unchunked, the send opens the next round: a round is then complete in itself and can be stepped.
-        ahead = [] if shape.chunk or last else [Send(after, chunk) for chunk in incoming]
+                instructions.append(Send(next_rank, chunk))
+        rounds.append((*first, *instructions))
+        # Without chunks the send is the first instruction of the next round: then each round can be run by itself.
+        first = [] if shape.chunk or last else [Send(next_rank, chunk) for chunk in incoming]
     return CollectivePlan(tuple(rounds))
 
 
 def reduce_scatter(shape: Shape, rank: int) -> CollectivePlan:
     """n-1 messages and (n-1) · S elements a rank: rank r ends with block r of the n blocks of S, reduced.
 
-    The source stays as it is: what is under way lies in two scratch blocks used in turn.
+    The source is not changed: partial sums are in two scratch blocks used alternately.
     """
     n, count = shape.size, shape.count
-    after, before = (rank + 1) % n, (rank - 1) % n
+    next_rank, previous = (rank + 1) % n, (rank - 1) % n
 
     def block(index: int) -> Range:
         return Range(SOURCE, index % n * count, (index % n + 1) * count)
@@ -93,25 +93,25 @@ def reduce_scatter(shape: Shape, rank: int) -> CollectivePlan:
     if n == 1:
         return CollectivePlan(((Copy(block(0), destination), Finish(destination)),))
     rounds: list[tuple[CollectiveInstruction, ...]] = []
-    holding = block(rank - 1)
+    partial_sum = block(rank - 1)
     for step in range(n - 1):
         last = step == n - 2
         slot = step % 2 * count
         target = destination if last else Range(SCRATCH, slot, slot + count)
         steps: list[CollectiveInstruction] = [Copy(block(rank - step - 2), target)]
         if count:
-            steps = [Send(after, holding), *steps, Reduce(before, target)]
+            steps = [Send(next_rank, partial_sum), *steps, Reduce(previous, target)]
         if last:
             steps.append(Finish(target))
         rounds.append(tuple(steps))
-        holding = target
+        partial_sum = target
     return CollectivePlan(tuple(rounds), scratch=2 * count)
 
 
 def all_gather(shape: Shape, rank: int) -> CollectivePlan:
     """n-1 messages and (n-1) · S elements a rank: every rank ends with the n blocks in rank order."""
     n, count = shape.size, shape.count
-    after, before = (rank + 1) % n, (rank - 1) % n
+    next_rank, previous = (rank + 1) % n, (rank - 1) % n
 
     def block(index: int) -> Range:
         return Range(DESTINATION, index % n * count, (index % n + 1) * count)
@@ -119,6 +119,7 @@ def all_gather(shape: Shape, rank: int) -> CollectivePlan:
     rounds: list[tuple[CollectiveInstruction, ...]] = [(Copy(Range(SOURCE, 0, count), block(rank)),)]
     if count:
         rounds += [
-            (Send(after, block(rank - step)), Recv(before, block(rank - step - 1))) for step in range(n - 1)
+            (Send(next_rank, block(rank - step)), Recv(previous, block(rank - step - 1)))
+            for step in range(n - 1)
         ]
     return CollectivePlan(tuple(rounds))

@@ -1,6 +1,6 @@
-"""Which algorithm, when nobody says: by what the ranks share, how many they are, and what a link costs.
+"""Chooses the algorithm of an operation: by the memory that ranks share, their number, and the cost of a link.
 
-What a link between these ranks costs, measured on the links themselves.
+``measure_links`` measures that cost on the links themselves.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What one message costs: a fixed time, and a time for each byte."""
+    """The time of one message: a fixed part, and a part for each byte, in seconds."""
 
     message_s: float = 60e-6
     byte_s: float = 1 / 1.5e9
 
 
-def choose(operation: Operation, endpoint: Endpoint, cost: LinkCost | None = None) -> str:
-    """The algorithm that will run; every rank comes to the same."""
+def choose_algorithm(operation: Operation, endpoint: Endpoint, cost: LinkCost | None = None) -> str:
+    """The algorithm that will run; every rank comes to the same result."""
     entry = CATALOG[operation.collective]
     if operation.algorithm:
         if operation.algorithm in entry.shared and not isinstance(endpoint, SharedEndpoint):
@@ -34,22 +34,22 @@ def choose(operation: Operation, endpoint: Endpoint, cost: LinkCost | None = Non
                 f"algorithm: {operation.algorithm} needs ranks that share memory; over these links there is "
                 f"{', '.join(entry.algorithms)}"
             )
-        if operation.algorithm in entry.spanning and not _spans(endpoint):
+        if operation.algorithm in entry.spanning and not _is_multi_host(endpoint):
             raise InvalidArgument(
                 f"algorithm: {operation.algorithm} needs several hosts, and one with several ranks that share memory; "
                 f"here there is {', '.join(entry.shared if isinstance(endpoint, SharedEndpoint) else entry.algorithms)}"
             )
         return operation.algorithm
-    if isinstance(endpoint, SpanningEndpoint) and entry.spanning and _spans(endpoint):
-        return _spanning(operation, len(set(endpoint.hosts)), cost or LinkCost())
+    if isinstance(endpoint, SpanningEndpoint) and entry.spanning and _is_multi_host(endpoint):
+        return _choose_multi_host(operation, len(set(endpoint.hosts)), cost or LinkCost())
     if isinstance(endpoint, SharedEndpoint) and entry.shared:
-        return _shared(operation, endpoint)
+        return _choose_shared(operation, endpoint)
     if operation.collective == "all_reduce":
-        return _by_messages(operation, endpoint.size, cost or LinkCost())
-    return operation.default
+        return _choose_by_messages(operation, endpoint.size, cost or LinkCost())
+    return operation.default_algorithm
 
 
-def _shared(operation: Operation, endpoint: SharedEndpoint) -> str:
+def _choose_shared(operation: Operation, endpoint: SharedEndpoint) -> str:
     size = operation.count * operation.dtype.itemsize
     if "flat" in CATALOG[operation.collective].shared and size <= FLAT_BYTES:
         return "flat"
@@ -57,13 +57,13 @@ def _shared(operation: Operation, endpoint: SharedEndpoint) -> str:
     return "direct" if has_arenas and "direct" in CATALOG[operation.collective].shared else "staged"
 
 
-def _spans(endpoint: Endpoint) -> bool:
-    """Whether there are several hosts, and several ranks on one of them."""
+def _is_multi_host(endpoint: Endpoint) -> bool:
+    """Whether there are several hosts, and one of them has several ranks."""
     return isinstance(endpoint, SpanningEndpoint) and 1 < len(set(endpoint.hosts)) < endpoint.size
 
 
-def _spanning(operation: Operation, hosts: int, cost: LinkCost) -> str:
-    """A tree between many hosts for small vectors, else a ring; what crosses a host's border shares its cable."""
+def _choose_multi_host(operation: Operation, hosts: int, cost: LinkCost) -> str:
+    """A tree between hosts for small vectors and many hosts, else a ring; all rails of a host share its network."""
     if "hierarchical_tree" not in CATALOG[operation.collective].spanning:
         return "hierarchical"
     size = operation.count * operation.dtype.itemsize * cost.byte_s
@@ -72,60 +72,61 @@ def _spanning(operation: Operation, hosts: int, cost: LinkCost) -> str:
     return "hierarchical_tree" if tree < ring else "hierarchical"
 
 
-def _by_messages(operation: Operation, n: int, cost: LinkCost) -> str:
-    """The least of the three formulas."""
+def _choose_by_messages(operation: Operation, n: int, cost: LinkCost) -> str:
+    """The algorithm with the least predicted time."""
     size = operation.count * operation.dtype.itemsize * cost.byte_s
     rounds = math.ceil(math.log2(n)) if n > 1 else 0
-    moved = 2 * (n - 1) / n * size
-    whole = not n & (n - 1)
+    ring_bytes_s = 2 * (n - 1) / n * size
+    is_power_of_two = not n & (n - 1)
     times = {
         "tree": 2 * rounds * (cost.message_s + size),
         "halving_doubling": 2 * rounds * cost.message_s
-        + moved
-        + (0 if whole else 2 * (cost.message_s + size)),
-        "ring": 2 * (n - 1) * cost.message_s + moved,
+        + ring_bytes_s
+        + (0 if is_power_of_two else 2 * (cost.message_s + size)),
+        "ring": 2 * (n - 1) * cost.message_s + ring_bytes_s,
     }
     return min(times, key=lambda name: times[name])
 
 
 SMALL, LARGE = 8, 1 << 20
-TURNS = 5
+"""Bytes of the measured messages."""
+REPEATS = 5
 
 
-def measure(endpoint: Endpoint, deadline: float) -> LinkCost:
-    """Every rank exchanges a few messages with its neighbours in the ring; all ranks get the slowest one's figures.
+def measure_links(endpoint: Endpoint, deadline: float) -> LinkCost:
+    """Collective. Measures messages between neighbours in a ring; returns the slowest rank's cost on every rank.
 
-    All ranks must call it together. Costs about ten messages of 1 MiB a rank.
+    Each rank sends five messages of 8 bytes and five of 1 MiB.
     """
     if endpoint.size == 1:
         return LinkCost()
-    small = min(_turn(endpoint, SMALL, deadline) for _ in range(TURNS))
-    large = min(_turn(endpoint, LARGE, deadline) for _ in range(TURNS))
-    mine = np.array([small, max(0.0, large - small) / (LARGE - SMALL)], np.float64)
-    message_s, byte_s = _slowest(endpoint, mine, deadline)
+    small = min(_time_round(endpoint, SMALL, deadline) for _ in range(REPEATS))
+    large = min(_time_round(endpoint, LARGE, deadline) for _ in range(REPEATS))
+    own = np.array([small, max(0.0, large - small) / (LARGE - SMALL)], np.float64)
+    message_s, byte_s = _max_over_ranks(endpoint, own, deadline)
     return LinkCost(message_s, max(byte_s, 1e-13))
 
 
-def _turn(endpoint: Endpoint, size: int, deadline: float) -> float:
-    """Seconds of one round of a ring: this rank's message to the next while the previous one's arrives."""
+def _time_round(endpoint: Endpoint, size: int, deadline: float) -> float:
+    """Seconds of one round of a ring: send a message to the next rank and receive one from the previous rank."""
     following, previous = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
-    out, into = np.zeros(size, np.uint8), np.empty(size, np.uint8)
+    sent, received = np.zeros(size, np.uint8), np.empty(size, np.uint8)
     started = time.perf_counter()
-    endpoint.send(following, out.data, deadline)
-    endpoint.recv_into(previous, into.data, deadline)
+    endpoint.send(following, sent.data, deadline)
+    endpoint.recv_into(previous, received.data, deadline)
     endpoint.flush(deadline)
     return time.perf_counter() - started
 
 
-def _slowest(endpoint: Endpoint, mine: np.ndarray, deadline: float) -> tuple[float, float]:
-    """The largest of everybody's figures, passed round the ring until all have seen all."""
+def _max_over_ranks(endpoint: Endpoint, own: np.ndarray, deadline: float) -> tuple[float, float]:
+    """The elementwise maximum over all ranks: each rank's values travel once around the ring."""
     following, previous = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
-    passing, seen = mine.copy(), mine.copy()
+    passing, largest = own.copy(), own.copy()
     for _ in range(endpoint.size - 1):
-        into = np.empty_like(passing)
+        received = np.empty_like(passing)
         endpoint.send(following, passing.view(np.uint8).data, deadline)
-        endpoint.recv_into(previous, into.view(np.uint8).data, deadline)
+        endpoint.recv_into(previous, received.view(np.uint8).data, deadline)
         endpoint.flush(deadline)
-        np.maximum(seen, into, out=seen)
-        passing = into
-    return float(seen[0]), float(seen[1])
+        np.maximum(largest, received, out=largest)
+        passing = received
+    return float(largest[0]), float(largest[1])

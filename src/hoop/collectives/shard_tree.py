@@ -1,4 +1,4 @@
-"""The sum over shards in an order that does not depend on who computed them.
+"""The fixed summation tree: the sum of all shards' gradients does not depend on which rank computed which shard.
 
 A global batch is cut into a fixed number of shards, and their gradients are added along a fixed binary tree:
 
@@ -10,9 +10,9 @@ A global batch is cut into a fixed number of shards, and their gradients are add
     / \\   / \\     / \\   / \\
     0 1   2 3     4 5   6 7
 
-A rank adds what it can as it goes: having computed shards 0..3 it holds the node 0..2 and the node 2..3. Whoever sums
-an element takes the nodes that the ranks hold and adds them where the tree says. So the result is the same, bit for
-bit, for one rank or many, whichever rank computed which shard.
+A rank merges nodes as soon as it has both halves: after computing shards 0, 1 and 2 it has the nodes 0..2 and 2..3.
+The final sum (``ordered_all_reduce.py``) adds the nodes of all ranks as the tree says. So the result is bit-identical
+for any number of ranks and any assignment of shards to ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hoop.errors import InvalidArgument
 
 
 class Node(NamedTuple):
-    """The sum of shards ``[low, high)``, for ranges that are in the tree."""
+    """A node of the tree: the sum of shards ``[low, high)``."""
 
     low: int
     high: int
@@ -37,79 +37,84 @@ class Node(NamedTuple):
 
 
 class SlotMerge(NamedTuple):
-    """Where a shard's gradient is put, and which slots are added to which afterwards."""
+    """The slot that receives a shard's gradient, and the additions between slots that follow."""
 
     slot: int
     merges: tuple[tuple[int, int], ...]
-    """(into, from): ``from`` is free again afterwards."""
+    """(into, from): slot ``from`` is added to slot ``into`` and is free afterwards."""
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a rank that computes these shards, in this order, does with their gradients, and holds in the end."""
+    """How one rank stores and merges the gradients of its shards, and the nodes that it has at the end."""
 
     order: tuple[int, ...]
-    landings: tuple[SlotMerge, ...]
+    """The rank's shards, in the order of computation."""
+    slot_merges: tuple[SlotMerge, ...]
+    """One entry for each shard, in the same order."""
     nodes: tuple[tuple[Node, int], ...]
-    """Each node it holds in the end, with its slot."""
+    """Each node that remains at the end, with its slot."""
     slots: int
-    """How many gradients it must have room for at once."""
+    """The number of slots needed: gradients held at the same time."""
 
 
 def merge_plan(order: Sequence[int], shards: int) -> MergePlan:
-    """How a rank adds up the shards it computes: it merges two halves of the tree as soon as it has both."""
+    """The merge plan of a rank that computes these of ``shards`` shards, in this order."""
     if len(set(order)) != len(order) or not all(0 <= shard < shards for shard in order):
         raise InvalidArgument(f"order: {list(order)} is not some of {shards} shards, each once")
     parents = _parents(shards)
-    held: dict[Node, int] = {}
+    slot_of: dict[Node, int] = {}
     free: list[int] = []
     slots = 0
-    landings = []
+    slot_merges = []
     for shard in order:
         if free:
             slot = free.pop()
         else:
             slot, slots = slots, slots + 1
         node, merges = Node(shard, shard + 1), []
-        held[node] = slot
-        while (parent := parents.get(node)) is not None and all(half in held for half in parent.halves):
-            left, right = (held.pop(half) for half in parent.halves)
+        slot_of[node] = slot
+        while (parent := parents.get(node)) is not None and all(half in slot_of for half in parent.halves):
+            left, right = (slot_of.pop(half) for half in parent.halves)
             merges.append((left, right))
             free.append(right)
-            held[node := parent] = left
-        landings.append(SlotMerge(slot, tuple(merges)))
-    return MergePlan(tuple(order), tuple(landings), tuple(sorted(held.items())), slots)
+            slot_of[node := parent] = left
+        slot_merges.append(SlotMerge(slot, tuple(merges)))
+    return MergePlan(tuple(order), tuple(slot_merges), tuple(sorted(slot_of.items())), slots)
 
 
 def _parents(shards: int) -> dict[Node, Node]:
-    found: dict[Node, Node] = {}
+    parents: dict[Node, Node] = {}
     todo = [Node(0, shards)] if shards else []
     while todo:
         node = todo.pop()
         if node.high - node.low > 1:
             for half in node.halves:
-                found[half] = node
+                parents[half] = node
                 todo.append(half)
-    return found
+    return parents
 
 
 class Leaf(NamedTuple):
-    """A node that a rank holds."""
+    """A node that is in a slot of a rank."""
 
     rank: int
     slot: int
 
 
 Sum = Leaf | tuple["Sum", "Sum"]
-"""What is added to what."""
+"""An expression tree of additions; its leaves are slots of ranks."""
 
 
-def expression(holdings: Sequence[MergePlan], shards: int) -> Sum:
-    """The whole sum in terms of what the ranks hold; every shard must be held exactly once."""
-    computed = sorted(shard for one in holdings for shard in one.order)
+def sum_expression(merge_plans: Sequence[MergePlan], shards: int) -> Sum:
+    """The sum of all shards over the slots of the ranks; each shard must be computed exactly once.
+
+    ``merge_plans``: those of all ranks, in rank order.
+    """
+    computed = sorted(shard for one in merge_plans for shard in one.order)
     if computed != list(range(shards)):
         raise InvalidArgument(f"shards: of {shards}, the ranks compute {computed}; each must be there once")
-    leaves = {node: Leaf(rank, slot) for rank, one in enumerate(holdings) for node, slot in one.nodes}
+    leaves = {node: Leaf(rank, slot) for rank, one in enumerate(merge_plans) for node, slot in one.nodes}
 
     def build(node: Node) -> Sum:
         leaf = leaves.get(node)

@@ -1,14 +1,14 @@
-"""Collectives where ranks see each other's memory: all lay their vector open, meet, and take what they need.
+"""Plans between ranks that map each other's memory: publish the vector, pass a barrier, read from the others' memory.
 
-No message is sent. Every reduction is in rank order, so all ranks, and all three ways below, get the same bits.
+No message is sent. Every reduction is in rank order, so all ranks get the same bits, by each of the three algorithms:
 
-    flat      small vectors: one meeting, then every rank folds everything itself (n·S elements read a rank)
-    staged    any memory: copied into the shared stage, folded there by slices, copied out
-    direct    memory that is shared anyway (arenas): nothing is copied; every rank folds its slice of all buffers and
-              writes it to all of them (2·S elements read and S written a rank, by the memory's own speed)
+    flat      small vectors: one barrier, then every rank folds all vectors itself (n·S elements read a rank)
+    staged    any memory: copied into the shared stage, folded there slice by slice, copied out
+    direct    vectors in shared memory (arenas): nothing is copied. Every rank folds its slice of all sources and
+              writes it to all destinations (2·S elements read and S written a rank, at memory speed)
 
-Windows that are used in turn (flat, staged) may be read until the next meeting but one. A window that is the
-caller's own memory (direct) must not change under a reader: there a last meeting ends the operation.
+Alternating windows (flat, staged) may be read until the second barrier after their publication. A window that is the
+caller's own memory (direct) must not change while another rank reads it: there a final barrier ends the operation.
 """
 
 from __future__ import annotations
@@ -28,89 +28,89 @@ from hoop.collectives.plan import (
 )
 
 
-def _plan(*steps: CollectiveInstruction, last_meeting: bool) -> CollectivePlan:
-    return CollectivePlan(((Meet(),), steps, *(((Meet(),),) if last_meeting else ())))
+def _plan(*steps: CollectiveInstruction, final_barrier: bool) -> CollectivePlan:
+    return CollectivePlan(((Meet(),), steps, *(((Meet(),),) if final_barrier else ())))
 
 
 def flat_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """One meeting; every rank folds all n vectors."""
+    """One barrier; every rank folds all n vectors."""
     whole = Range(DESTINATION, 0, shape.count)
-    return _plan(Fold(Range(WINDOW, 0, shape.count), whole), last_meeting=False)
+    return _plan(Fold(Range(WINDOW, 0, shape.count), whole), final_barrier=False)
 
 
 def staged_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """Two meetings; rank r folds slice r in its window, then every rank takes every slice."""
+    """Two barriers; rank r folds slice r in its window, then every rank takes every slice."""
     slices = split_range(shape.count, shape.size)
-    mine = Range(WINDOW, *slices[rank])
+    own = Range(WINDOW, *slices[rank])
     takes = tuple(
         Take(peer, Range(WINDOW, *bounds), Range(DESTINATION, *bounds)) for peer, bounds in enumerate(slices)
     )
-    return CollectivePlan(((Meet(),), (Fold(mine, mine), Meet()), takes))
+    return CollectivePlan(((Meet(),), (Fold(own, own), Meet()), takes))
 
 
 def direct_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """Two meetings; rank r folds slice r of all sources and writes it to all destinations."""
-    mine = split_range(shape.count, shape.size)[rank]
-    here = Range(DESTINATION, *mine)
-    return _plan(Fold(Range(WINDOW, *mine), here, everyone=True), last_meeting=True)
+    """Two barriers; rank r folds slice r of all sources and writes it to all destinations."""
+    own = split_range(shape.count, shape.size)[rank]
+    target = Range(DESTINATION, *own)
+    return _plan(Fold(Range(WINDOW, *own), target, to_all=True), final_barrier=True)
 
 
-def broadcast(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """Everybody takes the root's vector."""
+def broadcast(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """Every rank takes the root's vector."""
     return _plan(
         Take(shape.root, Range(WINDOW, 0, shape.count), Range(DESTINATION, 0, shape.count)),
-        last_meeting=last_meeting,
+        final_barrier=final_barrier,
     )
 
 
-def reduce(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
+def reduce(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
     """The root folds all n vectors."""
     whole = Range(DESTINATION, 0, shape.count)
     steps = (Fold(Range(WINDOW, 0, shape.count), whole),) if rank == shape.root else ()
-    return _plan(*steps, last_meeting=last_meeting)
+    return _plan(*steps, final_barrier=final_barrier)
 
 
-def all_gather(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """Everybody takes everybody's vector."""
+def all_gather(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """Every rank takes the vectors of all ranks."""
     steps = [
         Take(peer, Range(WINDOW, 0, shape.count), _block(DESTINATION, peer, shape))
         for peer in range(shape.size)
     ]
-    return _plan(*steps, last_meeting=last_meeting)
+    return _plan(*steps, final_barrier=final_barrier)
 
 
-def reduce_scatter(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """Rank r folds everybody's block r."""
-    here = Range(DESTINATION, 0, shape.count)
-    return _plan(Fold(_block(WINDOW, rank, shape), here), last_meeting=last_meeting)
+def reduce_scatter(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """Rank r folds block r of all ranks' vectors."""
+    target = Range(DESTINATION, 0, shape.count)
+    return _plan(Fold(_block(WINDOW, rank, shape), target), final_barrier=final_barrier)
 
 
-def gather(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """The root takes everybody's vector."""
+def gather(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """The root takes the vectors of all ranks."""
     if rank == shape.root:
-        return all_gather(shape, rank, last_meeting)
-    return _plan(last_meeting=last_meeting)
+        return all_gather(shape, rank, final_barrier)
+    return _plan(final_barrier=final_barrier)
 
 
-def scatter(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
+def scatter(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
     """Rank r takes block r of the root's vector."""
     take = Take(shape.root, _block(WINDOW, rank, shape), Range(DESTINATION, 0, shape.count))
-    return _plan(take, last_meeting=last_meeting)
+    return _plan(take, final_barrier=final_barrier)
 
 
-def all_to_all(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """Rank r takes block r of everybody's vector."""
+def all_to_all(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """Rank r takes block r of all ranks' vectors."""
     steps = [
         Take(peer, _block(WINDOW, rank, shape), _block(DESTINATION, peer, shape))
         for peer in range(shape.size)
     ]
-    return _plan(*steps, last_meeting=last_meeting)
+    return _plan(*steps, final_barrier=final_barrier)
 
 
-def barrier(shape: Shape, rank: int, last_meeting: bool = False) -> CollectivePlan:
-    """One meeting."""
+def barrier(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
+    """One barrier."""
     return CollectivePlan(((Meet(),),))
 
 
-def _block(place: BufferRole, index: int, shape: Shape) -> Range:
-    return Range(place, index * shape.count, (index + 1) * shape.count)
+def _block(buffer: BufferRole, index: int, shape: Shape) -> Range:
+    return Range(buffer, index * shape.count, (index + 1) * shape.count)

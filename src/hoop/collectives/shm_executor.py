@@ -1,15 +1,14 @@
-"""One operation through slots or stages, worked out once and run on any buffers.
+"""Executes plans between ranks that map each other's memory.
 
-    each piece:  put what others will read into one's window ─▶ meet ─▶ take, fold ─▶ (meet ─▶ take, fold …)
+    each piece of a vector:  publish it in one's window ─▶ barrier ─▶ take, fold ─▶ (barrier ─▶ take, fold …)
 
-What a rank reads of its own it reads from its source, where that is the same as its window: only what others read is
-put there. A vector that does not fit goes through piece by piece; the two windows are used in turn.
+A rank's *window* is the memory that it publishes: its slot (small vectors), its stage (large vectors, piece by piece),
+or the vector itself if it is in shared memory already (an arena); then ranks exchange only its address.
 
-Runs plans between ranks that see each other's memory.
+Each rank has two slots and two stages, used alternately: publication p uses number p & 1, called its *parity*. So one
+barrier for each publication is enough before a peer may go on to the next.
 
-A vector is laid open in this rank's slot (small) or stage (large, piece by piece), or it is in shared memory
-already (an arena), where only its place is told. Two of each are used in turn, so one meeting an operation is enough
-before a peer may go on to the next.
+A rank reads its own data from its source where that equals its window, and publishes only the parts that others read.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, InvalidArgument
 from hoop.memory.dtypes import DType
 from hoop.transport.base import SharedEndpoint
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 from hoop.transport.shm_segment import SLOT_BYTES, STAGE_BYTES
 
 Step = Callable[[Array, Array, int], None]
-"""From the source, to the destination, for the piece that begins at this element of every block."""
-Turns = list[tuple[list[Step], list[list[Step]]]]
-"""For each turn: how a piece is put into one's window, and what is done after each meeting."""
+"""``step(source, destination, start)``: works on the piece that begins at element ``start`` of every block."""
+WindowSteps = list[tuple[list[Step], list[list[Step]]]]
+"""For each parity: the steps that publish a piece, and the steps after each barrier (the phases)."""
 Span = tuple[int, int]
 
 
 class WindowedOperation:
-    """One operation of one rank, for any source and destination."""
+    """One operation of one rank through slots or stages, planned once and run on any source and destination."""
 
     def __init__(
         self,
@@ -48,58 +47,59 @@ class WindowedOperation:
         piece: int,
         call: Call | None,
     ) -> None:
-        """``windows``: everybody's, for each turn; ``piece``: the most elements of a block that go through at once;
-        ``call``: compared at the first meeting, unless it was before."""
+        """``windows``: the windows of all ranks, for each parity. ``piece``: the most elements of a block that fit
+        into a window at once. ``call``: compared at the first barrier; None: it was compared before."""
         self._call = call
         self._endpoint, self._operation, self._algorithm = endpoint, operation, algorithm
         self._reduction = Reduction(operation.op, operation.dtype)
         count = operation.count
-        full, rest = (self._turns(windows, size) for size in (min(piece, count), count % piece))
+        full, last = (self._window_steps(windows, size) for size in (min(piece, count), count % piece))
         self._pieces = [
-            (start, full if start + piece <= count or piece >= count else rest)
+            (start, full if start + piece <= count or piece >= count else last)
             for start in range(0, count, piece)
         ]
 
     def __call__(self, source: Array, destination: Array, deadline: float) -> None:
         call = self._call
-        for start, turns in self._pieces:
-            phases = self._put(source, destination, start, turns)
-            self._go_on(source, destination, start, phases, deadline, call)
+        for start, steps in self._pieces:
+            phases = self._publish(source, destination, start, steps)
+            self._run_phases(source, destination, start, phases, deadline, call)
             call = None
 
-    def begin(
+    def try_run(
         self, source: Array, destination: Array, until: float, deadline: float
     ) -> Callable[[], None] | None:
-        """Runs it if the others come by ``until``; else says how to go on from where it is.
+        """Runs an operation of a single piece, if the other ranks arrive by ``until``.
 
-        Only the first meeting can take long: who has come to it goes through the others.
+        Returns None if it is done, else the function that resumes it. Only the first barrier can take long: a rank that
+        has entered it goes through the others without delay.
         """
-        start, turns = self._pieces[0]
-        phases = self._put(source, destination, start, turns)
+        start, steps = self._pieces[0]
+        phases = self._publish(source, destination, start, steps)
         try:
-            self._endpoint.meet(until, self._call)
+            self._endpoint.barrier(until, self._call)
         except DeadlineExceeded:
-            return partial(self._go_on, source, destination, start, phases, deadline, self._call)
+            return partial(self._run_phases, source, destination, start, phases, deadline, self._call)
         for step in phases[0]:
             step(source, destination, start)
-        self._go_on(source, destination, start, phases[1:], deadline)
+        self._run_phases(source, destination, start, phases[1:], deadline)
         return None
 
     @property
-    def whole(self) -> bool:
-        """Whether it goes through in one piece."""
+    def is_single_piece(self) -> bool:
+        """Whether the whole vector fits into a window."""
         return len(self._pieces) == 1
 
-    def _put(self, source: Array, destination: Array, start: int, turns: Turns) -> list[list[Step]]:
-        """Lays a piece open; what is then to do after each meeting."""
+    def _publish(self, source: Array, destination: Array, start: int, steps: WindowSteps) -> list[list[Step]]:
+        """Publishes the piece that begins at ``start``; returns its phases."""
         endpoint = self._endpoint
-        endpoint.publications = publication = endpoint.publications + 1
-        puts, phases = turns[publication & 1]
-        for put in puts:
-            put(source, destination, start)
+        endpoint.publish_count = publication = endpoint.publish_count + 1
+        publish_steps, phases = steps[publication & 1]
+        for step in publish_steps:
+            step(source, destination, start)
         return phases
 
-    def _go_on(
+    def _run_phases(
         self,
         source: Array,
         destination: Array,
@@ -108,286 +108,315 @@ class WindowedOperation:
         deadline: float,
         call: Call | None = None,
     ) -> None:
-        """From a meeting on, at which the call is compared, if it was not before."""
-        meet = self._endpoint.meet
+        """Runs each phase after its barrier; the first barrier compares ``call`` unless it is None."""
+        barrier = self._endpoint.barrier
         for phase in phases:
-            meet(deadline, call)
+            barrier(deadline, call)
             call = None
             for step in phase:
                 step(source, destination, start)
 
-    # ---- working it out
+    # ---- planning
 
-    def _turns(self, windows: Sequence[Sequence[Array]], size: int) -> Turns:
-        return [(self._puts(one, size), self._phases(one, size)) for one in windows] if size else []
+    def _window_steps(self, windows: Sequence[Sequence[Array]], size: int) -> WindowSteps:
+        """The steps for a piece of ``size`` elements of every block."""
+        return [(self._publish_steps(one, size), self._phases(one, size)) for one in windows] if size else []
 
     def _plan(self, rank: int, size: int) -> list[CollectiveInstruction]:
         return list(self._operation.plan(self._endpoint.size, rank, self._algorithm, size))
 
-    def _puts(self, windows: Sequence[Array], size: int) -> list[Step]:
-        """What of this rank's source the others read."""
+    def _publish_steps(self, windows: Sequence[Array], size: int) -> list[Step]:
+        """Copies the parts of this rank's source that other ranks read."""
         rank, ranks = self._endpoint.rank, self._endpoint.size
         needed = {
-            (one.there.start, one.there.stop)
+            (one.remote.start, one.remote.stop)
             for peer in range(ranks)
             for one in self._plan(peer, size)
             if peer != rank and (isinstance(one, Fold) or (isinstance(one, Take) and one.peer == rank))
         }
-        needed -= {  # what this rank folds there itself is not its source any more when they read it
-            (one.here.start, one.here.stop)
+        needed -= {  # other ranks read these ranges only after this rank has folded into them
+            (one.local.start, one.local.stop)
             for one in self._plan(rank, size)
-            if isinstance(one, Fold) and one.here.place == WINDOW
+            if isinstance(one, Fold) and one.local.buffer == WINDOW
         }
-        puts: list[Step] = []
-        for start, stop in _joined(needed):
-            for low, high, at in _blocks(start, stop, size, self._operation.count):
-                puts.append(_put(windows[rank][low:high], at))
-        return puts
+        steps: list[Step] = []
+        for start, stop in _merge_spans(needed):
+            for low, high, offset in _cut_at_blocks(start, stop, size, self._operation.count):
+                steps.append(_publish_step(windows[rank][low:high], offset))
+        return steps
 
     def _phases(self, windows: Sequence[Array], size: int) -> list[list[Step]]:
-        """What is done after each meeting."""
+        """The steps after each barrier."""
         rank, count = self._endpoint.rank, self._operation.count
         folded: set[Range] = set()
         phases: list[list[Step]] = []
         for instruction in self._plan(rank, size):
             if isinstance(instruction, Meet):
                 phases.append([])
-            elif isinstance(instruction, Take) and instruction.here.length:
-                peer, there, here = instruction
-                (_, _, at), *more = _blocks(here.start, here.stop, size, count)
+            elif isinstance(instruction, Take) and instruction.local.length:
+                peer, remote, local = instruction
+                (_, _, offset), *more = _cut_at_blocks(local.start, local.stop, size, count)
                 assert not more, f"{instruction} takes more than one block"
-                own = _source_at(there, size, count) if peer == rank and there not in folded else None
-                phases[-1].append(_take(windows[peer][there.start : there.stop], at, here.length, own))
-            elif isinstance(instruction, Fold) and instruction.here.length:
-                there, here = instruction.there, instruction.here
-                parts = [window[there.start : there.stop] for window in windows]
-                at = _source_at(here, size, count)
-                into = windows[rank][here.start : here.stop] if here.place == WINDOW else None
-                own_at = _source_at(there, size, count)
-                phases[-1].append(_fold(self._reduction, parts, rank, own_at, into, at))
-                if here.place == WINDOW:
-                    folded.add(here)
+                own = _vector_offset(remote, size, count) if peer == rank and remote not in folded else None
+                window = windows[peer][remote.start : remote.stop]
+                phases[-1].append(_take_step(window, offset, local.length, own))
+            elif isinstance(instruction, Fold) and instruction.local.length:
+                remote, local = instruction.remote, instruction.local
+                parts = [window[remote.start : remote.stop] for window in windows]
+                offset = _vector_offset(local, size, count)
+                into = windows[rank][local.start : local.stop] if local.buffer == WINDOW else None
+                own_offset = _vector_offset(remote, size, count)
+                phases[-1].append(_fold_step(self._reduction, parts, rank, own_offset, into, offset))
+                if local.buffer == WINDOW:
+                    folded.add(local)
         return phases
 
 
-def _joined(spans: set[Span]) -> list[Span]:
-    """Spans that follow one another, or overlap, as one."""
-    joined: list[Span] = []
+def _merge_spans(spans: set[Span]) -> list[Span]:
+    """Merges spans that overlap or are adjacent; drops empty ones."""
+    merged: list[Span] = []
     for start, stop in sorted(spans):
         if start == stop:
             continue
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged
 
 
-def _blocks(start: int, stop: int, size: int, count: int) -> list[tuple[int, int, int]]:
-    """A range of a window, whose blocks have ``size`` elements, cut at blocks: start, stop, and where each begins in a
-    vector whose blocks have ``count``."""
+def _cut_at_blocks(start: int, stop: int, size: int, count: int) -> list[tuple[int, int, int]]:
+    """Cuts a range of a window at the borders of its blocks, which have ``size`` elements.
+
+    Each entry: start, stop, and the corresponding offset in a vector whose blocks have ``count`` elements.
+    """
     cuts = [start, *range((start // size + 1) * size, stop, size), stop]
     return [(low, high, low // size * count + low % size) for low, high in itertools.pairwise(cuts)]
 
 
-def _source_at(where: Range, size: int, count: int) -> int:
+def _vector_offset(where: Range, size: int, count: int) -> int:
     return where.start // size * count + where.start % size
 
 
-def _put(window: Array, at: int) -> Step:
+def _publish_step(window: Array, offset: int) -> Step:
     length = window.size
 
-    def put(source: Array, destination: Array, start: int) -> None:
-        begin = at + start
+    def publish(source: Array, destination: Array, start: int) -> None:
+        begin = offset + start
         window[...] = source[begin : begin + length]
 
-    return put
+    return publish
 
 
-def _take(window: Array, at: int, length: int, own: int | None) -> Step:
+def _take_step(window: Array, offset: int, length: int, own: int | None) -> Step:
+    """``own``: the offset in this rank's source, if the data is its own; None: it is read from ``window``."""
+
     def take(source: Array, destination: Array, start: int) -> None:
-        begin = at + start
+        begin = offset + start
         destination[begin : begin + length] = window
 
-    def keep(source: Array, destination: Array, start: int) -> None:
-        if source is not destination or own != at:
-            begin, begun = at + start, own + start  # type: ignore[operator]
-            destination[begin : begin + length] = source[begun : begun + length]
+    def copy_own(source: Array, destination: Array, start: int) -> None:
+        if source is not destination or own != offset:
+            begin, own_begin = offset + start, own + start  # type: ignore[operator]
+            destination[begin : begin + length] = source[own_begin : own_begin + length]
 
-    return take if own is None else keep
+    return take if own is None else copy_own
 
 
-def _fold(reduction: Reduction, parts: list[Array], rank: int, own: int, into: Array | None, at: int) -> Step:
+def _fold_step(
+    reduction: Reduction, parts: list[Array], rank: int, own: int, into: Array | None, offset: int
+) -> Step:
+    """``parts``: the windows of all ranks; this rank's part is read from offset ``own`` of its source.
+
+    The result goes to ``into``, or to the destination at ``offset``.
+    """
     length, fold = parts[0].size, reduction.fold
 
     def step(source: Array, destination: Array, start: int) -> None:
-        begin, begun = at + start, own + start
+        begin, own_begin = offset + start, own + start
         vectors = parts.copy()
-        vectors[rank] = source[begun : begun + length]
+        vectors[rank] = source[own_begin : own_begin + length]
         fold(vectors, [destination[begin : begin + length] if into is None else into])
 
     return step
 
 
 FLAT_BYTES = 8 * 1024
-"""Up to here reading everybody's vector costs less than a second meeting."""
+"""Up to this size it costs less to read the vectors of all ranks than to pass a second barrier."""
 
 RunFunction = Callable[[Array, Array, float], None]
-"""An operation: from the source to the destination, until the deadline."""
+"""``run(source, destination, deadline)``: runs a planned operation."""
 
 
 class ShmExecutor:
-    """One rank's side of shared plans."""
+    """Executes one rank's plans in shared memory."""
 
     def __init__(self, endpoint: SharedEndpoint) -> None:
         self._endpoint = endpoint
-        self._views: dict[tuple[str, DType], list[list[Array]]] = {}
+        self._window_cache: dict[tuple[str, DType], list[list[Array]]] = {}
 
-    def move(self, operation: Operation, algorithm: str, call: Call) -> RunFunction:
-        """The operation, worked out for any buffers; ``gather`` has been called."""
+    def build(self, operation: Operation, algorithm: str, call: Call) -> RunFunction:
+        """The function that runs the operation on any buffers. The endpoint's peers must be mapped already."""
         if operation.collective == "barrier":
-            return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
+            return lambda source, destination, deadline: self._endpoint.barrier(deadline, call)
         if algorithm == "direct":
-            return partial(self._direct, operation, call, Reduction(operation.op, operation.dtype), [])
-        return self._staged(operation, algorithm, call)
+            return partial(self._run_direct, operation, call, Reduction(operation.op, operation.dtype), [])
+        return self._build_windowed(operation, algorithm, call)
 
-    # ---- through windows
+    # ---- through slots and stages
 
-    def _staged(self, operation: Operation, algorithm: str, call: Call | None) -> RunFunction:
-        """``call``: compared at the first meeting, if it was not before."""
-        if not operation.count:  # nothing moves, but the ranks meet: another may have something to move
-            return lambda source, destination, deadline: self._endpoint.meet(deadline, call)
+    def _build_windowed(self, operation: Operation, algorithm: str, call: Call | None) -> RunFunction:
+        """``call``: compared at the first barrier; None: it was compared before."""
+        if (
+            not operation.count
+        ):  # nothing to move, but a barrier, because another rank's call may have a count
+            return lambda source, destination, deadline: self._endpoint.barrier(deadline, call)
         kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
-        where, room = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
-        width = max(1, room // kind.itemsize // blocks)
+        windows, capacity = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
+        piece = max(1, capacity // kind.itemsize // blocks)
         return WindowedOperation(
-            self._endpoint, operation, algorithm, self._windows(where, kind), width, call
+            self._endpoint, operation, algorithm, self._windows(windows, kind), piece, call
         )
 
-    def _windows(self, where: str, kind: DType) -> list[list[Array]]:
-        """Everybody's slots or stages, as vectors of this type, for each turn."""
-        found = self._views.get((where, kind))
-        if found is None:
-            boxes = self._endpoint.mailboxes
-            found = [[getattr(box, where)[turn].view(kind.numpy) for box in boxes] for turn in (0, 1)]
-            self._views[where, kind] = found
-        return found
+    def _windows(self, name: str, kind: DType) -> list[list[Array]]:
+        """The ``slots`` or ``stages`` of all ranks as arrays of this dtype, for each parity."""
+        windows = self._window_cache.get((name, kind))
+        if windows is None:
+            segments = self._endpoint.segments
+            windows = [
+                [getattr(segment, name)[parity].view(kind.numpy) for segment in segments] for parity in (0, 1)
+            ]
+            self._window_cache[name, kind] = windows
+        return windows
 
     # ---- in arenas
 
-    def in_arena(self, array: Array) -> int | None:
-        """Where this array begins in this rank's arena; None if it is not in it."""
+    def arena_offset(self, array: Array) -> int | None:
+        """The array's offset in this rank's arena, in bytes; None if it is not in it."""
         arena = self._endpoint.arenas[self._endpoint.rank]
         if arena is None:
             return None
         start = int(array.__array_interface__["data"][0] - arena.__array_interface__["data"][0])
         return start if start >= 0 and start + array.nbytes <= arena.nbytes else None
 
-    def exchange(
+    def map_peer_buffers(
         self, source: Array, destination: Array, deadline: float, call: Call
     ) -> tuple[list[Array], list[Array]] | None:
-        """Everybody's source and destination, where all of them are in arenas; a meeting, which compares the call."""
-        endpoint = self._endpoint
-        endpoint.publications += 1
-        turn = endpoint.publications & 1
-        told = endpoint.mailboxes[endpoint.rank].told[turn]
-        for index, array in enumerate((source, destination)):
-            offset = self.in_arena(array)
-            told[index] = 0 if offset is None else offset + 1
-            told[2 + index] = array.size
-        endpoint.meet(deadline, call)
-        seen = [box.told[turn].tolist() for box in endpoint.mailboxes]
-        if not all(places[0] and places[1] for places in seen):
-            return None
-        found: tuple[list[Array], list[Array]] = ([], [])
-        for index, arrays in enumerate(found):
-            for arena, places in zip(endpoint.arenas, seen, strict=True):
-                assert arena is not None, "who tells a place in an arena has one"
-                start, size = places[index] - 1, places[2 + index] * source.itemsize
-                arrays.append(arena[start : start + size].view(source.dtype))
-        return found
+        """Collective. The sources and the destinations of all ranks, by rank; None unless all of them are in arenas.
 
-    def _direct(
+        It contains a barrier, which compares ``call``.
+        """
+        endpoint = self._endpoint
+        endpoint.publish_count += 1
+        parity = endpoint.publish_count & 1
+        # Words 0 and 1: offset + 1 of source and destination, or 0 if not in the arena; words 2 and 3: their elements.
+        own_words = endpoint.segments[endpoint.rank].control_words[parity]
+        for index, array in enumerate((source, destination)):
+            offset = self.arena_offset(array)
+            own_words[index] = 0 if offset is None else offset + 1
+            own_words[2 + index] = array.size
+        endpoint.barrier(deadline, call)
+        all_words = [segment.control_words[parity].tolist() for segment in endpoint.segments]
+        if not all(words[0] and words[1] for words in all_words):
+            return None
+        mapped: tuple[list[Array], list[Array]] = ([], [])
+        for index, arrays in enumerate(mapped):
+            for arena, words in zip(endpoint.arenas, all_words, strict=True):
+                assert arena is not None, "a rank that publishes an arena offset has an arena"
+                start, size = words[index] - 1, words[2 + index] * source.itemsize
+                arrays.append(arena[start : start + size].view(source.dtype))
+        return mapped
+
+    def _run_direct(
         self,
         operation: Operation,
         call: Call,
         reduction: Reduction,
-        staged: list[RunFunction],
+        fallback: list[RunFunction],
         source: Array,
         destination: Array,
         deadline: float,
     ) -> None:
-        """In everybody's arena; by way of stages where somebody's vector is not in one."""
+        """Runs an operation in the arenas of all ranks; through stages if some vector is not in one.
+
+        ``fallback``: empty, or the operation through stages once it was needed.
+        """
         endpoint = self._endpoint
-        seen = self.exchange(source, destination, deadline, call)
-        if seen is None:
+        mapped = self.map_peer_buffers(source, destination, deadline, call)
+        if mapped is None:
             if operation.algorithm == "direct":
                 raise InvalidArgument(f"algorithm: direct needs all buffers in arenas; {operation}")
-            if not staged:
-                staged.append(self._staged(operation, "staged", None))
-            staged[0](source, destination, deadline)
+            if not fallback:
+                fallback.append(self._build_windowed(operation, "staged", None))
+            fallback[0](source, destination, deadline)
             return
-        sources, destinations = seen
+        sources, destinations = mapped
+        # Without the first instruction: ``map_peer_buffers`` was the first barrier.
         for instruction in list(operation.plan(endpoint.size, endpoint.rank, "direct"))[1:]:
-            match instruction:  # the first meeting was the exchange
+            match instruction:
                 case Meet():
-                    endpoint.meet(deadline)
-                case Take(peer, there, here) if here.length:
-                    np.copyto(destination[here.start : here.stop], sources[peer][there.start : there.stop])
-                case Fold(there, here, everyone) if here.length:
-                    into = destinations if everyone else [destination]
+                    endpoint.barrier(deadline)
+                case Take(peer, remote, local) if local.length:
+                    np.copyto(
+                        destination[local.start : local.stop], sources[peer][remote.start : remote.stop]
+                    )
+                case Fold(remote, local, to_all) if local.length:
+                    targets = destinations if to_all else [destination]
                     reduction.fold(
-                        [source[there.start : there.stop] for source in sources],
-                        [target[here.start : here.stop] for target in into],
+                        [source[remote.start : remote.stop] for source in sources],
+                        [target[local.start : local.stop] for target in targets],
                     )
 
-    # ---- all_reduces that are run again and again
+    # ---- persistent all_reduce
 
     def prepare(
         self, operation: Operation, call: Call, source: Array, destination: Array, deadline: float
     ) -> tuple[str, Callable[[float], None]]:
-        """An all_reduce on the same memory: how, and what to call with a deadline; every rank must prepare it."""
+        """Collective. Prepares an all_reduce that runs repeatedly on the same memory.
+
+        Returns the algorithm and the function to call with a deadline.
+        """
         endpoint = self._endpoint
-        endpoint.gather(deadline)
+        endpoint.wait_for_peers(deadline)
         if operation.count * operation.dtype.itemsize <= FLAT_BYTES:
-            return "flat", self._flat(operation, call, source, destination)
+            return "flat", self._prepare_flat(operation, call, source, destination)
         preparing = Call(f"prepare {call.text}", endpoint.size)
-        exchanged = self.exchange(source, destination, deadline, preparing)
-        if exchanged is None:
-            return "staged", partial(self._staged(operation, "staged", call), source, destination)
+        mapped = self.map_peer_buffers(source, destination, deadline, preparing)
+        if mapped is None:
+            return "staged", partial(self._build_windowed(operation, "staged", call), source, destination)
         fold = next(
             one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold)
         )
-        span = slice(fold.there.start, fold.there.stop)
-        sources, destinations = ([array[span] for array in arrays] for arrays in exchanged)
-        reduce_slice = Reduction(operation.op, operation.dtype).always(sources, destinations)
-        meet = endpoint.meet
+        span = slice(fold.remote.start, fold.remote.stop)
+        sources, destinations = ([array[span] for array in arrays] for arrays in mapped)
+        reduce_slice = Reduction(operation.op, operation.dtype).bind(sources, destinations)
+        barrier = endpoint.barrier
 
         def direct(deadline: float) -> None:
-            meet(deadline, call)
+            barrier(deadline, call)
             QUIET.run(reduce_slice)
-            meet(deadline)
+            barrier(deadline)
 
         return "direct", direct
 
-    def _flat(
+    def _prepare_flat(
         self, operation: Operation, call: Call, source: Array, destination: Array
     ) -> Callable[[float], None]:
-        """The plan's one meeting, put, and fold, without a step in between: here Python's time is what counts."""
+        """Publish, barrier and fold without intermediate steps: at this size Python's own time dominates."""
         endpoint, count, rank = self._endpoint, operation.count, self._endpoint.rank
-        given, into, meet = source[:count], [destination[:count]], endpoint.meet
-        vectors = [[one[:count] for one in turn] for turn in self._windows("slots", operation.dtype)]
-        # As bytes: a view's copy takes half the time of an array's.
-        mine, laid = [turn[rank].view(np.uint8).data for turn in vectors], given.view(np.uint8).data
-        for turn in vectors:
-            turn[rank] = given
-        folds = [Reduction(operation.op, operation.dtype).always(turn, into) for turn in vectors]
+        own, into, barrier = source[:count], [destination[:count]], endpoint.barrier
+        vectors = [[one[:count] for one in windows] for windows in self._windows("slots", operation.dtype)]
+        # As bytes: copying between memoryviews takes half the time of copying between arrays.
+        own_slots, own_bytes = [slots[rank].view(np.uint8).data for slots in vectors], own.view(np.uint8).data
+        for slots in vectors:
+            slots[rank] = own
+        folds = [Reduction(operation.op, operation.dtype).bind(slots, into) for slots in vectors]
 
         def flat(deadline: float) -> None:
-            endpoint.publications = publication = endpoint.publications + 1
-            mine[publication & 1][:] = laid
-            meet(deadline, call)
+            endpoint.publish_count = publication = endpoint.publish_count + 1
+            own_slots[publication & 1][:] = own_bytes
+            barrier(deadline, call)
             QUIET.run(folds[publication & 1])
 
         return flat

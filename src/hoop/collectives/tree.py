@@ -1,21 +1,21 @@
-"""Tree algorithms: log2 n rounds, for when latency counts more than bandwidth.
+"""Algorithms with a logarithmic number of rounds: binomial trees, and recursive halving and doubling.
 
-    binomial tree of 8, seen from the root (ranks are counted from it):
+Binomial tree: log2 n rounds, for vectors so small that latency dominates. With 8 ranks, counted from the root:
 
         0 ─┬─ 4 ─┬─ 6 ── 7
            │     └─ 5
            ├─ 2 ── 3
            └─ 1
 
-In round k of a reduction the ranks with k trailing zero bits below them send to the one 2^k before.
+In round k of a reduction every rank whose lowest set bit is bit k sends to the rank 2^k below it.
 
-Recursive halving and doubling: the ring's bytes in 2 log2 n rounds instead of 2(n-1).
+Recursive halving and doubling: the bytes of the ring in 2 log2 n rounds instead of 2(n-1).
 
-    8 ranks, reduce-scatter: exchange half with the rank 4 away, a quarter with 2 away, an eighth with 1 away;
-    all-gather: the same backwards.
+    reduce-scatter of 8 ranks: exchange half of the vector with the rank 4 away, a quarter with the rank 2 away, an
+    eighth with the rank 1 away; all-gather: the same backwards
 
-Where n is no power of two, the ranks beyond the largest one (the *extra* ones) first send their vector to a
-partner, wait, and get the result at the end.
+If n is not a power of two, the ranks from the largest power of two on (the *extra* ranks) first send their vector to a
+partner, and receive the result at the end.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ def _levels(n: int) -> int:
 
 
 def _up(shape: Shape, rank: int, own: Range) -> list[tuple[CollectiveInstruction, ...]]:
-    """A round a level: children are reduced into ``own``, then ``own`` goes to the parent."""
+    """One round a level: reduces the children's vectors into ``own``, then sends ``own`` to the parent."""
     n = shape.size
-    place = (rank - shape.root) % n
+    position = (rank - shape.root) % n
     rounds: list[tuple[CollectiveInstruction, ...]] = []
     for level in range(_levels(n)):
         bit = 1 << level
         steps: list[CollectiveInstruction] = []
-        if shape.count and place & (bit - 1) == 0:
-            if place & bit:
+        if shape.count and position & (bit - 1) == 0:
+            if position & bit:
                 steps.append(Send((rank - bit) % n, own))
-            elif place + bit < n:
+            elif position + bit < n:
                 steps.append(Reduce((rank + bit) % n, own))
         rounds.append(tuple(steps))
     return rounds
 
 
 def _down(shape: Shape, rank: int, own: Range) -> list[tuple[CollectiveInstruction, ...]]:
-    """The same tree the other way: received from the parent, then sent to the children."""
+    """One round a level: receives ``own`` from the parent, then sends it to the children."""
     n = shape.size
-    place = (rank - shape.root) % n
+    position = (rank - shape.root) % n
     rounds: list[tuple[CollectiveInstruction, ...]] = []
     for level in reversed(range(_levels(n))):
         bit = 1 << level
         steps: list[CollectiveInstruction] = []
-        if shape.count and place & (bit - 1) == 0:
-            if place & bit:
+        if shape.count and position & (bit - 1) == 0:
+            if position & bit:
                 steps.append(Recv((rank - bit) % n, own))
-            elif place + bit < n:
+            elif position + bit < n:
                 steps.append(Send((rank + bit) % n, own))
         rounds.append(tuple(steps))
     return rounds
@@ -93,7 +93,7 @@ def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """n-1 messages of S in all, in ceil(log2 n) rounds; ranks that pass sums on keep them in scratch."""
+    """n-1 messages of S in all, in ceil(log2 n) rounds; ranks other than the root keep partial sums in scratch."""
     is_root = rank == shape.root
     own = Range(DESTINATION if is_root else SCRATCH, 0, shape.count)
     finish = ((Finish(own),),) if is_root else ((),)
@@ -113,7 +113,7 @@ def broadcast(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def barrier(shape: Shape, rank: int) -> CollectivePlan:
-    """In round k rank r tells r + 2^k and hears r - 2^k: ceil(log2 n) empty messages a rank."""
+    """In round k rank r sends to r + 2^k and receives from r - 2^k: ceil(log2 n) empty messages a rank."""
     n = shape.size
     nothing = Range(SOURCE, 0, 0)
     return CollectivePlan(
@@ -125,7 +125,7 @@ def barrier(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def halving_doubling_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
-    """2 log2 n messages and 2(n-1)/n · S elements a rank where n is a power of two.
+    """2 log2 n messages and 2(n-1)/n · S elements a rank, if n is a power of two.
 
     Otherwise, with m the largest power of two below n, the n-m extra ranks send S once and their partners S more.
     """
@@ -147,13 +147,13 @@ def halving_doubling_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
 
 
 def _idle(power: int) -> tuple[tuple[CollectiveInstruction, ...], ...]:
-    """As many empty rounds as the others have, so that rounds mean the same on every rank."""
+    """As many empty rounds as the other ranks have, so that round numbers mean the same on every rank."""
     return ((),) * (2 * (power.bit_length() - 1) + 1)
 
 
 def _halve_and_double(rank: int, power: int, count: int) -> list[tuple[CollectiveInstruction, ...]]:
     bounds = [start for start, _ in split_range(count, power)] + [count]
-    low, high = 0, power  # the segments this rank is still responsible for
+    low, high = 0, power  # the segments that this rank still reduces
     halving: list[tuple[CollectiveInstruction, ...]] = []
     doubling: list[tuple[CollectiveInstruction, ...]] = []
     distance = power // 2
@@ -161,15 +161,15 @@ def _halve_and_double(rank: int, power: int, count: int) -> list[tuple[Collectiv
         peer, middle = rank ^ distance, (low + high) // 2
         keeps_low = not rank & distance
         mine, theirs = ((low, middle), (middle, high)) if keeps_low else ((middle, high), (low, middle))
-        kept = Range(DESTINATION, bounds[mine[0]], bounds[mine[1]])
-        given = Range(DESTINATION, bounds[theirs[0]], bounds[theirs[1]])
-        halving.append((*_send(peer, given), *((Reduce(peer, kept),) if kept.length else ())))
-        doubling.insert(0, (*_send(peer, kept), *((Recv(peer, given),) if given.length else ())))
+        own = Range(DESTINATION, bounds[mine[0]], bounds[mine[1]])
+        peer_part = Range(DESTINATION, bounds[theirs[0]], bounds[theirs[1]])
+        halving.append((*_send(peer, peer_part), *((Reduce(peer, own),) if own.length else ())))
+        doubling.insert(0, (*_send(peer, own), *((Recv(peer, peer_part),) if peer_part.length else ())))
         low, high = mine
         distance //= 2
-    own = Range(DESTINATION, bounds[low], bounds[high])
-    return [*halving, (Finish(own),), *doubling]
+    reduced = Range(DESTINATION, bounds[low], bounds[high])
+    return [*halving, (Finish(reduced),), *doubling]
 
 
-def _send(peer: int, what: Range) -> tuple[CollectiveInstruction, ...]:
-    return (Send(peer, what),) if what.length else ()
+def _send(peer: int, where: Range) -> tuple[CollectiveInstruction, ...]:
+    return (Send(peer, where),) if where.length else ()

@@ -1,10 +1,11 @@
-"""One communicator's operations, one after the other, in the order in which they were called.
+"""Runs the operations of one communicator one after the other, in the order in which they were called.
 
-    caller ── enter, run, leave (1) ──▶ done     nothing is under way: no thread, no hand-over
-    caller ── start ──▶ the lane's thread (2)     asynchronous, or something is under way
+    caller ── try_acquire, run, release ──▶ done      (1) nothing is running or queued: no thread, no hand-over
+    caller ── submit ──▶ the queue's thread           (2) asynchronous, or something is running or queued
 
-The thread starts with the first operation that needs it. What is done when an operation ends runs on it too, and may
-start operations of the same communicator and wait for them: those run in place (3), since nobody else would.
+The thread starts with the first submitted job. The callbacks of a finished job run on it too. They may submit
+operations of the same communicator and wait for them: such a job runs inside ``submit`` (3), because no other thread
+would run it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CLOSING_SECONDS = 2.0
 
 
 class PendingWork:
-    """One operation that was started: finished once, by the thread that ran it."""
+    """An operation that was started. The thread that ran it finishes it once."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -33,11 +34,11 @@ class PendingWork:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has finished, with or without an error."""
         return self._done
 
     def finish(self, error: BaseException | None, result: Any = None) -> bool:
-        """Ends it and wakes who waits; false if it had ended before."""
+        """Sets the outcome and wakes the waiting threads; False if it had finished before."""
         with self._lock:
             if self._done:
                 return False
@@ -48,8 +49,8 @@ class PendingWork:
             waiter.release()
         return True
 
-    def _ended(self, seconds: float) -> bool:
-        """Waits (for ever, if negative); whether it has ended."""
+    def _wait_done(self, seconds: float) -> bool:
+        """Waits up to ``seconds`` (negative: for ever); returns whether it has finished."""
         if self._done:
             return True
         waiter = threading.Lock()
@@ -62,11 +63,14 @@ class PendingWork:
 
 
 class WorkHandle(PendingWork):
-    """An operation of a communicator that was started."""
+    """A started operation of a communicator."""
 
     def wait(self, timeout: float | None = None) -> Any:
-        """What it came to, when it has ended: its report, or its error. On a time-out it goes on."""
-        if not self._ended(-1 if timeout is None else timeout):
+        """Waits for the end and returns the operation's report or raises its error.
+
+        After a DeadlineExceeded of the wait itself the operation goes on, and ``wait`` may be called again.
+        """
+        if not self._wait_done(-1 if timeout is None else timeout):
             raise DeadlineExceeded(
                 f"{self.title} is not finished after the {timeout:g} s that wait was given; it goes on"
             )
@@ -76,54 +80,59 @@ class WorkHandle(PendingWork):
 
 
 class WorkQueue:
-    """A queue, and the thread that empties it. Whoever runs an operation holds the turn."""
+    """A queue of jobs, the thread that runs them, and a lock that the thread running an operation holds."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: deque[tuple[PendingWork, Callable[[], Any]]] = deque()
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rung for every job, and when the lane closes."""
-        self._turn = threading.Lock()
-        self.leave = self._turn.release
-        """For whoever has entered."""
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        """One item for each submitted job, and one for ``close``."""
+        self._running = threading.Lock()
+        self.release = self._running.release
+        """Ends what a successful ``try_acquire`` began. The lock's own method, to save a call."""
         self._lock = threading.Lock()
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def enter(self) -> bool:
-        """Takes the turn for the caller's thread if nothing is under way (1); whoever gets it must ``leave``."""
-        return not (self._jobs or self._closed) and self._turn.acquire(False)
+    def try_acquire(self) -> bool:
+        """Lets the caller run an operation in its own thread (1), if none is running or queued.
 
-    def start(self, handle: PendingWork, job: Callable[[], Any], entered: bool = False) -> None:
-        """Queues a job and returns (2); what it returns or raises ends the handle.
+        A caller that gets True must call ``release``, or ``submit`` with ``acquired``.
+        """
+        return not (self._jobs or self._closed) and self._running.acquire(False)
 
-        Whoever has entered and cannot finish hands the rest over, ahead of all others, and has left then.
+    def submit(self, handle: PendingWork, job: Callable[[], Any], acquired: bool = False) -> None:
+        """Queues a job and returns (2). The job's result or exception finishes ``handle``.
+
+        ``acquired``: the caller holds the queue and cannot finish its operation. The job is the rest of it: it runs
+        before all others, and the caller no longer holds the queue.
         """
         with self._lock:
-            if self._closed and not entered:
+            if self._closed and not acquired:
                 raise PeerLost(f"{handle.title}: this communicator is closed")
-            if entered:
+            if acquired:
                 self._jobs.appendleft((handle, job))
-                self._turn.release()
+                self._running.release()
             else:
                 self._jobs.append((handle, job))
-            self._bell.put(None)
+            self._wakeups.put(None)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         while threading.current_thread() is self._thread and not handle.done:  # (3)
             self._run_next()
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
-        """Runs the job at the head of the queue, on the lane's thread; false when the lane is closed and empty."""
-        self._bell.get()
-        self._turn.acquire()  # before the job leaves the queue: nobody may come between
+        """Runs the first job, on the queue's thread; returns False when the queue is closed and empty."""
+        self._wakeups.get()
+        # Before the job leaves the queue, so that no caller of ``try_acquire`` gets ahead of it.
+        self._running.acquire()
         if not self._jobs:
-            self._turn.release()
+            self._running.release()
             return False
         handle, job = self._jobs.popleft()
         error, result = None, None
@@ -131,14 +140,14 @@ class WorkQueue:
             result = job()
         except Exception as raised:
             error = raised
-        self._turn.release()
+        self._running.release()
         handle.finish(error, result)
         return True
 
     def close(self) -> None:
-        """Takes no more jobs; those in the queue end with the links, which are closed before."""
+        """Refuses new jobs. Close the links first: then the queued jobs fail quickly."""
         with self._lock:
             self._closed = True
-            self._bell.put(None)
+            self._wakeups.put(None)
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join(CLOSING_SECONDS)

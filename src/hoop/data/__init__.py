@@ -1,7 +1,7 @@
-"""Data that is loaded where it is used: named, checksummed, in an order that depends on the seed alone.
+"""Datasets: found by name, verified by checksum, sampled in an order that depends on the seed alone.
 
-A ``Dataset`` has a length and turns sample numbers into tensors; ``SampleOrder`` says which samples a step takes;
-``load`` finds a dataset by name, as its two splits. Nothing here knows of devices.
+A ``Dataset`` has a length and turns sample indices into tensors; ``SampleOrder`` gives the samples of each step;
+``load`` returns the train and test splits of a dataset by name. This package does not depend on devices or ranks.
 """
 
 from hoop.data.catalog import DATASETS, load

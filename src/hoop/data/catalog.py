@@ -1,4 +1,4 @@
-"""Every dataset that Hoop can find by name."""
+"""The datasets that Hoop can load by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DATASETS: dict[str, Callable[..., Splits]] = {
     "tinyshakespeare": tinyshakespeare,
     "text": text,
 }
-"""Name to loader; each takes options by name."""
+"""Loaders by name; a loader takes its options as keyword arguments."""
 
 
 def load(name: str, **options: Any) -> Splits:
-    """A dataset by name, as its two splits."""
+    """The train and test splits of a dataset by name; ``options`` are those of its loader."""
     if name not in DATASETS:
         raise NotFound(
             f"dataset: {name!r} is unknown; known: {', '.join(DATASETS)}, or give tensors of your own"
@@ -33,10 +33,10 @@ def load(name: str, **options: Any) -> Splits:
         raise InvalidArgument(
             f"dataset {name}: no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
         )
-    if lacking := [
+    if missing := [
         field
         for field, option in known.items()
         if option.default is inspect.Parameter.empty and field not in options
     ]:
-        raise InvalidArgument(f"dataset {name}: it needs the option {', '.join(lacking)}")
+        raise InvalidArgument(f"dataset {name}: it needs the option {', '.join(missing)}")
     return DATASETS[name](**options)

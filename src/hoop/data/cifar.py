@@ -1,10 +1,10 @@
-"""CIFAR-10: 32x32 colour images of ten kinds of things, from any of three sources.
+"""CIFAR-10: 32x32 colour images in ten classes, from any of three sources.
 
     data_batch_1.bin … test_batch.bin     the official binary files, unpacked
-    cifar-10-binary.tar.gz                the official archive of them
+    cifar-10-binary.tar.gz                the official archive of these files
     cifar10-lossless-webp.zip             the same pixels in 60 % of the space; needs Pillow
 
-Whatever the source, each batch is brought into the form of the official file and checked against its md5.
+Each batch is converted to the official binary format and verified against the official md5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress, cache, found, missing, verified
+from hoop.data.download import Progress, cache_dir, existing_paths, not_found, verify
 from hoop.data.download import download as fetch
 from hoop.data.images import Augment, ImageData
 from hoop.errors import FailedPrecondition
@@ -41,42 +41,44 @@ URL, URL_CHECKSUM = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE}", "md5:c32a1d4a
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 SIDE = 32
 RECORD = 1 + 3 * SIDE * SIDE
-"""A label, then the red, the green and the blue pixels."""
+"""Bytes per sample: a label, then the red, green and blue pixels."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def cifar10(*, augment: bool = True, download: bool = False, progress: Progress | None = None) -> Splits:
-    """CIFAR-10; ``augment`` flips and crops the training images, ``download`` gets it (170 MB) if need be."""
-    inside = ("data_batch_1.bin", ARCHIVE, ZIP)
+    """Loads CIFAR-10. ``augment``: flip and crop training images. ``download``: download it (170 MB) if not found."""
+    sources = ("data_batch_1.bin", ARCHIVE, ZIP)
     names = [
         f"{folder}{name}"
         for folder in (f"{FOLDER}/", "", "cifar10/", f"cifar10/{FOLDER}/")
-        for name in inside
+        for name in sources
     ]
-    source = next(found(names), None)
+    source = next(existing_paths(names), None)
     if source is None and download:
-        source = fetch(URL, cache() / "cifar10" / ARCHIVE, URL_CHECKSUM, progress=progress)
+        source = fetch(URL, cache_dir() / "cifar10" / ARCHIVE, URL_CHECKSUM, progress=progress)
     if source is None:
-        raise missing(
+        raise not_found(
             "cifar10",
             f"{ARCHIVE} (or what it unpacks to, or {ZIP})",
             "load it with download=True, which downloads 170 MB",
         )
-    chosen = Augment(flip=True, crop=4) if augment else None
+    augmentation = Augment(flip=True, crop=4) if augment else None
     train, test = (
-        ImageData(f"cifar10/{split}", *arrays, mean=MEAN, std=STD, augment=changes)
-        for split, arrays, changes in zip(("train", "test"), _arrays(source), (chosen, None), strict=True)
+        ImageData(f"cifar10/{split}", images, labels, mean=MEAN, std=STD, augment=transform)
+        for split, (images, labels), transform in zip(
+            ("train", "test"), _arrays(source), (augmentation, None), strict=True
+        )
     )
     return Splits(train, test)
 
 
 @functools.lru_cache(maxsize=1)
 def _arrays(source: Path) -> tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]:
-    """Images and labels of both splits, every batch verified; kept, because unpacking takes seconds."""
+    """Images and labels of both splits, every batch verified; cached, because unpacking takes seconds."""
     reader = _READERS[source.suffix]
     try:
-        batches = {name: verified(data, what, CHECKSUMS[name]) for name, what, data in reader(source)}
+        batches = {name: verify(data, what, CHECKSUMS[name]) for name, what, data in reader(source)}
     except (
         KeyError,
         EOFError,
@@ -94,13 +96,13 @@ def _arrays(source: Path) -> tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]:
 
 
 def _split(batches: list[Bytes]) -> tuple[Bytes, Bytes]:
-    """Records as images and labels."""
+    """Splits records into images and labels."""
     images = np.concatenate([records[:, 1:] for records in batches])
     return images.reshape(-1, 3, SIDE, SIDE), np.concatenate([records[:, 0] for records in batches])
 
 
 Batches = Iterator[tuple[str, str, bytes]]
-"""Name of a batch, what to call it in an error, its bytes."""
+"""Tuples of a batch: its name, its description for errors, its bytes."""
 
 
 def _from_files(first: Path) -> Batches:
@@ -131,8 +133,8 @@ def _from_zip(path: Path) -> Batches:
             pixels = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
             start = 0
             for strip in (strip for strip in strips if strip.startswith(f"{name}/")):
-                tall = np.asarray(image.open(io.BytesIO(archive.read(strip))).convert("RGB"))
-                images = tall.reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2)
+                column = np.asarray(image.open(io.BytesIO(archive.read(strip))).convert("RGB"))
+                images = column.reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2)
                 pixels[start : start + len(images)] = images
                 start += len(images)
             yield name, f"{path}, {name}", records.tobytes()

@@ -1,8 +1,7 @@
-"""Where datasets are: the directories of ``HOOP_DATA``, then ``~/.cache/hoop``.
+"""Finds, verifies and downloads dataset files.
 
-Bytes that are what they should be, or are refused by name.
-
-One file from the network: whole and with the right checksum, or not at all.
+Datasets are searched in the directories of ``HOOP_DATA``, then in ``~/.cache/hoop``. A file with a wrong checksum is
+rejected. A download appears complete and verified, or not at all.
 """
 
 from __future__ import annotations
@@ -22,35 +21,37 @@ from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 VARIABLE = "HOOP_DATA"
 
 
-def cache() -> Path:
-    """Where downloads go, and where everyone looks last."""
+def cache_dir() -> Path:
+    """The directory for downloads, searched last."""
     return Path("~/.cache/hoop").expanduser()
 
 
-def places() -> list[Path]:
-    """Directories to look in, in order; ``HOOP_DATA`` has several like ``PATH`` does."""
+def data_dirs() -> list[Path]:
+    """Directories to search, in order; ``HOOP_DATA`` may list several, separated as in ``PATH``."""
     named = [Path(part).expanduser() for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
-    return [*named, cache()]
+    return [*named, cache_dir()]
 
 
-def found(names: Iterable[str], also: Iterable[Path] = ()) -> Iterator[Path]:
-    """What exists of these names, place by place; the places that only some datasets know come last."""
+def existing_paths(names: Iterable[str], also: Iterable[Path] = ()) -> Iterator[Path]:
+    """The existing paths with these names in the data directories and then in ``also``, directory by directory."""
     names = list(names)
-    for place in [*places(), *also]:
-        yield from (place / name for name in names if (place / name).exists())
+    for folder in [*data_dirs(), *also]:
+        yield from (folder / name for name in names if (folder / name).exists())
 
 
-def missing(dataset: str, wanted: str, remedy: str) -> NotFound:
-    """The error that says where was looked and what to do."""
-    looked = ", ".join(f"{place}{'' if place.is_dir() else ' (no such directory)'}" for place in places())
+def not_found(dataset: str, wanted: str, remedy: str) -> NotFound:
+    """The error for a dataset that was not found; ``wanted``: files to provide, ``remedy``: another way to get it."""
+    searched = ", ".join(
+        f"{folder}{'' if folder.is_dir() else ' (no such directory)'}" for folder in data_dirs()
+    )
     return NotFound(
-        f"dataset {dataset} is not in {looked}: put {wanted} into one of them, name its directory in {VARIABLE}, "
+        f"dataset {dataset} is not in {searched}: put {wanted} into one of them, name its directory in {VARIABLE}, "
         f"or {remedy}"
     )
 
 
 class Digest(Protocol):
-    """The part of hashlib's objects that is used."""
+    """The methods of hashlib's objects that this module uses."""
 
     def update(self, data: bytes, /) -> None: ...
 
@@ -58,18 +59,18 @@ class Digest(Protocol):
 
 
 ALGORITHMS: dict[str, Callable[[], Digest]] = {
-    "md5": lambda: hashlib.md5(usedforsecurity=False),  # what most datasets were published with
+    "md5": lambda: hashlib.md5(usedforsecurity=False),  # most datasets publish md5 checksums
     "sha256": hashlib.sha256,
 }
 
 
-def digest(checksum: str) -> Digest:
-    """An empty digest of the kind that ``md5:…`` or ``sha256:…`` names."""
+def new_digest(checksum: str) -> Digest:
+    """A new digest of the algorithm named in ``md5:…`` or ``sha256:…``."""
     return ALGORITHMS[checksum.partition(":")[0]]()
 
 
-def refuse(what: object, expected: str, actual: Digest) -> None:
-    """Raises unless the digest is the expected one."""
+def check_digest(what: object, expected: str, actual: Digest) -> None:
+    """Raises unless the digest is the expected one; ``what``: the data, for the error."""
     algorithm, _, value = expected.partition(":")
     if actual.hexdigest() != value:
         raise FailedPrecondition(
@@ -78,16 +79,16 @@ def refuse(what: object, expected: str, actual: Digest) -> None:
         )
 
 
-def verified(data: bytes, what: object, expected: str) -> bytes:
-    """The data, if its checksum is the expected one."""
-    actual = digest(expected)
+def verify(data: bytes, what: object, expected: str) -> bytes:
+    """Returns the data if its checksum is the expected one; raises otherwise."""
+    actual = new_digest(expected)
     actual.update(data)
-    refuse(what, expected, actual)
+    check_digest(what, expected, actual)
     return data
 
 
 Progress = Callable[[int, int], None]
-"""Told bytes that arrived and bytes in all (0: the server did not say)."""
+"""Called with the bytes received and the total bytes (0: unknown)."""
 
 CHUNK = 1 << 20
 
@@ -95,10 +96,10 @@ CHUNK = 1 << 20
 def download(
     url: str, path: Path, checksum: str, *, progress: Progress | None = None, timeout_s: float = 30.0
 ) -> Path:
-    """The file at ``path``, fetched unless it is there; ``timeout_s`` is how long the server may be silent.
+    """Downloads a file to ``path`` unless it exists; ``timeout_s``: how long the server may be silent.
 
-    It is written beside its place and moved there once its checksum is right, so that no reader, and no
-    later run, ever sees half a file. A broken download starts again from nothing.
+    The download goes to a temporary file in the same directory, which is renamed once its checksum is right. So no
+    reader and no later run sees a partial file. A broken download restarts from the beginning.
     """
     if not url.startswith(("https://", "http://")):
         raise InvalidArgument(f"url: {url!r} is not http or https")
@@ -107,20 +108,20 @@ def download(
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file, urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310
-            total, actual = int(answer.headers.get("Content-Length") or 0), digest(checksum)
-            while chunk := answer.read(CHUNK):
+        with os.fdopen(handle, "wb") as file, urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310
+            total, actual = int(response.headers.get("Content-Length") or 0), new_digest(checksum)
+            while chunk := response.read(CHUNK):
                 file.write(chunk)
                 actual.update(chunk)
                 if progress:
                     progress(file.tell(), total)
             file.flush()
             os.fsync(file.fileno())
-        refuse(url, checksum, actual)
+        check_digest(url, checksum, actual)
         os.replace(partial, path)
     except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it is the server's answer too, with a socket
+            error.close()  # the error holds the response and its socket
         raise FailedPrecondition(
             f"{url} could not be downloaded ({error}); try again, or put the file at {path} yourself"
         ) from error

@@ -1,6 +1,6 @@
-"""Augmentation as a function of (seed, epoch, sample): the same whoever loads the sample, in any batch.
+"""Image datasets: stored as uint8, converted to float32 a batch at a time, with optional augmentation.
 
-Images kept as the bytes they came in, made floats a batch at a time.
+Augmentation is a function of (seed, epoch, sample index), so a sample is the same on any device and in any batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hoop.data.dataset import Batch, BatchBuffers, Indices, checked, frozen, sha256_of
+from hoop.data.dataset import Batch, BatchBuffers, Indices, check_indices, read_only, sha256_of
 from hoop.data.sampler import CROP, FLIP, random_draws
 from hoop.errors import InvalidArgument
 
@@ -22,57 +22,58 @@ Images = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to training images, before they become floats."""
+    """Augmentation of training images, applied to uint8 pixels."""
 
     flip: bool = False
-    """Mirror left to right, every second one."""
+    """Mirror an image left to right with probability 1/2."""
     crop: int = 0
-    """Pad by so many black pixels on each side, then cut the old size out at random."""
+    """Pad each side by this many black pixels, then crop the original size at a random offset."""
 
     def __post_init__(self) -> None:
         if self.crop < 0:
             raise InvalidArgument(f"crop: {self.crop} pixels of padding is not 0 or more")
 
     def __call__(self, images: Images, samples: Indices, *, epoch: int, seed: int) -> Images:
-        """The images (samples, channels, height, width) changed; the ones that came in may be overwritten."""
+        """The augmented images (samples, channels, height, width); the input may be overwritten."""
         if self.crop:
-            images = cropped(images, *offsets(samples, self.crop, epoch=epoch, seed=seed), self.crop)
+            top, left = draw_offsets(samples, self.crop, epoch=epoch, seed=seed)
+            images = crop_images(images, top, left, self.crop)
         if self.flip:
-            chosen = np.flatnonzero(flips(samples, epoch=epoch, seed=seed))
+            chosen = np.flatnonzero(draw_flips(samples, epoch=epoch, seed=seed))
             images[chosen] = images[chosen, :, :, ::-1]
         return images
 
 
-def flips(samples: Indices, *, epoch: int, seed: int) -> npt.NDArray[np.bool_]:
-    """Which samples are mirrored."""
+def draw_flips(samples: Indices, *, epoch: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Whether each sample is mirrored."""
     return (random_draws(samples, seed, epoch, FLIP) >> np.uint64(63)).astype(np.bool_)
 
 
-def offsets(samples: Indices, padding: int, *, epoch: int, seed: int) -> tuple[Indices, Indices]:
-    """Where each sample is cut out of its padded image, from the top and from the left."""
-    bits, places = random_draws(samples, seed, epoch, CROP), np.uint64(2 * padding + 1)
+def draw_offsets(samples: Indices, padding: int, *, epoch: int, seed: int) -> tuple[Indices, Indices]:
+    """Crop offsets of each sample in its padded image, from the top and from the left."""
+    bits, num_offsets = random_draws(samples, seed, epoch, CROP), np.uint64(2 * padding + 1)
     halves = bits >> np.uint64(32), bits & np.uint64(0xFFFFFFFF)
-    top, left = ((half % places).astype(np.int64) for half in halves)
+    top, left = ((half % num_offsets).astype(np.int64) for half in halves)
     return top, left
 
 
-def cropped(images: Images, top: Indices, left: Indices, padding: int) -> Images:
-    """Each image moved by its offset, black where nothing is left of it."""
+def crop_images(images: Images, top: Indices, left: Indices, padding: int) -> Images:
+    """Each image padded with black and cropped at its offset."""
     height, width = images.shape[2:]
     padded = np.pad(images, ((0, 0), (0, 0), (padding, padding), (padding, padding)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
-    taken: Images = windows[np.arange(len(images)), :, top, left]
-    return taken
+    cropped: Images = windows[np.arange(len(images)), :, top, left]
+    return cropped
 
 
 Floats = npt.NDArray[np.float32]
 
 
 class ImageData:
-    """uint8 images (samples, channels, height, width) with a label each; a batch is normalised float32.
+    """uint8 images (samples, channels, height, width) with one label each; a batch is normalised float32.
 
-    A pixel p becomes (p - 255 mean) / (255 std). The two operations are rounded separately, so that a pixel
-    comes out the same on every machine and wherever in a batch it stands.
+    A pixel p becomes (p - 255 mean) / (255 std). The two operations are rounded separately, so the result is the same
+    on every machine and at every position in a batch.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ImageData:
         augment: Augment | None = None,
         enlarge: int = 1,
     ) -> None:
+        """``enlarge``: whole factor by which images are enlarged, pixel by pixel."""
         if images.ndim != 4 or images.dtype != np.uint8:
             raise InvalidArgument(
                 f"images: {images.dtype} {list(images.shape)} is not uint8 (samples, channels, height, width)"
@@ -101,12 +103,12 @@ class ImageData:
             raise InvalidArgument(f"enlarge: {enlarge} is not a whole factor of at least 1")
         self.name = name
         self.augment = augment
-        self.images = frozen(images)
-        self.labels = frozen(labels.astype(np.int64))
+        self.images = read_only(images)
+        self.labels = read_only(labels.astype(np.int64))
         self.enlarge = enlarge
         self._mean = _per_channel([255 * value for value in mean])
         self._scale = _per_channel([1 / (255 * value) for value in std])
-        self._landing = BatchBuffers()
+        self._buffers = BatchBuffers()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -121,7 +123,7 @@ class ImageData:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """The sha256 of the images and labels as they are kept, before any augmentation."""
+        """sha256 of the stored images and labels, before augmentation."""
         return sha256_of(self.images, self.labels)
 
     def allocate(self, rows: int) -> Batch:
@@ -130,10 +132,10 @@ class ImageData:
         return torch.empty(shape), torch.empty(rows, dtype=torch.int64)
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        indices = checked(indices, self)
-        batch, (inputs, targets) = self._landing.rows(out, len(indices), self)
-        # mode="clip" because the default copies its result once more; the indices are known to be right.
-        pixels = self._landing.room(len(indices), self.images.shape[1:])
+        indices = check_indices(indices, self)
+        batch, (inputs, targets) = self._buffers.rows(out, len(indices), self)
+        # mode="clip" avoids the extra copy that the default mode makes; the indices are already checked.
+        pixels = self._buffers.scratch(len(indices), self.images.shape[1:])
         self.images.take(indices, axis=0, out=pixels, mode="clip")
         self.labels.take(indices, out=targets, mode="clip")
         if self.augment is not None:
@@ -142,7 +144,7 @@ class ImageData:
         return batch
 
     def _convert(self, pixels: npt.NDArray[np.uint8], floats: Floats) -> None:
-        """Normalised, and each pixel a square of ``enlarge`` by ``enlarge``."""
+        """Normalises pixels and enlarges each to a square of ``enlarge`` by ``enlarge``."""
         if self.enlarge == 1:
             self._normalise(pixels, floats)
             return
@@ -160,6 +162,6 @@ class ImageData:
 
 
 def _per_channel(values: Sequence[float]) -> Floats:
-    """For every pixel (a scalar: the fastest), or down the channels."""
+    """Values shaped for broadcasting: a scalar for all channels (the fastest case), or one value per channel."""
     array = np.array(values, np.float32)
     return array.reshape(()) if len(values) == 1 else array.reshape(-1, 1, 1)

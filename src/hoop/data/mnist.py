@@ -1,8 +1,7 @@
-"""IDX files, the format MNIST was published in: a header of sizes, then bytes. Gzipped or not.
+"""MNIST, which ships with the package, and Fashion-MNIST, which has the same shape.
 
-MNIST, which ships with the package, and Fashion-MNIST, which has its shape.
-
-The IDX files of both have the same names, so a folder that has them is recognised by its training labels.
+Both are published as IDX files (a header with sizes, then bytes), gzipped or not. The files of both have the same
+names, so a folder with them is recognised by the checksum of its training labels.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress, cache, digest, found, missing, verified
+from hoop.data.download import Progress, cache_dir, existing_paths, new_digest, not_found, verify
 from hoop.data.download import download as fetch
 from hoop.data.images import ImageData
 from hoop.errors import FailedPrecondition, InvalidArgument
@@ -44,19 +43,19 @@ class Arrays(NamedTuple):
     test_labels: Bytes
 
 
-def file_of(folder: Path, name: str) -> Path | None:
-    """The file of this name, plain or gzipped; some unpackers write ``idx3`` with a dot before it."""
+def idx_path(folder: Path, name: str) -> Path | None:
+    """The path of an IDX file, plain or gzipped; some unpackers write ``.idx3`` in place of ``-idx3``."""
     names = (name, f"{name}.gz", name.replace("-idx", ".idx"))
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def is_in(folder: Path) -> bool:
-    """Whether all four files are there."""
-    return all(file_of(folder, name) for name in NAMES)
+def has_idx_files(folder: Path) -> bool:
+    """Whether the folder has all four IDX files."""
+    return all(idx_path(folder, name) for name in NAMES)
 
 
-def contents(path: Path) -> bytes:
-    """The file's bytes, unpacked."""
+def read_unpacked(path: Path) -> bytes:
+    """The bytes of a file, decompressed if it is gzipped."""
     if path.suffix != ".gz":
         return path.read_bytes()
     try:
@@ -65,11 +64,11 @@ def contents(path: Path) -> bytes:
         raise FailedPrecondition(f"{path} is damaged ({error}); remove it and fetch it again") from error
 
 
-def parsed(data: bytes, what: object) -> Bytes:
-    """The array in an IDX file of bytes."""
-    rank = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
-    start = 4 + 4 * rank
-    shape = struct.unpack_from(f">{rank}I", data, 4) if len(data) >= start else ()
+def parse_idx(data: bytes, what: object) -> Bytes:
+    """The array in an IDX file of unsigned bytes; ``what``: the file, for errors."""
+    ndim = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
+    start = 4 + 4 * ndim
+    shape = struct.unpack_from(f">{ndim}I", data, 4) if len(data) >= start else ()
     if not shape or len(data) - start != np.prod(shape, dtype=np.int64):
         raise FailedPrecondition(
             f"{what} is not an IDX file of bytes: {len(data)} B, begins {data[:8].hex(' ')}"
@@ -77,21 +76,21 @@ def parsed(data: bytes, what: object) -> Bytes:
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
-def read(folder: Path, checksums: Mapping[str, str]) -> Arrays:
-    """The four files of a folder; ``checksums`` are of what they unpack to."""
+def read_idx_files(folder: Path, checksums: Mapping[str, str]) -> Arrays:
+    """Reads and verifies the four IDX files of a folder; ``checksums``: of the decompressed files."""
     arrays = []
     for name in NAMES:
-        path = file_of(folder, name)
+        path = idx_path(folder, name)
         if path is None:
-            raise FailedPrecondition(f"{folder}: {name} is gone; fetch it again")
-        arrays.append(parsed(verified(contents(path), path, checksums[name]), path))
-    return Arrays(*arrays)
+            raise FailedPrecondition(f"{folder}: {name} is missing; fetch it again")
+        arrays.append(parse_idx(verify(read_unpacked(path), path, checksums[name]), path))
+    return Arrays._make(arrays)
 
 
 PACKAGED = Path(__file__).parent / "files" / "mnist-u8.xz"
 PACKAGED_CHECKSUM = "sha256:e9b40985d011bd5a36195bdeb447f26b7824f3acd02e51a1636098d784d5fe98"
 
-# Of the unpacked files: packers differ in what they write into a gzip header.
+# Checksums of the decompressed files, because gzip headers differ between packers.
 MNIST = {
     "train-images-idx3-ubyte": "md5:6bbc9ace898e44ae57da46a324031adb",
     "train-labels-idx1-ubyte": "md5:a25bea736e30d166cdddb491f175f624",
@@ -112,14 +111,14 @@ FASHION_GZIPPED = {
     "t10k-labels-idx1-ubyte": "md5:bb300cfdad3c16e7a12a480ee83cd310",
 }
 DEBIAN = Path("/usr/share/datasets")
-"""Where Debian's package dataset-fashion-mnist puts its folder."""
+"""The directory of Debian's package dataset-fashion-mnist."""
 
 
 def mnist(*, size: int = 28) -> Splits:
-    """The handwritten digits; ``size`` 56 or 112 enlarges the images by a whole factor, pixel by pixel.
+    """Loads MNIST. ``size``: image size; 56 or 112 enlarges the images by a whole factor, pixel by pixel.
 
-    IDX files in ``HOOP_DATA`` are preferred, because they are faster to read (the same bytes, checked); without
-    them the package's own file is unpacked, once a process.
+    IDX files in ``HOOP_DATA`` are preferred because they are faster to read (the bytes are the same, and verified).
+    Without them the file in the package is decompressed, once per process.
     """
     if size < 28 or size % 28:
         raise InvalidArgument(f"size: {size} is not a multiple of 28; e.g. 28, 56, 112")
@@ -129,15 +128,15 @@ def mnist(*, size: int = 28) -> Splits:
 
 
 def fashion_mnist(*, download: bool = False, progress: Progress | None = None) -> Splits:
-    """Ten kinds of clothes in MNIST's shape; ``download`` gets them (31 MB) if they are nowhere."""
+    """Loads Fashion-MNIST. ``download``: download it (31 MB) if not found."""
     folders = ("fashion-mnist", "FashionMNIST/raw", ".")
     folder = next(_folders(folders, other=MNIST, also=[DEBIAN]), None)
     if folder is None and download:
-        folder = cache() / "fashion-mnist"
+        folder = cache_dir() / "fashion-mnist"
         for name, checksum in FASHION_GZIPPED.items():
             fetch(f"{FASHION_URL}/{name}.gz", folder / f"{name}.gz", checksum, progress=progress)
     if folder is None:
-        raise missing(
+        raise not_found(
             "fashion-mnist",
             f"the folder fashion-mnist with {', '.join(NAMES)} (gzipped or not)",
             "load it with download=True, which downloads 31 MB",
@@ -146,12 +145,12 @@ def fashion_mnist(*, download: bool = False, progress: Progress | None = None) -
 
 
 def _folders(names: Iterable[str], other: dict[str, str], also: Iterable[Path] = ()) -> Iterator[Path]:
-    """Folders that have the four files, but for those of the other dataset."""
+    """Folders that have the four IDX files, except those with the files of the ``other`` dataset."""
     labels = "train-labels-idx1-ubyte"
-    for folder in found(names, also):
-        if is_in(folder) and (path := file_of(folder, labels)):
-            actual = digest(other[labels])
-            actual.update(contents(path))
+    for folder in existing_paths(names, also):
+        if has_idx_files(folder) and (path := idx_path(folder, labels)):
+            actual = new_digest(other[labels])
+            actual.update(read_unpacked(path))
             if not other[labels].endswith(actual.hexdigest()):
                 yield folder
 
@@ -160,8 +159,8 @@ def _folders(names: Iterable[str], other: dict[str, str], also: Iterable[Path] =
 def _packaged() -> Arrays:
     if not PACKAGED.is_file():
         wanted = f"the folder mnist with {', '.join(NAMES)} (gzipped or not)"
-        raise missing("mnist", wanted, f"install Hoop again, with its {PACKAGED.name}")
-    data = lzma.decompress(verified(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
+        raise not_found("mnist", wanted, f"install Hoop again, with its {PACKAGED.name}")
+    data = lzma.decompress(verify(PACKAGED.read_bytes(), PACKAGED, PACKAGED_CHECKSUM))
     flat, train, pixels = np.frombuffer(data, np.uint8), 60_000, 28 * 28
     images, labels = flat[: 70_000 * pixels].reshape(-1, 28, 28), flat[70_000 * pixels :]
     return Arrays(images[:train], labels[:train], images[train:], labels[train:])
@@ -169,17 +168,20 @@ def _packaged() -> Arrays:
 
 @functools.lru_cache(maxsize=1)
 def _mnist_in(folder: Path) -> Arrays:
-    return read(folder, MNIST)
+    return read_idx_files(folder, MNIST)
 
 
 @functools.lru_cache(maxsize=1)
 def _fashion_in(folder: Path) -> Arrays:
-    return read(folder, FASHION)
+    return read_idx_files(folder, FASHION)
 
 
 def _splits(name: str, arrays: Arrays, mean: float, std: float, enlarge: int) -> Splits:
     train, test = (
         ImageData(f"{name}/{split}", images[:, None], labels, mean=[mean], std=[std], enlarge=enlarge)
-        for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))
+        for split, images, labels in (
+            ("train", arrays.train_images, arrays.train_labels),
+            ("test", arrays.test_images, arrays.test_labels),
+        )
     )
     return Splits(train, test)

@@ -1,7 +1,4 @@
-"""A user's own tensors as a dataset.
-
-Any map-style torch dataset: ``len(dataset)`` and ``dataset[i]``, a pair of input and target.
-"""
+"""A user's own data as a dataset: tensors (``TensorData``), or any map-style torch dataset (``MapData``)."""
 
 from __future__ import annotations
 
@@ -12,15 +9,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hoop.data.dataset import Batch, Indices, checked, rows_of, sha256_of
+from hoop.data.dataset import Batch, Indices, check_indices, output_rows, sha256_of
 from hoop.data.sampler import ITEM, random_draws
 from hoop.errors import InvalidArgument
 
 
 class TensorData:
-    """Inputs and targets, a row a sample, handed out as they are.
+    """Input and target tensors, one row per sample, without transforms.
 
-    They are not copied: do not change them afterwards. (uint8 images are better off as ``ImageData``.)
+    The tensors are not copied: do not change them afterwards. For uint8 images use ``ImageData``.
     """
 
     fixed = True
@@ -33,7 +30,7 @@ class TensorData:
                 )
         if not len(inputs) == len(targets) > 0:
             raise InvalidArgument(
-                f"inputs, targets: {len(inputs)} and {len(targets)} rows are not as many, or none"
+                f"inputs, targets: {len(inputs)} and {len(targets)} rows; both need the same number, at least 1"
             )
         self.name = name
         self.inputs, self.targets = inputs.detach().contiguous(), targets.detach().contiguous()
@@ -43,7 +40,7 @@ class TensorData:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """The sha256 of the tensors: types, shapes and bytes."""
+        """sha256 of the tensors' dtypes, shapes and bytes."""
         return sha256_of(self.inputs, self.targets)
 
     def allocate(self, rows: int) -> Batch:
@@ -51,23 +48,23 @@ class TensorData:
         return inputs, targets
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        # A copy, because torch takes no read-only array, and an order's are.
-        rows = torch.from_numpy(checked(indices, self).copy())
-        inputs, targets = rows_of(out, len(rows), self)
+        # A copy, because torch rejects read-only arrays, and the arrays of SampleOrder are read-only.
+        rows = torch.from_numpy(check_indices(indices, self).copy())
+        inputs, targets = output_rows(out, len(rows), self)
         torch.index_select(self.inputs, 0, rows, out=inputs)
         torch.index_select(self.targets, 0, rows, out=targets)
         return inputs, targets
 
 
 PROBES = 16
-"""Samples that a checksum looks at: reading all may take longer than an epoch."""
+"""Samples that enter a checksum: reading all may take longer than an epoch."""
 
 _GENERATOR = threading.Lock()
-"""torch has one CPU generator a process: two threads that load at once would share its numbers."""
+"""torch has one CPU generator per process: two threads that load at the same time would disturb each other's draws."""
 
 
 class MapStyle(Protocol):
-    """What ``torch.utils.data.Dataset`` promises, and lists of pairs too."""
+    """The interface of ``torch.utils.data.Dataset``; a list of pairs has it too."""
 
     def __len__(self) -> int: ...
 
@@ -75,14 +72,14 @@ class MapStyle(Protocol):
 
 
 class MapData:
-    """A map-style dataset, sample by sample.
+    """A map-style dataset whose samples are pairs of input and target, loaded one by one.
 
-    Before each sample torch's generator is seeded by a hash of (seed, epoch, sample), so that random
-    transforms that draw from torch do not depend on who loads a sample, or when.
+    Before each sample torch's generator is seeded by a hash of (seed, epoch, sample). So random transforms that draw
+    from torch do not depend on the device that loads a sample, or on the order of loading.
     """
 
     fixed = False
-    """Its transforms may draw."""
+    """Transforms may be random."""
 
     def __init__(self, dataset: MapStyle, *, name: str = "", checksum: str = "") -> None:
         if len(dataset) < 1:
@@ -96,7 +93,7 @@ class MapData:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """What was given, or the sha256 of the length and of 16 samples spread evenly from first to last."""
+        """The checksum given by the user, or sha256 of the length and of 16 evenly spaced samples."""
         if self._checksum:
             return self._checksum
         probes = np.unique(np.linspace(0, len(self) - 1, PROBES).astype(np.int64))
@@ -104,23 +101,23 @@ class MapData:
         return sha256_of(np.array([len(self)]), inputs, targets)
 
     def allocate(self, rows: int) -> Batch:
-        inputs, targets = (t.new_empty((rows, *t.shape)) for t in self._first)
+        inputs, targets = (t.new_empty((rows, *t.shape)) for t in self._template)
         return inputs, targets
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        samples = checked(indices, self)
-        inputs, targets = rows_of(out, len(samples), self)
+        samples = check_indices(indices, self)
+        inputs, targets = output_rows(out, len(samples), self)
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             for row, (sample, bits) in enumerate(
                 zip(samples.tolist(), random_draws(samples, seed, epoch, ITEM).tolist(), strict=True)
             ):
                 torch.default_generator.manual_seed(bits >> 1)
-                _put(self._pair(sample), (inputs[row], targets[row]), f"{self.name}[{sample}]")
+                _copy_sample(self._pair(sample), (inputs[row], targets[row]), f"{self.name}[{sample}]")
         return inputs, targets
 
     @functools.cached_property
-    def _first(self) -> Batch:
-        """What samples look like."""
+    def _template(self) -> Batch:
+        """Sample 0, for shapes and dtypes."""
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             return self._pair(0)
 
@@ -132,7 +129,7 @@ class MapData:
         return inputs, targets
 
 
-def _put(item: Batch, rows: Batch, what: str) -> None:
+def _copy_sample(item: Batch, rows: Batch, what: str) -> None:
     for field, value, row in zip(("input", "target"), item, rows, strict=True):
         if value.shape != row.shape:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Text as characters: windows of fixed length, each to be continued by one character."""
+"""Character-level language modelling: text as windows of fixed length, with the next character as target."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hoop.data.dataset import Batch, BatchBuffers, Indices, Splits, checked, frozen, sha256_of
-from hoop.data.download import Progress, cache, found, missing, places, verified
+from hoop.data.dataset import Batch, BatchBuffers, Indices, Splits, check_indices, read_only, sha256_of
+from hoop.data.download import Progress, cache_dir, data_dirs, existing_paths, not_found, verify
 from hoop.data.download import download as fetch
 from hoop.errors import InvalidArgument, NotFound
 
@@ -24,8 +24,8 @@ Tokens = npt.NDArray[np.uint32]
 class TextData:
     """A text cut into windows of ``context`` characters; the target of each character is the next one.
 
-    Windows are ``context`` + 1 long and overlap by one, so that every character is a target once an epoch,
-    but for the first, and for an end that fills no window. A token is a character's place in ``vocabulary``.
+    Windows are ``context`` + 1 long and overlap by one, so every character is a target once per epoch, except the first
+    one and a remainder that fills no window. A token is a character's index in ``vocabulary``.
     """
 
     fixed = True
@@ -38,8 +38,8 @@ class TextData:
                 f"context: {name} has {len(tokens)} characters, too few for {context} and one more"
             )
         self.name, self.vocabulary, self.context = name, vocabulary, context
-        self.tokens = frozen(tokens.astype(np.uint8 if len(vocabulary) <= 256 else np.uint32))
-        self._landing = BatchBuffers()
+        self.tokens = read_only(tokens.astype(np.uint8 if len(vocabulary) <= 256 else np.uint32))
+        self._buffers = BatchBuffers()
         end = (len(tokens) - 1) // context * context
         self._inputs = self.tokens[:end].reshape(-1, context)
         self._targets = self.tokens[1 : end + 1].reshape(-1, context)
@@ -53,7 +53,7 @@ class TextData:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """The sha256 of the tokens and of the characters that they stand for."""
+        """sha256 of the tokens and the vocabulary."""
         return sha256_of(self.tokens, _codes(self.vocabulary))
 
     def allocate(self, rows: int) -> Batch:
@@ -61,14 +61,14 @@ class TextData:
         return torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.int64)
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        indices = checked(indices, self)
-        batch, (inputs, targets) = self._landing.rows(out, len(indices), self)
+        indices = check_indices(indices, self)
+        batch, (inputs, targets) = self._buffers.rows(out, len(indices), self)
         inputs[...] = self._inputs[indices]
         targets[...] = self._targets[indices]
         return batch
 
     def encode(self, text: str) -> torch.Tensor:
-        """The tokens of a text, e.g. to begin a generated one with."""
+        """The tokens of a text, e.g. of a prompt."""
         if unknown := sorted(set(text) - set(self.vocabulary)):
             raise InvalidArgument(f"text: {''.join(unknown)[:40]!r} does not occur in {self.name}")
         return torch.tensor([self.vocabulary.index(character) for character in text], dtype=torch.int64)
@@ -78,25 +78,28 @@ class TextData:
 
 
 def text(*, path: str, context: int = 128, test_fraction: float = 0.1) -> Splits:
-    """Any UTF-8 file; a relative path is looked for here, then where datasets are. Its end is the test split."""
-    file = next((place / path for place in [Path(), *places()] if (place / path).is_file()), None)
+    """Loads any UTF-8 file; its end is the test split.
+
+    A relative path is searched in the current directory, then in the data directories.
+    """
+    file = next((folder / path for folder in [Path(), *data_dirs()] if (folder / path).is_file()), None)
     if file is None:
-        looked = ", ".join(str(place) for place in [Path.cwd(), *places()])
-        raise NotFound(f"path: there is no file {path} in {looked}")
+        searched = ", ".join(str(folder) for folder in [Path.cwd(), *data_dirs()])
+        raise NotFound(f"path: there is no file {path} in {searched}")
     return _splits(file.stem, file.read_bytes(), file, context, test_fraction)
 
 
 def tinyshakespeare(
     *, context: int = 128, download: bool = False, progress: Progress | None = None
 ) -> Splits:
-    """A megabyte of Shakespeare; the last tenth is the test split. ``download`` gets it if it is nowhere."""
-    file = next(found([SHAKESPEARE, "tinyshakespeare/input.txt"]), None)
+    """Loads tinyshakespeare (1.1 MB); the last tenth is the test split. ``download``: download it if not found."""
+    file = next(existing_paths([SHAKESPEARE, "tinyshakespeare/input.txt"]), None)
     if file is None and download:
-        file = fetch(SHAKESPEARE_URL, cache() / SHAKESPEARE, SHAKESPEARE_CHECKSUM, progress=progress)
+        file = fetch(SHAKESPEARE_URL, cache_dir() / SHAKESPEARE, SHAKESPEARE_CHECKSUM, progress=progress)
     if file is None:
         remedy = "load it with download=True, which downloads 1.1 MB"
-        raise missing("tinyshakespeare", SHAKESPEARE, remedy)
-    data = verified(file.read_bytes(), file, SHAKESPEARE_CHECKSUM)
+        raise not_found("tinyshakespeare", SHAKESPEARE, remedy)
+    data = verify(file.read_bytes(), file, SHAKESPEARE_CHECKSUM)
     return _splits("tinyshakespeare", data, file, context, 0.1)
 
 
@@ -117,5 +120,5 @@ def _splits(name: str, data: bytes, file: Path, context: int, test_fraction: flo
 
 
 def _codes(characters: str) -> Tokens:
-    """Their Unicode numbers."""
+    """The Unicode code points of a string."""
     return np.frombuffer(characters.encode("utf-32-le"), "<u4").astype(np.uint32)

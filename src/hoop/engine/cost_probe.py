@@ -1,17 +1,12 @@
-"""What ranks cost each other, measured on the links of the job before its first step: for predictions.
+"""Micro-benchmarks before the first step: inputs of the cut, the memory check and the prediction of step times.
 
-Every rank does what a step has it do: it sends a tensor to the next rank and takes another's, and agrees with
-all. Seconds are those of the calling thread, the least of a few: whoever comes late is no cost of the others'.
+    profile_blocks          each block of the model: forward, backward, activations, outputs
+    measure_costs           loading, loss, update, memory bandwidth of this machine; a few milliseconds
+    measure_communication   messages and the agreement of a step, on the links of the job
 
-What each block costs on this machine: time, activations, and what it hands on; for cut, memory check and prediction.
-
-Time is that of the calling thread where a device computes on one: devices that profile at once on the same core do not
-count each other's.
-
-What a job and this machine cost beyond the blocks' profile, measured in a few milliseconds: for predictions.
-
-All figures are plain values, so that they can be told to whoever predicts: ``runs/prediction.py`` makes costs of them
-for the simulator. Times are those of the calling thread, as in ``profile``.
+Results are plain values, which can be sent in events; ``runs/prediction.py`` turns them into costs for the simulator.
+Times are CPU times of the calling thread where possible: ranks that measure on the same core at the same time do not
+count each other's time.
 """
 
 from __future__ import annotations
@@ -35,7 +30,7 @@ from hoop.data.dataset import Batch, Dataset
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
 from hoop.engine.stage.gpu import Accelerator
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
-from hoop.engine.stage.optimizer import OptimizerSettings, updating
+from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
 from hoop.engine.stage.state import StateLayout
 from hoop.engine.tensor_channel import TensorChannel
@@ -43,46 +38,50 @@ from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
 from hoop.transport.base import SharedEndpoint
 
-TURNS = 8
-SMALL, LARGE = 16, 1 << 16
-"""Elements of the tensors that travel."""
+REPEATS = 8
+SMALL_ELEMENTS, LARGE_ELEMENTS = 16, 1 << 16
+"""Elements of the tensors that are sent."""
 
 
-def rehearsed_step(communicator: Communicator, shards: int, timeout: float) -> dict[str, float]:
-    """A message, its bytes, an agreement about a step of so many shards; all ranks must call it together."""
+def measure_communication(communicator: Communicator, shards: int, timeout: float) -> dict[str, float]:
+    """Measure a message, a byte of it, and the agreement of a step of ``shards`` shards. Collective.
+
+    Every rank does what it does in a step: it sends a tensor to the next rank, receives one from the previous rank, and
+    takes part in the agreement. Each result is the minimum of several runs, so a late peer does not count.
+    """
     if communicator.size == 1:
         return {}
     endpoint, deadline = communicator.endpoint, time.monotonic() + timeout
-    post, evidence = TensorChannel(endpoint), Provenance(shards)
-    following, before = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
+    channel, provenance = TensorChannel(endpoint), Provenance(shards)
+    following, previous = (endpoint.rank + 1) % endpoint.size, (endpoint.rank - 1) % endpoint.size
     agreed: list[float] = []
     small: list[float] = []
     large: list[float] = []
 
     def agree() -> None:
-        told = np.zeros((1, 1 + evidence.places))
-        told[:, 1:] = evidence.rows(0, 1)
-        any_rank(communicator, False, told, timeout)
-        evidence.adopt(0, told[:, 1:])
+        message = np.zeros((1, 1 + provenance.width))
+        message[:, 1:] = provenance.rows(0, 1)
+        any_rank(communicator, False, message, timeout)
+        provenance.set_rows(0, message[:, 1:])
 
-    for turn in range(TURNS):
-        for elements, found in ((SMALL, small), (LARGE, large)):
+    for repeat in range(REPEATS):
+        for elements, found in ((SMALL_ELEMENTS, small), (LARGE_ELEMENTS, large)):
             agreed.append(_seconds(agree))
             tensor = torch.zeros(elements)
 
-            def exchange(turn: int = turn, tensor: torch.Tensor = tensor) -> None:
-                post.send(Instruction(InstructionKind.SEND_OUTPUT, 0, turn, following), tensor, deadline)
-                post.receive(before, deadline)
+            def exchange(repeat: int = repeat, tensor: torch.Tensor = tensor) -> None:
+                channel.send(Instruction(InstructionKind.SEND_OUTPUT, 0, repeat, following), tensor, deadline)
+                channel.receive(previous, deadline)
                 endpoint.flush(deadline)
 
-            found.append(_seconds(exchange) / 2)  # half of it as who sends, half as who receives
+            found.append(_seconds(exchange) / 2)  # an exchange is one send and one receive
     costs = {
         "message_s": min(small),
-        "byte_s": max(0.0, min(large) - min(small)) / (4 * (LARGE - SMALL)),
+        "byte_s": max(0.0, min(large) - min(small)) / (4 * (LARGE_ELEMENTS - SMALL_ELEMENTS)),
         "agree_s": min(agreed),
     }
     if isinstance(endpoint, SharedEndpoint):
-        costs["meeting_s"] = min(_seconds(lambda: endpoint.meet(deadline)) for _ in range(2 * TURNS))
+        costs["meeting_s"] = min(_seconds(lambda: endpoint.barrier(deadline)) for _ in range(2 * REPEATS))
     return costs
 
 
@@ -92,7 +91,7 @@ def _seconds(call: Callable[[], object]) -> float:
     return time.thread_time() - started
 
 
-def profile(
+def profile_blocks(
     blocks: Sequence[nn.Module],
     batch: Batch,
     optimizer: OptimizerSettings,
@@ -100,29 +99,33 @@ def profile(
     repeats: int = 5,
     accelerator: Accelerator | None = None,
 ) -> list[Block]:
-    """Every block's forward and backward on one micro-batch, a few times; nothing of the model changes."""
+    """Measure forward and backward of each block on one micro-batch. Does not change the model.
+
+    ``shards``: micro-batches of a global batch, for the size of a gradient.
+    """
     found = []
-    inputs = batch[0] if accelerator is None else accelerator.up(batch[0])
+    inputs = batch[0] if accelerator is None else accelerator.upload(batch[0])
     chain = accelerator is None and layers_of(blocks) is not None
-    by_hand = _by_hand(blocks, inputs, repeats) if chain else {}  # as the worker will
+    chain_times = _measure_chain(blocks, inputs, repeats) if chain else {}  # computed as in training
     for index, original in enumerate(blocks):
         block = original if accelerator is None else copy.deepcopy(original).to(accelerator.device)
-        before = [buffer.clone() for buffer in block.buffers()]
-        forward, backward, kept, outputs = _measure(
+        buffers = [buffer.clone() for buffer in block.buffers()]
+        forward, backward, activation_bytes, outputs = _measure_block(
             block, inputs, repeats if index else repeats + 1, index > 0, timer(accelerator)
         )
-        forward, backward = by_hand.get(index, (forward, backward))
+        forward, backward = chain_times.get(index, (forward, backward))
         with torch.no_grad():
-            for buffer, was in zip(block.buffers(), before, strict=True):
-                buffer.copy_(was)
+            for buffer, saved in zip(block.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
         layout = StateLayout([block], shards)
         found.append(
             Block(
                 name=f"{index} ({type(block).__name__})",
                 seconds=forward + backward,
                 weight_bytes=4 * layout.state,
-                optimizer_bytes=4 * optimizer.slots * layout.trained,
-                activation_bytes=kept if accelerator is None else 0,  # those are not in the device's memory
+                optimizer_bytes=4 * optimizer.num_moments * layout.trained,
+                # The activations of a GPU are not in host memory.
+                activation_bytes=activation_bytes if accelerator is None else 0,
                 output_bytes=outputs.numel() * outputs.element_size(),
                 gradient_bytes=4 * layout.total,
                 forward_seconds=forward,
@@ -133,60 +136,63 @@ def profile(
 
 
 def timer(accelerator: Accelerator | None = None) -> Callable[[], float]:
-    """A clock of what this thread computes; of what passes, where PyTorch has several threads, or a GPU computes."""
+    """Return a clock: CPU time of this thread; wall time if PyTorch uses several threads, or a GPU computes."""
     if accelerator is None:
         return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     gpu = accelerator
 
-    def after_all() -> float:
-        gpu.wait()
+    def synchronized_time() -> float:
+        gpu.synchronize()
         return time.perf_counter()
 
-    return after_all
+    return synchronized_time
 
 
-def _measure(
+def _measure_block(
     block: nn.Module, inputs: Tensor, repeats: int, wants_input: bool, now: Callable[[], float]
 ) -> tuple[float, float, int, Tensor]:
-    own = {one.data_ptr() for one in block.parameters()}
-    forward, backward, kept = float("inf"), float("inf"), 0
+    """Return the seconds of forward and backward, the bytes of saved activations, and the outputs."""
+    parameters = {one.data_ptr() for one in block.parameters()}
+    forward, backward, activation_bytes = float("inf"), float("inf"), 0
     outputs = inputs
     for _ in range(repeats):
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
-            if tensor.data_ptr() not in own:
+            if tensor.data_ptr() not in parameters:
                 saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        given = inputs.detach()
-        if wants_input and given.is_floating_point():
-            given.requires_grad_()
+        leaf = inputs.detach()
+        if wants_input and leaf.is_floating_point():
+            leaf.requires_grad_()
         started = now()
         with (
             torch.random.fork_rng(devices=[]),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
-            outputs = block(given)
-        half = now()
-        wanted = [one for one in (*block.parameters(), given) if one.requires_grad]
+            outputs = block(leaf)
+        forward_done = now()
+        wanted = [one for one in (*block.parameters(), leaf) if one.requires_grad]
         if outputs.requires_grad and wanted:
             torch.autograd.grad(outputs.sum(), wanted, allow_unused=True)
-        forward, backward = min(forward, half - started), min(backward, now() - half)
-        kept = sum(saved.values()) + outputs.numel() * outputs.element_size()
-    return forward, backward, kept, outputs.detach()
+        forward, backward = min(forward, forward_done - started), min(backward, now() - forward_done)
+        activation_bytes = sum(saved.values()) + outputs.numel() * outputs.element_size()
+    return forward, backward, activation_bytes, outputs.detach()
 
 
-def _by_hand(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[int, tuple[float, float]]:
-    """A chain's blocks, all forward, then all backward: each finds in the caches what the others left there.
+def _measure_chain(
+    blocks: Sequence[nn.Module], inputs: Tensor, repeats: int
+) -> dict[int, tuple[float, float]]:
+    """Return the seconds of forward and backward of each block of a chain: the median of several runs.
 
-    The median of a few, without the first.
+    All blocks run forward, then all backward, so that each finds the caches as in training. The first run is dropped.
     """
     with torch.no_grad():
         functools.reduce(
             lambda outputs, block: block(outputs), blocks, inputs
-        )  # a shape that does not fit is its own fault
+        )  # with a shape that does not fit, PyTorch's own error is raised here
     now = timer()
     stages = {index: ChainStage(layers) for index, one in enumerate(blocks) if (layers := layers_of([one]))}
     into = [[torch.empty_like(parameter) for parameter in block.parameters()] for block in blocks]
@@ -210,37 +216,40 @@ def _by_hand(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[
 
 
 Vector = npt.NDArray[np.float32]
-SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
-"""Bytes of the vectors that are copied and added up."""
-MEASURED = 1 << 31
-"""The epoch of samples that are loaded to see what loading costs: no step's."""
-_MIDDLE = 1 << 20
-_ELSE = 4 << 20
-"""Bytes: more than a core's own caches hold."""
-_FEW = 256
-"""Samples that are loaded to see what loading costs."""
-_MOST_ROWS = 2048
-"""Samples that are computed to see what several shards at once cost."""
+VECTOR_BYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
+"""Sizes of the vectors that are copied and summed, in bytes."""
+PROBE_EPOCH = 1 << 31
+"""Epoch number of the samples that are loaded for a measurement; no step has it."""
+_REFERENCE_BYTES = 1 << 20
+_CACHE_BYTES = 4 << 20
+"""More than the private caches of a core hold."""
+_LOAD_SAMPLES = 256
+"""Maximum number of samples that are loaded for a measurement."""
+_MAX_BATCHED_ROWS = 2048
+"""Maximum number of samples in the measurement of batched shards."""
 
 
-def measured_costs(
+def measure_costs(
     costs: Sequence[Block],
     blocks: Sequence[nn.Module],
     data: Dataset,
     loss: Loss,
     optimizer: OptimizerSettings,
     rows: int,
-    joint: int,
-    sizes: Sequence[int] = SIZES,
+    batched_shards: int,
+    sizes: Sequence[int] = VECTOR_BYTES,
 ) -> dict[str, Any]:
-    """The figures of micro-batches of ``rows`` samples, up to ``joint`` of them computed as one."""
-    few = max(1, min(rows, len(data), _FEW))
+    """Measure this machine for micro-batches of ``rows`` samples, up to ``batched_shards`` of them in one batch.
+
+    ``costs``: the profile of ``blocks``. ``sizes``: bytes of the vectors for the memory bandwidth.
+    """
+    few = max(1, min(rows, len(data), _LOAD_SAMPLES))
     batch = data.batch(np.arange(few, dtype=np.int64), epoch=0, seed=0)
     elements = min(sum(one.weight_bytes for one in costs) // 4, 1 << 20) or 1
     fixed = _update_seconds(optimizer, 1)
     return {
         "rows": rows,
-        "blocks": [_plain(one) for one in costs],
+        "blocks": [_block_values(one) for one in costs],
         "load": [(count, _load_seconds(data, count)) for count in sorted({max(1, few // 4), few})],
         "loss": [
             (count, _loss_seconds(blocks, batch[1][:count], loss))
@@ -248,14 +257,14 @@ def measured_costs(
         ],
         "update_fixed_s": fixed,
         "update_s": max(0.0, _update_seconds(optimizer, elements) - fixed) / (4 * elements),
-        "joint": joint,
-        "joint_s": _joint_seconds(blocks, batch[0], rows, joint),
-        **memory_seconds(sizes),
-        "cores": cores(),
+        "joint": batched_shards,
+        "joint_s": _batched_seconds(blocks, batch[0], rows, batched_shards),
+        **measure_memory(sizes),
+        "cores": available_cores(),
     }
 
 
-def _plain(block: Block) -> dict[str, Any]:
+def _block_values(block: Block) -> dict[str, Any]:
     forward = block.seconds / 3 if block.forward_seconds is None else block.forward_seconds
     return {
         "name": block.name.partition("(")[2].rstrip(")") or block.name,
@@ -269,13 +278,10 @@ def _plain(block: Block) -> dict[str, Any]:
     }
 
 
-def usually(call: Callable[[], object], repeats: int = 5, cold: bool = True) -> float:
-    """Seconds of this thread, the median of a few.
-
-    ``cold``: with caches as a step leaves them, full of something else.
-    """
+def median_seconds(call: Callable[[], object], repeats: int = 5, cold: bool = True) -> float:
+    """Return the median time of ``call`` in seconds. ``cold``: flush the caches before each run, as a step does."""
     now, found = timer(), []
-    other = np.empty(_ELSE if cold else 0, np.uint8)
+    other = np.empty(_CACHE_BYTES if cold else 0, np.uint8)
     for _ in range(repeats):
         other.fill(0)
         started = now()
@@ -284,12 +290,12 @@ def usually(call: Callable[[], object], repeats: int = 5, cold: bool = True) -> 
     return median(found)
 
 
-def memory_seconds(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """A byte copied, and a byte of a sum, by the bytes of a vector: (size, seconds), and the figures in the middle."""
+def measure_memory(sizes: Sequence[int] = VECTOR_BYTES) -> dict[str, Any]:
+    """Measure seconds per byte of a copy and of a sum, by vector size; also those of the size nearest to 1 MiB."""
     copied, added = [], []
     for size in sizes:
         first, second, third = (np.ones(size // 4, np.float32) for _ in range(3))
-        turns = max(1, _MIDDLE // size)
+        turns = max(1, _REFERENCE_BYTES // size)
 
         def copy(one: Vector = first, into: Vector = third, turns: int = turns) -> None:
             for _ in range(turns):
@@ -301,57 +307,59 @@ def memory_seconds(sizes: Sequence[int] = SIZES) -> dict[str, Any]:
             for _ in range(turns):
                 np.add(one, other, out=into)
 
-        copied.append((size, usually(copy, cold=False) / (turns * size)))
-        added.append((size, usually(add, cold=False) / (turns * size)))
-    middle = min(range(len(sizes)), key=lambda index: abs(sizes[index] - _MIDDLE))
+        copied.append((size, median_seconds(copy, cold=False) / (turns * size)))
+        added.append((size, median_seconds(add, cold=False) / (turns * size)))
+    middle = min(range(len(sizes)), key=lambda index: abs(sizes[index] - _REFERENCE_BYTES))
     return {"copy_s": copied[middle][1], "add_s": added[middle][1], "copy_at": copied, "add_at": added}
 
 
-def cores() -> int:
-    """Those that this process may use: the thread that computes is bound to one of them."""
+def available_cores() -> int:
+    """Return the number of cores of the process: the affinity of its main thread. The computing thread has one."""
     return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _loss_seconds(blocks: Sequence[nn.Module], targets: torch.Tensor, loss: Loss) -> float:
     if loss is not cross_entropy or targets.dim() != 1:
-        return 0.0  # a small part of what a block costs that is not computed by hand
+        return 0.0  # small compared with blocks that autograd computes
     by_hand = CrossEntropy()
     last = [one for one in blocks[-1].modules() if isinstance(one, nn.Linear)]
     outputs = torch.zeros(len(targets), last[-1].out_features) if last else None
-    return 0.0 if outputs is None else usually(lambda: float(by_hand(outputs, targets, 1.0)[0].sum()))
+    return 0.0 if outputs is None else median_seconds(lambda: float(by_hand(outputs, targets, 1.0)[0].sum()))
 
 
 def _load_seconds(data: Dataset, rows: int) -> float:
-    """So many samples from anywhere, as an epoch's order has them, into memory that is used again."""
-    out, chance = data.allocate(rows), np.random.default_rng(0)
+    """Measure the loading of ``rows`` random samples, as in an epoch, into a reused buffer."""
+    out, generator = data.allocate(rows), np.random.default_rng(0)
 
     def load() -> None:
-        samples = chance.integers(len(data), size=rows)
+        samples = generator.integers(len(data), size=rows)
         sample_fingerprint(samples)
-        data.batch(samples, epoch=MEASURED, seed=0, out=out)
+        data.batch(samples, epoch=PROBE_EPOCH, seed=0, out=out)
 
-    return usually(load)
+    return median_seconds(load)
 
 
 def _update_seconds(optimizer: OptimizerSettings, elements: int) -> float:
     weights, gradient = torch.zeros(elements), torch.zeros(elements)
-    update = updating(optimizer, weights, [torch.zeros(elements) for _ in range(optimizer.slots)])
-    return usually(lambda: update(gradient, optimizer.lr, 0), cold=elements > 1)
+    update = make_update(optimizer, weights, [torch.zeros(elements) for _ in range(optimizer.num_moments)])
+    return median_seconds(lambda: update(gradient, optimizer.lr, 0), cold=elements > 1)
 
 
-def _joint_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int, joint: int) -> float:
-    """Forward and backward of ``joint`` micro-batches as one; 0 where they are not computed so."""
+def _batched_seconds(
+    blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int, batched_shards: int
+) -> float:
+    """Measure forward and backward of several micro-batches as one batch; 0 if the model does not allow it."""
     layers = layers_of(blocks)
-    if joint < 2 or layers is None or joint * rows > _MOST_ROWS:
+    if batched_shards < 2 or layers is None or batched_shards * rows > _MAX_BATCHED_ROWS:
         return 0.0
     stage = ChainStage(layers)
-    many = torch.cat([inputs] * -(-joint * rows // len(inputs)))[: joint * rows]
+    many = torch.cat([inputs] * -(-batched_shards * rows // len(inputs)))[: batched_shards * rows]
     into = [torch.empty_like(one) for block in blocks for one in block.parameters()]
     gradient = torch.ones(len(many), into[-1].shape[0])
 
     def run() -> None:
         stage.forward(0, many, 0)
-        for _ in stage.backward_jointly(0, gradient, rows, [into] * joint):
+        for _ in stage.backward_batched(0, gradient, rows, [into] * batched_shards):
             pass
 
-    return usually(run)
+    return median_seconds(run)

@@ -1,4 +1,4 @@
-"""The samples of a step, micro-batch by micro-batch, read where they are used into memory that is used again."""
+"""Reads the samples of a step, micro-batch by micro-batch, on the rank that uses them, into reused buffers."""
 
 from __future__ import annotations
 
@@ -16,56 +16,65 @@ from hoop.engine.stage.provenance import sample_fingerprint
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a step is."""
+    """The position of a step in the data; all counts begin at 0."""
 
     epoch: int
     step: int
-    """Of this epoch."""
+    """Number of the step within its epoch."""
     done: int
-    """Steps before it, of all epochs."""
+    """Number of steps before it, over all epochs."""
 
 
 class DataFeed:
-    """One rank's view of the samples of a step."""
+    """One rank's samples of the current step.
+
+    ``begin`` starts a step. ``inputs`` and ``targets`` read a micro-batch when it is first used; ``release`` returns
+    its buffers. If a batch is the whole data set and the data has no augmentation, every step reads the same samples:
+    then micro-batches are cached, up to ``cache_bytes``.
+    """
 
     def __init__(self, data: Dataset, seed: int, rows: int) -> None:
+        """``rows``: samples of a full micro-batch, for which buffers are allocated."""
         self._data = data
         self._seed = seed
         self._rows = rows
-        self._spare: list[Batch] = []
-        self._out: dict[int, Batch] = {}
+        self._free_buffers: list[Batch] = []
+        self._buffers_in_use: dict[int, Batch] = {}
         self._batches: dict[int, Batch] = {}
         self._samples: list[Indices] = []
         self._position = Position(0, 0, 0)
-        self._whole: Indices | None = None
-        """The samples of the step, where those are all there are and look as they did: what was read is kept."""
-        self._kept: dict[tuple[int, int], Batch] = {}
-        """By the first micro-batch and the number of samples."""
-        self.room = 0
-        """Bytes for what is kept. Only for stages that never write to their inputs."""
-        self.full = 0
-        """How many micro-batches of the step have samples."""
-        self.prints: dict[int, int] = {}
-        """Of the micro-batches of the step that were read here, what samples they are: see ``evidence``."""
-        self.batch_size = 1
-        """How many samples the global batch of the step has."""
+        self._cached_samples: Indices | None = None
+        """The samples of the step, if they are the whole data set and reading them again gives the same bytes.
 
-    def begin(self, position: Position, samples: Indices, micros: int) -> None:
-        """The samples of a step, cut into micro-batches."""
+        While the trainer passes the same object for each step, the cache stays valid.
+        """
+        self._cache: dict[tuple[int, int], Batch] = {}
+        """Batches by (first micro-batch, number of samples)."""
+        self.cache_bytes = 0
+        """Size limit of the cache. More than 0 only for stages that never write to their inputs."""
+        self.num_nonempty = 0
+        """Number of micro-batches of the step that have samples."""
+        self.fingerprints: dict[int, int] = {}
+        """Fingerprint of the samples of each micro-batch that was read here: see ``stage/provenance.py``."""
+        self.batch_size = 1
+        """Number of samples of the step's global batch."""
+
+    def begin(self, position: Position, samples: Indices, num_microbatches: int) -> None:
+        """Start a step: split ``samples``, the global batch, into ``num_microbatches``."""
         self._position = position
-        if samples is not self._whole:
-            self._kept.clear()
-            self._whole = samples if len(samples) == len(self._data) and self._data.fixed else None
-        self.prints.clear()
-        self._samples = [shard(samples, micro, micros) for micro in range(micros)]
-        self.full = min(micros, len(samples))
+        if samples is not self._cached_samples:
+            self._cache.clear()
+            self._cached_samples = samples if len(samples) == len(self._data) and self._data.fixed else None
+        self.fingerprints.clear()
+        self._samples = [shard(samples, micro, num_microbatches) for micro in range(num_microbatches)]
+        self.num_nonempty = min(num_microbatches, len(samples))
         self.batch_size = len(samples)
 
     def empty(self, micro: int) -> bool:
         return not len(self._samples[micro])
 
     def seed(self, micro: int) -> int:
-        """What a micro-batch draws depends on (seed, step, micro-batch), not on the device."""
+        """Random seed of a micro-batch: a function of (seed, step, micro-batch), whatever rank computes it."""
         return (self._seed * 1_000_003 + self._position.done) * 65_537 + micro
 
     def inputs(self, micro: int) -> Tensor:
@@ -74,14 +83,14 @@ class DataFeed:
     def targets(self, micro: int) -> Tensor:
         return self._batch(micro)[1]
 
-    def joint(self, micros: Sequence[int]) -> Batch:
-        """Consecutive micro-batches as one; to be released under the first one's number."""
-        key = micros[0], sum(map(self.rows, micros))
-        samples = np.concatenate([self._samples[micro] for micro in micros])
-        found = self._kept.get(key) or self._read(micros[0], samples)
-        ends = itertools.accumulate((self.rows(micro) for micro in micros), initial=0)
-        for micro, (low, high) in zip(micros, itertools.pairwise(ends), strict=True):
-            self.prints[micro] = sample_fingerprint(samples[low:high])
+    def read_batched(self, microbatches: Sequence[int]) -> Batch:
+        """Read consecutive micro-batches as one batch. The caller releases it by the number of the first one."""
+        key = microbatches[0], sum(map(self.rows, microbatches))
+        samples = np.concatenate([self._samples[micro] for micro in microbatches])
+        found = self._cache.get(key) or self._read(microbatches[0], samples)
+        ends = itertools.accumulate((self.rows(micro) for micro in microbatches), initial=0)
+        for micro, (low, high) in zip(microbatches, itertools.pairwise(ends), strict=True):
+            self.fingerprints[micro] = sample_fingerprint(samples[low:high])
         return found
 
     def rows(self, micro: int) -> int:
@@ -90,30 +99,30 @@ class DataFeed:
     def _batch(self, micro: int) -> Batch:
         found = self._batches.get(micro)
         if found is None:
-            found = self._kept.get((micro, self.rows(micro))) or self._read(micro, self._samples[micro])
+            found = self._cache.get((micro, self.rows(micro))) or self._read(micro, self._samples[micro])
             self._batches[micro] = found
-            self.prints[micro] = sample_fingerprint(self._samples[micro])
+            self.fingerprints[micro] = sample_fingerprint(self._samples[micro])
         return found
 
     def _read(self, micro: int, samples: Indices) -> Batch:
-        if self._whole is not None and (found := self._keep(micro, samples)) is not None:
+        if self._cached_samples is not None and (found := self._read_into_cache(micro, samples)) is not None:
             return found
-        out = self._spare.pop() if self._spare else None
+        out = self._free_buffers.pop() if self._free_buffers else None
         if out is None or len(out[1]) < len(samples):
             out = self._data.allocate(max(self._rows, len(samples)))
-        self._out[micro] = out
+        self._buffers_in_use[micro] = out
         return self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=out)
 
-    def _keep(self, micro: int, samples: Indices) -> Batch | None:
-        """Reads a batch to be there at the next step too; None where there is no room."""
+    def _read_into_cache(self, micro: int, samples: Indices) -> Batch | None:
+        """Read a batch and cache it for the next steps; None if it does not fit."""
         found = self._data.allocate(len(samples))
-        if sum(one.nbytes for batch in (found, *self._kept.values()) for one in batch) > self.room:
+        if sum(one.nbytes for cached in (found, *self._cache.values()) for one in cached) > self.cache_bytes:
             return None
-        kept = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=found)
-        return self._kept.setdefault((micro, len(samples)), kept)
+        batch = self._data.batch(samples, epoch=self._position.epoch, seed=self._seed, out=found)
+        return self._cache.setdefault((micro, len(samples)), batch)
 
     def release(self, micro: int) -> None:
-        """Nobody here needs this micro-batch any more."""
+        """Return the buffers of a micro-batch that this rank has finished with."""
         self._batches.pop(micro, None)
-        if micro in self._out:  # else it is kept
-            self._spare.append(self._out.pop(micro))
+        if micro in self._buffers_in_use:  # otherwise the batch is in the cache
+            self._free_buffers.append(self._buffers_in_use.pop(micro))

@@ -1,7 +1,7 @@
-"""The model's loss and accuracy on data it does not learn from, shared out among the replicas.
+"""Evaluates the model's loss and accuracy on the test data, which the replicas share.
 
-The data is cut into fixed chunks; each chunk's figures have a place of their own in what is added up, and are added in
-the order of chunks at every rank, so that the result does not depend on who evaluated what.
+The data is cut into chunks of fixed size. The all-reduce carries the metrics of each chunk in elements of its own, and
+every rank sums them in the order of the chunks. So the result does not depend on which replica evaluated which chunk.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 
 CHUNK = 500
+"""Samples of a chunk."""
 
 
-def evaluate(worker: PlanExecutor, data: Dataset) -> tuple[float, float]:
-    """The loss of all samples and the share of them that are right; every rank must call it and gets the same."""
+def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
+    """Return the mean loss and the accuracy. Collective: every rank gets the same values."""
     chunks = -(-len(data) // CHUNK)
-    figures = np.zeros((chunks, 2), np.float64)
-    deadline = time.monotonic() + worker.settings.timeout_s
-    holders = worker.plan.holders
+    metrics = np.zeros((chunks, 2), np.float64)
+    deadline = time.monotonic() + executor.settings.timeout_s
+    holders = executor.plan.holders
     replicas = len(holders[0])
-    modes = [(module, module.training) for held in worker.held.values() for module in held.blocks]
+    modes = [(module, module.training) for one in executor.stage_states.values() for module in one.blocks]
     for module, _ in modes:
         module.eval()
-    for held in worker.held.values():
-        held.refresh()
+    for stage_state in executor.stage_states.values():
+        stage_state.sync_device_weights()
     out = data.allocate(CHUNK)
     try:
         for chunk in range(chunks):
@@ -41,33 +42,35 @@ def evaluate(worker: PlanExecutor, data: Dataset) -> tuple[float, float]:
             samples = np.arange(chunk * CHUNK, min(len(data), (chunk + 1) * CHUNK), dtype=np.int64)
             value: Tensor | None = None
             for stage, rank in enumerate(chain):
-                if rank != worker.rank:
+                if rank != executor.rank:
                     continue
                 if stage == 0:
                     value = data.batch(samples, epoch=0, seed=0, out=out)[0]
                 elif chain[stage - 1] != rank:
                     arriving = Instruction(InstructionKind.RECV_INPUT, stage, chunk, chain[stage - 1])
-                    value = worker.post.expect(arriving, deadline)
-                assert value is not None, "a stage's input is loaded, received, or the stage's before"
-                value = worker.held[stage].evaluate(value)
-                if stage == worker.last:
+                    value = executor.channel.expect(arriving, deadline)
+                assert value is not None, (
+                    "a stage's input is loaded, received, or the previous stage's output"
+                )
+                value = executor.stage_states[stage].evaluate(value)
+                if stage == executor.last_stage:
                     targets = data.batch(samples, epoch=0, seed=0, out=out)[1]
                     with torch.no_grad():
-                        loss = float(worker.criterion.value(value, targets))
-                    loss = worker.criterion.figure(loss, len(samples), len(data))
-                    figures[chunk] = loss, hits(value, targets)
+                        loss = float(executor.criterion.value(value, targets))
+                    loss = executor.criterion.weighted_value(loss, len(samples), len(data))
+                    metrics[chunk] = loss, hits(value, targets)
                 elif chain[stage + 1] != rank:
                     leaving = Instruction(InstructionKind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
-                    worker.post.send(leaving, value, deadline)
-        worker.post.endpoint.flush(deadline)
+                    executor.channel.send(leaving, value, deadline)
+        executor.channel.endpoint.flush(deadline)
     finally:
         _restore(modes)
-    flat = figures.reshape(-1)
-    worker.world.communicator.run(
-        Operation("all_reduce", flat.size, dtype("float64")), flat, flat, worker.settings.timeout_s
+    flat = metrics.reshape(-1)
+    executor.context.communicator.run(
+        Operation("all_reduce", flat.size, dtype("float64")), flat, flat, executor.settings.timeout_s
     )
-    loss, right = figures.sum(axis=0) / len(data)
-    return float(loss), float(right)
+    loss, accuracy = metrics.sum(axis=0) / len(data)
+    return float(loss), float(accuracy)
 
 
 def _restore(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -1,16 +1,14 @@
-"""How many gradients a rank must have room for at once.
+"""Executes one rank's part of a plan.
 
-Updates that are put off until all ranks have met: then everybody has what it takes to make them, or nobody did.
+role ── step(position, samples) ──▶ PlanExecutor    (1) the rank's instructions in order, one handler per kind
+                                          │
+    StageState     ◀── forward, backward ─┤         (2) writes gradients to slots in the arena
+    TensorChannel  ◀── activations ───────┤         (3) sends activations and their gradients to other ranks
+    GradientReducer ◀── all-reduce ───────┤         (4) sums gradients over shards and replicas
+    DeferredUpdates ◀── update ───────────┘         (5) updates the weights, now or at the commit of the step
 
-What flows through a rank's stages: inputs and outputs forward, their gradients backward, from stage to stage.
-
-A worker executes one rank's part of a plan.
-
-run ── step(position, samples) ──▶ worker     (1) each instruction in order, a handler a kind
-                                    │
-    held stages ◀── forward/backward┤         (2) gradients go to slots in the arena
-    other ranks ◀── post ───────────┤         (3) activations and their gradients travel
-    other ranks ◀── ordered sum ────┘         (4) totals over shards and replicas; then the update
+A plan (``plan/plan.py``) is a list of instructions for each rank. A rule (``plan/rules.py``) decides at run time
+instead: then a role calls ``begin`` and ``execute``.
 """
 
 from __future__ import annotations
@@ -21,132 +19,156 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from hoop.collectives.rank_context import RankContext
 from hoop.collectives.shard_tree import MergePlan, merge_plan
 from hoop.data.dataset import Dataset, Indices
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.profiler import InstructionProfiler, now
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, Objective
-from hoop.engine.stage.batched_shards import BatchedShards, batchable, grouped
-from hoop.engine.stage.gpu import Accelerator, holder
+from hoop.engine.stage.batched_shards import BatchedShards, agree_max_batched_shards, group_shards
+from hoop.engine.stage.gpu import Accelerator, stage_state_factory
 from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
-from hoop.engine.stage.state import NOTHING, Figures, StageState, StateVectors
+from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
-from hoop.strategies.memory_fit import Gradients, Room
+from hoop.strategies.memory_fit import GradientBuffers, Gradients
 
 
-def most_slots(plan: Plan, balance: bool) -> int:
-    """Where shards move, any share of them must fit, so that slots never do.
+def max_gradient_slots(plan: Plan, balance: bool) -> int:
+    """Return how many gradient slots a rank needs at most.
 
-    With a parameter server shards stay where they are.
+    If the load balancer may move shards between ranks, any share of them must fit, so that slots are never
+    reallocated. With parameter servers shards do not move.
     """
     shares = {plan.computed_by(rank, stage) for stage, ranks in enumerate(plan.holders) for rank in ranks}
     if plan.stages == 1 and balance and plan.size > 1 and not plan.servers:
-        shares |= {tuple(range(low, plan.micros)) for low in range(plan.micros)}
-        shares |= {tuple(range(1, high)) for high in range(2, plan.micros)}
-    return max(merge_plan(share, plan.micros).slots for share in shares)
+        shares |= {tuple(range(low, plan.num_microbatches)) for low in range(plan.num_microbatches)}
+        shares |= {tuple(range(1, high)) for high in range(2, plan.num_microbatches)}
+    return max(merge_plan(share, plan.num_microbatches).slots for share in shares)
 
 
-def _gradients(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
-    slots = most_slots(plan, balance)
+def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
+    slots = max_gradient_slots(plan, balance)
     if plan.servers:
-        nodes = sum(len(merge_plan(plan.computed_by(rank, 0), plan.micros).nodes) for rank in plan.holders[0])
+        nodes = sum(
+            len(merge_plan(plan.computed_by(rank, 0), plan.num_microbatches).nodes)
+            for rank in plan.holders[0]
+        )
         return Gradients(slots, nodes if strategy.synchronous else 1)
-    # A device with several stages adds up one of them while the next step's gradients of another come in.
+    # A rank with several stages reduces one of them while another stage writes gradients of the next step.
     several = any(len(plan.held_by(rank)) > 1 for rank in range(plan.size))
     return Gradients(1 + slots * (strategy.versions if several else 1), 0)
 
 
-def room_for(balance: bool) -> Room:
-    """For the memory check: what ranks of any strategy have room for, where shards may move or not."""
-    return partial(_gradients, balance)
+def gradient_memory_for(balance: bool) -> GradientBuffers:
+    """Return a function of (strategy, plan): the gradient memory of a rank, for the memory check.
+
+    ``balance``: the load balancer may move shards between ranks.
+    """
+    return partial(_gradient_memory, balance)
 
 
 class DeferredUpdates:
-    """One rank's."""
+    """Weight updates of one rank that wait for the commit of the step.
 
-    def __init__(self, clock: InstructionProfiler) -> None:
-        self._clock = clock
-        self.puts_off = False
-        """Whether anything is put off at all."""
-        self._due: list[tuple[Callable[[], None], Instruction | None]] = []
+    They are applied once every rank has replicated its gradient. So a failure leaves either all ranks before the
+    step, or all ranks able to finish it. If ``enabled`` is False, updates are applied immediately.
+    """
 
-    def __call__(self, update: Callable[[], None], instruction: Instruction | None = None) -> None:
-        """An update, now or later; where it is all of an ``instruction``, that shows when it is done."""
-        if self.puts_off:
-            self._due.append((update, instruction))
+    def __init__(self, profiler: InstructionProfiler) -> None:
+        self._profiler = profiler
+        self.enabled = False
+        self._pending: list[tuple[Callable[[], None], Instruction | None]] = []
+
+    def submit(self, update: Callable[[], None], instruction: Instruction | None = None) -> None:
+        """Apply an update now, or append it to the pending ones.
+
+        ``instruction``: whose only work is the update; the profiler shows it when the update is applied.
+        """
+        if self.enabled:
+            self._pending.append((update, instruction))
         else:
             update()
 
-    def settle(self) -> None:
-        """All that is due, in its order."""
-        due, self._due = self._due, []
-        for update, instruction in due:
+    def apply_all(self) -> None:
+        """Apply the pending updates in the order of their submission."""
+        pending, self._pending = self._pending, []
+        for update, instruction in pending:
             started = now()
             update()
             if instruction is not None:
-                self._clock.later(instruction, started, now())
+                self._profiler.record_deferred(instruction, started, now())
 
 
-Key = tuple[int, int]
+StageMicrobatch = tuple[int, int]
 """A stage and a micro-batch."""
 
 
 class ActivationFlow:
-    """Tensors between stages, here or at another rank; of a micro-batch without samples there are none."""
+    """Activations and their gradients between stages, on this rank or another one.
 
-    def __init__(self, feed: DataFeed, post: TensorChannel) -> None:
-        self.feed, self.post = feed, post
+    A micro-batch without samples has none: its instructions do nothing.
+    """
+
+    def __init__(self, feed: DataFeed, channel: TensorChannel) -> None:
+        self.feed, self.channel = feed, channel
         self.deadline = 0.0
-        self.inputs: dict[Key, Tensor] = {}
-        self.outputs: dict[Key, Tensor] = {}
-        self.gradients: dict[Key, Tensor] = {}
-        """Of a stage's output."""
-        self.returns: dict[Key, Tensor] = {}
-        """Of a stage's input."""
+        self.inputs: dict[StageMicrobatch, Tensor] = {}
+        self.outputs: dict[StageMicrobatch, Tensor] = {}
+        self.output_gradients: dict[StageMicrobatch, Tensor] = {}
+        """Gradients with respect to a stage's output: from the loss, or received."""
+        self.input_gradients: dict[StageMicrobatch, Tensor] = {}
+        """Gradients with respect to a stage's input: computed here, for the previous stage."""
 
     def load(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
             self.inputs[0, instruction.micro] = self.feed.inputs(instruction.micro)
 
     def input(self, stage: int, micro: int) -> Tensor:
-        """What was loaded, received, or left by the stage before."""
+        """Take the input of a stage: loaded, received, or the output of the previous stage on this rank."""
         found = self.inputs.pop((stage, micro), None)
         return self.outputs.pop((stage - 1, micro)) if found is None else found
 
-    def gradient(self, stage: int, micro: int) -> Tensor:
-        """What the loss gave, was received, or was left by the stage after."""
-        found = self.gradients.pop((stage, micro), None)
-        return self.returns.pop((stage + 1, micro)) if found is None else found
+    def output_gradient(self, stage: int, micro: int) -> Tensor:
+        """Take the gradient of a stage's output: from the loss, received, or of the next stage on this rank."""
+        found = self.output_gradients.pop((stage, micro), None)
+        return self.input_gradients.pop((stage + 1, micro)) if found is None else found
 
-    def send_output(self, one: Instruction) -> None:
-        if not self.feed.empty(one.micro):
-            self.post.send(one, self.outputs.pop((one.stage, one.micro)), self.deadline)
+    def send_output(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self.channel.send(
+                instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline
+            )
 
-    def recv_input(self, one: Instruction) -> None:
-        if not self.feed.empty(one.micro):
-            self.inputs[one.stage, one.micro] = self.post.expect(one, self.deadline)
+    def recv_input(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self.inputs[instruction.stage, instruction.micro] = self.channel.expect(
+                instruction, self.deadline
+            )
 
-    def send_gradient(self, one: Instruction) -> None:
-        if not self.feed.empty(one.micro):
-            self.post.send(one, self.returns.pop((one.stage, one.micro)), self.deadline)
+    def send_gradient(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self.channel.send(
+                instruction, self.input_gradients.pop((instruction.stage, instruction.micro)), self.deadline
+            )
 
-    def recv_gradient(self, one: Instruction) -> None:
-        if not self.feed.empty(one.micro):
-            self.gradients[one.stage, one.micro] = self.post.expect(one, self.deadline)
+    def recv_gradient(self, instruction: Instruction) -> None:
+        if not self.feed.empty(instruction.micro):
+            self.output_gradients[instruction.stage, instruction.micro] = self.channel.expect(
+                instruction, self.deadline
+            )
 
 
 class PlanExecutor:
-    """One rank: its stages, its data, and the instructions it runs."""
+    """The stages, data and communication of one rank, and the loop over its instructions. ``setup.py`` makes it."""
 
     def __init__(
         self,
-        world: RankContext,
+        context: RankContext,
         settings: Settings,
         blocks: Sequence[nn.Module],
         cut: Sequence[int],
@@ -156,160 +178,189 @@ class PlanExecutor:
         vectors: StateVectors,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.world, self.settings, self.criterion, self.rank = world, settings, criterion, world.rank
-        self.clock, self.last = InstructionProfiler(), plan.stages - 1
-        self.owed = DeferredUpdates(self.clock)
-        rows = -(-settings.batch_size // plan.micros)
-        self.flow = ActivationFlow(
-            DataFeed(data, settings.seed, rows), TensorChannel(world.communicator.endpoint)
+        """``cut``: the first block of each stage. ``vectors``: allocates the state in the arena."""
+        self.context, self.settings, self.criterion, self.rank = context, settings, criterion, context.rank
+        self.profiler, self.last_stage = InstructionProfiler(), plan.stages - 1
+        self.deferred_updates = DeferredUpdates(self.profiler)
+        rows = -(-settings.batch_size // plan.num_microbatches)
+        self.activations = ActivationFlow(
+            DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint)
         )
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
-        self.held: dict[int, StageState] = {}
-        hold = holder(accelerator, plan, settings)
-        for stage in plan.held_by(world.rank):
+        self.stage_states: dict[int, StageState] = {}
+        """The stages that this rank holds, by number."""
+        make_stage_state = stage_state_factory(accelerator, plan, settings)
+        for stage in plan.held_by(context.rank):
             low, high = bounds[stage], bounds[stage + 1]
-            how = settings, f"stage{stage}.", not plan.servers, chain
-            self.held[stage] = hold(vectors, blocks[low:high], low, *how)
-        self._lowest = min(self.held, default=0)
-        self._norm = GradientNorm(world, settings, blocks, bounds)
+            self.stage_states[stage] = make_stage_state(
+                vectors,
+                blocks[low:high],
+                first_block=low,
+                settings=settings,
+                name=f"stage{stage}.",
+                updates=not plan.servers,
+                chain=chain,
+            )
+        self._first_stage = min(self.stage_states, default=0)
+        self._norm = GradientNorm(context, settings, blocks, bounds)
         self._objective = Objective(criterion)
-        self._totals: dict[int, GradientReducer] = {}
+        self._reducers: dict[int, GradientReducer] = {}
         self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
-            InstructionKind.LOAD: self.flow.load,
+            InstructionKind.LOAD: self.activations.load,
             InstructionKind.FORWARD: self._forward,
             InstructionKind.BACKWARD: self._backward,
             InstructionKind.BACKWARD_INPUT: self._backward_input,
             InstructionKind.BACKWARD_WEIGHT: self._backward_weight,
-            InstructionKind.SEND_OUTPUT: self.flow.send_output,
-            InstructionKind.RECV_INPUT: self.flow.recv_input,
-            InstructionKind.SEND_GRADIENT: self.flow.send_gradient,
-            InstructionKind.RECV_GRADIENT: self.flow.recv_gradient,
+            InstructionKind.SEND_OUTPUT: self.activations.send_output,
+            InstructionKind.RECV_INPUT: self.activations.recv_input,
+            InstructionKind.SEND_GRADIENT: self.activations.send_gradient,
+            InstructionKind.RECV_GRADIENT: self.activations.recv_gradient,
             InstructionKind.REDUCE: self._reduce,
             InstructionKind.UPDATE: self._update,
         }
-        self._figures: dict[int, Figures] = {}
+        self._metrics: dict[int, ShardMetrics] = {}
         self._waited, self._position = 0.0, Position(0, 0, 0)
         slow = settings.slowdown
-        self.drag: float = slow[world.rank] - 1 if world.rank < len(slow) else 0
-        self.rate, self.sent = 0.0, 0
-        self.norm_scale: float | None = None
+        self.extra_slowdown: float = slow[context.rank] - 1 if context.rank < len(slow) else 0
+        """For experiments: seconds to sleep for each second of computation."""
+        self.rate, self.extra_bytes_sent = 0.0, 0
+        """The learning rate of the step; bytes sent through shared memory, or over endpoints that are closed."""
+        self.gradient_scale: float | None = None
+        """Clipping factor of the step; None until the first stage is updated."""
         self.computed: list[int] = []
-        """Shards of the step under way that are in their slots, in the order they came."""
-        self.updated = -1
-        """Steps up to the last update."""
-        self._joint: BatchedShards | None = None
-        self.joint_most = 1
+        """Shards of the current step whose gradients are in their slots, in the order of computation."""
+        self.steps_updated = -1
+        """Number of steps whose update was made or submitted; -1 before the first."""
+        self._batched: BatchedShards | None = None
+        self.max_batched_shards = 1
+        """How many shards may be computed as one batch."""
         if plan.stages == 1 and self._objective.by_hand is not None:
-            whole = self.held.get(0)
-            self.joint_most = batchable(world, whole, rows, settings.timeout_s)
-            if self.joint_most > 1 and whole is not None:
-                self._joint = BatchedShards(self.feed, whole, self.clock, rows)
-        self.follow(plan)
+            whole = self.stage_states.get(0)
+            self.max_batched_shards = agree_max_batched_shards(context, whole, rows, settings.timeout_s)
+            if self.max_batched_shards > 1 and whole is not None:
+                self._batched = BatchedShards(self.feed, whole, self.profiler, rows)
+        self.switch_plan(plan)
 
     @property
     def feed(self) -> DataFeed:
-        """Where samples come from."""
-        return self.flow.feed
+        """The samples of the current step."""
+        return self.activations.feed
 
     @property
-    def post(self) -> TensorChannel:
-        """Where tensors for other ranks go."""
-        return self.flow.post
+    def channel(self) -> TensorChannel:
+        """Tensors to and from other ranks."""
+        return self.activations.channel
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that went to other ranks: over links, or through their memory."""
-        return self.sent + self.post.endpoint.bytes_sent + sum(one.moved for one in self._totals.values())
+        """Bytes sent to other ranks, over links and through shared memory."""
+        return (
+            self.extra_bytes_sent
+            + self.channel.endpoint.bytes_sent
+            + sum(one.bytes_moved for one in self._reducers.values())
+        )
 
     def close(self) -> None:
-        """Ends the threads that add up."""
-        for one in self._totals.values():
+        """Stop the threads of the reducers."""
+        for one in self._reducers.values():
             one.close()
 
     # ---- plans
 
-    def move(self, world: RankContext) -> None:
-        """The same rank's work among others: the members have changed."""
-        self.sent += self.post.endpoint.bytes_sent
-        self.world, self.rank = world, world.rank
-        self.flow.post = TensorChannel(world.communicator.endpoint)
-        self._norm.move(world)
+    def set_context(self, context: RankContext) -> None:
+        """Continue in the next generation, with another rank number and other peers."""
+        self.extra_bytes_sent += self.channel.endpoint.bytes_sent
+        self.context, self.rank = context, context.rank
+        self.activations.channel = TensorChannel(context.communicator.endpoint)
+        self._norm.set_context(context)
 
-    def follow(self, plan: Plan, holdings: Sequence[MergePlan] | None = None) -> None:
-        """Goes over to this plan, with all other ranks; the stages must be held by the same ranks.
+    def switch_plan(self, plan: Plan, holdings: Sequence[MergePlan] | None = None) -> None:
+        """Switch to another plan. Collective. The stages must be held by the same ranks as before.
 
-        ``holdings``: what each rank holds in the end, where they have something already.
+        ``holdings``: the tree nodes that each rank will hold, if ranks have already computed shards of the step.
         """
         deadline = time.monotonic() + self.settings.timeout_s
         self.plan = plan
-        self.sent += sum(one.moved for one in self._totals.values())
+        self.extra_bytes_sent += sum(one.bytes_moved for one in self._reducers.values())
         self.close()
-        for stage, held in sorted(self.held.items()):
+        for stage, stage_state in sorted(self.stage_states.items()):
             ranks = plan.holders[stage]
             if holdings is None:
-                holdings = [merge_plan(plan.computed_by(rank, stage), plan.micros) for rank in ranks]
+                holdings = [
+                    merge_plan(plan.computed_by(rank, stage), plan.num_microbatches) for rank in ranks
+                ]
             mine: MergePlan = holdings[ranks.index(self.rank)]
-            held.arrange(mine, most_slots(plan, self.settings.balance))
-            if not plan.servers:  # who add up what they are sent
-                group = self.world.communicator if len(ranks) == self.world.size else self.world.group(ranks)
-                self._totals[stage] = GradientReducer(group, holdings, plan.micros, held, deadline)
+            stage_state.allocate_slots(mine, max_gradient_slots(plan, self.settings.balance))
+            if not plan.servers:  # servers reduce the gradients that workers push
+                group = (
+                    self.context.communicator
+                    if len(ranks) == self.context.size
+                    else self.context.group(ranks)
+                )
+                self._reducers[stage] = GradientReducer(
+                    group, holdings, plan.num_microbatches, stage_state, deadline
+                )
             holdings = None
-        most = self.joint_most if self._joint is not None else 1
-        self._program = list(grouped(plan.ranks[self.rank], most))
-        grads = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
-        self._final_gradient = grads[-1] if grads else None
-        self._share = len({one.micro for one in grads})
+        most = self.max_batched_shards if self._batched is not None else 1
+        self._program = list(group_shards(plan.ranks[self.rank], most))
+        gradients = [one for one in plan.ranks[self.rank] if one.kind in GRADIENT_KINDS]
+        self._final_gradient = gradients[-1] if gradients else None
+        self._num_shards = len({one.micro for one in gradients})
 
     # ---- a step
 
     def begin(
         self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
     ) -> None:
-        """A step on these samples; ``stop`` asks everybody to stop after it, ``computed`` shards are in their slots."""
+        """Begin a step on these samples, without executing anything.
+
+        ``stop``: this rank asks all ranks to stop after the step. ``computed``: shards whose gradients are already in
+        their slots.
+        """
         self._stop, self._position = stop, position
-        self.feed.begin(position, samples, self.plan.micros)
+        self.feed.begin(position, samples, self.plan.num_microbatches)
         self.computed = list(computed)
-        self._deadline = self.flow.deadline = time.monotonic() + self.settings.timeout_s
-        self.norm_scale, self._busy = None, 0.0
-        for held in self.held.values():
-            held.begin()
+        self._deadline = self.activations.deadline = time.monotonic() + self.settings.timeout_s
+        self.gradient_scale, self._busy = None, 0.0
+        for stage_state in self.stage_states.values():
+            stage_state.begin()
 
     def step(
         self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
     ) -> None:
-        """Runs the plan on these samples."""
+        """Run the plan on these samples; the parameters are those of ``begin``."""
         self.begin(position, samples, stop, computed)
-        clock, handlers, joint = self.clock, self._handlers, self._joint
+        profiler, handlers, batched = self.profiler, self._handlers, self._batched
         for run in self._program:
-            if joint is not None and joint.possible(run):
-                joint(run, self._spent, self._joined)
+            if batched is not None and batched.can_batch(run):
+                batched(run, self._add_compute_time, self._on_batched_shard)
                 continue
             for instruction in run:
                 started, self._waited = now(), 0.0
                 handlers[instruction.kind](instruction)
-                clock.note(instruction, started, now(), self._waited)
-        self.post.endpoint.flush(self._deadline)
+                profiler.record(instruction, started, now(), self._waited)
+        self.channel.endpoint.flush(self._deadline)
 
-    def handle(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
-        """These kinds are somebody else's business from now on: a role's."""
+    def register_handlers(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
+        """Replace the handlers of these kinds of instruction. Roles call it."""
         self._handlers |= handlers
 
-    def before(self, look: Callable[[int, Instruction], None]) -> None:
-        """``look`` sees every instruction first, with its step, from 1; shards are computed one by one then."""
+    def add_instruction_hook(self, hook: Callable[[int, Instruction], None]) -> None:
+        """Call ``hook(step, instruction)`` before each instruction; the first step is 1. Disables batched shards."""
 
-        def seen(handler: Callable[[Instruction], None], instruction: Instruction) -> None:
-            look(self._position.done + 1, instruction)
+        def hooked(handler: Callable[[Instruction], None], instruction: Instruction) -> None:
+            hook(self._position.done + 1, instruction)
             handler(instruction)
 
-        self._handlers = {kind: partial(seen, handler) for kind, handler in self._handlers.items()}
-        self._joint = None
+        self._handlers = {kind: partial(hooked, handler) for kind, handler in self._handlers.items()}
+        self._batched = None
 
-    def at(self, position: Position) -> None:
-        """What follows belongs to this step, for code that looks at instructions; ``begin`` implies it."""
+    def set_position(self, position: Position) -> None:
+        """Set the step of the next instructions, for instruction hooks; ``begin`` also does."""
         self._position = position
 
-    def do(self, instruction: Instruction) -> None:
-        """One instruction, for whoever decides what comes next."""
+    def execute(self, instruction: Instruction) -> None:
+        """Execute one instruction. For roles that follow a rule instead of the plan's list."""
         self._handlers[instruction.kind](instruction)
 
     def _forward(self, instruction: Instruction) -> None:
@@ -317,93 +368,110 @@ class PlanExecutor:
         if self.feed.empty(micro):
             return
         started = now()
-        outputs = self.held[stage].forward(micro, self.flow.input(stage, micro), self.feed.seed(micro))
-        if stage == self.last:
-            self._measure(micro, outputs)
+        outputs = self.stage_states[stage].forward(
+            micro, self.activations.input(stage, micro), self.feed.seed(micro)
+        )
+        if stage == self.last_stage:
+            self._compute_loss(micro, outputs)
         else:
-            self.flow.outputs[stage, micro] = outputs
-        self._spent(started)
+            self.activations.outputs[stage, micro] = outputs
+        self._add_compute_time(started)
 
-    def _measure(self, micro: int, outputs: Tensor) -> None:
-        """The loss of a micro-batch and the gradient it starts backward with."""
-        targets = self.held[self.last].near(self.feed.targets(micro))
+    def _compute_loss(self, micro: int, outputs: Tensor) -> None:
+        """Compute the loss of a micro-batch, and the gradient with which its backward starts."""
+        targets = self.stage_states[self.last_stage].to_device(self.feed.targets(micro))
         loss, gradient = self._objective(outputs, targets, self.feed.batch_size)
-        self._figures[micro] = (loss, 0.0, float(len(targets)))
-        self.flow.gradients[self.last, micro] = gradient
+        self._metrics[micro] = (loss, 0.0, float(len(targets)))
+        self.activations.output_gradients[self.last_stage, micro] = gradient
 
     def _backward(self, instruction: Instruction) -> None:
         stage, micro = key = instruction.stage, instruction.micro
-        held = self.held[stage]
+        stage_state = self.stage_states[stage]
         if self.feed.empty(micro):
-            held.skipped(micro)
+            stage_state.on_empty_shard(micro)
             self.computed.append(micro)
         else:
             started = now()
-            totals = self._totals.get(stage) if instruction is self._final_gradient else None
-            early = totals is not None and bool(totals.buckets)
-            after = partial(totals.start, micro=micro, deadline=self._deadline) if totals and early else None
-            gradient = held.near(self.flow.gradient(*key))
-            given = held.stage.backward(micro, gradient, held.into(micro), stage > 0, after)
-            if given is not None:
-                self.flow.returns[key] = given
-            self._landed(held, stage, micro, merged=early)
-            self._spent(started)
-        self._tell_speed(instruction)
+            # After the last shard, the reducer starts with each bucket as soon as the backward has written it.
+            reducer = self._reducers.get(stage) if instruction is self._final_gradient else None
+            overlap = reducer is not None and bool(reducer.num_buckets)
+            on_segment = (
+                partial(reducer.start, micro=micro, deadline=self._deadline) if reducer and overlap else None
+            )
+            gradient = stage_state.to_device(self.activations.output_gradient(*key))
+            input_gradient = stage_state.stage.backward(
+                micro, gradient, stage_state.gradient_views(micro), stage > 0, on_segment
+            )
+            if input_gradient is not None:
+                self.activations.input_gradients[key] = input_gradient
+            self._on_gradient(stage_state, stage, micro, merged=overlap)
+            self._add_compute_time(started)
+        self._report_speed(instruction)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, micro = key = instruction.stage, instruction.micro
         if not self.feed.empty(micro):
             started = now()
-            held = self.held[stage]
-            given = held.stage.backward_input(micro, held.near(self.flow.gradient(*key)), stage > 0)
-            if given is not None:
-                self.flow.returns[key] = given
-            self._spent(started)
+            stage_state = self.stage_states[stage]
+            input_gradient = stage_state.stage.backward_input(
+                micro, stage_state.to_device(self.activations.output_gradient(*key)), stage > 0
+            )
+            if input_gradient is not None:
+                self.activations.input_gradients[key] = input_gradient
+            self._add_compute_time(started)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         stage, micro = instruction.stage, instruction.micro
-        held = self.held[stage]
+        stage_state = self.stage_states[stage]
         if self.feed.empty(micro):
-            held.skipped(micro)
+            stage_state.on_empty_shard(micro)
             self.computed.append(micro)
         else:
             started = now()
-            held.stage.backward_weight(micro, held.into(micro))
-            self._landed(held, stage, micro)
-            self._spent(started)
-        self._tell_speed(instruction)
+            stage_state.stage.backward_weight(micro, stage_state.gradient_views(micro))
+            self._on_gradient(stage_state, stage, micro)
+            self._add_compute_time(started)
+        self._report_speed(instruction)
 
-    def _landed(self, held: StageState, stage: int, micro: int, merged: bool = False) -> None:
-        figures = self._figures.pop(micro, NOTHING) if stage == self.last else NOTHING
-        held.landed(micro, figures, self.feed.full, self.feed.prints.get(micro, 0), merged)
+    def _on_gradient(self, stage_state: StageState, stage: int, micro: int, merged: bool = False) -> None:
+        metrics = self._metrics.pop(micro, NO_METRICS) if stage == self.last_stage else NO_METRICS
+        stage_state.on_gradient(
+            micro, metrics, self.feed.num_nonempty, self.feed.fingerprints.get(micro, 0), merged
+        )
         self.computed.append(micro)
-        if stage == self._lowest:
+        if stage == self._first_stage:
             self.feed.release(micro)
 
-    def _spent(self, started: float) -> None:
-        """Computed since then; a device that is to be slow takes its time."""
+    def _add_compute_time(self, started: float) -> None:
+        """Add the time since ``started`` to the rank's compute time; sleep if the rank is slowed down on purpose."""
         seconds = now() - started
-        if self.drag:
-            time.sleep(min(self.drag * seconds, 2.0))  # one that was stopped did not compute all the time
-        self._busy += (1 + self.drag) * seconds
+        if self.extra_slowdown:
+            # At most 2 s: a process that was stopped (SIGSTOP) did not compute all the time.
+            time.sleep(min(self.extra_slowdown * seconds, 2.0))
+        self._busy += (1 + self.extra_slowdown) * seconds
 
-    def _joined(self, instruction: Instruction) -> None:
+    def _on_batched_shard(self, instruction: Instruction) -> None:
         self.computed.append(instruction.micro)
-        self._tell_speed(instruction)
+        self._report_speed(instruction)
 
-    def _tell_speed(self, instruction: Instruction) -> None:
-        """With the last gradient: how long a shard takes here. Everybody learns it by the sum."""
+    def _report_speed(self, instruction: Instruction) -> None:
+        """With the last gradient, report this rank's seconds per shard; the all-reduce brings it to all ranks."""
         if instruction is self._final_gradient:
-            seconds, asked = self._busy / max(1, self._share), (self._stop, self.world.moving())
-            self.held[instruction.stage].tell(instruction.micro, self.rank, seconds, *asked)
+            self.stage_states[instruction.stage].report_speed(
+                instruction.micro,
+                self.rank,
+                seconds=self._busy / max(1, self._num_shards),
+                stop=self._stop,
+                move=self.context.reassignment_ready(),
+            )
 
     def _reduce(self, instruction: Instruction) -> None:
-        self._waited = self._totals[instruction.stage](self._deadline)
+        self._waited = self._reducers[instruction.stage](self._deadline)
 
     def _update(self, instruction: Instruction) -> None:
-        if self.norm_scale is None:
-            self.norm_scale = self._norm.scale(self.held, self.plan)
-        held, done = self.held[instruction.stage], self._position.done
-        held.summed(done, self.norm_scale)
-        self.owed(partial(held.finish, self.rate, done), instruction)
-        self.computed, self.updated = [], done + 1
+        if self.gradient_scale is None:
+            self.gradient_scale = self._norm.scale(self.stage_states, self.plan)
+        stage_state, done = self.stage_states[instruction.stage], self._position.done
+        stage_state.on_total(done, self.gradient_scale)
+        self.deferred_updates.submit(partial(stage_state.apply_update, self.rate, done), instruction)
+        self.computed, self.steps_updated = [], done + 1

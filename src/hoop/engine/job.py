@@ -1,4 +1,7 @@
-"""What is trained: a model, its data and its loss. Named by import path, so that no code ever travels."""
+"""A ``Job``: model, data and loss. A job is named by an import path, so that no code is ever sent to a device.
+
+``find_job`` resolves a name in the user's own process; ``job_for_a_device`` resolves one that came over the network.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from hoop.engine.stage.autograd import LOSSES, MEAN, REDUCTIONS, SUM, Criterion,
 from hoop.errors import InvalidArgument, NotFound
 
 INHERITED: list[Job] = []
-"""Jobs made of live objects, which devices that were forked from this process have too: ``inherited:0`` and so on."""
+"""Jobs made of live objects, by index: ``inherited:0`` names the first. Devices forked from this process have them."""
 LOADED: dict[str, Job] = {}
-"""Jobs that this process has found, as devices are told of them: those that are forked from it have them too."""
+"""Jobs that this process has resolved, by the name that devices get. Devices forked from this process have them."""
 _IMPORT_PATH = re.compile(r"[\w-]+(\.[\w-]+)*:\w+", re.ASCII)
 
 
@@ -29,10 +32,11 @@ _IMPORT_PATH = re.compile(r"[\w-]+(\.[\w-]+)*:\w+", re.ASCII)
 class Job:
     """A model, its data and its loss, with the settings that suit them.
 
-    ``model(seed)`` makes the model, the same for the same seed; an ``nn.Sequential`` is cut between its blocks.
-    ``loss`` is a name, or a function of (outputs, targets) that returns the mean or the sum over the samples, or a
-    value a sample. It trains as it does in PyTorch on the whole batch: the mean, the sum, or the mean of the values.
-    ``reduction`` states which of them it is, ``mean``, ``sum`` or ``none``, where Hoop cannot find it out.
+    ``model(seed)`` makes the model, the same for the same seed; an ``nn.Sequential`` can be partitioned between its
+    blocks. ``loss`` is a name, or a function of (outputs, targets) that returns the mean or the sum over the samples,
+    or one value per sample. It trains as in PyTorch on the whole batch: with the mean, the sum, or the mean of the
+    values.
+    ``reduction`` states which of them ``loss`` returns, ``mean``, ``sum`` or ``none``, if Hoop cannot find out.
     """
 
     model: Callable[[int], nn.Module]
@@ -72,7 +76,7 @@ class Job:
 
     @property
     def criterion(self) -> Criterion | None:
-        """The loss with its reduction; None where that is to be found out, by ``reduction.with_criterion``."""
+        """The loss with its reduction; None if ``loss_reduction.with_criterion`` has to find the reduction out."""
         if isinstance(self.loss, Criterion):
             return self.loss
         if isinstance(self.loss, str):
@@ -80,32 +84,32 @@ class Job:
         return None if self.reduction is None else Criterion.of(self.loss, self.reduction)
 
     def defaults(self, name: str) -> Settings:
-        """This job's settings, where nobody says otherwise."""
+        """The default settings of this job, which is called ``name``."""
         return Settings().replaced({"job": name, **self.settings})
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What a model can be cut between: the children of an ``nn.Sequential``, else the model as it is."""
+    """The units of partitioning: the children of an ``nn.Sequential``, else the whole model as one block."""
     return list(model) if isinstance(model, nn.Sequential) and len(model) else [model]
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Each tensor's name in the model's ``state_dict``, by identity."""
+    """Name of each parameter and buffer in the model's ``state_dict``, by ``id``."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return {id(tensor): name for name, tensor in named}
 
 
 def import_path(name: str) -> str:
-    """How devices are told of a job: a file by its module's name, never by where it lies here."""
+    """The name of a job that is sent to devices: a file becomes a module name, without its path on this machine."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).stem}:{attribute}" if colon and where.endswith(".py") else name
 
 
 def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None) -> Job:
-    """A job that somebody elsewhere names: a recipe, or ``module:name`` of code that is on this machine already.
+    """Resolves a job's name on a device: a recipe, or ``module:name`` of code that is on this machine already.
 
-    No path from elsewhere is opened: the module is one in ``folder``, which whoever started this device chose, or one
-    that is installed. Of it only a ``Job`` is used, or a function that says it returns one.
+    The name comes over the network, so no path in it is opened. The module must be installed, or be in ``folder``,
+    which the user that started this device chose. Only a ``Job`` in it is used, or a function annotated to return one.
     """
     if name in recipes or name.startswith("inherited:"):
         return find_job(name, recipes)
@@ -113,7 +117,7 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
         return LOADED[name]
     if not _IMPORT_PATH.fullmatch(name):
         raise InvalidArgument(
-            f"job: {name[:200]!r} is no recipe and no module:name; a device opens no path that somebody else names"
+            f"job: {name[:200]!r} is no recipe and no module:name; a device opens no path that comes from outside"
         )
     where, _, attribute = name.partition(":")
     if where.partition(".")[0] in sys.stdlib_module_names or "__main__" in where.split("."):
@@ -133,11 +137,11 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
         return found
     if getattr(found, "__annotations__", {}).get("return") not in (Job, "Job", "hoop.Job"):
         raise InvalidArgument(f"job: {name} is neither a hoop.Job nor a function that says '-> hoop.Job'")
-    return _made(found, name)
+    return _build(found, name)
 
 
 def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
-    """A recipe, ``file.py:name``, ``package.module:name``, or what this process inherited: as its own user names it."""
+    """Resolves a job's name in the user's process: a recipe, ``file.py:name``, ``module:name`` or ``inherited:0``."""
     if name in recipes:
         return recipes[name]
     where, colon, attribute = name.rpartition(":")
@@ -152,11 +156,11 @@ def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
     found = getattr(_module(where, name), attribute, None)
     if found is None:
         raise NotFound(f"job: {where} has no {attribute!r}")
-    job = LOADED[import_path(name)] = _made(found, name)
+    job = LOADED[import_path(name)] = _build(found, name)
     return job
 
 
-def _made(found: Any, name: str) -> Job:
+def _build(found: Any, name: str) -> Job:
     job = found() if callable(found) and not isinstance(found, Job) else found
     if not isinstance(job, Job):
         raise InvalidArgument(f"job: {name} is {type(job).__name__}; make it a hoop.Job(model=…, data=…)")
@@ -176,12 +180,12 @@ def _module(where: str, name: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """Runs a file anew, so that a device that stays up sees what was changed in it."""
+    """Executes a file as a module, again on every call, so that a running device sees changes to the file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # it may import what lies beside it
+    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
     try:
         spec.loader.exec_module(module)
     finally:

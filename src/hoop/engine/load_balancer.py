@@ -1,16 +1,14 @@
-"""Which device is merely slow: it is named, and gets fewer shards, and is not taken for dead.
+"""Load balancing in data parallel: shards follow the devices' measured speed, and stragglers are reported.
 
-A device is a straggler when even the fastest of its last steps took clearly longer a shard than the fastest of the
-others'. Noise only ever adds time, so a healthy device has a fast step among its last ones, whatever else runs on its
-machine. It is one no more when its usual step is about as fast as that.
+Each rank's seconds per shard are summed along with the gradients. All ranks therefore see the same times and take the
+same decisions without further messages. The result of training does not depend on which rank computes a shard.
 
-Where devices outnumber the cores of their machine nobody is named. Times then show who got a core and not who is slow:
-of four devices on two cores one can take five times longer than another for as long as the scheduler likes.
+A device is a straggler if even the fastest of its last ``WINDOW`` steps took clearly longer per shard than the fastest
+steps of the other devices. Noise only ever adds time, so a healthy device has a fast step among its last ones. It stops
+being one when its median step is about as fast as that. A straggler is alive: it gets fewer shards, nothing else.
 
-Shards follow the devices' measured speed.
-
-Every rank's seconds a shard come with the sum of the gradients, so all ranks see the same figures and come to the same
-decision without a word; the result of the training does not depend on it.
+If devices outnumber the cores of their host, no straggler is reported: times then show which device got a core. Of four
+devices on two cores one can take five times longer than another for as long as the scheduler likes.
 """
 
 from __future__ import annotations
@@ -21,148 +19,148 @@ from dataclasses import dataclass
 from statistics import median
 
 from hoop.collectives.reduction import Array
-from hoop.engine.stage.state import MOST_SPEEDS, SPEED
+from hoop.engine.stage.state import MAX_SPEEDS, SPEED
+from hoop.job_events import Balanced, JobEvent, Straggler
 from hoop.plan.plan import Plan
 from hoop.strategies.base import Strategy
 
 WINDOW = 8
-"""Steps that are looked at: a device that becomes slow is named after so many."""
-SLOW = 1.5
-"""Times slower than the others: named."""
-WELL = 1.2
-"""Times slower than the others: no more."""
+"""Steps in the moving window: a device that becomes slow is reported after this many."""
+SLOW_FACTOR = 1.5
+"""A device this many times slower than the others becomes a straggler."""
+RECOVERED_FACTOR = 1.2
+"""A straggler less than this many times slower than the others stops being one."""
 FLOOR_S = 0.001
-"""Less a shard is no matter: what a call costs, not what a device does."""
+"""Differences below this, in seconds per shard, are call overhead and do not count."""
 
 
 @dataclass(frozen=True)
 class StragglerVerdict:
-    """A rank that has become a straggler, or is one no more."""
+    """A rank has become a straggler (``slow``), or has stopped being one."""
 
     rank: int
     slow: bool
-    times: float
-    """How many times longer a shard takes there than elsewhere."""
+    slowdown: float
+    """Its seconds per shard, relative to the other ranks'."""
 
-    def told(self, step: int) -> dict[str, object]:
-        """As an event."""
-        what = {"straggler": self.rank, "slow": self.slow, "times": self.times}
-        return {"kind": "straggler", "step": step, **what}
+    def to_event(self, step: int) -> Straggler:
+        return Straggler(step, straggler=self.rank, slow=self.slow, times=self.slowdown)
 
 
 class StragglerDetector:
-    """Watches every rank's seconds a shard. All ranks see the same figures, and judge alike."""
+    """Detects stragglers from every rank's seconds per shard. Deterministic: all ranks get the same verdicts."""
 
-    def __init__(self, size: int, crowding: float = 1.0) -> None:
-        """``crowding``: devices a core."""
-        self._judges = crowding <= 1.0
-        self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+    def __init__(self, size: int, oversubscription: float = 1.0) -> None:
+        """``size``: ranks. ``oversubscription``: devices per core; above 1 the detector reports nothing."""
+        self._enabled = oversubscription <= 1.0
+        self._recent: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
         self.slow: set[int] = set()
 
-    def after(self, seconds: Sequence[float]) -> list[StragglerVerdict]:
-        """A step's figures, by rank; 0 for one that computed nothing. What has changed with it."""
-        if not self._judges:
+    def observe(self, seconds: Sequence[float]) -> list[StragglerVerdict]:
+        """Adds one step's seconds per shard, by rank (0: it computed no shard); returns verdicts that changed."""
+        if not self._enabled:
             return []
-        for seen, one in zip(self._seen, seconds, strict=True):
+        for recent, one in zip(self._recent, seconds, strict=True):
             if one > 0:
-                seen.append(one)
-        if len(self._seen) < 2 or not all(len(seen) == WINDOW for seen in self._seen):
+                recent.append(one)
+        if len(self._recent) < 2 or not all(len(recent) == WINDOW for recent in self._recent):
             return []
         verdicts = []
-        for rank, seen in enumerate(self._seen):
+        for rank, recent in enumerate(self._recent):
             if not seconds[rank]:
-                continue  # nothing new is known of it
-            others = self._others(rank)
-            if rank not in self.slow and min(seen) > SLOW * others + FLOOR_S:
+                continue  # no new measurement
+            reference = self._reference(rank)
+            if rank not in self.slow and min(recent) > SLOW_FACTOR * reference + FLOOR_S:
                 verdicts.append(self._verdict(rank, True))
-            elif rank in self.slow and median(seen) < WELL * others + FLOOR_S:
+            elif rank in self.slow and median(recent) < RECOVERED_FACTOR * reference + FLOOR_S:
                 verdicts.append(self._verdict(rank, False))
         return verdicts
 
-    def left_out(self, rank: int) -> list[StragglerVerdict]:
-        """A rank gets no more shards, by its usual speed: nothing more will be known of it."""
-        if not self._judges or rank in self.slow:
+    def drop_rank(self, rank: int) -> list[StragglerVerdict]:
+        """Called when a rank gets no more shards. There will be no more measurements, so its median decides now."""
+        if not self._enabled or rank in self.slow:
             return []
-        if median(self._seen[rank]) <= SLOW * self._others(rank) + FLOOR_S:
+        if median(self._recent[rank]) <= SLOW_FACTOR * self._reference(rank) + FLOOR_S:
             return []
         return [self._verdict(rank, True)]
 
-    def _others(self, rank: int) -> float:
-        """What is fast elsewhere."""
-        return median(min(seen) for one, seen in enumerate(self._seen) if one != rank)
+    def _reference(self, rank: int) -> float:
+        """A fast step of the other ranks: the median of their minima."""
+        return median(min(recent) for one, recent in enumerate(self._recent) if one != rank)
 
     def _verdict(self, rank: int, slow: bool) -> StragglerVerdict:
         self.slow ^= {rank}
-        return StragglerVerdict(rank, slow, median(self._seen[rank]) / self._others(rank))
+        return StragglerVerdict(rank, slow, median(self._recent[rank]) / self._reference(rank))
 
 
-LONGEST = 512
-"""Steps between two moves, in the long run: each move doubles the pause, so that noise does not drive shards about."""
-GAIN = 0.85
-"""A new share must be predicted to take at most this part of the step."""
+MAX_PAUSE = 512
+"""Steps between two changes, at most. Each change doubles the pause, so that noise does not keep moving shards."""
+MAX_RATIO = 0.85
+"""A new plan must be predicted to take at most this share of the present plan's step time."""
 
 
-def load_balancer_for(strategy: Strategy, plan: Plan, wanted: bool, crowding: float) -> LoadBalancer | None:
-    """None where nothing can move: one rank, or one that holds nothing."""
+def load_balancer_for(
+    strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float
+) -> LoadBalancer | None:
+    """None if shards cannot move: balancing is off, there is one rank, or a rank holds no stage."""
     whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
-    return LoadBalancer(strategy, plan, plan.size, crowding) if wanted and whole else None
+    return LoadBalancer(strategy, plan, plan.size, oversubscription) if enabled and whole else None
 
 
 class LoadBalancer:
-    """Decides when shards move."""
+    """Decides when shards move. Deterministic: all ranks take the same decision after the same step."""
 
-    def __init__(self, strategy: Strategy, plan: Plan, size: int, crowding: float = 1.0) -> None:
+    def __init__(self, strategy: Strategy, plan: Plan, size: int, oversubscription: float = 1.0) -> None:
         self._strategy = strategy
         self._plan = plan
         self._size = size
-        self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
-        self._stragglers = StragglerDetector(size, crowding)
+        self._recent: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(size)]
+        self._stragglers = StragglerDetector(size, oversubscription)
         self._verdicts: list[StragglerVerdict] = []
         self._steps = 0
-        self._next = self._pause = WINDOW
+        self._next_change = self._pause = WINDOW
 
-    def after(self, tail: Array) -> Plan | None:
-        """The plan for the next steps, if another one is clearly better."""
-        if self._size > MOST_SPEEDS:
+    def observe(self, tail: Array) -> Plan | None:
+        """Called after every step with the total's tail; returns the plan for the next steps if it should change."""
+        if self._size > MAX_SPEEDS:
             return None
-        told = [float(tail[SPEED + rank]) for rank in range(self._size)]
-        self._verdicts = self._stragglers.after(told)
-        for seen, seconds in zip(self._seen, told, strict=True):
+        measured = [float(tail[SPEED + rank]) for rank in range(self._size)]
+        self._verdicts = self._stragglers.observe(measured)
+        for recent, seconds in zip(self._recent, measured, strict=True):
             if seconds > 0:
-                seen.append(seconds)
+                recent.append(seconds)
         self._steps += 1
-        if self._steps < self._next or not all(len(seen) == WINDOW for seen in self._seen):
+        if self._steps < self._next_change or not all(len(recent) == WINDOW for recent in self._recent):
             return None
-        seconds_each = [median(seen) for seen in self._seen]
-        if not self._may_gain(seconds_each):
+        seconds_each = [median(recent) for recent in self._recent]
+        if not self._can_improve(seconds_each):
             return None
-        plan = self._strategy.plan(self._size, self._plan.micros, [1 / one for one in seconds_each])
-        if self._takes(plan, seconds_each) > GAIN * self._takes(self._plan, seconds_each):
+        plan = self._strategy.plan(self._size, self._plan.num_microbatches, [1 / one for one in seconds_each])
+        if self._step_seconds(plan, seconds_each) > MAX_RATIO * self._step_seconds(self._plan, seconds_each):
             return None
-        # Whoever got nothing keeps its last measurements until it gets something again.
         self._plan = plan
-        self._next = self._steps + self._pause
-        self._pause = min(2 * self._pause, LONGEST)
-        for rank, seen in enumerate(self._seen):
+        self._next_change = self._steps + self._pause
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        for rank, recent in enumerate(self._recent):
             if plan.computed_by(rank, 0):
-                seen.clear()
-            else:
-                self._verdicts += self._stragglers.left_out(rank)
+                recent.clear()
+            else:  # a rank without shards keeps its last measurements until it gets shards again
+                self._verdicts += self._stragglers.drop_rank(rank)
         return plan
 
-    def news(self, plan: Plan | None, step: int) -> list[dict[str, object]]:
-        """What the last step has changed, as events: who has become a straggler, who gets how many shards."""
-        told = [verdict.told(step) for verdict in self._verdicts]
+    def events(self, plan: Plan | None, step: int) -> list[JobEvent]:
+        """Events of the last ``observe``, which returned ``plan``: changed verdicts, and each rank's shards."""
+        events: list[JobEvent] = [verdict.to_event(step) for verdict in self._verdicts]
         if plan is not None:
             shares = [len(plan.computed_by(rank, 0)) for rank in range(plan.size)]
-            told.append({"kind": "balanced", "step": step, "shards": shares})
-        return told
+            events.append(Balanced(step, shares))
+        return events
 
-    def _may_gain(self, seconds: list[float]) -> bool:
-        """Whether shards of any size could: a plan costs more than this, and most steps need none."""
-        least = self._plan.micros / sum(1 / seconds[rank] for rank in self._plan.holders[0])
-        return least <= GAIN * self._takes(self._plan, seconds)
+    def _can_improve(self, seconds: list[float]) -> bool:
+        """Whether arbitrarily small shards would be enough of a gain: most steps need no plan, which costs more."""
+        least = self._plan.num_microbatches / sum(1 / seconds[rank] for rank in self._plan.holders[0])
+        return least <= MAX_RATIO * self._step_seconds(self._plan, seconds)
 
     @staticmethod
-    def _takes(plan: Plan, seconds: list[float]) -> float:
+    def _step_seconds(plan: Plan, seconds: list[float]) -> float:
         return max(len(plan.computed_by(rank, 0)) * one for rank, one in enumerate(seconds))

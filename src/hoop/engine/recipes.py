@@ -1,4 +1,4 @@
-"""Jobs that come with Hoop: ``hoop train --list``."""
+"""The jobs that come with Hoop; ``hoop train --list`` shows them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def softmax(size: int = 28) -> Job:
         settings={
             "epochs": 100,
             "batch_size": 60_000,
-            "lr": 0.1 * (28 / size) ** 2,  # an enlarged image says the same thing (size / 28)^2 times
+            "lr": 0.1 * (28 / size) ** 2,  # an enlarged image repeats each pixel (size / 28)^2 times
             "optimizer": "sgd",
             "evaluate_every": 10,
         },
@@ -47,7 +47,7 @@ RECIPES: dict[str, Job] = {
             "batch_size": 256,
             "shards": 4,
             "optimizer": "adam",
-            "lr": 5e-3,  # of those tried in benchmarks/training, not the best, but far from where it breaks
+            "lr": 5e-3,  # not the best rate in benchmarks/training, but far from where training diverges
             "schedule": "cosine",
             "warmup": 100,
         },

@@ -1,4 +1,4 @@
-"""How a job is trained: every choice a user can make, checked, and as JSON."""
+"""How a job is trained: every setting that a user can choose, with its check and its JSON form."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ ACCELERATORS = ("cpu", "cuda", "auto", "mirror")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a job is trained."""
+    """The settings of one run: equal at every rank, sent to devices as JSON."""
 
     job: str = "mnist"
-    """A recipe's name, or ``file.py:name`` or ``package.module:name`` of a ``Job``."""
+    """Name of a recipe, or ``file.py:name`` or ``package.module:name`` of a ``Job``."""
     strategy: str = "data"
     epochs: int = 10
     batch_size: int = 256
     shards: int = 8
-    """Into how many shards a global batch is cut: the result depends on it, not on the number of devices."""
+    """Shards of a global batch. The result depends on this number, not on the number of devices."""
     accumulate: int = 1
-    """Each shard is computed in so many pieces, one after the other: less memory, the same batch."""
+    """Micro-batches per shard, computed one after the other: less memory, the same batch."""
     seed: int = 0
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     precision: str = "float32"
-    """What the forward computes in; weights, gradients and updates are float32 always."""
+    """Precision of the forward, one of ``PRECISIONS``; weights, gradients and updates are always float32."""
     accelerator: str = "cpu"
-    """What devices compute on: ``cpu``, ``cuda``, or ``auto``: cuda where all of them have it."""
+    """``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``mirror``, for tests: a GPU stage on the CPU.)"""
     graphs: bool = True
-    """On a GPU: forward and backward are recorded once and played back, where that is the same."""
+    """GPU: record forward and backward as CUDA graphs and replay them, where that gives the same result."""
     channels_last: bool = False
-    """On a GPU: images with their channels next to each other, which some of its kernels are faster with."""
+    """GPU: store images in channels-last format, with which some kernels are faster."""
     tf32: bool = False
-    """On a GPU: float32 products and convolutions with 10 bits of mantissa instead of 23, for speed."""
+    """GPU: compute float32 products and convolutions in TF32 (10 bits of mantissa instead of 23), for speed."""
     recompute: bool = False
-    """Activations are computed again in the backward instead of being kept."""
+    """Activation checkpointing: recompute activations in the backward instead of keeping them."""
     cut: tuple[int, ...] = ()
-    """Where stages begin, by block number (the first stage begins at 0); empty: measured."""
+    """First block of each stage but the first, which begins at block 0; empty: partition by measured cost."""
     threads_per_device: int = 1
     pin: bool = True
-    """Each device's thread is bound to its own cores."""
+    """Bind each device's thread to its own cores."""
     balance: bool = True
-    """Shards follow the devices' measured speed."""
+    """Data parallel: give faster devices more shards, by measured speed."""
     mirror: bool = True
-    """Where devices hold parts of a model, another device has a mirror of each part, in case one is lost."""
+    """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
     slowdown: tuple[float, ...] = ()
-    """For experiments: how many times slower than it is each rank computes."""
+    """For experiments: factor by which each rank's computation is slowed down, 1 or more."""
     faults: str = ""
-    """For tests: what is to go wrong where, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
+    """For tests: faults to inject, such as ``kill@rank=2,step=7,instruction=reduce`` (docs/chaos.md)."""
     bucket_bytes: int = 4 << 20
-    """Gradients of about so many bytes are added up together, while the backward goes on; 0: all at its end."""
+    """Size of gradient buckets, which are reduced while the backward continues; 0: one bucket, after the backward."""
     evaluate_every: int = 1
-    """Epochs between evaluations; the end is always evaluated. 0: only the end."""
+    """Epochs between evaluations. The final model is always evaluated; 0: only that."""
     checkpoint_every: int = 1
-    """Epochs between checkpoints; the end always is one. 0: only the end."""
+    """Epochs between checkpoints. The final model always gets one; 0: only that."""
     keep: int = 3
-    """Checkpoints that stay, the newest; with one alone there would be none before it."""
+    """Number of checkpoints to keep, the newest ones."""
     max_steps: int = 0
-    """Stop after so many steps; 0: when the epochs are over."""
+    """Stop after this many steps; 0: after all epochs."""
     trace_steps: int = 50
-    """Of so many steps at the start every instruction is recorded."""
+    """Record every instruction of this many steps at the start, for the timeline."""
     timeout_s: float = 120.0
-    """How long a device waits for another within a step."""
+    """How long a rank waits for another one within a step, in seconds."""
 
     @property
-    def micros(self) -> int:
+    def num_microbatches(self) -> int:
         return self.shards * self.accumulate
 
     @property
-    def placed(self) -> tuple[Fault, ...]:
-        """The faults, one by one."""
+    def parsed_faults(self) -> tuple[Fault, ...]:
+        """``faults``, parsed."""
         return parse_faults(self.faults)
 
     def check(self) -> Settings:
@@ -127,7 +127,7 @@ class Settings:
         return cls().replaced(data)
 
     def replaced(self, changes: Mapping[str, Any]) -> Settings:
-        """With these fields changed; those of the optimizer may be given by their own names."""
+        """A copy with these fields changed; optimizer fields may be given by their own names, at the top level."""
         own = {one.name: one for one in dataclasses.fields(self)}
         inner = {one.name for one in dataclasses.fields(self.optimizer)} - {"name"}
         outer: dict[str, Any] = {}
@@ -166,7 +166,7 @@ _KINDS = {
 
 
 def _like(field: str, value: Any, example: Any) -> Any:
-    """The value in the type of what it replaces."""
+    """Converts ``value`` to the type of ``example``; raises ``InvalidArgument`` if it does not fit."""
     if isinstance(example, bool):
         fits = isinstance(value, bool)
     elif isinstance(example, tuple):

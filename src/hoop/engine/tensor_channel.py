@@ -1,7 +1,8 @@
-"""Tensors that travel between ranks: a short header that says what comes, then the elements.
+"""Point-to-point tensors between ranks. A message is a fixed-size header, then the elements of the tensor.
 
-The header is checked against what the receiver expects, so a plan that two ranks understand differently fails with both
-sides named instead of computing nonsense.
+The header names the instruction, the dtype and the shape. The receiver checks it against the instruction that it
+executes. If two ranks run different plans, the job fails with an error that names both, instead of computing with the
+wrong tensor.
 """
 
 from __future__ import annotations
@@ -16,32 +17,35 @@ from hoop.errors import InternalError, LinkCorrupted
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.transport.base import Endpoint, PendingSend
 
-_DIMENSIONS = 8
+_MAX_DIMENSIONS = 8
 _KINDS = list(InstructionKind)
 _DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.float16, torch.uint8, torch.int32]
-_MOST_ELEMENTS = 1 << 40
+_MAX_ELEMENTS = 1 << 40
 TensorReceiver = Callable[[Instruction], Tensor | None]
-"""Where a message is put; None: in memory of its own."""
+"""Returns the tensor into which a message is received, or None to allocate one."""
 
 
 class TensorChannel:
-    """Sends and receives tensors over an endpoint; used by one thread."""
+    """Sends and receives tensors over an endpoint. Not thread-safe: only the rank's training thread uses it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         self._early: dict[Instruction, Tensor] = {}
-        self.meanwhile: Callable[[], None] | None = None
-        """What can be done while nothing has come; once."""
+        self.idle_work: Callable[[], None] | None = None
+        """Called once, when a receive would otherwise wait: work that overlaps with communication."""
 
     def send(self, instruction: Instruction, tensor: Tensor, deadline: float) -> PendingSend | None:
-        """Starts a message; the tensor must stay as it is until the links are flushed, or what this returns is done."""
-        if tensor.dim() > _DIMENSIONS or tensor.dtype not in _DTYPES:
+        """Start sending a tensor to ``instruction.peer``.
+
+        The caller must not write to the tensor until the endpoint is flushed, or the returned send is done.
+        """
+        if tensor.dim() > _MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
             raise InternalError(
-                f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot travel"
+                f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot be sent"
             )
         tensor = tensor.detach().cpu().contiguous()
-        arriving = instruction.mirrored(self.endpoint.rank)
-        header = np.zeros(5 + _DIMENSIONS, np.int64)
+        arriving = instruction.counterpart(self.endpoint.rank)
+        header = np.zeros(5 + _MAX_DIMENSIONS, np.int64)
         header[:5] = (
             _KINDS.index(arriving.kind),
             arriving.stage,
@@ -54,58 +58,61 @@ class TensorChannel:
         return self.endpoint.send(instruction.peer, _bytes(tensor), deadline) if tensor.numel() else None
 
     def receive(
-        self, peer: int, deadline: float, landing: TensorReceiver | None = None
+        self, peer: int, deadline: float, receiver: TensorReceiver | None = None
     ) -> tuple[Instruction, Tensor]:
-        """The next message from a peer, as this rank calls it; ``landing`` may have a place for it."""
-        if self.meanwhile is not None and not self.ready([peer]):
-            self.idle()
-        header = np.empty(5 + _DIMENSIONS, np.int64)
+        """Receive the next message from ``peer``; returns it as the receiving instruction of this rank, and its tensor.
+
+        ``receiver`` may provide the tensor to receive into. Raises if its shape or dtype differs from the message's.
+        """
+        if self.idle_work is not None and not self.ready_peers([peer]):
+            self.run_idle_work()
+        header = np.empty(5 + _MAX_DIMENSIONS, np.int64)
         self.endpoint.recv_into(peer, header.view(np.uint8).data, deadline)
         kind, stage, micro, dtype, dimensions = (int(number) for number in header[:5])
         shape = [int(number) for number in header[5 : 5 + max(0, dimensions)]]
-        known = 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= dimensions <= _DIMENSIONS
-        if not known or any(not 0 <= one < _MOST_ELEMENTS for one in shape):
+        known = 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= dimensions <= _MAX_DIMENSIONS
+        if not known or any(not 0 <= one < _MAX_ELEMENTS for one in shape):
             raise LinkCorrupted(
-                f"a header from {self.endpoint.describe(peer)} makes no sense: {header.tolist()}"
+                f"invalid tensor header from {self.endpoint.describe(peer)}: {header.tolist()}"
             )
         message = Instruction(_KINDS[kind], stage, micro, peer)
-        tensor = landing(message) if landing is not None else None
+        tensor = receiver(message) if receiver is not None else None
         if tensor is None:
             tensor = torch.empty(shape, dtype=_DTYPES[dtype])
         elif list(tensor.shape) != shape or tensor.dtype != _DTYPES[dtype]:
             raise InternalError(
-                f"rank {self.endpoint.rank}: {message} is {_DTYPES[dtype]} {shape}, and its place is {tensor.dtype} "
+                f"rank {self.endpoint.rank}: {message} is {_DTYPES[dtype]} {shape}, expected {tensor.dtype} "
                 f"{list(tensor.shape)}: the ranks do not hold the same model"
             )
         if tensor.numel():
             self.endpoint.recv_into(peer, _bytes(tensor), deadline)
         return message, tensor
 
-    def idle(self) -> None:
-        """There is nothing else to do, or no time left to wait for such a moment."""
-        work, self.meanwhile = self.meanwhile, None
+    def run_idle_work(self) -> None:
+        """Run ``idle_work``, if there is any; it runs once."""
+        work, self.idle_work = self.idle_work, None
         if work is not None:
             work()
 
-    def ready(self, peers: Sequence[int]) -> list[int]:
-        """Which of these peers have sent something, without waiting; pending messages have their turn."""
+    def ready_peers(self, peers: Sequence[int]) -> list[int]:
+        """Return the peers that have sent something, without waiting. Also makes progress on pending sends."""
         self.endpoint.wake()
-        return self.endpoint.senders(peers, 0.0)
+        return self.endpoint.wait_readable(peers, 0.0)
 
-    def keep(self, message: Instruction, tensor: Tensor) -> None:
-        """A message that came before it is expected."""
+    def store_early(self, message: Instruction, tensor: Tensor) -> None:
+        """Store a message that arrived before its receive instruction is executed."""
         if message in self._early:
-            raise InternalError(f"rank {self.endpoint.rank}: {message} came twice")
+            raise InternalError(f"rank {self.endpoint.rank}: {message} was received twice")
         self._early[message] = tensor
 
     def expect(self, instruction: Instruction, deadline: float, into: Tensor | None = None) -> Tensor:
-        """The tensor of this receive, which is kept already or must be the peer's next message."""
+        """Return the tensor of this receive instruction: one that was stored early, or the peer's next message."""
         if (early := self._early.pop(instruction, None)) is not None:
             return early
-        came, tensor = self.receive(instruction.peer, deadline, lambda _: into)
-        if came != instruction:
+        received, tensor = self.receive(instruction.peer, deadline, lambda _: into)
+        if received != instruction:
             raise InternalError(
-                f"rank {self.endpoint.rank} waited for {instruction} and got {came}: "
+                f"rank {self.endpoint.rank} expected {instruction} and received {received}: "
                 "the ranks do not run the same plan"
             )
         return tensor

@@ -1,17 +1,16 @@
-"""What a rank's part in a job took: told once, at the end.
+"""The training loop of one rank, from the first step to the last.
 
-The way through the data: which steps there are, what each of them is made of, and where an epoch ends.
+    (1) set up    model, data, partition; all ranks check that they train the same job
+    (2) steps     each epoch's samples in order; shards move to faster devices
+    (3) epochs    evaluation; a snapshot in the arena, which a client may read
+    (4) the end   the final snapshot; an ``account`` event: seconds, bytes, memory
 
-What a rank tells that comes where others are at work, or where all have to begin again.
+A failed peer or link in (2) to (4) leads to ``_recover``: the rank keeps its state, waits for a new rank assignment,
+agrees with the other ranks on a step, and the loop continues there.
 
-A job on one rank, from the first step to the last.
-
-    (1) prepare   the model, the data, the cut; all ranks compare what they hold
-    (2) steps     each epoch's samples in their order; shards move to faster devices
-    (3) epochs    evaluation, a snapshot in the arena that a client may read
-    (4) the end   what it took
-
-What is worth telling goes to ``emit``, as plain values; nothing here knows who listens.
+The trainer reports events (``hoop/job_events.py``) through ``emit`` and does not know the receiver.
+``engine/entrypoint.py`` makes a ``Trainer`` on every device of a job and calls ``train``, or ``join`` if the job runs
+already.
 """
 
 from __future__ import annotations
@@ -19,27 +18,29 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
-from hoop.data.dataset import Splits, described, fingerprint
+from hoop import job_events as ev
+from hoop.collectives.rank_context import RankContext, single_rank
+from hoop.data.dataset import Splits, describe, fingerprint
 from hoop.data.sampler import SampleOrder
 from hoop.engine.data_feed import Position
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, unpacked
-from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_from_arena, remembered
+from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
+from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_from_arena, read_step_log
 from hoop.engine.fault_tolerance.manager import ShardedStateManager
-from hoop.engine.fault_tolerance.recovery import RECOVERABLE, level, rest_of_step
+from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step, synchronize_replicas
 from hoop.engine.job import Job
 from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
-from hoop.engine.progress_reporter import Emit, Evaluation, ProgressReporter
-from hoop.engine.rank_context import RankContext, alone, settle
+from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.base import StepWork
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, StateVectors
+from hoop.engine.thread_pinning import pin_threads
 from hoop.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -49,406 +50,491 @@ from hoop.errors import (
     PeerLost,
     UserError,
 )
+from hoop.job_events import Emit
 from hoop.plan.faults import check_reachable
 from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.strategies.catalog import parse
 
-
-def account(worker: PlanExecutor, seconds: float, done: int, stopped: bool) -> dict[str, Any]:
-    """Time by kind of work, bytes, memory, and the first steps' instructions, each with its place in time."""
-    return {
-        "kind": "account",
-        "rank": worker.rank,
-        "seconds": seconds,
-        "shares": worker.clock.seconds,
-        "instructions": worker.clock.instructions,
-        "bytes_sent": worker.bytes_sent,
-        "memory": worker.world.arena.used,
-        "spans": worker.clock.spans,
-        "done": done,
-        "stopped": stopped,
-    }
-
-
-def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
-    """Raises if a placed fault can never happen in a job that begins with this many devices and samples."""
-    if faults := settings.placed:
-        plan = parse(settings.strategy).plan(devices, settings.micros)
-        check_reachable(faults, plan, StepSchedule(settings, samples).limit, linked)
-
-
-class StepSchedule:
-    """All steps of a run."""
-
-    def __init__(self, settings: Settings, samples: int) -> None:
-        self._settings = settings
-        self._order = SampleOrder(settings.seed, samples)
-        self.samples = samples
-        self.per_epoch = self._order.steps(settings.batch_size)
-        self._steps = settings.epochs * self.per_epoch
-        self.limit = min(self._steps, settings.max_steps or self._steps)
-
-    @property
-    def told(self) -> dict[str, int]:
-        """For whoever follows the run."""
-        return {"steps": self.limit, "steps_an_epoch": self.per_epoch, "samples": self.samples}
-
-    def rate(self, done: int) -> float:
-        """The learning rate of the step after so many."""
-        return self._settings.optimizer.rate(done, self._steps)
-
-    def next(self, done: int, stride: int) -> list[StepWork]:
-        """The steps until ranks meet again: never across an epoch, and at the same places whenever it is resumed."""
-        epoch, step = divmod(done, self.per_epoch)
-        end = min((step // stride + 1) * stride, self.per_epoch, step + self.limit - done)
-        found = []
-        for one in range(step, end):
-            number = done + one - step
-            samples = self._order.indices(epoch, one, self._settings.batch_size)
-            found.append(StepWork(Position(epoch, one, number), samples, self.rate(number)))
-        return found
-
-    def ends(self, done: int) -> bool:
-        """Whether an epoch is over, or all of it."""
-        return done % self.per_epoch == 0 or done == self.limit
-
-    def ended(self, done: int) -> int:
-        """The end of an epoch that was certainly dealt with, where it is known only that so many steps are done."""
-        return max(0, (done - 1) // self.per_epoch * self.per_epoch)
-
-    def epoch(self, done: int) -> int:
-        """Which one ends here, counted from 1."""
-        return -(-done // self.per_epoch)
-
-
-MEET_S = 30.0
-
-
-class LateJoin:
-    """A rank's coming: it is ready, it has a state from somewhere, and from then on it is one that stays."""
-
-    def __init__(self, joins: bool, emit: Emit, world: RankContext, prefix: str) -> None:
-        """``prefix``: of the names of the run's buffers in the arena."""
-        self._emit, self._came = emit, joins
-        self._rows = remembered(world.arena, prefix, world.run) if joins else {}
-        self.left = load_from_arena(world.arena, prefix, world.run) if joins else []
-        """What its arena held of the run, the newest first."""
-        self.comes = joins
-        """It has no state yet, or one that its arena held."""
-        self.begins = not joins
-        """Whether it is for this rank to tell how the run began: with it, or anew because nobody has stayed."""
-
-    def ready(self, data: Splits, seconds: float) -> None:
-        """It can take a seat; which data it has is compared with the others' before it gets one."""
-        about = {"data": fingerprint(data), "about": described(data)}
-        self._emit({"kind": "ready", "seconds": seconds, **about})
-
-    def there(
-        self, step: int, world: RankContext, source: str, afresh: bool, progress: ProgressReporter
-    ) -> None:
-        """Every rank is at this step and calls this; ``source``: where this rank has its state from, if it had lost it.
-
-        ``afresh``: no rank has stayed. The rows of the last steps are handed over, from a rank that stayed or, if all
-        were restarted, from an arena.
-        """
-        progress.recall(step, self._rows)
-        progress.take_over(world.communicator, step, MEET_S)
-        if source:
-            self._emit({"kind": "state", "step": step, "device": world.device, "source": source})
-        self.comes, self.begins, self._rows = False, self.begins or afresh, {}
-
-    def start(self, told: dict[str, Any], data: Splits) -> None:
-        """How the run begins, if nobody has told."""
-        if self._came:
-            told |= {"costs": None}  # it is predicted once
-        if self.begins:
-            self._emit({"kind": "started", **told, "data": data.train.checksum, "same": fingerprint(data)})
-
-
-PATIENCE_S = 600.0
+TAKE_OVER_TIMEOUT_S = 30.0
+REASSIGNMENT_TIMEOUT_S = 600.0
 """How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
 
 
+class StepSchedule:
+    """All steps of a run: their number, samples and learning rates, and where epochs end.
+
+    ``done`` is a number of steps: that many are finished, and the next step has that index.
+    """
+
+    def __init__(self, settings: Settings, samples: int) -> None:
+        """``samples``: number of training samples."""
+        self._settings = settings
+        self._order = SampleOrder(settings.seed, samples)
+        self.samples = samples
+        self.steps_per_epoch = self._order.steps(settings.batch_size)
+        self._steps = settings.epochs * self.steps_per_epoch
+        """Steps of all epochs, which the learning-rate schedule spans."""
+        self.total_steps = min(self._steps, settings.max_steps or self._steps)
+
+    def rate(self, done: int) -> float:
+        """Learning rate of the step after ``done`` steps."""
+        return self._settings.optimizer.rate(done, self._steps)
+
+    def next_steps(self, done: int, stride: int) -> list[StepWork]:
+        """The steps until ranks synchronize again, at most ``stride``.
+
+        They end at multiples of ``stride`` within an epoch and at the epoch's end: at the same steps, wherever a run
+        was resumed.
+        """
+        epoch, step = divmod(done, self.steps_per_epoch)
+        end = min((step // stride + 1) * stride, self.steps_per_epoch, step + self.total_steps - done)
+        works = []
+        for one in range(step, end):
+            number = done + one - step
+            samples = self._order.indices(epoch, one, self._settings.batch_size)
+            works.append(StepWork(Position(epoch, one, number), samples, self.rate(number)))
+        return works
+
+    def is_epoch_end(self, done: int) -> bool:
+        """True at the end of an epoch, and at the end of the run."""
+        return done % self.steps_per_epoch == 0 or done == self.total_steps
+
+    def last_epoch_end(self, done: int) -> int:
+        """Last epoch boundary that must have been processed after ``done`` steps."""
+        return max(0, (done - 1) // self.steps_per_epoch * self.steps_per_epoch)
+
+    def epoch_number(self, done: int) -> int:
+        """The epoch that ends at ``done``, counted from 1."""
+        return -(-done // self.steps_per_epoch)
+
+
+def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
+    """Raises if an injected fault can never happen in a job that begins with this many devices and samples."""
+    if faults := settings.parsed_faults:
+        plan = parse(settings.strategy).plan(devices, settings.num_microbatches)
+        check_reachable(faults, plan, StepSchedule(settings, samples).total_steps, linked)
+
+
+class LateJoin:
+    """How this rank came into the run: from its start, or into a running job, perhaps with state in its arena."""
+
+    def __init__(self, joining: bool, emit: Emit, context: RankContext, prefix: str) -> None:
+        """``prefix``: of the names of the run's buffers in the arena."""
+        self._emit, self._joined_late = emit, joining
+        self._logged_rows = read_step_log(context.arena, prefix, context.run) if joining else {}
+        self.arena_shards = load_from_arena(context.arena, prefix, context.run) if joining else []
+        """State of the run that the arena had, newest first."""
+        self.joining = joining
+        """True until the first recovery is complete: this rank has no state, or only the arena's."""
+        self.emits_started = not joining
+        """True if this rank must emit ``started``."""
+
+    def announce_ready(self, data: Splits, seconds: float) -> None:
+        """Emits ``ready``: the coordinator may assign a rank, once it has compared the data with the other devices'."""
+        self._emit(ev.Ready(seconds, data=fingerprint(data), about=describe(data)))
+
+    def complete(
+        self, step: int, context: RankContext, source: str, all_restarted: bool, progress: ProgressReporter
+    ) -> None:
+        """Collective. Called at the end of every recovery, when all ranks have the state after ``step``.
+
+        Gives every rank the rows of the last steps, from a survivor, or from an arena if ``all_restarted``.
+        ``source``: where this rank's state comes from; empty if it never lost it.
+        """
+        progress.load_rows(step, self._logged_rows)
+        progress.take_over(context.communicator, step, TAKE_OVER_TIMEOUT_S)
+        if source:
+            self._emit(ev.StateLoaded(step, context.device, source))
+        self.emits_started = self.emits_started or all_restarted
+        self.joining, self._logged_rows = False, {}
+
+    def emit_started(self, event: ev.Started) -> None:
+        """Emits ``Started``, if this rank must."""
+        if self._joined_late:
+            event = replace(event, costs=None)  # the run is predicted once, when it starts
+        if self.emits_started:
+            self._emit(event)
+
+
 class Trainer:
-    """One rank's part in a job."""
+    """One rank's part in a job.
+
+    Data parallel ranks have the whole state (``_in_place``) and survive a loss by finishing the same step. Ranks of
+    other strategies have a shard of it, which ``_sharded`` replicates and moves; ``_sharded`` is None in data parallel.
+    """
 
     def __init__(
         self,
-        world: RankContext,
+        context: RankContext,
         settings: Settings,
         job: Job,
         emit: Emit,
-        stopping: Callable[[], bool],
+        should_stop: Callable[[], bool],
         resume: bytes | None = None,
         prefix: str = "",
-        joins: bool = False,
+        joining: bool = False,
     ) -> None:
-        """``joins``: others are at work already; see ``join``."""
-        self._world, self._settings, self._emit, self._stopping = world, settings, emit, stopping
-        self._started = time.perf_counter()
-        settle(world, settings.threads_per_device, settings.pin)
+        """Collective, unless ``joining``: all ranks of the job set up together.
+
+        ``should_stop``: the user wants the run to stop. ``resume``: a checkpoint's bytes. ``prefix``: of the names of
+        this job's buffers in the arena. ``joining``: the job runs already; call ``join`` instead of ``train``.
+        """
+        self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop
+        self._created_at = time.perf_counter()
+        pin_threads(context, settings.threads_per_device, settings.pin)
         self._data = job.data()
         job = with_criterion(job, self._data.train, settings.seed)
-        self._course = StepSchedule(settings, len(self._data.train))
-        if not joins:
-            check_faults(settings, world.size, len(self._data.train), world.linked)
-        self._done = self._ended = self._begun_at = 0
-        self._stopped = self._moving = self._leaves = False
-        self._missing: list[int] = []
-        self._arrival = LateJoin(joins, emit, world, prefix)
-        self._keepsakes = SnapshotPublisher(world.arena, prefix, emit, world.run, joins)
-        self._evidence = Provenance(settings.micros)
-        self._progress = ProgressReporter(emit, self._evidence, self._data.evaluated)
-        self._vectors = StateVectors(world.arena, prefix, world.run)
-        replicas = parse(settings.strategy).name == "data"
-        keeping = settings, job, self._data, self._vectors, self._evidence, self._arrival.left
-        self._safe = None if replicas else ShardedStateManager(*keeping)
-        self._loss: PeerError | None = None
-        if joins and self._safe is not None:
-            return  # there is nothing to get ready before it is known what this rank is to hold
-        tensors, metadata = unpacked(resume) if resume is not None else ({}, {"steps": 0})
-        self._done = self._ended = self._begun_at = int(metadata["steps"])
-        if self._safe is not None:
-            self._safe.begin(tensors, self._done)
+        self._schedule = StepSchedule(settings, len(self._data.train))
+        if not joining:
+            check_faults(settings, context.size, len(self._data.train), context.linked)
+        self._done = self._epoch_end = self._first_step = 0
+        """Steps done; the newest epoch end that has been processed; steps done when this rank began."""
+        self._stopped = self._reassignment_agreed = self._reassigning = False
+        self._missing_shards: list[int] = []
+        self._late_join = LateJoin(joining, emit, context, prefix)
+        self._snapshots = SnapshotPublisher(context.arena, prefix, emit, context.run, joining)
+        self._provenance = Provenance(settings.num_microbatches)
+        self._progress = ProgressReporter(emit, self._provenance, self._data.evaluated_split)
+        self._vectors = StateVectors(context.arena, prefix, context.run)
+        replicated = parse(settings.strategy).replicated
+        self._sharded = (
+            None
+            if replicated
+            else ShardedStateManager(
+                settings=settings,
+                job=job,
+                data=self._data,
+                vectors=self._vectors,
+                provenance=self._provenance,
+                arena_shards=self._late_join.arena_shards,
+            )
+        )
+        self._setup_error: PeerError | None = None
+        if joining and self._sharded is not None:
+            return  # the first recovery decides which part of the model this rank holds
+        self._set_up(job, resume, joining)
+
+    def _set_up(self, job: Job, resume: bytes | None, joining: bool) -> None:
+        """(1): builds this rank's part of the model, and loads the checkpoint or the arena's state."""
+        context, settings = self._context, self._settings
+        tensors, metadata = deserialize(resume) if resume is not None else ({}, {"steps": 0})
+        self._done = self._epoch_end = self._first_step = int(metadata["steps"])
+        if self._sharded is not None:
+            self._sharded.start(tensors, self._done)
         try:
-            ready = prepare(world, settings, job, self._data, self._vectors)
+            setup = prepare(context, settings, job, self._data, self._vectors)
         except PeerError as error:
-            self._loss = error  # for ``go``, where it goes on like after any other
-            if self._safe is not None:
+            self._setup_error = error  # ``train`` recovers from it as from any other loss
+            if self._sharded is not None:
                 return
-            self._vectors.free()  # each rank has all that it needs to begin with, whoever is left
-            ready = prepare(alone(world), settings, job, self._data, self._vectors)
-        self._take(ready)
+            self._vectors.free()  # a data parallel rank needs no other rank to set up
+            setup = prepare(single_rank(context), settings, job, self._data, self._vectors)
+        self._use_setup(setup)
         if tensors:
-            self._role.restore(self._ready.model, tensors, self._done)
-        if self._safe is not None:
-            self._safe.hold(self._ready, self._done)
+            self._role.restore(self._setup.model, tensors, self._done)
+        if self._sharded is not None:
+            self._sharded.set_live(self._setup, self._done)
             return
-        self._own = InPlaceState(
-            self._ready, self._vectors, self._arrival.left, bool(tensors), world.outlives
+        self._in_place = InPlaceState(
+            setup=self._setup,
+            vectors=self._vectors,
+            arena_shards=self._late_join.arena_shards,
+            resumed=bool(tensors),
+            persistent_memory=context.persistent_memory,
         )
-        self._done = self._own.take_up() if joins else self._own.whole(self._done)
-        self._ended = self._course.ended(self._done) if joins else self._done
+        self._done = self._in_place.load_newest() if joining else self._in_place.commit(self._done)
+        self._epoch_end = self._schedule.last_epoch_end(self._done) if joining else self._done
 
-    def _take(self, ready: TrainingSetup) -> None:
-        self._ready, self.worker, self._role = ready, ready.worker, ready.role
-        self._role.testify(self._evidence)
-        self._balance = load_balancer_for(
-            ready.strategy, ready.plan, self._settings.balance, self._world.crowding
+    def _use_setup(self, setup: TrainingSetup) -> None:
+        self._setup, self.executor, self._role = setup, setup.executor, setup.role
+        self._role.attach_provenance(self._provenance)
+        self._balancer = load_balancer_for(
+            setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
         )
 
-    def go(self) -> None:
-        """Trains until the epochs are over or somebody asks to stop."""
-        self._tell_begin() if self._loss is None else self._recover(self._loss)
+    # ---- the training loop
+
+    def train(self) -> None:
+        """Trains until all steps are done or all ranks have agreed to stop."""
+        self._emit_started() if self._setup_error is None else self._recover(self._setup_error)
         began = time.perf_counter()
         while True:
             try:
-                if self._owes() and not self._stopped:
-                    self._end_of_epoch()
-                if self._done >= self._course.limit or self._stopped:
-                    self._end()
+                if self._epoch_end_due() and not self._stopped:
+                    self._process_epoch_end()
+                if self._done >= self._schedule.total_steps or self._stopped:
+                    self._finish()
                     break
-                self._advance()
+                self._train_steps()
             except RECOVERABLE as error:
-                if self._leaves:
-                    raise
+                if self._reassigning:
+                    raise  # the coordinator has released this device, which leaves the job
                 self._recover(error if isinstance(error, PeerError) else PeerLost(str(error)))
-        self._emit(account(self.worker, time.perf_counter() - began, self._done, self._stopped))
-
-    def _tell_begin(self) -> None:
-        """By whoever tells the figures; again, if it may be that nobody has."""
-        if self._role.reports and self._done - self._begun_at <= self._role.stride:
-            told = {"done": self._begun_at, "seconds": time.perf_counter() - self._started}
-            self._arrival.start({**told, **self._course.told, **self._ready.told}, self._data)
-
-    def _advance(self) -> None:
-        """The steps until ranks meet."""
-        worker = self.worker
-        if self._safe is not None:
-            self._safe.keep(self._world)
-            self._safe.begin_steps()
-        worker.clock.tracing = self._done - self._begun_at < self._settings.trace_steps
-        begun = time.perf_counter()
-        works = self._course.next(self._done, self._role.stride)
-        losses = self._role.advance(works, self._stopping())
-        worker.rate = works[-1].rate
-        done = self._done + len(works)
-        if self._safe is not None:
-            known = losses if self._role.reports else None
-            met = self._safe.commit(self._world, self._stopping(), done, len(works), known)
-            self._stopped, losses = met
-        self._done = done
-        self._after(losses, begun)
-        if self._moving and not self._stopped:
-            self._move()
-
-    def _owes(self) -> bool:
-        """Whether the end of an epoch has come, and not been dealt with."""
-        return self._course.ends(self._done) and self._done > self._ended
+        self._emit(account_event(self.executor, time.perf_counter() - began, self._done, self._stopped))
 
     def join(self) -> None:
-        """Goes in where others are at work already: says that it is ready, and takes the first seat there is."""
-        self._arrival.ready(self._data, time.perf_counter() - self._started)
-        self._recover(FailedPrecondition("no seat came for a device that was ready"))
-        self._begun_at = self._done
-        self.go()
+        """Joins a running job: reports that it is ready, waits for a rank, gets the state, and trains."""
+        self._late_join.announce_ready(self._data, time.perf_counter() - self._created_at)
+        self._recover(FailedPrecondition("the coordinator assigned no rank to a device that was ready"))
+        self._first_step = self._done
+        self.train()
+
+    def _emit_started(self) -> None:
+        """The reporting rank emits ``started``; again after a recovery, if the first event may have been lost."""
+        if self._role.is_reporter and self._done - self._first_step <= self._role.stride:
+            schedule, setup, data = self._schedule, self._setup, self._data
+            self._late_join.emit_started(
+                ev.Started(
+                    steps=schedule.total_steps,
+                    done=self._first_step,
+                    steps_an_epoch=schedule.steps_per_epoch,
+                    samples=schedule.samples,
+                    parameters=sum(one.numel() for one in setup.model.parameters()),
+                    stages=setup.describe_stages(),
+                    seconds=time.perf_counter() - self._created_at,
+                    data=data.train.checksum,
+                    same=fingerprint(data),
+                    costs=setup.step_costs,
+                )
+            )
+
+    def _train_steps(self) -> None:
+        """(2): the steps until ranks synchronize."""
+        executor = self.executor
+        if self._sharded is not None:
+            self._sharded.ensure_replicated(self._context)
+            self._sharded.begin_steps()
+        executor.profiler.tracing = self._done - self._first_step < self._settings.trace_steps
+        began = time.perf_counter()
+        works = self._schedule.next_steps(self._done, self._role.stride)
+        losses = self._role.advance(works, self._should_stop())
+        executor.rate = works[-1].rate
+        done = self._done + len(works)
+        if self._sharded is not None:
+            known = losses if self._role.is_reporter else None
+            agreed = self._sharded.commit(self._context, self._should_stop(), done, len(works), known)
+            self._stopped, losses = agreed
+        self._done = done
+        self._after_steps(losses, began)
+        if self._reassignment_agreed and not self._stopped:
+            self._reassign()
+
+    def _after_steps(self, losses: list[float], began: float) -> None:
+        """Reads the votes in the total's tail, adds progress rows, and balances the load.
+
+        In data parallel the sum of the gradients tells every rank whether any rank wants to stop or to be reassigned.
+        """
+        executor, sees_stop_vote = self.executor, self._role.sees_stop_vote
+        last = executor.stage_states.get(executor.last_stage)
+        if sees_stop_vote and last is not None and self._sharded is None:
+            self._stopped, self._reassignment_agreed = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
+        if losses:
+            self._progress.add(self._done, losses, time.perf_counter() - began)
+            self._report()
+        if (
+            sees_stop_vote
+            and self._balancer is not None
+            and last is not None
+            and not self._reassignment_agreed
+        ):
+            plan = self._balancer.observe(last.tail)
+            if plan is not None:
+                executor.switch_plan(plan)
+            for event in self._balancer.events(plan, self._done) if self._role.is_reporter else ():
+                self._emit(event)
+
+    def _report(self, force: bool = False) -> None:
+        self._progress.report(self.executor.rate, self._role.is_reporter, force)
+
+    def _epoch_end_due(self) -> bool:
+        """True if an epoch has ended and has not been processed."""
+        return self._schedule.is_epoch_end(self._done) and self._done > self._epoch_end
+
+    def _process_epoch_end(self) -> None:
+        """(3): evaluates and takes a snapshot, if the settings want it after this epoch."""
+        settings, epoch = self._settings, self._schedule.epoch_number(self._done)
+        final = self._done == self._schedule.total_steps
+        self._report(force=True)
+        self._role.refresh()
+        if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
+            loss, accuracy = evaluate(self.executor, self._data.test)
+            evaluation = Evaluation(self._done, epoch, loss, accuracy)
+            self._progress.add_evaluation(evaluation, self.executor.rate, self._role.is_reporter)
+        if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
+            self._snapshot(final=False)
+        self._epoch_end = self._done
+
+    def _finish(self) -> None:
+        """(4): takes the final snapshot. Sharded: ranks synchronize after it, for an earlier loss would lose a part."""
+        self._report(force=True)
+        self._role.refresh()
+        self._snapshot(final=True)
+        if self._sharded is not None:
+            self._sharded.synchronize(self._context, False, self._done)
+
+    def _snapshot(self, final: bool) -> None:
+        role, reshard_count = self._role, self._sharded.reshard_count if self._sharded is not None else 0
+        tensors = role.checkpoint_tensors(self._setup.model)
+        self._snapshots.publish(
+            tensors,
+            self._done,
+            self._schedule.steps_per_epoch,
+            final,
+            role.num_checkpoint_parts,
+            reshard_count,
+        )
+
+    # ---- membership changes
 
     def _recover(self, error: HoopError) -> None:
-        """Goes on at the generation that the coordinator assigns this rank to next.
+        """Continues in the generation that the coordinator assigns this rank to next.
 
-        Nothing that goes wrong meanwhile ends this rank's part in the job: its state may be the only copy. It reports
-        what the ranks lacked, and waits for the next generation; the coordinator decides whether the job is over.
+        No error in the meantime ends this rank's part in the job, because its state may be the only copy. The rank
+        reports why the ranks could not continue and waits for the next generation; the coordinator decides whether the
+        job is over.
         """
-        began, world = time.perf_counter(), self._world
-        lacks: HoopError | None = None
+        began, context = time.perf_counter(), self._context
+        obstacle: HoopError | None = None
         while True:
-            if world.reseated is None:
+            if context.wait_reassignment is None:
                 raise error
-            if self._safe is not None and not self._settings.mirror:
-                raise self._keepsakes.over(f"{error}; mirror is off, and its part") from error
+            if self._sharded is not None and not self._settings.mirror:
+                raise self._snapshots.state_lost(f"{error}; mirror is off, and its part") from error
             try:
-                world = world.reseated(PATIENCE_S, lacks)
+                context = context.wait_reassignment(REASSIGNMENT_TIMEOUT_S, obstacle)
             except DeadlineExceeded:
-                raise lacks or error from None
+                raise obstacle or error from None
             try:
-                self._go_on(world) if self._safe is None else self._cut_anew(world, self._safe)
+                if self._sharded is None:
+                    self._resume_replicas(context)
+                else:
+                    self._reshard(context, self._sharded)
                 break
             except StateLost as lost:
-                lacks = self._keepsakes.over(f"with the devices that are gone {lost}")
+                obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}")
             except RECOVERABLE as another:
-                error, lacks = another, None
+                error, obstacle = another, None
             except HoopError as refused:
-                lacks = refused
+                obstacle = refused
             except Exception as bug:
-                lacks = InternalError("".join(traceback.format_exception(bug)))
-        self._tell_begin()
-        self._told_of("recovered", began, str(error))
+                obstacle = InternalError("".join(traceback.format_exception(bug)))
+        self._emit_started()
+        self._emit_change(ev.Recovered, began, str(error))
 
-    def _move(self) -> None:
-        """Goes on in another seat, with those who stay and those who join: nothing is lost, nobody waits for long."""
+    def _reassign(self) -> None:
+        """Planned membership change, data parallel: all ranks take their next ranks after the same step.
+
+        No state is lost, and the old links stay open until every rank has arrived.
+        """
         began = time.perf_counter()
-        self._tell(force=True)  # it may be another's business from now on
-        assert self._world.moved is not None, "somebody asked to move"
-        self._leaves = True
-        world, self._leaves = self._world.moved(), False
-        self._go_on(world, planned=True)
-        self._told_of("moved", began, "")
+        self._report(force=True)  # another rank may report from now on
+        assert self._context.commit_reassignment is not None, "all ranks agreed on a reassignment"
+        self._reassigning = True
+        context, self._reassigning = self._context.commit_reassignment(), False
+        self._resume_replicas(context, planned=True)
+        self._emit_change(ev.Resized, began, "")
 
-    def _told_of(self, kind: str, began: float, text: str) -> None:
-        if self._role.reports:
-            told = {"kind": kind, "step": self._done, "pause_s": time.perf_counter() - began, "text": text}
-            told |= {"missing": self._missing, "ranks": self._world.size}
-            self._emit({**told, "generation": self._world.communicator.endpoint.generation})
+    def _emit_change(self, kind: type[ev.Recovered | ev.Resized], began: float, text: str) -> None:
+        if self._role.is_reporter:
+            event = kind(
+                step=self._done,
+                pause_s=time.perf_counter() - began,
+                text=text,
+                missing=self._missing_shards,
+                ranks=self._context.size,
+                generation=self._context.communicator.endpoint.generation,
+            )
+            self._emit(event)
 
-    def _cut_anew(self, world: RankContext, safe: ShardedStateManager) -> None:
-        """The last step of which everything is left, on the devices that are there now; see ``plan.recovery``."""
-        self._world = world
+    def _reshard(self, context: RankContext, sharded: ShardedStateManager) -> None:
+        """Sharded: partitions the model for the ranks there are now, at the newest step whose state is complete."""
+        self._context = context
         try:
-            ready, plan = safe.cut_anew(world, self._done, self._ended, self._stopped)
+            setup, plan = sharded.reshard(context, self._done, self._epoch_end, self._stopped)
         except UserError as error:
-            raise FailedPrecondition(f"{error}; {self._keepsakes.remedy}") from None
-        self._take(ready)
-        self._done, self._ended, self._stopped = plan.step, plan.ended, plan.stopped
-        self._arrival.there(self._done, world, plan.source, plan.restarted, self._progress)
-        safe.keep(world)
-        safe.meet(world, self._stopping(), self._done)
-        safe.go_on(plan)
+            raise FailedPrecondition(f"{error}; {self._snapshots.remedy}") from None
+        self._use_setup(setup)
+        self._done, self._epoch_end, self._stopped = plan.step, plan.epoch_end, plan.stopped
+        self._late_join.complete(self._done, context, plan.source, plan.all_restarted, self._progress)
+        sharded.ensure_replicated(context)
+        sharded.synchronize(context, self._should_stop(), self._done)
+        sharded.confirm(plan)
 
-    def _lose(self) -> None:  # what this rank has, and remembers, is of long ago
+    def _resume_replicas(self, context: RankContext, planned: bool = False) -> None:
+        """Data parallel: gives all ranks the same state, and finishes the step under way without the lost ranks.
+
+        Shards that are lost are computed again by other ranks; see ``fault_tolerance/recovery.py``.
+        """
+        executor, settings, schedule = self.executor, self._settings, self._schedule
+        executor.set_context(context)
+        self._context = context
+        if executor.steps_updated > self._done > NO_STATE:
+            self._count_finished_step()  # the failure came after the update and before the step was counted
+        self._late_join.joining = self._late_join.joining or context.left_out
+        status = RankStatus(
+            context.device,
+            self._done,
+            self._epoch_end,
+            survived=not self._late_join.joining,
+            offers=[(self._done, [WHOLE])] if self._done > NO_STATE else [],
+            computed=executor.computed,
+        )
+        plan = synchronize_replicas(
+            self._in_place, context, status, schedule.rate, settings.timeout_s, self._forget_state
+        )
+        if context.rank in plan.behind:
+            self._count_finished_step()
+        self._done, executor.computed = plan.step, list(plan.computed[context.rank])
+        source = plan.source_of(context.rank)
+        self._late_join.complete(self._done, context, source, plan.all_restarted, self._progress)
+        self._epoch_end = plan.epoch_end
+        if not planned:
+            executor.stage_states[0].rotate_total_buffer()
+        usual = self._setup.strategy.plan(context.size, settings.num_microbatches)
+        executor.switch_plan(usual)
+        if self._epoch_end_due():
+            self._process_epoch_end()
+        self._missing_shards = plan.missing_shards(settings.num_microbatches)
+        if any(plan.computed):
+            rest, holdings, kept = plan_rest_of_step(
+                plan, settings.num_microbatches, len(executor.stage_states[0].slots)
+            )
+            executor.switch_plan(rest, holdings)
+            (work,) = schedule.next_steps(self._done, self._role.stride)
+            executor.rate = work.rate
+            executor.step(work.position, work.samples, self._should_stop(), kept[context.rank])
+            self._count_finished_step()
+            executor.switch_plan(usual)
+        self._balancer = load_balancer_for(
+            self._setup.strategy, usual, settings.balance, context.oversubscription
+        )
+
+    def _forget_state(self) -> None:
+        """Called before this rank's state, which is stale, is overwritten."""
         self._done = NO_STATE
         self._progress.forget()
 
-    def _count_late(self) -> None:
-        """A step that was finished by the way."""
-        tail = self.worker.held[0].tail
+    def _count_finished_step(self) -> None:
+        """Counts a step that was finished outside of ``_train_steps``."""
+        tail = self.executor.stage_states[0].tail
         self._done += 1
         self._progress.add(self._done, [float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
 
-    def _go_on(self, world: RankContext, planned: bool = False) -> None:
-        """The same step, with the shards that were lost dealt out anew; see ``recovery``."""
-        worker, settings, course = self.worker, self._settings, self._course
-        worker.move(world)
-        self._world = world
-        if worker.updated > self._done > NO_STATE:  # the news came between an update and its being counted
-            self._count_late()
-        self._arrival.comes = self._arrival.comes or world.left_out
-        mine = RankStatus(
-            world.device,
-            self._done,
-            self._ended,
-            stays=not self._arrival.comes,
-            offers=[(self._done, [WHOLE])] if self._done > NO_STATE else [],
-            computed=worker.computed,
-        )
-        plan = level(self._own, world, mine, course.rate, settings.timeout_s, self._lose)
-        if world.rank in plan.behind:
-            self._count_late()
-        self._done, worker.computed = plan.step, list(plan.computed[world.rank])
-        source = plan.source_of(world.rank)
-        self._arrival.there(self._done, world, source, plan.restarted, self._progress)
-        self._ended = plan.ended
-        if not planned:
-            worker.held[0].another_room()
-        usual = self._ready.strategy.plan(world.size, settings.micros)
-        worker.follow(usual)
-        if self._owes():
-            self._end_of_epoch()
-        self._missing = plan.missing_shards(settings.micros)
-        if any(plan.computed):
-            rest, holdings, kept = rest_of_step(plan, settings.micros, len(worker.held[0].slots))
-            worker.follow(rest, holdings)
-            (work,) = course.next(self._done, self._role.stride)
-            worker.rate = work.rate
-            worker.step(work.position, work.samples, self._stopping(), kept[world.rank])
-            self._count_late()
-            worker.follow(usual)
-        self._balance = load_balancer_for(self._ready.strategy, usual, settings.balance, world.crowding)
-
-    def _after(self, losses: list[float], begun: float) -> None:
-        """Figures of some steps that began then, and whether all ranks are to stop."""
-        worker, hears = self.worker, self._role.hears
-        last = worker.held.get(worker.last)
-        if hears and last is not None and self._safe is None:
-            self._stopped, self._moving = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
-        if losses:
-            self._progress.add(self._done, losses, time.perf_counter() - begun)
-            self._tell()
-        if hears and self._balance is not None and last is not None and not self._moving:
-            plan = self._balance.after(last.tail)
-            if plan is not None:
-                worker.follow(plan)
-            for told in self._balance.news(plan, self._done) if self._role.reports else ():
-                self._emit(told)
-
-    def _tell(self, force: bool = False) -> None:
-        self._progress.report(self.worker.rate, self._role.reports, force)
-
-    def _end_of_epoch(self) -> None:
-        settings, epoch = self._settings, self._course.epoch(self._done)
-        final = self._done == self._course.limit
-        self._tell(force=True)
-        self._role.refresh()
-        if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
-            loss, accuracy = evaluate(self.worker, self._data.test)
-            evaluation = Evaluation(self._done, epoch, loss, accuracy)
-            self._progress.evaluated(evaluation, self.worker.rate, self._role.reports)
-        if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
-            self._snapshot(final=False)
-        self._ended = self._done
-
-    def _end(self) -> None:
-        """The last snapshot; all ranks meet once they have made it, for a loss before would take a part of it."""
-        self._tell(force=True)
-        self._role.refresh()
-        self._snapshot(final=True)
-        if self._safe is not None:
-            self._safe.meet(self._world, False, self._done)
-
-    def _snapshot(self, final: bool) -> None:
-        role, turn = self._role, self._safe.turn if self._safe is not None else 0
-        tensors = role.tensors(self._ready.model)
-        self._keepsakes.add(tensors, self._done, self._course.per_epoch, final, role.parts, turn)
-
     def close(self) -> None:
-        """Gives the arena's memory back, but for the last snapshots, which a client may still read."""
-        self._vectors.free() if self._safe is None else self._safe.close()
+        """Frees the arena's memory, except the last snapshots, which a client may still read."""
+        self._vectors.free() if self._sharded is None else self._sharded.close()
+
+
+def account_event(executor: PlanExecutor, seconds: float, done: int, stopped: bool) -> ev.Account:
+    """The last event of a rank: seconds by kind of instruction, bytes, memory, and the trace of the first steps."""
+    return ev.Account(
+        rank=executor.rank,
+        seconds=seconds,
+        shares=executor.profiler.seconds,
+        instructions=executor.profiler.instructions,
+        bytes_sent=executor.bytes_sent,
+        memory=executor.context.arena.used,
+        spans=executor.profiler.spans,
+        done=done,
+        stopped=stopped,
+    )

@@ -1,22 +1,19 @@
-"""What a forked child of a cluster does: it is the coordinator, or a device, until its parent ends.
-
-Forked children that never outlive their parent.
-
-A cluster of forked processes, for one job, from a process that has loaded everything already.
+"""A cluster of forked processes for one job, from a process that has loaded PyTorch and the data already.
 
     this process ── fork ──▶ head ── fork ──▶ coordinator      imports are paid once, data is shared until written
                               └──── fork ──▶ each device
-    this process ◀── lines of JSON ── head                     the job's events, then its result or its error
-    this process ── a byte, or the end ──▶ head                stop after a step; or: end all of it, now
+    this process ◀── lines of JSON ── head                     the job's events, then ``head_done`` or ``head_failed``
+    this process ── a byte, or EOF ──▶ head                    byte: stop after a step; EOF: end all processes now
 
-This process never opens gRPC, which does not survive a fork: so it may train again and again. Nobody outlives it:
-each child holds a pipe from its parent and leaves when that closes, however the parent ended.
+This process never opens gRPC, which does not survive a fork; so it may train repeatedly. No child outlives its parent:
+each child holds a pipe from its parent and leaves when that pipe closes, however the parent ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import select
@@ -31,9 +28,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerLost, named
+from hoop.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    HoopError,
+    InternalError,
+    PeerLost,
+    error_from_name,
+)
+from hoop.launch.processes import remove_arenas
 from hoop.membership.failure_detector import DetectorConfig
-from hoop.memory.storage import default_directory
 from hoop.resources import Request, admit
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
@@ -44,62 +48,37 @@ from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token
 
-
-def coordinate(config: CoordinatorConfig, say: int, held: int) -> None:
-    """A coordinator, which says where it is."""
-
-    async def run() -> None:
-        ended = _until_closed(held)
-        server = CoordinatorServer(config)
-        address = await server.start()
-        os.write(say, f"{address}\n".encode())
-        os.close(say)
-        await ended.wait()
-        await server.stop()
-
-    asyncio.run(run())
-
-
-def serve(config: DeviceConfig, trainer: Trainer, complain: int, held: int) -> None:
-    """A device; why one cannot start is told as a line of JSON."""
-
-    async def run() -> None:
-        ended = _until_closed(held)
-        server = DeviceServer(config, trainer)
-        await server.start()
-        await ended.wait()
-        await server.stop()
-
-    try:
-        asyncio.run(run())
-    except HoopError as error:
-        text = f"device {config.device_id} cannot start: {error}"
-        os.write(complain, (json.dumps({"error": type(error).__name__, "text": text}) + "\n").encode())
-
-
-def _until_closed(held: int) -> asyncio.Event:
-    """Set when the other end of this pipe closes: the head has ended."""
-    ended = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def heard() -> None:
-        loop.remove_reader(held)
-        ended.set()
-
-    loop.add_reader(held, heard)
-    return ended
-
-
+STOP = b"s"
+START_S = 30.0
+END_S = 5.0
+"""Time for a process to leave before it is killed."""
+LEASE_S = 20.0
+"""The coordinator notices a dead process of this machine by its socket. The lease must be long enough for a live one
+that waits for a busy core."""
 POLL_S = 0.01
-"""A child's end makes no event that can be awaited on every platform."""
+"""The exit of a child is polled: not every platform has an event for it."""
 REAP_S = 0.1
-"""How long at most a child that has ended stays a zombie."""
+"""Longest time that an exited child stays a zombie."""
+
+Emit = Callable[[dict[str, Any]], None]
+SetStopHandler = Callable[[Callable[[], None]], None]
+Head = Callable[[Address, Emit, SetStopHandler], None]
+"""The work of the head process with a running cluster: (coordinator's address, emit, set_stop_handler).
+
+``emit`` sends an event to the parent. ``set_stop_handler`` takes the function that stops the job on request.
+"""
+
+
+# ---- forked children
 
 
 def check_forkable(threads: str = "/proc/self/task") -> None:
-    """Beside a GPU, PyTorch computes gradients in threads of its own, which a forked process lacks for good."""
+    """Raise FailedPrecondition if PyTorch has started autograd threads in this process.
+
+    With a GPU, PyTorch computes gradients in such threads, and a forked child would lack them.
+    """
     for comm in Path(threads).glob("*/comm"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the thread ended meanwhile
             if comm.read_text().startswith("pt_autograd"):
                 raise FailedPrecondition(
                     "this process has computed gradients on a machine with a GPU, and devices forked from it cannot: "
@@ -108,13 +87,15 @@ def check_forkable(threads: str = "/proc/self/task") -> None:
 
 
 def fork(work: Callable[[], None], close: set[int]) -> int:
-    """A child that does this and nothing else; these descriptors of the parent's are closed in it."""
+    """Fork a child that closes the descriptors ``close``, runs ``work`` and exits; returns its pid."""
     check_forkable()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
         return pid
+    # Never collect garbage of the parent here: a destructor of gRPC would wait for a thread that was not forked.
+    gc.freeze()
     code = 1
     try:
         for descriptor in close:
@@ -131,30 +112,33 @@ def fork(work: Callable[[], None], close: set[int]) -> int:
 
 
 class Children:
-    """Each keeps the end ``held`` of a pipe and leaves when ``hold`` closes; one that does not is killed."""
+    """Forked children that share a pipe from this process.
+
+    Each child keeps ``read_end`` and leaves when ``write_end`` closes. ``end`` kills a child that does not leave.
+    """
 
     def __init__(self) -> None:
-        self.held, self.hold = os.pipe()
+        self.read_end, self.write_end = os.pipe()
         self._pids: list[int] = []
-        """Of children that have not been waited for."""
+        """Children that have not been waited for."""
         self._reaping = threading.Lock()
 
     def start(self, work: Callable[[], None], close: set[int]) -> None:
         self._pids.append(fork(work, close))
 
     def reap(self) -> bool:
-        """Waits for the children that have ended, and removes what they left; whether any still lives."""
+        """Wait for the children that have exited and remove their arenas; returns whether any child is alive."""
         with self._reaping:
-            for pid in [pid for pid in self._pids if _ended(pid)]:
+            for pid in [pid for pid in self._pids if _has_exited(pid)]:
                 self._pids.remove(pid)
-                _forget(pid)
+                remove_arenas(pid)
             return bool(self._pids)
 
-    def end(self, patience: float) -> None:
-        """Lets them leave, and waits for it; those that have not left in time are killed together."""
-        os.close(self.hold)
-        os.close(self.held)
-        deadline = time.monotonic() + patience
+    def end(self, timeout_s: float) -> None:
+        """Close the pipe and wait for the children; kill those that are alive after ``timeout_s`` seconds."""
+        os.close(self.write_end)
+        os.close(self.read_end)
+        deadline = time.monotonic() + timeout_s
         while self.reap():
             if time.monotonic() > deadline:
                 self._kill()
@@ -162,60 +146,95 @@ class Children:
             time.sleep(POLL_S)
 
     def _kill(self) -> None:
-        with self._reaping:  # a process that was waited for has given up its number
+        with self._reaping:  # after waitpid() the kernel may reuse a pid
             for pid in self._pids:
                 os.kill(pid, signal.SIGKILL)
 
 
 class ProcessGroups:
-    """Children of several kinds, which leave one kind after the other; any thread may ask, and all of them wait."""
+    """Groups of children that end in order. Any thread may call ``end``; every caller waits until all have ended."""
 
-    def __init__(self, *kinds: Children) -> None:
-        self._all = kinds
-        self._kinds = list(kinds)
+    def __init__(self, *groups: Children) -> None:
+        self._all = groups
+        self._remaining = list(groups)
         self._ending = threading.Lock()
 
-    def end(self, patience: float) -> None:
+    def end(self, timeout_s: float) -> None:
         with self._ending:
-            while self._kinds:
-                self._kinds.pop(0).end(patience)
+            while self._remaining:
+                self._remaining.pop(0).end(timeout_s)
 
     def reap(self) -> None:
-        """Waits for children that end, while any lives, so that none stays a zombie. Runs in a thread of its own."""
-        while [kind for kind in self._all if kind.reap()]:
+        """Thread body: wait for exiting children, so that none stays a zombie, until no child is alive."""
+        while [group for group in self._all if group.reap()]:
             time.sleep(REAP_S)
 
 
-def _ended(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
 
 
-def _forget(pid: int) -> None:
-    """One that was killed could not delete its memory (on Linux it has no name)."""
-    for folder in {default_directory(0), default_directory(sys.maxsize)}:
-        for left in folder.glob(f"hoop-{pid}-*.arena"):
-            left.unlink(missing_ok=True)
+# ---- the work of a child: the coordinator, or a device
 
 
-Head = Callable[[Address, Callable[[dict[str, Any]], None], Callable[[Callable[[], None]], None]], None]
-"""What the head does with a cluster that is up: (where it is, tell the parent, whom to call when asked to stop)."""
-STOP = b"s"
-START_S = 30.0
-END_S = 5.0
-"""How long a process may take to leave before it is killed."""
-LEASE_S = 20.0
-"""A process of this machine that dies is noticed by its socket; one that only computes on a busy core is not dead."""
+def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: int) -> None:
+    """Run a coordinator until ``parent_pipe`` closes. Writes its address to ``address_pipe``."""
+
+    async def run() -> None:
+        parent_ended = _closed_event(parent_pipe)
+        server = CoordinatorServer(config)
+        address = await server.start()
+        os.write(address_pipe, f"{address}\n".encode())
+        os.close(address_pipe)
+        await parent_ended.wait()
+        await server.stop()
+
+    asyncio.run(run())
+
+
+def run_device(config: DeviceConfig, trainer: Trainer, error_pipe: int, parent_pipe: int) -> None:
+    """Run a device until ``parent_pipe`` closes. If it cannot start, writes the error as JSON to ``error_pipe``."""
+
+    async def run() -> None:
+        parent_ended = _closed_event(parent_pipe)
+        server = DeviceServer(config, trainer)
+        await server.start()
+        await parent_ended.wait()
+        await server.stop()
+
+    try:
+        asyncio.run(run())
+    except HoopError as error:
+        text = f"device {config.device_id} cannot start: {error}"
+        os.write(error_pipe, (json.dumps({"error": type(error).__name__, "text": text}) + "\n").encode())
+
+
+def _closed_event(parent_pipe: int) -> asyncio.Event:
+    """An event that is set when the parent's end of the pipe closes."""
+    closed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_readable() -> None:
+        loop.remove_reader(parent_pipe)
+        closed.set()
+
+    loop.add_reader(parent_pipe, on_readable)
+    return closed
+
+
+# ---- the parent's side
 
 
 @dataclass(frozen=True)
 class ForkedConfig:
-    """So many devices, with so much memory each."""
+    """The devices of a forked cluster."""
 
     devices: int
     memory: int
+    """Bytes of each device's arena."""
     trainer: Trainer
     coordinator: CoordinatorConfig = field(
         default_factory=lambda: CoordinatorConfig(
@@ -225,9 +244,9 @@ class ForkedConfig:
 
 
 def own_token() -> Token | None:
-    """The join token in HOOP_TOKEN, so that other users of this machine have no say in a job; else none.
+    """The join token in HOOP_TOKEN, which keeps other users of this machine out of the job; None if there is none.
 
-    It may be a client's, for a cluster elsewhere: then it is not for this one.
+    HOOP_TOKEN may hold a client's token for another cluster; that one is not used here.
     """
     text = os.environ.get("HOOP_TOKEN")
     token = Token.parse(text, "HOOP_TOKEN") if text else None
@@ -235,83 +254,90 @@ def own_token() -> Token | None:
 
 
 class ForkedCluster:
-    """A head process and its cluster, seen from the process that started them."""
+    """The parent's handle of a head process and its cluster."""
 
     def __init__(self, config: ForkedConfig, head: Head) -> None:
         admit(Request(config.devices, config.memory))
-        told, tells = os.pipe()
-        lives, life = os.pipe()
-        self._pid = fork(partial(_head, config, head, tells, lives), close={told, life})
-        os.close(tells)
-        os.close(lives)
-        self._told = os.fdopen(told, "r", encoding="utf-8")
-        self._life: int | None = life
+        events_read, events_write = os.pipe()
+        control_read, control_write = os.pipe()
+        self._pid = fork(
+            partial(_head, config, head, events_write, control_read), close={events_read, control_write}
+        )
+        os.close(events_write)
+        os.close(control_read)
+        self._events = os.fdopen(events_read, "r", encoding="utf-8")
+        self._control: int | None = control_write
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What the head tells, until it is done; raises what it failed with."""
-        for line in self._told:
+        """The events of the head, until it is done; raises the head's error."""
+        for line in self._events:
             event: dict[str, Any] = json.loads(line)
             if event["kind"] == "head_failed":
-                raise named(event["error"], event["text"])
+                raise error_from_name(event["error"], event["text"])
             if event["kind"] == "head_done":
                 return
             yield event
         raise PeerLost("the process that leads the devices died; what it printed is above")
 
     def stop(self) -> None:
-        """Asks the job to stop; its events go on to its end. At any time, also before the job has started."""
-        if self._life is not None:
+        """Ask the job to stop after a step. ``events`` continues to the job's end. May come before the job starts."""
+        if self._control is not None:
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._life, STOP)
+                os.write(self._control, STOP)
 
     def close(self) -> None:
-        """Ends whatever still runs and waits for it."""
-        if self._life is None:
+        """End every process that still runs, and wait for the head."""
+        if self._control is None:
             return
-        os.close(self._life)
-        self._life = None
-        self._told.close()
+        os.close(self._control)
+        self._control = None
+        self._events.close()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
 
 
-def _head(config: ForkedConfig, head: Head, tells: int, lives: int) -> None:
-    os.setsid()  # Ctrl-C reaches the parent, which asks for a stop
+# ---- the head process
+
+
+def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int) -> None:
+    os.setsid()  # Ctrl-C reaches only the parent, which requests a stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the command's own handlers are not for its children
+    for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the parent's command
         signal.signal(number, signal.SIG_DFL)
-    os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)  # standard output is the command's
-    parent = _Parent(tells, lives)
-    heard, say = os.pipe()
-    complaints, complain = os.pipe()
-    leading, devices = Children(), Children()
-    family = ProcessGroups(
-        devices, leading
-    )  # in this order they leave: a device says goodbye to its coordinator
-    close = {tells, lives, heard, complaints, leading.hold, devices.hold}
+    # Standard output belongs to the command: print to standard error.
+    os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)
+    parent = _Parent(events_write, control_read)
+    address_read, address_write = os.pipe()
+    errors_read, errors_write = os.pipe()
+    coordinator, devices = Children(), Children()
+    # Devices end first: each reports to the coordinator that it leaves.
+    groups = ProcessGroups(devices, coordinator)
+    close = {events_write, control_read, address_read, errors_read, coordinator.write_end, devices.write_end}
     try:
-        work = partial(coordinate, config.coordinator, say, leading.held)
-        leading.start(work, close | {complain, devices.held})
-        os.close(say)
-        address = Address.parse(_first_line(heard))
+        work = partial(run_coordinator, config.coordinator, address_write, coordinator.read_end)
+        coordinator.start(work, close | {errors_write, devices.read_end})
+        os.close(address_write)
+        address = Address.parse(_first_line(address_read))
         for device_id in range(1, config.devices + 1):
-            proof = Credentials(Role.DEVICE, config.coordinator.credentials.token)
-            device = DeviceConfig(address, memory=config.memory, device_id=device_id, credentials=proof)
-            work = partial(serve, device, config.trainer, complain, devices.held)
-            devices.start(work, (close - {heard}) | {leading.held})
-        os.close(complain)
-        # Threads only now: what is forked must have one.
-        threading.Thread(target=parent.listen, args=(family,), daemon=True).start()
-        threading.Thread(target=parent.relay, args=(complaints, family), daemon=True).start()
-        threading.Thread(target=family.reap, daemon=True).start()
-        head(address, parent.tell, parent.whom)
-        parent.tell({"kind": "head_done"})
+            credentials = Credentials(Role.DEVICE, config.coordinator.credentials.token)
+            device = DeviceConfig(address, memory=config.memory, device_id=device_id, credentials=credentials)
+            work = partial(run_device, device, config.trainer, errors_write, devices.read_end)
+            devices.start(work, (close - {address_read}) | {coordinator.read_end})
+        os.close(errors_write)
+        # Start threads only after the last fork: a forked child has only the forking thread.
+        threading.Thread(target=parent.watch_control, args=(groups,), daemon=True).start()
+        threading.Thread(target=parent.relay_errors, args=(errors_read, groups), daemon=True).start()
+        threading.Thread(target=groups.reap, daemon=True).start()
+        head(address, parent.emit, parent.set_stop_handler)
+        parent.emit({"kind": "head_done"})
     except BaseException as error:
         text = str(error) if isinstance(error, HoopError) else traceback.format_exc()
-        with contextlib.suppress(BrokenPipeError):  # the parent has ended, which may be why this failed
-            parent.tell({"kind": "head_failed", "error": type(error).__name__, "text": text})
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the parent has ended, which may be the cause of this error
+            parent.emit({"kind": "head_failed", "error": type(error).__name__, "text": text})
     finally:
-        family.end(END_S)
+        groups.end(END_S)
 
 
 def _has_descriptor(stream: Any) -> bool:
@@ -322,11 +348,11 @@ def _has_descriptor(stream: Any) -> bool:
     return True
 
 
-def _first_line(heard: int) -> str:
-    ready, _, _ = select.select([heard], [], [], START_S)
+def _first_line(address_read: int) -> str:
+    ready, _, _ = select.select([address_read], [], [], START_S)
     if not ready:
         raise DeadlineExceeded(f"the coordinator was not up within {START_S:g} s")
-    with os.fdopen(heard, "r", encoding="utf-8") as line:
+    with os.fdopen(address_read, "r", encoding="utf-8") as line:
         text = line.readline().strip()
     if not text:
         raise InternalError("the coordinator ended as it started; what it printed is above")
@@ -334,42 +360,42 @@ def _first_line(heard: int) -> str:
 
 
 class _Parent:
-    """The process that started the head: it is told what happens, and may ask for a stop."""
+    """The head's end of the two pipes to its parent: events to it, control bytes from it."""
 
-    def __init__(self, tells: int, lives: int) -> None:
-        self._out = os.fdopen(tells, "w", encoding="utf-8")
-        self._lives = lives
-        self._telling = threading.Lock()
-        self._known = threading.Event()
-        self._stop: Callable[[], None] = lambda: None
+    def __init__(self, events_write: int, control_read: int) -> None:
+        self._events = os.fdopen(events_write, "w", encoding="utf-8")
+        self._control_read = control_read
+        self._write_lock = threading.Lock()
+        self._stop_handler_set = threading.Event()
+        self._stop_handler: Callable[[], None] = lambda: None
 
-    def tell(self, event: dict[str, Any]) -> None:
-        with self._telling:
-            self._out.write(json.dumps(event) + "\n")
-            self._out.flush()
+    def emit(self, event: dict[str, Any]) -> None:
+        with self._write_lock:
+            self._events.write(json.dumps(event) + "\n")
+            self._events.flush()
 
-    def whom(self, stop: Callable[[], None]) -> None:
-        """What to call when asked to stop; a wish from before is granted now."""
-        self._stop = stop
-        self._known.set()
+    def set_stop_handler(self, stop: Callable[[], None]) -> None:
+        """Set the function that stops the job; an earlier stop request calls it now."""
+        self._stop_handler = stop
+        self._stop_handler_set.set()
 
-    def listen(self, family: ProcessGroups) -> None:
-        """A byte asks to stop after a step; the end of the pipe, to end everything at once."""
-        while os.read(self._lives, 1) == STOP:
-            threading.Thread(target=self._ask, daemon=True).start()
-        family.end(END_S)  # nobody will hear the rest
+    def watch_control(self, groups: ProcessGroups) -> None:
+        """Thread body: a byte requests a stop after a step; EOF ends all processes at once."""
+        while os.read(self._control_read, 1) == STOP:
+            threading.Thread(target=self._stop_job, daemon=True).start()
+        groups.end(END_S)  # the parent is gone: no further event would be read
         os._exit(1)
 
-    def _ask(self) -> None:
-        self._known.wait(START_S)
-        with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
-            self._stop()
+    def _stop_job(self) -> None:
+        self._stop_handler_set.wait(START_S)
+        with contextlib.suppress(HoopError):  # the job has ended, or failed and reports that itself
+            self._stop_handler()
 
-    def relay(self, complaints: int, family: ProcessGroups) -> None:
-        """A device that cannot start is the end of it: the others wait for it in vain."""
-        with os.fdopen(complaints, "r", encoding="utf-8") as lines:
+    def relay_errors(self, errors_read: int, groups: ProcessGroups) -> None:
+        """Thread body: when a device cannot start, report its error and end all: the others would wait for it."""
+        with os.fdopen(errors_read, "r", encoding="utf-8") as lines:
             for line in lines:
                 with contextlib.suppress(BrokenPipeError):
-                    self.tell({"kind": "head_failed", **json.loads(line)})
-                family.end(END_S)
+                    self.emit({"kind": "head_failed", **json.loads(line)})
+                groups.end(END_S)
                 os._exit(1)

@@ -1,1 +1,1 @@
-"""Who is in: a pure state machine, the detector's rules, and the journal that outlives a coordinator."""
+"""Membership of a cluster: pure state machines, the failure detector, and the journal that survives a coordinator."""

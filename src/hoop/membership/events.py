@@ -1,4 +1,8 @@
-"""What goes into the state machine, and what comes out of it."""
+"""Events and instructions of the membership state machine (``state_machine.step``).
+
+The coordinator turns each RPC, probe result and timer tick into one event. ``step`` returns instructions, which the
+coordinator carries out. Times (``now``, ``until``) are seconds of a monotonic clock.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from dataclasses import dataclass, field
 
 from hoop.topology import DeviceInfo
 
-# ---- in: what happened
+# ---- events
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A device asks to be a member; ``device_id`` 0 asks for a new id."""
+    """A device asks to become a member. ``info.device_id`` 0 asks for a new id."""
 
     info: DeviceInfo
     now: float
@@ -20,7 +24,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat came."""
+    """The coordinator received a heartbeat."""
 
     device_id: int
     incarnation: str
@@ -29,7 +33,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class CallReported:
-    """A call to a device ended; ``failure`` says why it could not be made, or nothing."""
+    """The coordinator called a device. ``failure``: why the device could not be reached; empty if it answered."""
 
     device_id: int
     failure: str
@@ -38,7 +42,7 @@ class CallReported:
 
 @dataclass(frozen=True)
 class LinkClosed:
-    """A device's heartbeat stream broke off."""
+    """A device's heartbeat stream ended."""
 
     device_id: int
     incarnation: str
@@ -46,7 +50,7 @@ class LinkClosed:
 
 @dataclass(frozen=True)
 class Probed:
-    """A suspect was asked directly; ``failure`` says why it cannot be reached, or nothing."""
+    """The coordinator probed a suspect device. ``failure``: why it refused the connection; empty if it accepted."""
 
     device_id: int
     incarnation: str
@@ -55,7 +59,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Left:
-    """A device said goodbye."""
+    """A device left the cluster on purpose."""
 
     device_id: int
     incarnation: str
@@ -63,7 +67,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Excused:
-    """These devices may be silent until then, and for a lease after."""
+    """These devices may send no heartbeat before ``until``. Their lease begins then."""
 
     device_ids: tuple[int, ...]
     until: float
@@ -71,14 +75,14 @@ class Excused:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time passed."""
+    """Time passed; the coordinator sends one every heartbeat interval."""
 
     now: float
 
 
 @dataclass(frozen=True)
 class Complained:
-    """A member says that its link to another has failed, at a generation of their communicator."""
+    """Device ``device_id`` reports that its link to ``peer_id`` failed, at a generation of their communicator."""
 
     communicator_id: int
     generation: int
@@ -89,7 +93,7 @@ class Complained:
 
 @dataclass(frozen=True)
 class LinkWorked:
-    """The members of a generation have all reached each other."""
+    """All members of a generation have exchanged data with each other."""
 
     communicator_id: int
     generation: int
@@ -97,7 +101,7 @@ class LinkWorked:
 
 @dataclass(frozen=True)
 class Readmitted:
-    """A device that was evicted because of its links may take part again at once."""
+    """End the eviction of a device now. Evicted devices are those whose links failed again over new connections."""
 
     communicator_id: int
     device_id: int
@@ -105,18 +109,18 @@ class Readmitted:
 
 @dataclass(frozen=True)
 class Created:
-    """A communicator of these devices, in rank order."""
+    """Create a communicator of these devices, in rank order."""
 
     device_ids: tuple[int, ...]
-    most: int = 0
-    """How many there may be in all; 0: the default."""
+    limit: int = 0
+    """Communicators that may exist at once; 0: the default."""
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """The same communicator, of those of its members that are alive and stay, and of whoever joins it.
+    """Begin the next generation of a communicator: its usable members, plus ``joining``, minus ``leaving``.
 
-    ``planned``: what the generation before does goes on, until its members move by themselves.
+    ``planned``: the previous generation keeps running. Its members move to the new one by themselves.
     """
 
     communicator_id: int
@@ -127,14 +131,14 @@ class Rebuilt:
 
 @dataclass(frozen=True)
 class Started:
-    """Work was given to a communicator."""
+    """An operation was submitted to a communicator."""
 
     communicator_id: int
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Work at this generation ended; ``failure`` says why it failed, or nothing."""
+    """An operation of this generation ended. ``failure``: why it failed; empty if it succeeded."""
 
     communicator_id: int
     generation: int
@@ -143,21 +147,21 @@ class Finished:
 
 @dataclass(frozen=True)
 class Finalized:
-    """A communicator takes no more work."""
+    """A communicator accepts no more operations."""
 
     communicator_id: int
 
 
 @dataclass(frozen=True)
 class Destroyed:
-    """A communicator is forgotten."""
+    """Remove a communicator."""
 
     communicator_id: int
 
 
 @dataclass(frozen=True)
 class JobStarted:
-    """A job runs on the communicator with its id."""
+    """A job runs on the communicator that has the same id."""
 
     job_id: int
     settings: str
@@ -166,7 +170,7 @@ class JobStarted:
 
 @dataclass(frozen=True)
 class JobEnded:
-    """A job is over, and its communicator with it; ``error`` and ``text`` say how it failed, if it did."""
+    """A job ended, and its communicator with it. ``error`` (class) and ``text`` describe its failure, if it failed."""
 
     job_id: int
     error: str = ""
@@ -195,12 +199,12 @@ MembershipEvent = (
     | JobEnded
 )
 
-# ---- out: what is to be done
+# ---- instructions
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Publish an event."""
+    """Publish an event in the coordinator's event log."""
 
     kind: str
     text: str
@@ -209,28 +213,28 @@ class Announce:
 
 @dataclass(frozen=True)
 class Record:
-    """Write this to the journal before anything is answered."""
+    """Write this entry to the journal before the coordinator answers the caller."""
 
     entry: Mapping[str, object]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Ask this device directly whether it lives."""
+    """Open a connection to this device to find out whether its process lives."""
 
     device_id: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Abort what this communicator is doing at this generation."""
+    """Abort the operations of a communicator at this generation, on all ``members``."""
 
     communicator_id: int
     generation: int
     reason: str
     members: tuple[int, ...]
     lost_device: int = 0
-    """Whose death it is about, if it is about one."""
+    """The lost device that caused the abort; 0: none."""
 
 
 MembershipInstruction = Announce | Record | Probe | Stop

@@ -1,11 +1,11 @@
-"""When is a device dead? A lease that heartbeats renew, and X failed calls out of the last Y.
+"""Failure detector: when a device is dead, by a lease that heartbeats renew and by X failed calls of the last Y.
 
-Two witnesses, because each is blind where the other sees: a stopped process keeps its sockets open
-and only its heartbeats cease; a process whose server is broken may go on sending heartbeats.
-All times are values of a monotonic clock: a wall clock that jumps changes nothing.
+The two tests cover each other's blind spot. A stopped process keeps its sockets open, and only its heartbeats cease. A
+process whose server is broken may go on sending heartbeats. All times are seconds of a monotonic clock: a wall clock
+that jumps changes nothing.
 
-A coordinator that hears no device at all is the one in trouble (its network is cut, the machine was suspended): then
-neither witness counts, until a device is heard again or ``isolation_s`` has passed.
+A coordinator that receives no heartbeat from any device is itself the likely fault (its network is cut, its machine was
+suspended). Neither test counts then, until one device sends a heartbeat again or ``isolation_s`` has passed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from hoop.errors import InvalidArgument
 
 @dataclass(frozen=True)
 class DetectorConfig:
-    """How patient the detector is."""
+    """Time limits of the failure detector."""
 
     heartbeat_s: float = 0.1
     lease_s: float = 1.5
-    """Silence after which a device is dead. The worst gap seen under heavy load was 0.19 s."""
-    first_beat_s: float = 5.0
-    """How long after it has joined a device may take to send its first heartbeat; its lease begins then.
+    """A device that sends no heartbeat for this long is dead. The worst gap seen under heavy load was 0.19 s."""
+    first_heartbeat_s: float = 5.0
+    """Time from joining to the first heartbeat, at which the lease begins.
 
-    The lease is measured for a heartbeat stream that is open. Before that the answer to the join has to arrive and a
-    stream has to be opened, on a machine on which hundreds may start at once."""
+    The lease is measured for an open heartbeat stream. Before that the answer to the join has to arrive and a stream
+    has to be opened, on a machine on which hundreds of devices may start at once."""
     failures: int = 3
     """X: this many failed calls …"""
     window: int = 5
-    """… out of the last Y make a device dead."""
+    """… of the last Y calls make a device dead."""
     isolation_s: float = 60.0
-    """How long a coordinator that hears no device at all blames itself, before it believes that all are dead."""
+    """How long a coordinator that hears no device at all blames itself, before it declares all of them dead."""
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat_s < self.lease_s:
@@ -45,43 +45,47 @@ class DetectorConfig:
 
 @dataclass(frozen=True)
 class HeartbeatHistory:
-    """What is known of one device's life."""
+    """Heartbeats of one device, and the outcomes of the coordinator's calls to it. Immutable."""
 
-    last_beat: float
+    last_heartbeat: float
     calls: tuple[bool, ...] = field(default=())
-    """The outcomes of the last calls, oldest first."""
+    """Outcomes of the last ``window`` calls, oldest first; True: the device answered."""
     excused_until: float = 0.0
-    """Until then silence is no evidence: it loads what a job needs, and may not get round to heartbeats."""
-    first_beat_until: float = 0.0
-    """Until then the first heartbeat may come; 0 once it has."""
+    """Silence before this time does not count: the device loads a job, which may delay its heartbeats."""
+    first_heartbeat_until: float = 0.0
+    """Deadline of the first heartbeat; 0 once it was received."""
 
     @classmethod
     def joined(cls, now: float, config: DetectorConfig) -> HeartbeatHistory:
-        """Of a device that has just joined, and has not sent a heartbeat yet."""
-        return cls(now, first_beat_until=now + max(config.first_beat_s, config.lease_s))
+        """The history of a device that has just joined and has sent no heartbeat yet."""
+        return cls(now, first_heartbeat_until=now + max(config.first_heartbeat_s, config.lease_s))
 
-    def beat(self, now: float) -> HeartbeatHistory:
-        return replace(self, last_beat=max(now, self.last_beat), first_beat_until=0.0)
+    def with_heartbeat(self, now: float) -> HeartbeatHistory:
+        return replace(self, last_heartbeat=max(now, self.last_heartbeat), first_heartbeat_until=0.0)
 
-    def called(self, ok: bool, config: DetectorConfig) -> HeartbeatHistory:
+    def with_call(self, ok: bool, config: DetectorConfig) -> HeartbeatHistory:
         return replace(self, calls=(*self.calls, ok)[-config.window :])
 
-    def excused(self, seconds: float, now: float) -> HeartbeatHistory:
-        """The watcher itself was away for so long: silence meanwhile is nobody's fault."""
-        first_beat_until = self.first_beat_until and self.first_beat_until + seconds
-        return replace(self, last_beat=min(now, self.last_beat + seconds), first_beat_until=first_beat_until)
+    def discount_pause(self, seconds: float, now: float) -> HeartbeatHistory:
+        """Ignores the last ``seconds``, during which the coordinator itself was paused or cut off."""
+        first_heartbeat_until = self.first_heartbeat_until and self.first_heartbeat_until + seconds
+        return replace(
+            self,
+            last_heartbeat=min(now, self.last_heartbeat + seconds),
+            first_heartbeat_until=first_heartbeat_until,
+        )
 
-    def silence(self, now: float, config: DetectorConfig) -> str:
-        """Why this device is dead by its silence, or an empty string."""
-        silent = now - max(self.last_beat, self.excused_until)
-        if silent <= config.lease_s or now <= self.first_beat_until:
+    def silence_verdict(self, now: float, config: DetectorConfig) -> str:
+        """Why the device is dead by its silence; empty if it is not."""
+        silent = now - max(self.last_heartbeat, self.excused_until)
+        if silent <= config.lease_s or now <= self.first_heartbeat_until:
             return ""
-        if self.first_beat_until:
+        if self.first_heartbeat_until:
             return f"no heartbeat within {silent:.1f} s after it joined"
         return f"no heartbeat for {silent:.1f} s (lease {config.lease_s:g} s)"
 
-    def failures(self, config: DetectorConfig) -> str:
-        """Why this device is dead by its failed calls, or an empty string."""
+    def call_verdict(self, config: DetectorConfig) -> str:
+        """Why the device is dead by its failed calls; empty if it is not."""
         failed = self.calls.count(False)
         if failed >= config.failures:
             return f"{failed} of the last {len(self.calls)} calls failed"

@@ -1,25 +1,26 @@
-"""The coordinator's side of one job: which devices take part, and when they get new ranks. Pure: no clock, no I/O.
+"""The coordinator's view of one job: which devices take part, and when they get new ranks. Pure: no clock, no I/O.
 
     advance(job, event, cluster, now) -> job, instructions
 
-``cluster`` is the state of ``membership.step``: it knows each device's health, and the job's communicator, whose
-members are the job's ranks at the newest generation. A job adds what its devices said of their tasks:
+``servers.rank_assignment`` calls it and carries out the instructions. ``cluster`` is the state of
+``state_machine.step``: it holds each device's health, and the job's communicator, whose members are the job's ranks at
+the newest generation. ``JobView`` adds the stage of the job's task on each device:
 
-    loading ──▶ ready ──▶ active            asked to load code and data; waits for a rank; has one
+    loading ──▶ ready ──▶ active            loads code and data; waits for a rank; has one
                             │  ▲
                             ▼  │            it left a generation, and waits for a rank of a newer one
                           waiting
 
-The rules, in the order in which ``_decide`` looks at them:
+The rules, in the order in which ``_decide`` applies them:
 
-    (1) every task has ended: the job is over
-    (2) nobody has a rank any more: wait for devices that can come back, then give ranks to those that did
-    (3) all wait, and together they lack a part of the state: wait for devices that may still have it
-    (4) the generation is broken (a device died, a link failed, a task is gone): new ranks at once
-    (5) ranks wait and nothing explains it: new ranks, each time after twice the pause
-    (6) devices are ready to join, or want to leave: new ranks between two steps, or at once where state is partitioned
+    (1) a task failed, or all tasks have reached the end of the training: the job is over
+    (2) no device has a rank any more: wait for devices that can come back, then assign ranks to those that did
+    (3) all ranks wait, and together they lack a part of the state: wait for devices that may still have it
+    (4) the generation is broken (a device died, a link failed, a task is gone): assign new ranks at once
+    (5) ranks wait for an unknown reason: assign new ranks, each time after twice the pause
+    (6) devices are ready to join, or want to leave: assign ranks between two steps, or at once if state is partitioned
 
-A job is declared lost only by (2) and (3), and only when no device is left that may still have its state.
+Only (2) and (3) declare a job lost, and only when no device is left that may still have its state.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from enum import StrEnum
 from hoop.membership.state import CommunicatorState, Health, State
 
 MAX_BACKOFF_S = 30.0
-"""The longest pause between two rebuilds that no new evidence asks for."""
+"""The longest pause between two rebuilds without new evidence in between."""
 SETTLE = 1 / 6
-"""Of a lease: how long ranks that all wait are left alone, for a verdict on their links to come first."""
+"""Fraction of a lease: the pause before ranks that all wait are rebuilt. A decision on their links may come first."""
 
 
 class TaskStage(StrEnum):
-    """How far a device's task is."""
+    """The stage of a device's task."""
 
     LOADING = "loading"
     READY = "ready"
@@ -46,75 +47,75 @@ class TaskStage(StrEnum):
 
 @dataclass(frozen=True)
 class TaskView:
-    """What the coordinator knows of the job's task on one device."""
+    """The job's task on one device, as the coordinator sees it."""
 
     incarnation: str
     stage: TaskStage
     waiting: int = 0
-    """The generation that it has left; it waits for a rank of a newer one. 0: it does not wait."""
+    """The generation that the task has left; it waits for a rank of a newer one. 0: it does not wait."""
     lacks: str = ""
-    """What the ranks of that generation could not go on without, in words; empty: nothing, only links failed."""
+    """The text of the error by which the ranks of that generation lack state; empty: only links failed."""
     error: str = ""
-    """The class of that error."""
+    """The class of that error, by name."""
 
 
 @dataclass(frozen=True)
 class JobView:
-    """One job, as the coordinator sees it; replaced as a whole by every event."""
+    """One job, as the coordinator sees it. Immutable."""
 
     id: int
     elastic: bool = True
-    """Devices may come and go: every device has the whole state, or a replica of another's part."""
+    """Devices may join and leave: every device has the whole state, or other devices hold replicas of its part."""
     planned: bool = True
-    """New ranks are given between two steps where nobody was lost: no part of the state has to move first."""
-    grace_s: float = 60.0
-    """How long devices that can come back are waited for; 0: not at all."""
+    """If no device was lost, ranks change between two steps: no part of the state has to move first."""
+    restart_grace_s: float = 60.0
+    """How long the job waits for devices that can come back, in seconds; 0: not at all."""
     tasks: Mapping[int, TaskView] = field(default_factory=dict)
-    """By device. A task that has ended is not in it."""
+    """By device id; without tasks that have ended."""
     participants: frozenset[int] = frozenset()
     """Every device that ever had a rank."""
     leaving: frozenset[int] = frozenset()
-    """Members that asked for others to take over."""
+    """Members that asked to leave."""
     finding: bool = True
-    """Its tasks are being started, or asked for by a restarted coordinator: nothing is decided before ``Found``."""
+    """The coordinator starts the tasks, or looks for them after a restart: no rule applies before ``TasksListed``."""
     assigning: bool = False
-    """New ranks were asked for and are not in the cluster's state yet."""
+    """An ``Assign`` is under way: its ranks are not in the cluster's state yet."""
     undelivered: int = 0
-    """The newest generation whose ranks could not be delivered to every member."""
+    """The newest generation whose ranks did not reach every member."""
     moving: int = 0
     """The generation that members move to between two steps; 0: none."""
     movers: tuple[int, ...] = ()
-    """Those that had a rank when that was planned."""
+    """The devices that had a rank when the newest generation was assigned."""
     invite_again: Mapping[int, float] = field(default_factory=dict)
-    """Devices that could not be reached to be asked to take part, and when they are asked again."""
+    """By device that an invitation did not reach: the time of the next invitation."""
     refused: frozenset[str] = frozenset()
-    """Incarnations that cannot take part: they have other data, or no such job."""
+    """Incarnations that cannot take part: their data differs, or they do not have the job's code."""
     unsettled: int = 0
-    """The newest generation, until its ranks are known to be at work together: nothing is planned before."""
+    """The newest generation, until its ranks run steps together; 0 after that. No join or leave is planned before."""
     waits_since: float | None = None
-    """When the first member of the newest generation said that it waits."""
+    """When the first member of the newest generation began to wait."""
     attempts: int = 0
-    """Rebuilds since there was last any evidence or progress."""
+    """Rebuilds since the last evidence or progress."""
     last_attempt: float = 0.0
     grace_until: float | None = None
-    """When the wait for devices that can come back is over; None: nobody is waited for."""
+    """The end of the wait for devices that can come back; None: the job does not wait."""
     awaited: frozenset[int] = frozenset()
-    """Whom it was last announced to wait for."""
+    """The devices of the last announced wait."""
     finished: bool = False
-    """A task came to the end of the training."""
+    """A task reached the end of the training."""
     failed: bool = False
-    """A task failed by itself: a mistake, or a bug."""
+    """A task failed by its own code: a user error or a bug."""
     abandoned: bool = False
-    """Somebody asked to stop while nobody has a rank, or all members want to leave."""
+    """A user asked to stop while no device has a rank, or all members want to leave."""
     over: bool = False
 
 
-# ---- in: what happened
+# ---- events
 
 
 @dataclass(frozen=True)
 class TaskFound:
-    """A device runs the job's task, at this generation; 0: it loads what the job needs."""
+    """A device runs the job's task, at this generation; 0: it still loads code and data."""
 
     device_id: int
     incarnation: str
@@ -123,19 +124,19 @@ class TaskFound:
 
 @dataclass(frozen=True)
 class TasksListed:
-    """Every task was started, or asked for by a restarted coordinator."""
+    """All tasks were started, or a restarted coordinator has asked all devices for theirs."""
 
 
 @dataclass(frozen=True)
 class DeviceArrived:
-    """A device joined the cluster, or may take part again."""
+    """A device joined the cluster, or its eviction ended."""
 
     device_id: int
 
 
 @dataclass(frozen=True)
 class InviteFailed:
-    """A device could not be asked to take part; ``refused``: it cannot, and is not asked again."""
+    """An invitation failed. ``refused``: the device cannot take part, and is not invited again."""
 
     device_id: int
     incarnation: str
@@ -144,7 +145,7 @@ class InviteFailed:
 
 @dataclass(frozen=True)
 class TaskReady:
-    """A device has loaded what the job needs."""
+    """A device has loaded the job's code and data."""
 
     device_id: int
     incarnation: str
@@ -152,7 +153,7 @@ class TaskReady:
 
 @dataclass(frozen=True)
 class TaskWaiting:
-    """A member left this generation and waits for a new rank; ``lacks``: what the ranks could not go on without."""
+    """A member left this generation and waits for a new rank. ``lacks``, ``error``: see ``TaskView``."""
 
     device_id: int
     incarnation: str
@@ -163,14 +164,14 @@ class TaskWaiting:
 
 @dataclass(frozen=True)
 class TaskResumed:
-    """The ranks of a generation are at work."""
+    """The ranks of a generation run steps together."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class TaskFinished:
-    """A task ended by itself: at the end of the training, by a failure, or because it was released."""
+    """A task ended: at the end of the training, by a failure, or because the coordinator released it."""
 
     device_id: int
     incarnation: str
@@ -180,7 +181,7 @@ class TaskFinished:
 
 @dataclass(frozen=True)
 class TaskLost:
-    """A device's task is gone: its process ended or was restarted, or the device is dead to the detector."""
+    """A device's task is gone: its process ended or restarted, or the failure detector declared the device dead."""
 
     device_id: int
     incarnation: str
@@ -188,7 +189,7 @@ class TaskLost:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The ranks of this generation are in the cluster's state, and on their way to the members."""
+    """The ranks of this generation are in the cluster's state, and are being sent to the members."""
 
     generation: int
     planned: bool = False
@@ -196,12 +197,12 @@ class Assigned:
 
 @dataclass(frozen=True)
 class AssignFailed:
-    """New ranks could not be made: no device is alive."""
+    """No ranks could be assigned: no device is alive, or the journal failed."""
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """Every member has its rank of this generation; ``ok``: or some could not be given it."""
+    """All members received their rank of this generation; ``ok`` False: some did not."""
 
     generation: int
     ok: bool = True
@@ -209,14 +210,14 @@ class Delivered:
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A member wants others to take over."""
+    """A member wants to leave."""
 
     device_id: int
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A user wants the job to end; its tasks were told, this is for one that nobody has a rank in."""
+    """A user wants the job to end. The tasks get ``StopTask``; this ends a job in which no device has a rank."""
 
 
 @dataclass(frozen=True)
@@ -243,12 +244,12 @@ JobEvent = (
 )
 
 
-# ---- out: what is to be done
+# ---- instructions
 
 
 @dataclass(frozen=True)
 class Assign:
-    """Give out the ranks of a new generation; answered by ``Assigned`` and ``Delivered``, or ``AssignFailed``."""
+    """Assign the ranks of a new generation. Answered by ``Assigned`` and ``Delivered``, or by ``AssignFailed``."""
 
     joining: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
@@ -257,21 +258,21 @@ class Assign:
 
 @dataclass(frozen=True)
 class Move:
-    """Tell these members to move to their planned ranks after a step that they agree on."""
+    """Ask these members to move to their planned ranks, after a step that they agree on."""
 
     members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Invite:
-    """Ask a device to load what the job needs."""
+    """Ask a device to load the job's code and data."""
 
     device_id: int
 
 
 @dataclass(frozen=True)
 class Release:
-    """A device has no rank any more; ``final``: and nobody needs what it has, it can go at once."""
+    """A device has no rank any more. ``final``: no other device needs its state, and it may end at once."""
 
     device_id: int
     final: bool
@@ -279,7 +280,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Readmit:
-    """Let a device take part again that was evicted because of its links: the others lack state that it may have."""
+    """End the eviction of a device: the other ranks lack state that it may have."""
 
     device_id: int
 
@@ -294,7 +295,7 @@ class Await:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over; ``error`` and ``text``: because this was lost."""
+    """The job is over. ``error`` (class) and ``text``: the lost state that ended it; empty if none."""
 
     error: str = ""
     text: str = ""
@@ -305,68 +306,70 @@ Result = tuple[JobView, tuple[JobInstruction, ...]]
 
 
 def advance(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
-    """The job after an event, and what is to be done about it."""
+    """The job after an event, and the instructions that follow."""
     if job.over or job.id not in cluster.communicators:
         return job, ()
-    job, first = _noted(job, event, cluster, now)
+    job, first = _record(job, event, cluster, now)
     job, then = _decide(job, cluster, now)
     for device_id in [key for key, when in job.invite_again.items() if when <= now and not job.over]:
         job = replace(job, invite_again={key: at for key, at in job.invite_again.items() if key != device_id})
-        job, more = _invited(job, cluster, device_id)
+        job, more = _invite(job, cluster, device_id)
         then += more
     return job, (*first, *then)
 
 
-# ---- what an event says
+# ---- recording an event
 
 
-def _noted(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
+def _record(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
     match event:
         case TaskFound(device_id, incarnation, generation):
-            return _found(
+            return _on_task_found(
                 job, cluster, device_id, TaskView(incarnation, TaskStage.LOADING), generation, now
             ), ()
         case TasksListed():
             return replace(job, finding=False), ()
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
-            again = {member.info.incarnation} if member is not None else set()
-            return _invited(replace(job, refused=job.refused - again), cluster, device_id)
+            arrived = {member.info.incarnation} if member is not None else set()
+            return _invite(replace(job, refused=job.refused - arrived), cluster, device_id)
         case InviteFailed(device_id, incarnation, refused):
-            job = _without(job, device_id, incarnation)
+            job = _without_task(job, device_id, incarnation)
             if refused:
                 return replace(job, refused=job.refused | {incarnation}), ()
             return replace(
                 job, invite_again={**job.invite_again, device_id: now + cluster.config.lease_s}
             ), ()
         case TaskLost(device_id, incarnation):
-            return _without(job, device_id, incarnation), ()
+            return _without_task(job, device_id, incarnation), ()
         case TaskReady(device_id, incarnation):
             if _task(job, device_id, incarnation) is None:
                 return job, ()
             task = TaskView(incarnation, TaskStage.READY)
-            return _evident(_with(replace(job, leaving=job.leaving - {device_id}), device_id, task)), ()
+            return _reset_backoff(
+                _with_task(replace(job, leaving=job.leaving - {device_id}), device_id, task)
+            ), ()
         case TaskWaiting():
-            return _left(job, event, cluster, now), ()
+            return _on_waiting(job, event, cluster, now), ()
         case TaskResumed(generation):
-            return _resumed(job, cluster, generation)
+            return _on_resumed(job, cluster, generation)
         case TaskFinished(device_id, incarnation, finished, failed):
-            ranked = _stage(job, device_id, incarnation) == TaskStage.ACTIVE
-            job = _without(job, device_id, incarnation)
+            had_rank = _stage(job, device_id, incarnation) == TaskStage.ACTIVE
+            job = _without_task(job, device_id, incarnation)
             return (
                 replace(
                     job,
                     finished=job.finished or finished,
-                    failed=job.failed or (failed and ranked),
+                    failed=job.failed or (failed and had_rank),
                 ),
                 (),
             )
         case Assigned(generation, planned):
-            return _assigned(job, cluster, generation, planned)
+            return _on_assigned(job, cluster, generation, planned)
         case AssignFailed():
-            return _tried(replace(job, assigning=False), now), ()
+            return _count_attempt(replace(job, assigning=False), now), ()
         case Delivered(generation, ok):
-            return _delivered(job, cluster, generation, ok, now)
+            return _on_delivered(job, cluster, generation, ok, now)
         case LeaveRequested(device_id):
             leaving = job.leaving | {device_id}
             members = set(cluster.communicator(job.id).members)
@@ -377,60 +380,65 @@ def _noted(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
             return job, ()
 
 
-def _found(
+def _on_task_found(
     job: JobView, cluster: State, device_id: int, task: TaskView, generation: int, now: float
 ) -> JobView:
     one = cluster.communicator(job.id)
     if not generation:
-        return job if _task(job, device_id, task.incarnation) else _with(job, device_id, task)
+        return job if _task(job, device_id, task.incarnation) else _with_task(job, device_id, task)
     participants = job.participants | {device_id}
     task = replace(task, stage=TaskStage.ACTIVE)
-    if generation != one.generation:  # it was not reached by the newest ranks
+    if generation != one.generation:  # its newest rank did not reach it
         task = replace(task, waiting=one.generation)
         job = replace(job, waits_since=now if job.waits_since is None else job.waits_since)
-    return _with(replace(job, participants=participants), device_id, task)
+    return _with_task(replace(job, participants=participants), device_id, task)
 
 
-def _invited(job: JobView, cluster: State, device_id: int) -> Result:
-    """Asks a device to get ready, unless it has been asked, or was only doubted and has its rank."""
+def _invite(job: JobView, cluster: State, device_id: int) -> Result:
+    """Invites a device that can take part, unless it was invited already or still has its rank."""
     member = cluster.members.get(device_id)
-    if member is None or not member.usable or not job.elastic or device_id in cluster.trouble(job.id).out:
+    if (
+        member is None
+        or not member.usable
+        or not job.elastic
+        or device_id in cluster.link_faults_of(job.id).evicted_until
+    ):
         return job, ()
     stage = _stage(job, device_id, member.info.incarnation)
     left_out = stage == TaskStage.ACTIVE and device_id not in cluster.communicator(job.id).members
     if member.info.incarnation in job.refused or (stage is not None and not left_out):
         return job, ()
     task = TaskView(member.info.incarnation, TaskStage.LOADING)
-    return _with(job, device_id, task), (Invite(device_id),)
+    return _with_task(job, device_id, task), (Invite(device_id),)
 
 
-def _left(job: JobView, event: TaskWaiting, cluster: State, now: float) -> JobView:
-    """A member waits. One that left an older generation will find the newer rank by itself."""
+def _on_waiting(job: JobView, event: TaskWaiting, cluster: State, now: float) -> JobView:
+    """A member waits. A member that left an older generation takes its newer rank by itself."""
     one = cluster.communicator(job.id)
     task = _task(job, event.device_id, event.incarnation)
     if task is None or task.stage != TaskStage.ACTIVE or event.generation != one.generation:
         return job
     task = replace(task, waiting=event.generation, lacks=event.lacks, error=event.error)
     since = now if job.waits_since is None else job.waits_since
-    return _with(replace(job, waits_since=since), event.device_id, task)
+    return _with_task(replace(job, waits_since=since), event.device_id, task)
 
 
-def _resumed(job: JobView, cluster: State, generation: int) -> Result:
+def _on_resumed(job: JobView, cluster: State, generation: int) -> Result:
     one = cluster.communicator(job.id)
     if generation != one.generation:
         return job, ()
-    job = replace(_evident(job), unsettled=0, moving=0, grace_until=None, awaited=frozenset())
+    job = replace(_reset_backoff(job), unsettled=0, moving=0, grace_until=None, awaited=frozenset())
     instructions: tuple[JobInstruction, ...] = ()
-    for key in _without_rank(job, one):  # the others have its state
-        if key in job.leaving or key in cluster.trouble(job.id).out:
+    for key in _without_rank(job, one):  # the running ranks have its state
+        if key in job.leaving or key in cluster.link_faults_of(job.id).evicted_until:
             instructions += (Release(key, True),)
         else:
-            job, more = _invited(job, cluster, key)
+            job, more = _invite(job, cluster, key)
             instructions += more
     return replace(job, leaving=job.leaving & set(one.members)), instructions
 
 
-def _assigned(job: JobView, cluster: State, generation: int, planned: bool) -> Result:
+def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -> Result:
     one = cluster.communicator(job.id)
     job = replace(job, assigning=False)
     if one.generation != generation:
@@ -443,20 +451,20 @@ def _assigned(job: JobView, cluster: State, generation: int, planned: bool) -> R
     participants = job.participants | set(one.members)
     job = replace(job, tasks=tasks, participants=participants, waits_since=None)
     job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
-    # They stay until the others are at work: what they have may be needed after all.
-    gone = job.leaving | set(cluster.trouble(job.id).out)
+    # Not final until the new ranks run: the state of the released devices may still be needed.
+    gone = job.leaving | set(cluster.link_faults_of(job.id).evicted_until)
     return job, tuple(Release(key, False) for key in _without_rank(job, one) if key in gone)
 
 
-def _delivered(job: JobView, cluster: State, generation: int, ok: bool, now: float) -> Result:
+def _on_delivered(job: JobView, cluster: State, generation: int, ok: bool, now: float) -> Result:
     if generation != cluster.communicator(job.id).generation:
         return job, ()
     if not ok:
-        return _tried(replace(job, undelivered=generation), now), ()
+        return _count_attempt(replace(job, undelivered=generation), now), ()
     return job, (Move(job.movers),) if job.moving == generation else ()
 
 
-# ---- what follows from all of it
+# ---- rules
 
 
 def _decide(job: JobView, cluster: State, now: float) -> Result:
@@ -471,16 +479,16 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if job.finished and not _finishing(job, one, working, waiting):
         return _end(job)
     if not working:
-        return _end(job) if job.abandoned else _scattered(job, cluster, now)  # (2)
+        return _end(job) if job.abandoned else _await_devices(job, cluster, now)  # (2)
     if stuck and any(job.tasks[key].lacks for key in waiting):
-        return _lacking(job, cluster, waiting, now)  # (3)
+        return _await_state(job, cluster, waiting, now)  # (3)
     if _broken(job, cluster, one, working):  # (4)
-        return _rebuild(job, cluster) if _rested(job, cluster, now) else (job, ())
+        return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
     if waiting and job.waits_since is not None:  # (5)
         pause = cluster.config.lease_s * (SETTLE if stuck else 1.0) * 2**job.attempts
         if now - job.waits_since < min(pause, MAX_BACKOFF_S):
             return job, ()
-        return _rebuild(_tried(job, now), cluster)
+        return _rebuild(_count_attempt(job, now), cluster)
     ready = _ready(job, cluster)
     leaving = [key for key in one.members if key in job.leaving]
     if (
@@ -494,83 +502,83 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
 
 
 def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting: list[int]) -> bool:
-    """A task came to the end of the training: whether another is still on its way there.
+    """After a task reached the end of the training: whether another task will still reach it.
 
-    One that waits, and lacks a part of the state, is not: the state went with the tasks that ended. Nor is one that
-    was to join at a generation that the others will not come to any more.
+    A task that waits and lacks state will not: the state went with the tasks that ended. Nor will a task that was to
+    join at a planned generation to which the other ranks do not move any more.
     """
     left = [key for key in working if not (key in waiting and job.tasks[key].lacks)]
     return any(key in job.movers for key in left) if job.moving == one.generation else bool(left)
 
 
 def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[int]) -> bool:
-    """Whether something is known that the members' ranks cannot work with."""
-    if one.broken_by or cluster.trouble(job.id).closed >= one.generation:
+    """Whether the ranks of the newest generation are known to be unable to run."""
+    if one.broken_by or cluster.link_faults_of(job.id).decided_generation >= one.generation:
         return True
     if job.undelivered == one.generation:
         return True
     if job.finished:
         return False
-    # Members that have not moved yet still run collectives of the generation before, and need all of its ranks there.
+    # Members that have not moved yet run collectives of the previous generation, and need all of its ranks.
     stranded = job.moving == one.generation and any(not _had_rank(job, key) for key in job.movers)
     return stranded or len(working) < len(one.members)
 
 
 def _rebuild(job: JobView, cluster: State) -> Result:
-    """New ranks at once, without members whose tasks are gone, that leave, or that were evicted."""
+    """Assigns new ranks at once, without members whose tasks are gone, that leave, or that were evicted."""
     one = cluster.communicator(job.id)
     ready, working = _ready(job, cluster), active(job, cluster)
     gone = tuple(key for key in one.members if key in job.leaving or key not in (*working, *ready))
-    if set(gone) >= {*one.members, *ready}:  # all that are left want to leave: nobody can take over
+    if set(gone) >= {*one.members, *ready}:  # all remaining members want to leave: no device can take over
         gone = tuple(key for key in gone if key not in working)
     return replace(job, assigning=True, moving=0), (Assign(tuple(ready), gone),)
 
 
-def _scattered(job: JobView, cluster: State, now: float) -> Result:
-    """(2): nobody has a rank. Devices that can come back are waited for; then those that did get ranks."""
+def _await_devices(job: JobView, cluster: State, now: float) -> Result:
+    """(2): no device has a rank. Waits for devices that can come back, then assigns ranks to those that did."""
     ready, missing = _ready(job, cluster), _may_return(job, cluster)
-    if not job.elastic or not job.grace_s or not (ready or missing):
+    if not job.elastic or not job.restart_grace_s or not (ready or missing):
         return _end(job)
     job = _with_grace(job, now)
     waited = not missing or _grace_over(job, cluster, missing, now)
     if ready and waited:
-        return _rebuild(job, cluster) if _rested(job, cluster, now) else (job, ())
+        return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
     if waited:
         return _end(job)
-    return _awaiting(job, cluster, missing, now)
+    return _invite_and_announce(job, cluster, missing, now)
 
 
-def _lacking(job: JobView, cluster: State, waiting: list[int], now: float) -> Result:
-    """(3): the ranks together lack something. One more device may bring it."""
+def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -> Result:
+    """(3): the ranks together lack state. Another device may bring it."""
     ready, missing = _ready(job, cluster), _may_return(job, cluster)
-    if any(key in job.tasks for key in job.leaving):  # what a device that leaves has is needed
+    if any(key in job.tasks for key in job.leaving):  # the state of a leaving device is needed
         return _rebuild(replace(job, leaving=frozenset()), cluster)
     if ready:
         return _rebuild(job, cluster)
     job = _with_grace(job, now)
     if missing and job.elastic and not _grace_over(job, cluster, missing, now):
-        evicted = sorted(missing & set(cluster.trouble(job.id).out))
-        job, instructions = _awaiting(job, cluster, missing, now)
+        evicted = sorted(missing & set(cluster.link_faults_of(job.id).evicted_until))
+        job, instructions = _invite_and_announce(job, cluster, missing, now)
         return job, (*(Readmit(key) for key in evicted), *instructions)
     worst = next(job.tasks[key] for key in waiting if job.tasks[key].lacks)
     return _end(job, worst.error, worst.lacks)
 
 
 def _with_grace(job: JobView, now: float) -> JobView:
-    """The same job; the wait for devices that can come back has begun."""
-    return job if job.grace_until is not None else replace(job, grace_until=now + job.grace_s)
+    """The job with the restart grace begun, if it had not begun before."""
+    return job if job.grace_until is not None else replace(job, grace_until=now + job.restart_grace_s)
 
 
 def _grace_over(job: JobView, cluster: State, missing: frozenset[int], now: float) -> bool:
-    """Whether the wait is over. A device that has come back and loads what the job needs gets one more grace."""
-    loads = any(_has(job, cluster, key, TaskStage.LOADING) for key in missing)
-    return job.grace_until is not None and now >= job.grace_until + (job.grace_s if loads else 0.0)
+    """Whether the restart grace is over. It is doubled while a device that came back loads the job."""
+    loads = any(_at_stage(job, cluster, key, TaskStage.LOADING) for key in missing)
+    return job.grace_until is not None and now >= job.grace_until + (job.restart_grace_s if loads else 0.0)
 
 
-def _awaiting(job: JobView, cluster: State, missing: frozenset[int], now: float) -> Result:
+def _invite_and_announce(job: JobView, cluster: State, missing: frozenset[int], now: float) -> Result:
     instructions: tuple[JobInstruction, ...] = ()
-    for key in sorted(missing):  # it may have come back before its loss was known
-        job, more = _invited(job, cluster, key)
+    for key in sorted(missing):  # it may have come back before its loss was noticed
+        job, more = _invite(job, cluster, key)
         instructions += more
     if missing == job.awaited or job.grace_until is None:
         return job, instructions
@@ -579,12 +587,12 @@ def _awaiting(job: JobView, cluster: State, missing: frozenset[int], now: float)
 
 
 def _end(job: JobView, error: str = "", text: str = "") -> Result:
-    """Every task that is left is released: none of them would come to the end by itself."""
+    """Ends the job and releases every remaining task: none of them would end by itself."""
     releases = tuple(Release(key, True) for key in sorted(job.tasks))
     return replace(job, over=True), (*releases, End(error, text))
 
 
-# ---- what can be derived
+# ---- queries and small updates
 
 
 def _task(job: JobView, device_id: int, incarnation: str) -> TaskView | None:
@@ -598,19 +606,21 @@ def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
 
 
 def active(job: JobView, cluster: State) -> list[int]:
-    """The members of the newest generation whose tasks are under way."""
-    return [key for key in cluster.communicator(job.id).members if _has(job, cluster, key, TaskStage.ACTIVE)]
+    """The members of the newest generation whose tasks run."""
+    return [
+        key for key in cluster.communicator(job.id).members if _at_stage(job, cluster, key, TaskStage.ACTIVE)
+    ]
 
 
 def _ready(job: JobView, cluster: State) -> list[int]:
-    """Devices that wait for their first rank and can be given one."""
-    out = cluster.trouble(job.id).out
-    found = (key for key in job.tasks if _has(job, cluster, key, TaskStage.READY))
+    """Devices that wait for their first rank and can get one."""
+    out = cluster.link_faults_of(job.id).evicted_until
+    found = (key for key in job.tasks if _at_stage(job, cluster, key, TaskStage.READY))
     return sorted(key for key in found if cluster.members[key].usable and key not in out)
 
 
 def _had_rank(job: JobView, device_id: int) -> bool:
-    """Whether the device's task has been assigned a rank, in the newest generation or in an older one."""
+    """Whether the device's task was assigned a rank, in the newest generation or in an older one."""
     return device_id in job.tasks and job.tasks[device_id].stage == TaskStage.ACTIVE
 
 
@@ -619,15 +629,15 @@ def _without_rank(job: JobView, one: CommunicatorState) -> list[int]:
     return [key for key in sorted(job.tasks) if _had_rank(job, key) and key not in one.members]
 
 
-def _has(job: JobView, cluster: State, device_id: int, stage: TaskStage) -> bool:
+def _at_stage(job: JobView, cluster: State, device_id: int, stage: TaskStage) -> bool:
     member = cluster.members.get(device_id)
     return member is not None and _stage(job, device_id, member.info.incarnation) == stage
 
 
 def _may_return(job: JobView, cluster: State) -> frozenset[int]:
-    """Devices that had a rank, have none now, and may still have what they held: in memory, or in an arena file."""
-    away = job.participants - set(active(job, cluster)) - set(_ready(job, cluster))
-    found = (cluster.members[key] for key in away if key in cluster.members)
+    """Devices that had a rank, have none now, and may still have their state: in memory or in an arena file."""
+    absent = job.participants - set(active(job, cluster)) - set(_ready(job, cluster))
+    found = (cluster.members[key] for key in absent if key in cluster.members)
     return frozenset(
         one.info.device_id
         for one in found
@@ -635,29 +645,29 @@ def _may_return(job: JobView, cluster: State) -> frozenset[int]:
     )
 
 
-def _with(job: JobView, device_id: int, task: TaskView) -> JobView:
+def _with_task(job: JobView, device_id: int, task: TaskView) -> JobView:
     return replace(job, tasks={**job.tasks, device_id: task})
 
 
-def _without(job: JobView, device_id: int, incarnation: str) -> JobView:
-    """The same job, without this task."""
+def _without_task(job: JobView, device_id: int, incarnation: str) -> JobView:
+    """The job without this task."""
     task = _task(job, device_id, incarnation)
     if task is None:
         return job
     tasks = {key: one for key, one in job.tasks.items() if key != device_id}
-    return _evident(replace(job, tasks=tasks, leaving=job.leaving - {device_id}))
+    return _reset_backoff(replace(job, tasks=tasks, leaving=job.leaving - {device_id}))
 
 
-def _evident(job: JobView) -> JobView:
-    """There is evidence or progress: the next rebuild does not have to wait."""
+def _reset_backoff(job: JobView) -> JobView:
+    """Resets the backoff: after evidence or progress, the next rebuild does not wait."""
     return replace(job, attempts=0)
 
 
-def _tried(job: JobView, now: float) -> JobView:
+def _count_attempt(job: JobView, now: float) -> JobView:
     return replace(job, attempts=job.attempts + 1, last_attempt=now)
 
 
-def _rested(job: JobView, cluster: State, now: float) -> bool:
-    """Whether the pause since the last attempt that came to nothing is over."""
+def _backoff_over(job: JobView, cluster: State, now: float) -> bool:
+    """Whether the pause since the last failed attempt is over."""
     pause = min(cluster.config.lease_s * SETTLE * 2**job.attempts, MAX_BACKOFF_S)
     return not job.attempts or now - job.last_attempt >= pause

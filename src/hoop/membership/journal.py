@@ -1,15 +1,13 @@
-"""What the journal keeps: one entry for everything that a restarted coordinator must know.
+"""The journal: the part of the membership state that a restarted coordinator needs, as one checksummed line an entry.
 
-The journal: what a restarted coordinator must know, one checksummed line an entry.
+    crc32 of the JSON as eight hex digits, a space, the JSON, a newline
 
-    crc32 of the JSON, eight hex digits, a space, the JSON, a newline
+An entry is appended and synced before the coordinator answers. Opening a journal rewrites it as one snapshot, so it
+does not grow from restart to restart. A journal is kept in a file (``FileJournal``) or in etcd
+(``servers.etcd_journal``).
 
-Appended, and safe, before the coordinator answers; rewritten as one snapshot when it is opened, so it does not grow
-from restart to restart. It is kept in a file (``file_journal``) or in etcd (``servers.etcd_journal``).
-
-The journal in a file.
-
-A torn last line (the coordinator died while it wrote) is cut off; a bad line before good ones is damage.
+In a file, a torn last line (the coordinator died while it wrote) is cut off. A bad line before good ones is damage, and
+opening the journal fails.
 """
 
 from __future__ import annotations
@@ -40,28 +38,28 @@ from hoop.wire.job_settings import check_settings
 
 
 def joined_record(info: DeviceInfo) -> m.Record:
-    """A device is here."""
+    """A device joined."""
     return m.Record({"kind": "device_joined", "info": asdict(info)})
 
 
 def lost_record(member: Member) -> m.Record:
-    """A device is gone."""
-    about = {"device": member.info.device_id, "health": str(member.health), "ended": member.ended}
-    return m.Record({"kind": "device_gone", **about})
+    """A device is dead, or left."""
+    fields = {"device": member.info.device_id, "health": str(member.health), "ended": member.ended}
+    return m.Record({"kind": "device_gone", **fields})
 
 
 def communicator_record(one: CommunicatorState) -> m.Record:
-    """A communicator as it is now."""
+    """The current state of a communicator."""
     return m.Record(communicator_entry(one))
 
 
 def job_record(job: JobState) -> m.Record:
-    """A job as it is now."""
+    """The current state of a job."""
     return m.Record(job_entry(job))
 
 
 def communicator_entry(one: CommunicatorState) -> dict[str, object]:
-    """A communicator as the journal keeps it: all but the outcome of its latest work."""
+    """The journal entry of a communicator: all fields but the outcome of its latest operation."""
     return {
         "kind": "communicator",
         "id": one.id,
@@ -74,7 +72,7 @@ def communicator_entry(one: CommunicatorState) -> dict[str, object]:
 
 
 def job_entry(job: JobState) -> dict[str, object]:
-    """A job as the journal keeps it; what it told is the devices' to remember."""
+    """The journal entry of a job. The job's events are not in it: devices keep them and send them again."""
     return {"kind": "job", **asdict(job)}
 
 
@@ -83,16 +81,16 @@ MOVE_AWAY = "move the file away to start without it"
 
 
 class Journal(Protocol):
-    """An open journal, which nobody else writes to."""
+    """An open journal. No other process writes to it."""
 
     state: State
-    """What it said when it was opened."""
+    """The state that the journal held when it was opened."""
 
     def append(self, *entries: Entry) -> None:
-        """Writes these, all or none, and returns when they are safe; or raises."""
+        """Writes all of these entries or none. Returns when they are on stable storage, or raises."""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Closes the journal; another coordinator may then open it."""
 
 
 def encode(entry: Entry) -> bytes:
@@ -101,10 +99,13 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = False) -> list[Entry]:
-    """The entries in these lines; damage is named. A torn last line is left out, unless it is known to be ``whole``."""
+    """The entries in these lines. Raises ``FailedPrecondition`` for a damaged line, naming ``where`` and ``remedy``.
+
+    A torn last line is dropped, unless the data is known to be ``whole``.
+    """
     entries: list[Entry] = []
     lines = data.split(b"\n")
-    tail = lines.pop()  # has no newline: torn, or empty
+    tail = lines.pop()  # has no newline: torn or empty
     for number, line in enumerate([*lines, tail] if whole and tail else lines, start=1):
         try:
             check, body = line[:8], line[9:]
@@ -121,7 +122,7 @@ def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = Fa
 def restore(
     entries: Iterable[Entry], config: DetectorConfig, now: float, where: object, remedy: str = MOVE_AWAY
 ) -> State:
-    """``replay``, of what may be whole and yet nothing that Hoop wrote."""
+    """``replay``, for entries that may have good checksums but were not written by this version of Hoop."""
     try:
         return replay(entries, config, now)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
@@ -131,7 +132,7 @@ def restore(
 
 
 def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> State:
-    """The state that these entries add up to. Devices get one lease to show that they are alive."""
+    """The state after these entries. Each device is suspect, and has one lease from ``now`` to send a heartbeat."""
     state = State(config, last_tick=now)
     members, communicators, jobs = dict(state.members), dict(state.communicators), dict(state.jobs)
     last = 0
@@ -174,7 +175,7 @@ def replay(entries: Iterable[Entry], config: DetectorConfig, now: float) -> Stat
 
 
 def snapshot(state: State) -> list[Entry]:
-    """The fewest entries that replay to this state."""
+    """The shortest list of entries that replays to this state."""
     entries: list[Entry] = []
     for member in state.members.values():
         entries.append({"kind": "device_joined", "info": asdict(member.info)})
@@ -188,9 +189,9 @@ def snapshot(state: State) -> list[Entry]:
 
 
 def _job(entry: Entry) -> JobState:
-    """A job out of a journal. Older versions wrote settings of any size and kind, and errors that hold anything.
+    """A job from its entry. Older versions wrote settings without limits, and error texts with any characters.
 
-    A job with settings that no coordinator takes any more has ended; it failed, if it had not ended before.
+    A job whose settings this version refuses has ended: it failed, unless it had ended before.
     """
     plain = {key: value for key, value in entry.items() if key != "kind"}
     job = JobState(**{**plain, "devices": tuple(entry["devices"]), "text": printable(entry.get("text", ""))})
@@ -204,13 +205,13 @@ def _job(entry: Entry) -> JobState:
 
 
 def _info(plain: Mapping[str, Any]) -> DeviceInfo:
-    places = {name: Address(**plain[name]) for name in ("address", "data_address")}
+    addresses = {name: Address(**plain[name]) for name in ("address", "data_address")}
     shared = plain.get("shared_address")
-    return DeviceInfo(**{**plain, **places, "shared_address": Address(**shared) if shared else None})
+    return DeviceInfo(**{**plain, **addresses, "shared_address": Address(**shared) if shared else None})
 
 
 class FileJournal:
-    """An open journal file."""
+    """A journal in a file."""
 
     def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
         self.path = path
@@ -227,9 +228,9 @@ class FileJournal:
         self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
 
     def append(self, *entries: Entry) -> None:
-        """Writes entries and syncs them, or leaves the journal as it was and raises."""
+        """Writes entries and syncs them; on failure it truncates the file to its old length and raises."""
         lines = b"".join(map(encode, entries))
-        good = os.fstat(self._file.fileno()).st_size
+        old_size = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(lines)
             os.fsync(self._file.fileno())
@@ -238,7 +239,7 @@ class FileJournal:
         else:
             why = "the disk is full"
         if written != len(lines):
-            os.ftruncate(self._file.fileno(), good)  # half a line would spoil the next one
+            os.ftruncate(self._file.fileno(), old_size)  # half a line would damage the next one
             raise ResourceExhausted(f"journal {self.path}: cannot write {len(lines)} bytes: {why}; make room")
 
     def close(self) -> None:

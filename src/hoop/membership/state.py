@@ -1,6 +1,6 @@
-"""What is known of a communicator's failed links; the rules are in ``links``.
+"""The coordinator's membership state: devices, communicators, jobs and link faults. Immutable; no derived data.
 
-What a coordinator knows: the devices, the communicators, and nothing that can be derived.
+``state_machine.step`` replaces it with every event. The journal stores all of it but heartbeats and link faults.
 """
 
 from __future__ import annotations
@@ -13,48 +13,54 @@ from hoop.errors import NotFound
 from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 from hoop.topology import DeviceInfo
 
-TRIES = 3
-"""How often at most a pair gets new links within …"""
-WINDOW_S = 60.0
-"""… this time; and how long the first eviction lasts."""
+MAX_RELINKS = 3
+"""A pair of devices gets new links at most this often within …"""
+RELINK_WINDOW_S = 60.0
+"""… this many seconds. The first eviction of a device lasts as long."""
 
 Pair = tuple[int, int]
-"""Two devices, the lower number first."""
+"""Two device ids, the lower first."""
 
 
 @dataclass(frozen=True)
 class LinkFaults:
-    """What is known of a communicator's failed links."""
+    """Reported link faults of one communicator. ``state_machine`` holds the rules."""
 
     generation: int = 0
-    """Of the complaints."""
+    """The generation that ``complaints`` are about."""
     complaints: frozenset[tuple[int, int]] = frozenset()
-    """Who complains of whom."""
-    since: float = 0.0
-    """When the first of them came."""
-    closed: int = 0
-    """Up to this generation everything is decided."""
-    worked: int = 0
-    """The newest generation in which everybody reached everybody."""
-    tried: tuple[tuple[Pair, int, float], ...] = ()
-    """Which pairs got new links, after which generation, and when."""
-    out: Mapping[int, float] = field(default_factory=dict)
-    """Who was evicted, and until when."""
-    evictions: Mapping[int, int] = field(default_factory=dict)
-    """How often each was."""
+    """Pairs (reporting device, peer that it cannot reach)."""
+    first_complaint_at: float = 0.0
+    decided_generation: int = 0
+    """The state machine has decided on the complaints of this generation and of all earlier ones."""
+    working_generation: int = 0
+    """The newest generation in which all members have reached each other."""
+    relinked: tuple[tuple[Pair, int, float], ...] = ()
+    """Pairs that got new links: pair, the generation whose link failed, time."""
+    evicted_until: Mapping[int, float] = field(default_factory=dict)
+    """By evicted device, the time at which its eviction ends."""
+    eviction_counts: Mapping[int, int] = field(default_factory=dict)
+    """By device, the number of its evictions so far."""
 
     def failed_again(self, pair: Pair, now: float) -> bool:
-        tries = [generation for one, generation, when in self.tried if one == pair and now - when < WINDOW_S]
-        return bool(tries) and (tries[-1] >= self.worked or len(tries) >= TRIES)
+        """Whether new links did not help this pair, or only for a short time and too often."""
+        generations = [
+            generation
+            for one, generation, when in self.relinked
+            if one == pair and now - when < RELINK_WINDOW_S
+        ]
+        return bool(generations) and (
+            generations[-1] >= self.working_generation or len(generations) >= MAX_RELINKS
+        )
 
 
 class Health(StrEnum):
-    """A device's state.
+    """A device's health.
 
-    alive ──▶ suspect ──▶ dead        suspect: a link or a call failed, it is being asked
-      ▲──────────┘          │         dead: silent, refused, or failing
+    alive ──▶ suspect ──▶ dead        suspect: a link or a call failed, and the coordinator probes it
+      ▲──────────┘          │         dead: silent, refusing connections, or failing calls
       ▲─────────────────────┘         it may join again, as a new incarnation or after a stall
-    left: it said goodbye
+    left: it left on purpose
     """
 
     ALIVE = "alive"
@@ -64,10 +70,10 @@ class Health(StrEnum):
 
 
 class OperationOutcome(StrEnum):
-    """How a communicator's latest work stands."""
+    """The outcome of a communicator's latest operation."""
 
     IN_PROGRESS = "in_progress"
-    """Running, or nothing has run yet."""
+    """Running, or no operation has run yet."""
     SUCCESS = "success"
     FAILED = "failed"
 
@@ -77,11 +83,11 @@ class Member:
     """One device, as the coordinator sees it."""
 
     info: DeviceInfo
-    pulse: HeartbeatHistory
+    heartbeats: HeartbeatHistory
     health: Health = Health.ALIVE
     reason: str = ""
     ended: bool = False
-    """Its process is known to have ended, and its memory with it. A dead device may otherwise just be silent."""
+    """Its process is known to have ended, and its memory is gone. Other dead devices may only be silent."""
 
     @property
     def usable(self) -> bool:
@@ -98,32 +104,32 @@ class CommunicatorState:
     outcome: OperationOutcome = OperationOutcome.IN_PROGRESS
     reason: str = ""
     broken_by: int = 0
-    """The device whose death broke it; 0: none. Only a rebuild mends that."""
+    """The lost device that broke this generation; 0: none. A broken communicator must be rebuilt."""
     finalized: bool = False
 
 
 @dataclass(frozen=True)
 class JobState:
-    """One job. While it runs, the communicator with its id says who takes part, at which generation."""
+    """One job. While it runs, the communicator with the same id holds its members and generation."""
 
     id: int
     settings: str
     devices: tuple[int, ...]
-    """Who took part when this was written: they remember what it told."""
+    """The members when this record was written. Their event logs hold the job's events."""
     ended: bool = False
     error: str = ""
-    """How it failed: an error's class, and its words; empty: it did not."""
+    """The class of the error that ended the job; empty: the job did not fail."""
     text: str = ""
     run: str = ""
-    """Its own name, unlike any other job's: by it a device knows what its memory holds of it."""
+    """A unique name of this run. Arenas carry it, so that a restarted device knows which run its memory belongs to."""
 
 
 MAX_ENDED = 16
-"""Jobs that have ended and are still known, for whoever comes back to ask."""
+"""Ended jobs that stay known, for clients that reconnect and ask for the outcome."""
 
 
 def with_job(jobs: Mapping[int, JobState], job: JobState) -> dict[int, JobState]:
-    """These jobs and this one, without those that ended long ago."""
+    """``jobs`` with ``job`` added or replaced, and without all but the last ``MAX_ENDED`` ended jobs."""
     found = {key: one for key, one in jobs.items() if key != job.id} | {job.id: job}
     ended = [key for key, one in found.items() if one.ended]
     return {key: one for key, one in found.items() if key not in ended[:-MAX_ENDED]}
@@ -131,7 +137,7 @@ def with_job(jobs: Mapping[int, JobState], job: JobState) -> dict[int, JobState]
 
 @dataclass(frozen=True)
 class State:
-    """All of it; replaced as a whole by every step."""
+    """The whole membership state of a cluster."""
 
     config: DetectorConfig = field(default_factory=DetectorConfig)
     members: Mapping[int, Member] = field(default_factory=dict)
@@ -139,8 +145,8 @@ class State:
     jobs: Mapping[int, JobState] = field(default_factory=dict)
     next_communicator: int = 1
     last_tick: float = 0.0
-    troubles: Mapping[int, LinkFaults] = field(default_factory=dict)
-    """By communicator. Not in the journal: whoever cannot reach a peer says so again."""
+    link_faults: Mapping[int, LinkFaults] = field(default_factory=dict)
+    """By communicator. The journal does not store it: a device that cannot reach a peer reports it again."""
 
     def member(self, device_id: int) -> Member:
         if device_id not in self.members:
@@ -153,7 +159,7 @@ class State:
         return self.communicators[communicator_id]
 
     def usable(self) -> list[int]:
-        """The devices that can be used: those in good health first, then those in the fewest communicators."""
+        """Ids of usable devices: healthy ones first, then by the number of communicators that they are in."""
         load = dict.fromkeys(self.members, 0)
         for communicator in self.communicators.values():
             for device_id in communicator.members:
@@ -163,8 +169,8 @@ class State:
             ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id)
         )
 
-    def trouble(self, communicator_id: int) -> LinkFaults:
-        return self.troubles.get(communicator_id, LinkFaults())
+    def link_faults_of(self, communicator_id: int) -> LinkFaults:
+        return self.link_faults.get(communicator_id, LinkFaults())
 
     def with_member(self, member: Member) -> State:
         return replace(self, members={**self.members, member.info.device_id: member})
@@ -172,5 +178,5 @@ class State:
     def with_communicator(self, one: CommunicatorState) -> State:
         return replace(self, communicators={**self.communicators, one.id: one})
 
-    def with_trouble(self, communicator_id: int, trouble: LinkFaults) -> State:
-        return replace(self, troubles={**self.troubles, communicator_id: trouble})
+    def with_link_faults(self, communicator_id: int, faults: LinkFaults) -> State:
+        return replace(self, link_faults={**self.link_faults, communicator_id: faults})

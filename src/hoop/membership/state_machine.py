@@ -1,19 +1,33 @@
-"""How instructions are worded, and in which order they are given.
+"""The membership state machine: ``step(state, event) -> (state, instructions)``. Pure: no clock, no I/O.
 
-Links that fail while nobody dies: what becomes of two devices that cannot talk to each other.
+The coordinator calls ``step`` for every event and carries out the instructions: write to the journal, publish an event,
+probe a device, abort the operations of a communicator. An event that is not allowed raises and changes nothing.
 
-    a complaint     a member says that its link to another has failed, at this generation; older ones are ignored
-    (1) settling    others may have to complain too; one whose heartbeats are gone is the detector's business
-    (2) tried anew  new links among the same members: a connection that was reset is no reason to lose a device
-    (3) evicted     the two fail again: whoever of them more members complain of goes, else the higher number
-    (4) forgiven    after a while it may come back, the next time after twice as long
-    (5) readmitted  before that, where the others lack a part of a job's state that it may have
+    event                                       effect
+    ──────────────────────────────────────────  ─────────────────────────────────────────────────────────────────────
+    Joined                                      a member is added, or comes back; a restart breaks its communicators
+    Heartbeat                                   renews the lease; a suspect is alive again
+    CallReported, LinkClosed                    a failed call or a closed stream makes a device suspect: it is probed
+    Probed                                      a refused connection makes a suspect dead
+    Left                                        the device is gone; its communicators are broken
+    Excused                                     silence of these devices does not count until a given time
+    Tick                                        expired leases make devices dead; link faults are decided on
+    Complained, LinkWorked, Readmitted          link faults, see below
+    Created, Rebuilt, Finalized, Destroyed      life of a communicator; each rebuild begins a new generation
+    Started, Finished                           an operation on a communicator; a failure begins a new generation
+    JobStarted, JobEnded                        a job on the communicator with the same id
 
-A pair is tried anew once, and where that helped up to three times a minute; so complaints make few generations.
+Link faults: two devices that are alive cannot reach each other.
 
-The rules of membership that are about devices: who is alive, doubted, dead, gone.
+    complaint       a member reports that its link to another member failed; complaints of older generations are ignored
+    (1) settle      wait for more complaints. If a member has stopped sending heartbeats, leave it to the detector
+    (2) relink      make new links among the same members: a reset connection is no reason to lose a device
+    (3) evict       the pair failed again: evict the device that more members complain about, else the higher id
+    (4) lift        the eviction ends after a time that doubles with each eviction of the device
+    (5) readmit     the eviction ends early, where other members lack job state that the device may have
 
-The rules of membership: ``step(state, message) -> state, instructions``. Pure: no clock, no I/O.
+A pair gets new links once, and up to three times a minute where they worked in between. So complaints cause few
+generations.
 """
 
 from __future__ import annotations
@@ -26,7 +40,7 @@ from hoop.membership import events as m
 from hoop.membership.failure_detector import HeartbeatHistory
 from hoop.membership.journal import communicator_record, job_record, joined_record, lost_record
 from hoop.membership.state import (
-    WINDOW_S,
+    RELINK_WINDOW_S,
     CommunicatorState,
     Health,
     JobState,
@@ -37,150 +51,75 @@ from hoop.membership.state import (
     with_job,
 )
 
+MAX_DEVICES = 4096
+MAX_COMMUNICATORS = 1024
+SETTLING = 1 / 6
+"""Fraction of a lease: how long after the first complaint the state machine waits for more."""
+FRESH = 1 / 3
+"""Fraction of a lease: a member that has been silent for longer may be about to die, which would explain the fault."""
+
 Result = tuple[State, tuple[m.MembershipInstruction, ...]]
 
 
-def announce(kind: str, member: Member, what: str) -> m.Announce:
-    return m.Announce(kind, f"{member.info} {what}", {"device": member.info.device_id})
+def step(state: State, event: m.MembershipEvent) -> Result:
+    """The state after ``event``, and the instructions that follow. An event that is not allowed raises."""
+    match event:
+        case m.Joined():
+            return _on_joined(state, event)
+        case m.Heartbeat():
+            return _on_heartbeat(state, event)
+        case m.CallReported():
+            return _on_call_reported(state, event)
+        case m.LinkClosed():
+            return _suspect(state, event.device_id, event.incarnation, "its heartbeat link closed")
+        case m.Probed():
+            return _on_probed(state, event)
+        case m.Left():
+            return _on_left(state, event)
+        case m.Excused():
+            return _on_excused(state, event), ()
+        case m.Tick():
+            state, first = _check_leases(state, event.now)
+            state, then = _decide_link_faults(state, event.now)
+            return state, first + then
+        case m.Complained():
+            return _on_complained(state, event)
+        case m.LinkWorked():
+            return _on_link_worked(state, event.communicator_id, event.generation)
+        case m.Readmitted():
+            return _on_readmitted(state, event)
+        case m.Created():
+            return _on_created(state, event.device_ids, event.limit or MAX_COMMUNICATORS)
+        case m.Rebuilt():
+            return _on_rebuilt(state, event)
+        case m.Started():
+            return _on_started(state, event.communicator_id)
+        case m.Finished():
+            return _on_finished(state, event)
+        case m.Finalized():
+            one = replace(state.communicator(event.communicator_id), finalized=True)
+            return state.with_communicator(one), (communicator_record(one),)
+        case m.Destroyed():
+            return _on_destroyed(state, event.communicator_id)
+        case m.JobStarted(job_id, settings, run):
+            job = JobState(job_id, settings, state.communicator(job_id).members, run=run)
+            return replace(state, jobs=with_job(state.jobs, job)), (job_record(job),)
+        case m.JobEnded():
+            return _on_job_ended(state, event)
 
 
-def tell(kind: str, one: CommunicatorState, what: str) -> m.Announce:
-    fields = {"communicator": one.id, "generation": one.generation}
-    return m.Announce(kind, f"communicator {one.id} {kind.split('_')[1]} {what}".rstrip(), fields)
+# ---- devices
 
 
-def in_order(
-    record: m.Record, news: m.Announce, broken: tuple[m.MembershipInstruction, ...]
-) -> tuple[m.MembershipInstruction, ...]:
-    """What broke is written before why: a journal that ends between them must not call it whole."""
-    records = tuple(one for one in broken if isinstance(one, m.Record))
-    return (*records, record, news, *(one for one in broken if not isinstance(one, m.Record)))
-
-
-SETTLING = 1 / 6
-"""Of a lease: how long after the first complaint others are waited for."""
-FRESH = 1 / 3
-"""Of a lease: a member that has been silent for longer may be about to die, which would explain everything."""
-
-
-def complained(state: State, message: m.Complained) -> Result:
-    one = state.communicators.get(message.communicator_id)
-    if one is None or one.generation != message.generation or one.broken_by:
-        return state, ()
-    if message.device_id == message.peer_id or not {message.device_id, message.peer_id} <= set(one.members):
-        return state, ()
-    trouble = state.trouble(one.id)
-    if trouble.closed >= one.generation:
-        return state, ()
-    if trouble.generation != one.generation:
-        trouble = replace(trouble, generation=one.generation, complaints=frozenset(), since=message.now)
-    complaints = trouble.complaints | {(message.device_id, message.peer_id)}
-    return state.with_trouble(one.id, replace(trouble, complaints=complaints)), ()
-
-
-def worked(state: State, communicator_id: int, generation: int) -> Result:
-    """All members have reached each other at this generation."""
-    trouble = state.troubles.get(communicator_id)
-    if trouble is None or generation <= trouble.worked:
-        return state, ()
-    return state.with_trouble(communicator_id, replace(trouble, worked=generation)), ()
-
-
-def decided(state: State, now: float) -> Result:
-    """Time passed: what is ripe is decided."""
-    instructions: tuple[m.MembershipInstruction, ...] = ()
-    for number, trouble in list(state.troubles.items()):
-        one = state.communicators[number]
-        lost = one.broken_by or trouble.generation != one.generation  # which explains it, or is the remedy
-        if not lost and trouble.closed < one.generation and _ripe(state, trouble, now):
-            state, more = _verdict(state, one, trouble, now)
-            instructions += more
-        state, more = _forgiven(state, number, now)
-        instructions += more
-    return state, instructions
-
-
-def _ripe(state: State, trouble: LinkFaults, now: float) -> bool:
-    lease = state.config.lease_s
-    if now - trouble.since < SETTLING * lease:
-        return False
-    involved = [state.members[key] for pair in trouble.complaints for key in pair]  # (1)
-    return all(one.health == Health.ALIVE and now - one.pulse.last_beat < FRESH * lease for one in involved)
-
-
-def _verdict(state: State, one: CommunicatorState, trouble: LinkFaults, now: float) -> Result:
-    pairs = sorted({(min(pair), max(pair)) for pair in trouble.complaints})
-    hopeless = {key for pair in pairs if trouble.failed_again(pair, now) for key in pair}
-    recent = tuple(entry for entry in trouble.tried if now - entry[2] < WINDOW_S)
-    after = replace(
-        trouble,
-        closed=one.generation,
-        tried=(*recent, *((pair, one.generation, now) for pair in pairs)),
-    )
-    named = ", ".join(f"{low} and {high}" for low, high in pairs)
-    if not hopeless:  # (2)
-        why = f"the link between devices {named} failed: new ones are tried"
-        news = tell("links_failed", one, f"at generation {one.generation}: {why}")
-        stop = m.Stop(one.id, one.generation, why, one.members)
-        return state.with_trouble(one.id, after), (news, stop)
-    against = Counter(peer for _, peer in trouble.complaints)  # (3)
-    evicted = max(hopeless, key=lambda key: (against[key], key))
-    times = trouble.evictions.get(evicted, 0) + 1
-    after = replace(
-        after,
-        out={**trouble.out, evicted: now + WINDOW_S * 2 ** (times - 1)},
-        evictions={**trouble.evictions, evicted: times},
-    )
-    why = f"{state.members[evicted].info} is left out: devices {named} cannot reach each other over new links"
-    one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=evicted)
-    fields = {"communicator": one.id, "generation": one.generation, "device": evicted}
-    news = m.Announce("device_evicted", f"communicator {one.id}: {why}", fields)
-    stop = m.Stop(one.id, one.generation, why, one.members, evicted)
-    return state.with_communicator(one).with_trouble(one.id, after), (communicator_record(one), news, stop)
-
-
-def readmitted(state: State, message: m.Readmitted) -> Result:
-    """(5)"""
-    return _lift_evictions(state, message.communicator_id, [message.device_id])
-
-
-def _forgiven(state: State, number: int, now: float) -> Result:
-    """(4)"""
-    return _lift_evictions(
-        state, number, [key for key, until in state.trouble(number).out.items() if until <= now]
-    )
-
-
-def _lift_evictions(state: State, number: int, devices: list[int]) -> Result:
-    """These devices may take part again; those that are not evicted are passed over."""
-    trouble = state.trouble(number)
-    over = sorted(key for key in devices if key in trouble.out)
-    if not over:
-        return state, ()
-    left = {key: until for key, until in trouble.out.items() if key not in over}
-    news = tuple(
-        m.Announce(
-            "device_forgiven",
-            f"communicator {number}: device {key} may come back",
-            {"communicator": number, "device": key},
-        )
-        for key in over
-    )
-    return state.with_trouble(number, replace(trouble, out=left)), news
-
-
-MAX_DEVICES = 4096
-
-
-def joined(state: State, message: m.Joined) -> Result:
-    info = message.info
+def _on_joined(state: State, event: m.Joined) -> Result:
+    info = event.info
     if info.device_id == 0:
-        # Asked again because the answer was lost, it is still the same device.
+        # A device whose join was answered, but that never got the answer, asks again: it keeps its id.
         same = (key for key, one in state.members.items() if one.info.incarnation == info.incarnation)
         info = replace(info, device_id=next(same, max(state.members, default=0) + 1))
     known = state.members.get(info.device_id)
     if known is None and len(state.members) >= MAX_DEVICES:
-        state = _without_the_forgotten(state)
+        state = _without_unused_members(state)
         if len(state.members) >= MAX_DEVICES:
             raise ResourceExhausted(f"{MAX_DEVICES} devices are known already")
     if known is not None and known.info.incarnation != info.incarnation and known.health == Health.ALIVE:
@@ -190,106 +129,112 @@ def joined(state: State, message: m.Joined) -> Result:
     restarted = known is not None and known.info.incarnation != info.incarnation
     returned = known is not None and known.info.incarnation == info.incarnation
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
-    member = Member(info, HeartbeatHistory.joined(message.now, state.config))
-    state = _heard(state, message.now).with_member(member)
+    member = Member(info, HeartbeatHistory.joined(event.now, state.config))
+    state = _end_isolation(state, event.now).with_member(member)
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
     broken: tuple[m.MembershipInstruction, ...] = ()
     if restarted:
-        # Whatever its former self was doing is gone with it.
-        state, broken = _break(state, info.device_id, "it was restarted")
-    return state, in_order(joined_record(info), news, broken)
+        # The operations of the previous incarnation ended with its process.
+        state, broken = _break_communicators(state, info.device_id, "it was restarted")
+    return state, _records_first(joined_record(info), news, broken)
 
 
-def beat(state: State, message: m.Heartbeat) -> Result:
-    member = state.members.get(message.device_id)
-    if member is None or member.info.incarnation != message.incarnation or not member.usable:
-        raise MembershipChanged(f"device {message.device_id} is not a member (any more): join again")
+def _on_heartbeat(state: State, event: m.Heartbeat) -> Result:
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation or not member.usable:
+        raise MembershipChanged(f"device {event.device_id} is not a member (any more): join again")
     recovered = member.health == Health.SUSPECT
-    state = _heard(state, message.now)
-    member = replace(member, pulse=member.pulse.beat(message.now), health=Health.ALIVE, reason="")
-    instructions = (announce("device_recovered", member, "answers again"),) if recovered else ()
+    state = _end_isolation(state, event.now)
+    member = replace(
+        member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=Health.ALIVE, reason=""
+    )
+    instructions = (_device_event("device_recovered", member, "answers again"),) if recovered else ()
     return state.with_member(member), instructions
 
 
-def called(state: State, message: m.CallReported) -> Result:
-    member = state.members.get(message.device_id)
+def _on_call_reported(state: State, event: m.CallReported) -> Result:
+    member = state.members.get(event.device_id)
     if member is None or not member.usable:
         return state, ()
-    if message.failure and _isolated_s(state, message.now):
-        return doubted(state, message.device_id, member.info.incarnation, message.failure)
-    member = replace(member, pulse=member.pulse.called(not message.failure, state.config))
+    if event.failure and _isolated_s(state, event.now):
+        return _suspect(state, event.device_id, member.info.incarnation, event.failure)
+    member = replace(member, heartbeats=member.heartbeats.with_call(not event.failure, state.config))
     state = state.with_member(member)
-    if not message.failure:
+    if not event.failure:
         return state, ()
-    if verdict := member.pulse.failures(state.config):
-        return _died(state, member, f"{verdict}: {message.failure}")
-    return doubted(state, message.device_id, member.info.incarnation, message.failure)
+    if verdict := member.heartbeats.call_verdict(state.config):
+        return _declare_dead(state, member, f"{verdict}: {event.failure}")
+    return _suspect(state, event.device_id, member.info.incarnation, event.failure)
 
 
-def doubted(state: State, device_id: int, incarnation: str, reason: str) -> Result:
+def _suspect(state: State, device_id: int, incarnation: str, reason: str) -> Result:
+    """Marks a usable device as suspect and probes it."""
     member = state.members.get(device_id)
     if member is None or member.info.incarnation != incarnation or not member.usable:
         return state, ()
     if member.health == Health.SUSPECT:
         return state, (m.Probe(device_id),)
     member = replace(member, health=Health.SUSPECT, reason=reason)
-    return state.with_member(member), (announce("device_suspect", member, reason), m.Probe(device_id))
+    return state.with_member(member), (_device_event("device_suspect", member, reason), m.Probe(device_id))
 
 
-def probed(state: State, message: m.Probed) -> Result:
-    member = state.members.get(message.device_id)
-    if member is None or member.info.incarnation != message.incarnation or not member.usable:
+def _on_probed(state: State, event: m.Probed) -> Result:
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation or not member.usable:
         return state, ()
-    if message.failure:
-        return _died(state, replace(member, ended=True), message.failure)
-    return state, ()  # it lives; its next heartbeat, or the end of its lease, decides
+    if event.failure:
+        return _declare_dead(state, replace(member, ended=True), event.failure)
+    return state, ()  # the process lives; its next heartbeat, or the end of its lease, decides
 
 
-def left(state: State, message: m.Left) -> Result:
-    member = state.members.get(message.device_id)
-    if member is None or member.info.incarnation != message.incarnation or not member.usable:
+def _on_left(state: State, event: m.Left) -> Result:
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation or not member.usable:
         return state, ()
     member = replace(member, health=Health.LEFT, reason="it left", ended=True)
-    state, broken = _break(state.with_member(member), message.device_id, "it left")
-    return state, in_order(lost_record(member), announce("device_left", member, "left"), broken)
+    state, broken = _break_communicators(state.with_member(member), event.device_id, "it left")
+    return state, _records_first(lost_record(member), _device_event("device_left", member, "left"), broken)
 
 
-def excused(state: State, message: m.Excused) -> State:
-    for member in (state.members[key] for key in message.device_ids if key in state.members):
-        pulse = replace(member.pulse, excused_until=message.until)
-        state = state.with_member(replace(member, pulse=pulse))
+def _on_excused(state: State, event: m.Excused) -> State:
+    for member in (state.members[key] for key in event.device_ids if key in state.members):
+        heartbeats = replace(member.heartbeats, excused_until=event.until)
+        state = state.with_member(replace(member, heartbeats=heartbeats))
     return state
 
 
-def tick(state: State, now: float) -> Result:
-    away = now - state.last_tick - state.config.lease_s / 2 if state.last_tick else 0.0
-    if away > 0:
+def _check_leases(state: State, now: float) -> Result:
+    """Declares silent devices dead, and probes suspects again."""
+    # Ticks come every heartbeat interval. A gap of half a lease means that the coordinator itself was paused.
+    paused_s = now - state.last_tick - state.config.lease_s / 2 if state.last_tick else 0.0
+    if paused_s > 0:
         members = {
-            key: replace(one, pulse=one.pulse.excused(away, now)) for key, one in state.members.items()
+            key: replace(one, heartbeats=one.heartbeats.discount_pause(paused_s, now))
+            for key, one in state.members.items()
         }
         state = replace(state, members=members)
     state = replace(state, last_tick=now)
     instructions: tuple[m.MembershipInstruction, ...] = ()
     believed = not 0 < _isolated_s(state, now) <= state.config.isolation_s
     for member in list(state.members.values()):
-        if believed and member.usable and (verdict := member.pulse.silence(now, state.config)):
-            state, more = _died(state, member, verdict)
+        if believed and member.usable and (verdict := member.heartbeats.silence_verdict(now, state.config)):
+            state, more = _declare_dead(state, member, verdict)
             instructions += more
-        elif member.health == Health.SUSPECT:  # one that was just dying may have answered the first probe
+        elif member.health == Health.SUSPECT:  # a dying process may still have accepted the first probe
             instructions += (m.Probe(member.info.device_id),)
     return state, instructions
 
 
 def _isolated_s(state: State, now: float) -> float:
-    """For how many seconds no device at all has been heard; 0: one was, within half a lease."""
-    last = max((one.pulse.last_beat for one in state.members.values() if one.usable), default=now)
+    """Seconds since the last heartbeat of any device; 0 if one came within half a lease."""
+    last = max((one.heartbeats.last_heartbeat for one in state.members.values() if one.usable), default=now)
     return now - last if now - last > state.config.lease_s / 2 else 0.0
 
 
-def _heard(state: State, now: float) -> State:
-    """A device is heard. If it is the first after all were silent, their silence meanwhile is no evidence.
+def _end_isolation(state: State, now: float) -> State:
+    """A device sent a message. If all devices were silent before, discounts that silence for every member.
 
-    TCP's retransmission timer doubles while a network is cut, so the others may take as long again to be heard.
+    TCP's retransmission timer doubles while a network is cut, so the other devices may need as long again.
     """
     silence = _isolated_s(state, now)
     if not silence:
@@ -298,21 +243,21 @@ def _heard(state: State, now: float) -> State:
     members = dict(state.members)
     for key, one in state.members.items():
         if one.usable:
-            pulse = one.pulse.excused(silence, now)
-            pulse = replace(pulse, excused_until=max(pulse.excused_until, now + grace))
-            members[key] = replace(one, pulse=pulse)
+            heartbeats = one.heartbeats.discount_pause(silence, now)
+            heartbeats = replace(heartbeats, excused_until=max(heartbeats.excused_until, now + grace))
+            members[key] = replace(one, heartbeats=heartbeats)
     return replace(state, members=members)
 
 
-def _died(state: State, member: Member, reason: str) -> Result:
+def _declare_dead(state: State, member: Member, reason: str) -> Result:
     member = replace(member, health=Health.DEAD, reason=reason)
-    state, broken = _break(state.with_member(member), member.info.device_id, reason)
-    news = announce("device_dead", member, f"is dead: {reason}")
-    return state, in_order(lost_record(member), news, broken)
+    state, broken = _break_communicators(state.with_member(member), member.info.device_id, reason)
+    news = _device_event("device_dead", member, f"is dead: {reason}")
+    return state, _records_first(lost_record(member), news, broken)
 
 
-def _break(state: State, device_id: int, reason: str) -> Result:
-    """Every communicator with this device fails, and what it is doing stops."""
+def _break_communicators(state: State, device_id: int, reason: str) -> Result:
+    """Fails every communicator of a lost device, and stops its operations."""
     instructions: tuple[m.MembershipInstruction, ...] = ()
     for one in state.communicators.values():
         if device_id not in one.members:
@@ -320,7 +265,7 @@ def _break(state: State, device_id: int, reason: str) -> Result:
         why = (
             f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
         )
-        if one.broken_by:  # what waits for this one has to know too
+        if one.broken_by:  # operations that wait for this device must fail too
             instructions += (m.Stop(one.id, one.generation, why, one.members, device_id),)
             continue
         one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=device_id)
@@ -334,75 +279,145 @@ def _break(state: State, device_id: int, reason: str) -> Result:
     return state, instructions
 
 
-def _without_the_forgotten(state: State) -> State:
-    """Room for newcomers: devices that are gone, and in no communicator, are forgotten."""
+def _without_unused_members(state: State) -> State:
+    """Forgets devices that are gone and in no communicator and no job, to make room for new ones."""
     needed = {device_id for one in state.communicators.values() for device_id in one.members}
     needed |= {device_id for one in state.jobs.values() for device_id in one.devices}
     kept = {key: one for key, one in state.members.items() if one.usable or key in needed}
     return replace(state, members=kept)
 
 
-MAX_COMMUNICATORS = 1024
+# ---- link faults
 
 
-def step(state: State, message: m.MembershipEvent) -> Result:
-    """The state after ``message``, and what is to be done about it; a wrong message raises."""
-    match message:
-        case m.Joined():
-            return joined(state, message)
-        case m.Heartbeat():
-            return beat(state, message)
-        case m.CallReported():
-            return called(state, message)
-        case m.LinkClosed():
-            return doubted(state, message.device_id, message.incarnation, "its heartbeat link closed")
-        case m.Probed():
-            return probed(state, message)
-        case m.Left():
-            return left(state, message)
-        case m.Excused():
-            return excused(state, message), ()
-        case m.Tick():
-            state, first = tick(state, message.now)
-            state, then = decided(state, message.now)
-            return state, first + then
-        case m.Complained():
-            return complained(state, message)
-        case m.LinkWorked():
-            return worked(state, message.communicator_id, message.generation)
-        case m.Readmitted():
-            return readmitted(state, message)
-        case m.Created():
-            return _created(state, message.device_ids, message.most or MAX_COMMUNICATORS)
-        case m.Rebuilt():
-            return _rebuilt(state, message)
-        case m.Started():
-            return _started(state, message.communicator_id)
-        case m.Finished():
-            return _finished(state, message)
-        case m.Finalized():
-            one = replace(state.communicator(message.communicator_id), finalized=True)
-            return state.with_communicator(one), (communicator_record(one),)
-        case m.Destroyed():
-            return _destroyed(state, message.communicator_id)
-        case m.JobStarted(job_id, settings, run):
-            job = JobState(job_id, settings, state.communicator(job_id).members, run=run)
-            return replace(state, jobs=with_job(state.jobs, job)), (job_record(job),)
-        case m.JobEnded():
-            return _job_ended(state, message)
+def _on_complained(state: State, event: m.Complained) -> Result:
+    one = state.communicators.get(event.communicator_id)
+    if one is None or one.generation != event.generation or one.broken_by:
+        return state, ()
+    if event.device_id == event.peer_id or not {event.device_id, event.peer_id} <= set(one.members):
+        return state, ()
+    faults = state.link_faults_of(one.id)
+    if faults.decided_generation >= one.generation:
+        return state, ()
+    if faults.generation != one.generation:
+        faults = replace(
+            faults, generation=one.generation, complaints=frozenset(), first_complaint_at=event.now
+        )
+    complaints = faults.complaints | {(event.device_id, event.peer_id)}
+    return state.with_link_faults(one.id, replace(faults, complaints=complaints)), ()
+
+
+def _on_link_worked(state: State, communicator_id: int, generation: int) -> Result:
+    faults = state.link_faults.get(communicator_id)
+    if faults is None or generation <= faults.working_generation:
+        return state, ()
+    return state.with_link_faults(communicator_id, replace(faults, working_generation=generation)), ()
+
+
+def _decide_link_faults(state: State, now: float) -> Result:
+    """Decides on complaints that have settled, and ends evictions whose time is over."""
+    instructions: tuple[m.MembershipInstruction, ...] = ()
+    for communicator_id, faults in list(state.link_faults.items()):
+        one = state.communicators[communicator_id]
+        # A lost device explains the complaints, and a new generation has new links: both make them void.
+        void = one.broken_by or faults.generation != one.generation
+        if not void and faults.decided_generation < one.generation and _settled(state, faults, now):
+            state, more = _relink_or_evict(state, one, faults, now)
+            instructions += more
+        state, more = _lift_expired_evictions(state, communicator_id, now)
+        instructions += more
+    return state, instructions
+
+
+def _settled(state: State, faults: LinkFaults, now: float) -> bool:
+    """(1)"""
+    lease = state.config.lease_s
+    if now - faults.first_complaint_at < SETTLING * lease:
+        return False
+    involved = [state.members[key] for pair in faults.complaints for key in pair]
+    return all(
+        one.health == Health.ALIVE and now - one.heartbeats.last_heartbeat < FRESH * lease for one in involved
+    )
+
+
+def _relink_or_evict(state: State, one: CommunicatorState, faults: LinkFaults, now: float) -> Result:
+    pairs = sorted({(min(pair), max(pair)) for pair in faults.complaints})
+    hopeless = {key for pair in pairs if faults.failed_again(pair, now) for key in pair}
+    recent = tuple(entry for entry in faults.relinked if now - entry[2] < RELINK_WINDOW_S)
+    after = replace(
+        faults,
+        decided_generation=one.generation,
+        relinked=(*recent, *((pair, one.generation, now) for pair in pairs)),
+    )
+    named = ", ".join(f"{low} and {high}" for low, high in pairs)
+    if not hopeless:  # (2)
+        why = f"the link between devices {named} failed: new ones are tried"
+        news = _communicator_event("links_failed", one, f"at generation {one.generation}: {why}")
+        stop = m.Stop(one.id, one.generation, why, one.members)
+        return state.with_link_faults(one.id, after), (news, stop)
+    against = Counter(peer for _, peer in faults.complaints)  # (3)
+    evicted = max(hopeless, key=lambda key: (against[key], key))
+    times = faults.eviction_counts.get(evicted, 0) + 1
+    after = replace(
+        after,
+        evicted_until={**faults.evicted_until, evicted: now + RELINK_WINDOW_S * 2 ** (times - 1)},
+        eviction_counts={**faults.eviction_counts, evicted: times},
+    )
+    why = f"{state.members[evicted].info} is left out: devices {named} cannot reach each other over new links"
+    one = replace(one, outcome=OperationOutcome.FAILED, reason=why, broken_by=evicted)
+    fields = {"communicator": one.id, "generation": one.generation, "device": evicted}
+    news = m.Announce("device_evicted", f"communicator {one.id}: {why}", fields)
+    stop = m.Stop(one.id, one.generation, why, one.members, evicted)
+    return state.with_communicator(one).with_link_faults(one.id, after), (
+        communicator_record(one),
+        news,
+        stop,
+    )
+
+
+def _lift_expired_evictions(state: State, communicator_id: int, now: float) -> Result:
+    """(4)"""
+    return _lift_evictions(
+        state,
+        communicator_id,
+        [key for key, until in state.link_faults_of(communicator_id).evicted_until.items() if until <= now],
+    )
+
+
+def _on_readmitted(state: State, event: m.Readmitted) -> Result:
+    """(5)"""
+    return _lift_evictions(state, event.communicator_id, [event.device_id])
+
+
+def _lift_evictions(state: State, communicator_id: int, devices: list[int]) -> Result:
+    """Ends the evictions of these devices; ids of devices that are not evicted are ignored."""
+    faults = state.link_faults_of(communicator_id)
+    over = sorted(key for key in devices if key in faults.evicted_until)
+    if not over:
+        return state, ()
+    left = {key: until for key, until in faults.evicted_until.items() if key not in over}
+    news = tuple(
+        m.Announce(
+            "device_forgiven",
+            f"communicator {communicator_id}: device {key} may come back",
+            {"communicator": communicator_id, "device": key},
+        )
+        for key in over
+    )
+    return state.with_link_faults(communicator_id, replace(faults, evicted_until=left)), news
 
 
 # ---- communicators
 
 
-def _created(state: State, device_ids: tuple[int, ...], most: int) -> Result:
+def _on_created(state: State, device_ids: tuple[int, ...], limit: int) -> Result:
     if not device_ids:
         raise InvalidArgument("devices: a communicator needs at least one")
     if len(set(device_ids)) != len(device_ids):
         raise InvalidArgument(f"device_ids: {list(device_ids)} names a device twice")
-    if len(state.communicators) >= most:
+    if len(state.communicators) >= limit:
         how = "destroy some (CommDestroy), or raise --max-communicators"
-        raise ResourceExhausted(f"{most} communicators exist; {how}")
+        raise ResourceExhausted(f"{limit} communicators exist; {how}")
     for device_id in device_ids:
         member = state.member(device_id)
         if not member.usable:
@@ -411,61 +426,84 @@ def _created(state: State, device_ids: tuple[int, ...], most: int) -> Result:
     state = replace(state.with_communicator(one), next_communicator=one.id + 1)
     return state, (
         communicator_record(one),
-        tell("communicator_created", one, f"of devices {list(device_ids)}"),
+        _communicator_event("communicator_created", one, f"of devices {list(device_ids)}"),
     )
 
 
-def _rebuilt(state: State, message: m.Rebuilt) -> Result:
-    old = state.communicator(message.communicator_id)
-    wanted = dict.fromkeys((*old.members, *message.joining))
-    left_out = {*message.leaving, *state.trouble(old.id).out}
+def _on_rebuilt(state: State, event: m.Rebuilt) -> Result:
+    old = state.communicator(event.communicator_id)
+    wanted = dict.fromkeys((*old.members, *event.joining))
+    left_out = {*event.leaving, *state.link_faults_of(old.id).evicted_until}
     stay = (device_id for device_id in wanted if device_id not in left_out)
     members = tuple(device_id for device_id in stay if state.member(device_id).usable)
     if not members:
         raise FailedPrecondition(f"communicator {old.id}: none of its devices is alive")
     one = CommunicatorState(old.id, members, old.generation + 1, finalized=old.finalized)
     text = f"at generation {one.generation} of devices {list(members)}"
-    done = (communicator_record(one), tell("communicator_rebuilt", one, text))
+    done = (communicator_record(one), _communicator_event("communicator_rebuilt", one, text))
     stop = m.Stop(old.id, old.generation, f"communicator {old.id} was rebuilt", old.members)
-    return state.with_communicator(one), done if message.planned else (*done, stop)
+    return state.with_communicator(one), done if event.planned else (*done, stop)
 
 
-def _started(state: State, communicator_id: int) -> Result:
+def _on_started(state: State, communicator_id: int) -> Result:
     one = state.communicator(communicator_id)
     if one.broken_by:
         raise FailedPrecondition(f"communicator {communicator_id}: {one.reason}")
     return state.with_communicator(replace(one, outcome=OperationOutcome.IN_PROGRESS, reason="")), ()
 
 
-def _finished(state: State, message: m.Finished) -> Result:
-    one = state.communicators.get(message.communicator_id)
-    if one is None or one.generation != message.generation or one.broken_by:
+def _on_finished(state: State, event: m.Finished) -> Result:
+    one = state.communicators.get(event.communicator_id)
+    if one is None or one.generation != event.generation or one.broken_by:
         return state, ()
-    if not message.failure:
+    if not event.failure:
         return state.with_communicator(replace(one, outcome=OperationOutcome.SUCCESS, reason="")), ()
-    # The links are in no defined state after a failure: the next operation gets fresh ones.
-    one = replace(one, outcome=OperationOutcome.FAILED, reason=message.failure, generation=one.generation + 1)
-    stop = m.Stop(one.id, message.generation, message.failure, one.members)
-    news = tell("operation_failed", one, message.failure)
+    # A failed operation leaves its links in an undefined state: the next operation gets new ones.
+    one = replace(one, outcome=OperationOutcome.FAILED, reason=event.failure, generation=one.generation + 1)
+    stop = m.Stop(one.id, event.generation, event.failure, one.members)
+    news = _communicator_event("operation_failed", one, event.failure)
     return state.with_communicator(one), (communicator_record(one), news, stop)
 
 
-def _destroyed(state: State, communicator_id: int) -> Result:
+def _on_destroyed(state: State, communicator_id: int) -> Result:
     one = state.communicator(communicator_id)
     left = {key: other for key, other in state.communicators.items() if key != communicator_id}
     stop = m.Stop(one.id, one.generation, f"communicator {one.id} was destroyed", one.members)
     record = m.Record({"kind": "communicator_destroyed", "id": one.id})
-    calm = {key: trouble for key, trouble in state.troubles.items() if key != communicator_id}
-    return replace(state, communicators=left, troubles=calm), (
+    faults = {key: other for key, other in state.link_faults.items() if key != communicator_id}
+    return replace(state, communicators=left, link_faults=faults), (
         record,
-        tell("communicator_destroyed", one, ""),
+        _communicator_event("communicator_destroyed", one, ""),
         stop,
     )
 
 
-def _job_ended(state: State, message: m.JobEnded) -> Result:
-    """Its end is written before its communicator's: a journal that ends between them must not start it again."""
-    old, devices = state.jobs[message.job_id], state.communicator(message.job_id).members
-    job = replace(old, devices=devices, ended=True, error=message.error, text=message.text)
-    state, rest = _destroyed(replace(state, jobs=with_job(state.jobs, job)), job.id)
+def _on_job_ended(state: State, event: m.JobEnded) -> Result:
+    """Writes the job's end before its communicator's: a journal cut between them must not restart the job."""
+    old, devices = state.jobs[event.job_id], state.communicator(event.job_id).members
+    job = replace(old, devices=devices, ended=True, error=event.error, text=event.text)
+    state, rest = _on_destroyed(replace(state, jobs=with_job(state.jobs, job)), job.id)
     return state, (job_record(job), *rest)
+
+
+# ---- instructions
+
+
+def _device_event(kind: str, member: Member, what: str) -> m.Announce:
+    return m.Announce(kind, f"{member.info} {what}", {"device": member.info.device_id})
+
+
+def _communicator_event(kind: str, one: CommunicatorState, what: str) -> m.Announce:
+    fields = {"communicator": one.id, "generation": one.generation}
+    return m.Announce(kind, f"communicator {one.id} {kind.split('_')[1]} {what}".rstrip(), fields)
+
+
+def _records_first(
+    record: m.Record, news: m.Announce, broken: tuple[m.MembershipInstruction, ...]
+) -> tuple[m.MembershipInstruction, ...]:
+    """Orders the instructions: records of broken communicators first, then the device's record, then the rest.
+
+    A journal cut between them must not show a lost device in a communicator that is not broken.
+    """
+    records = tuple(one for one in broken if isinstance(one, m.Record))
+    return (*records, record, news, *(one for one in broken if not isinstance(one, m.Record)))

@@ -1,10 +1,10 @@
-"""The device's side of one job: which rank assignment its task uses, takes next, or waits for. Pure: no clock, no I/O.
+"""A device's rank assignments in one job: which one it uses, takes next, or waits for. Pure: no clock, no I/O.
 
-    assigned, moving, released …   (state, what the coordinator said) -> state
-    next_step(state)               what the training thread does when it has left the generation it was in
+    assigned, moving, released …   (state, message of the coordinator) -> state
+    next_step(state)               the next action of a training thread that has left its generation
 
-The coordinator's messages may come late, twice, or in another order. Generations order them: a stale assignment is
-dropped for the newer one. A task ends only at the end of the training, by a failure of its own code, or because the
+The coordinator's messages may come late, twice, or in another order. Generations order them: a newer assignment
+replaces a stale one. A task ends only at the end of the training, by a failure of its own code, or because the
 coordinator released it; never because its links failed.
 """
 
@@ -17,83 +17,83 @@ from hoop.errors import MembershipChanged
 
 
 class NextStep(StrEnum):
-    """What a task that uses no generation's links does."""
+    """The next action of a task that uses no generation's links."""
 
     WAIT = "wait"
     TAKE = "take"
     """Take the newest assignment."""
     HAND_OVER = "hand over"
-    """It has no rank any more. It stays until the others have moved on: they may still read its memory."""
+    """It has no rank any more. It stays until the other ranks have moved: they may still read its memory."""
     LEAVE = "leave"
 
 
 @dataclass(frozen=True)
 class TaskRanks:
-    """The assignments of one task; replaced as a whole by every message."""
+    """The rank assignments of one task. Immutable."""
 
     newest: int = 0
-    """The newest generation it was assigned a rank in; 0: none yet."""
+    """The newest generation in which it was assigned a rank; 0: none yet."""
     taken: int = 0
-    """The newest generation whose links it made."""
+    """The newest generation whose links it opened."""
     planned: bool = False
-    """The newest assignment is for later: until the move, the taken one stays in use."""
+    """The newest assignment is for later: the taken one stays in use until the move."""
     move: bool = False
-    """Everybody has the planned assignment: move after a step that all ranks agree on."""
+    """All members have the planned assignment: move after a step that all ranks agree on."""
     stopped: int = 0
-    """The newest generation that the coordinator said is over."""
+    """The newest generation that the coordinator has stopped."""
     rejoins: bool = False
-    """The others went on without it; it is as good as new, and has no rank until the next assignment."""
+    """Other devices continued without it. Like a new device, it has no rank until the next assignment."""
     left_out: bool = False
-    """The others went on without it before the newest assignment: what it knows may be of long ago."""
+    """Other devices continued without it before the newest assignment: its state may be old."""
     released: bool = False
     dismissed: bool = False
-    """Released for good: nobody needs what it has."""
+    """Released for good: no other device needs its state."""
 
     @property
     def pending(self) -> bool:
-        """Whether there is an assignment that was not taken yet."""
+        """Whether there is an assignment that it has not taken yet."""
         return self.newest > self.taken
 
     @property
     def generation(self) -> int:
-        """What it tells a coordinator that asks; 0: it has no rank, and waits for one."""
+        """The generation that the device reports to a coordinator; 0: it has no rank and waits for one."""
         return 0 if self.rejoins else self.newest
 
 
 def assigned(state: TaskRanks, generation: int, planned: bool) -> TaskRanks:
-    """A rank in this generation; raises where a newer one is known."""
+    """The coordinator assigned a rank in this generation. Raises if a newer assignment is known."""
     if generation < state.newest:
         raise MembershipChanged(f"generation {generation} is over: this device is at {state.newest}")
     if generation == state.newest:
-        return state  # said twice
+        return state  # the message was sent twice
     return replace(state, newest=generation, planned=planned, move=False, rejoins=False, released=False)
 
 
 def stopped(state: TaskRanks, generation: int) -> TaskRanks:
-    """The coordinator says that this generation, and every older one, is over."""
+    """The coordinator stopped this generation and all older ones."""
     return replace(state, stopped=max(state.stopped, generation))
 
 
 def outdated(state: TaskRanks) -> bool:
-    """Whether the links of the taken generation are of no use any more: what is done on them must fail at once."""
+    """Whether the links of the taken generation are useless: operations on them must fail at once."""
     superseded = state.pending and not state.planned
     return state.taken > 0 and (superseded or state.stopped >= state.taken or state.dismissed)
 
 
 def moving(state: TaskRanks) -> TaskRanks:
-    """Everybody has its planned rank. Without one, this is news of a move that is over."""
+    """All members have their planned ranks. A task without one ignores this: the move is over."""
     return replace(state, move=state.planned and (state.pending or state.released))
 
 
 def took(state: TaskRanks, generation: int) -> TaskRanks:
-    """The task uses the links of this generation."""
+    """The task opened the links of this generation, or gave up on them."""
     newest, taken = max(state.newest, generation), max(state.taken, generation)
-    planned = state.planned and newest > taken  # another one came meanwhile
+    planned = state.planned and newest > taken  # a newer assignment came meanwhile
     return replace(state, newest=newest, taken=taken, move=False, planned=planned, left_out=False)
 
 
 def rejoined(state: TaskRanks) -> TaskRanks:
-    """The others went on without it, and it is asked to take part again."""
+    """Other devices continued without it, and the coordinator asks it to take part again."""
     return replace(
         state,
         taken=state.newest,
@@ -107,12 +107,12 @@ def rejoined(state: TaskRanks) -> TaskRanks:
 
 
 def released(state: TaskRanks, final: bool) -> TaskRanks:
-    """It has no rank any more; ``final``: and nobody needs what it has."""
+    """It has no rank any more. ``final``: no other device needs its state."""
     return replace(state, released=True, planned=True, dismissed=state.dismissed or final)
 
 
 def next_step(state: TaskRanks) -> NextStep:
-    """What a task does that has left the generation it was in."""
+    """The next action of a task that has left its generation."""
     if state.dismissed:
         return NextStep.LEAVE
     if state.released:

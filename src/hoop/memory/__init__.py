@@ -1,7 +1,7 @@
-"""A device's memory: one file-backed mapping with addresses, and named buffers inside it.
+"""Device memory: one file-backed shared mapping with an address range and named buffers.
 
-``Arena`` is the mapping, ``Allocator`` decides (purely) which bytes a name gets, ``header`` makes that
-table survive a kill -9, ``backing`` is the file beneath, and ``DType`` says what elements the bytes are.
+``Arena`` is the mapping and its buffer table, which survives kill -9. ``Allocator`` is the pure placement
+logic. ``storage`` opens the backing file and defines its layout. ``DType`` is an element type.
 """
 
 from hoop.memory.allocator import Allocator

@@ -1,12 +1,12 @@
-"""Which bytes of a device's memory belong to which name.
+"""Placement of named buffers in a device's memory.
 
     0                                                       capacity
     |······ free ······|  adam  |······|  grads  |··|  weights  |
-                                                  ^ alignment leaves pieces too
+                                                  ^ gap left by alignment
 
-Names are placed from the top down: callers who use raw addresses without a name, as the lab's programs
-do, begin at the bottom, and the two meet only when the memory is full. Pure bookkeeping: no bytes are
-touched here.
+Named buffers are placed from the top down. Callers that use raw addresses (the lab's programs) start at the
+bottom, so the two overlap only when the memory is full. This module does bookkeeping only; it reads and writes
+no buffer bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound, OutOfMemory
 
 MAX_NAME = 128
-_SHOWN = 4  # holders, or names, that an error message lists before "and N more"
+_MAX_LISTED = 4  # buffers that an error message lists before "and N more"
 
 
 @dataclass(frozen=True)
 class Span:
-    """A named range ``[offset, offset + size)``."""
+    """A named byte range ``[offset, offset + size)``."""
 
     name: str
     offset: int
@@ -32,25 +32,25 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
+        """Offset of the first byte after the range."""
         return self.offset + self.size
 
 
 class Allocator:
-    """Named, non-overlapping ranges of ``[0, capacity)``, each placed in the highest free piece that fits it."""
+    """Named, non-overlapping ranges of ``[0, capacity)``. Each is placed in the highest gap that fits it."""
 
     def __init__(self, capacity: int, *, owner: str = "allocator") -> None:
         if capacity < 0:
             raise InvalidArgument(f"{owner}: capacity is {capacity}, it must be zero or more bytes")
         self.capacity = capacity
-        self._owner = owner  # how error messages call whoever this memory belongs to
+        self._owner = owner  # prefix of error messages
         self._by_name: dict[str, Span] = {}
-        self._placed: list[Span] = []  # by offset; those of size zero hold no bytes and are not in it
+        self._placed: list[Span] = []  # sorted by offset; spans of size zero are left out
         self._used = 0
 
     @classmethod
     def restore(cls, capacity: int, spans: Iterable[Span], *, owner: str = "allocator") -> Allocator:
-        """The allocator that once listed these spans, refusing any list that none could have."""
+        """Rebuild an allocator from ``spans``. Raises InvalidArgument if they overlap or exceed ``capacity``."""
         allocator = cls(capacity, owner=owner)
         previous: Span | None = None
         for span in sorted(spans, key=_by_offset):
@@ -71,7 +71,7 @@ class Allocator:
         return allocator
 
     def allocate(self, name: str, size: int, alignment: int = 64) -> Span:
-        """Give the highest free piece of this size and alignment to a new name."""
+        """Place a new buffer in the highest gap that fits ``size`` bytes at ``alignment``."""
         _check_name(name, self._owner)
         if size < 0:
             raise InvalidArgument(f"{self._owner}: buffer {name!r} of {size} bytes; a size is zero or more")
@@ -88,10 +88,10 @@ class Allocator:
             offset = (end - size) // alignment * alignment
             if offset >= start:
                 return self._add(Span(name, offset, size))
-        raise OutOfMemory(self._shortage(name, size, alignment))
+        raise OutOfMemory(self._out_of_memory_message(name, size, alignment))
 
     def free(self, name: str) -> Span:
-        """Take the bytes back, and return the span that held them."""
+        """Release a buffer and return its span."""
         span = self.find(name)
         del self._by_name[name]
         if span.size:
@@ -100,13 +100,13 @@ class Allocator:
         return span
 
     def find(self, name: str) -> Span:
-        """The span with this name."""
+        """The span called ``name``; raises NotFound."""
         span = self._by_name.get(name)
         if span is None:
             names = [repr(known) for known in self._by_name]
             raise NotFound(
                 f"{self._owner}: no buffer is called {name!r}; "
-                + (f"there are {_listed(names)}" if names else "it has no buffers")
+                + (f"there are {_comma_list(names)}" if names else "it has no buffers")
             )
         return span
 
@@ -114,26 +114,26 @@ class Allocator:
         return name in self._by_name
 
     def spans(self) -> list[Span]:
-        """Every span, in the order of their offsets (the empty ones share theirs: by name)."""
+        """Every span, sorted by offset. Empty spans may share an offset; they are sorted by name."""
         return sorted(self._by_name.values(), key=lambda span: (span.offset, span.size, span.name))
 
     @property
     def used(self) -> int:
-        """Bytes that belong to a name."""
+        """Allocated bytes."""
         return self._used
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that belong to none, in however many pieces."""
+        """Unallocated bytes, over all gaps."""
         return self.capacity - self._used
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest free piece."""
+        """Bytes of the largest gap."""
         return max(end - start for start, end in self._gaps())
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
-        # Empty ones too: a buffer of zero bytes fits even in full memory.
+        # Yields empty gaps too: a buffer of zero bytes fits even in full memory.
         start = 0
         for span in self._placed:
             yield start, span.offset
@@ -147,7 +147,7 @@ class Allocator:
         self._used += span.size
         return span
 
-    def _shortage(self, name: str, size: int, alignment: int) -> str:
+    def _out_of_memory_message(self, name: str, size: int, alignment: int) -> str:
         largest = sorted(self._placed, key=lambda span: span.size, reverse=True)
         holders = [f"{span.name!r} {format_size(span.size)}" for span in largest]
         return (
@@ -155,7 +155,7 @@ class Allocator:
             f"({size} bytes, alignment {alignment}): "
             f"{format_size(self.free_bytes)} free of {format_size(self.capacity)}, "
             f"largest free piece {format_size(self.largest_free)}; "
-            + (f"held by {_listed(holders)}; free some of them or " if holders else "")
+            + (f"held by {_comma_list(holders)}; free some of them or " if holders else "")
             + "give the device more memory (--memory)"
         )
 
@@ -173,6 +173,6 @@ def _check_name(name: str, owner: str) -> None:
         )
 
 
-def _listed(items: list[str]) -> str:
-    more = len(items) - _SHOWN
-    return ", ".join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _comma_list(items: list[str]) -> str:
+    more = len(items) - _MAX_LISTED
+    return ", ".join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

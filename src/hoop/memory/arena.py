@@ -1,18 +1,17 @@
-"""The table of buffers inside an arena's file, so that a restarted device finds them where they were.
-
-It has two slots. An update goes to the slot that is not current and becomes current by its higher sequence
-number and its checksum, so a process that dies halfway leaves the previous table in force. The superblock is
-written once, after the first tables: a file without one was never finished. Nothing here is believed without
-its checksum.
-
-One device's memory: a fixed range of addresses over a file that the processes of a host can share.
+"""A device's memory: a fixed address range over a file that the processes of one host can share.
 
     address   0x1000 = min_address                             max_address
                  |   weights   |   grads   |     free     |  …  |
     file      … data_offset                                     end of file
 
-The bytes written here are not flushed, only the header is: they are in the page cache, which survives the
-death of a process (a restart needs that) though not of the machine (a checkpoint is for that).
+``BufferTable`` stores the names and offsets of the buffers in the file's header, so that a restarted device
+finds its buffers again. The table has two slots. An update writes the slot that is not current; its higher
+sequence number and valid checksum make it current, so a process that dies during an update leaves the previous
+table valid. The superblock is written once, after the first tables: a file without a superblock was never
+finished. A slot without a valid checksum is ignored.
+
+Only the header is flushed. Buffer bytes stay in the page cache, which survives the death of a process (a restart
+needs that) but not the death of the machine (checkpoints cover that).
 """
 
 from __future__ import annotations
@@ -37,29 +36,37 @@ from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted
 from hoop.memory.allocator import MAX_NAME, Allocator, Span
 from hoop.memory.dtypes import DType
-from hoop.memory.storage import MIN_ADDRESS, PAGE, TABLE_SIZE, BackingFile, Geometry, check_uint64, damaged
+from hoop.memory.storage import (
+    MIN_ADDRESS,
+    PAGE,
+    TABLE_SIZE,
+    BackingFile,
+    Geometry,
+    check_uint64,
+    damaged_header,
+)
 from hoop.texts import parse_json
 
 _SLOT = struct.Struct("<QQ")  # sequence, payload length
-_CRC = struct.Struct("<I")  # of those two and the payload
-# An attached process may look while the owner writes; the owner would have to finish two whole updates inside
-# one look, this many times in a row, for both slots to seem damaged.
-_LOOKS = 16
+_CRC = struct.Struct("<I")  # over sequence, length and payload
+# An attached process may read while the owner writes. Both slots seem damaged only if the owner finishes two whole
+# updates during one read; with this many attempts that would have to happen as many times in a row.
+_READ_ATTEMPTS = 16
 
 
 class BufferTable:
-    """The table of buffers in a mapped arena file."""
+    """The crash-safe table of buffers and labels in a mapped arena file."""
 
-    def __init__(self, mapping: mmap.mmap, geometry: Geometry, who: str) -> None:
+    def __init__(self, mapping: mmap.mmap, geometry: Geometry, subject: str) -> None:
         self._mapping = mapping
         self._geometry = geometry
-        self._who = who
+        self._subject = subject  # prefix of error messages
         self._sequence = 0
         self.labels: dict[str, str] = {}
-        """Small facts that are kept with the table."""
+        """Key-value strings stored with the table."""
 
     def format(self) -> None:
-        """Write an empty table into both slots, and then the superblock that makes them an arena."""
+        """Write an empty table into both slots, then the superblock that marks the file as an arena."""
         self.save([])
         self.save([])
         superblock = self._geometry.pack()
@@ -67,8 +74,8 @@ class BufferTable:
         self._flush(0, PAGE)
 
     def load(self) -> Allocator:
-        """The newest table that is whole."""
-        for _ in range(_LOOKS):
+        """Load the newest table with a valid checksum; raises FailedPrecondition if neither slot has one."""
+        for _ in range(_READ_ATTEMPTS):
             tables: list[tuple[int, Allocator, dict[str, str]]] = []
             reasons: list[str] = []
             for slot in (0, 1):
@@ -79,17 +86,17 @@ class BufferTable:
             if tables:
                 self._sequence, allocator, self.labels = max(tables, key=lambda table: table[0])
                 return allocator
-        raise damaged(self._who, " and ".join(reasons))
+        raise damaged_header(self._subject, " and ".join(reasons))
 
     def save(self, spans: Iterable[Span]) -> None:
-        """Make this the current table."""
+        """Write ``spans`` and the labels as the current table."""
         rows = [[span.name, span.offset, span.size] for span in spans]
         table = {"buffers": rows, "labels": self.labels}
         payload = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-        room = self._geometry.table_size - _SLOT.size - _CRC.size
-        if len(payload) > room:
+        max_payload = self._geometry.table_size - _SLOT.size - _CRC.size
+        if len(payload) > max_payload:
             raise ResourceExhausted(
-                f"{self._who}: the table of {len(rows)} buffers needs {len(payload)} bytes and has {room}; "
+                f"{self._subject}: the table of {len(rows)} buffers needs {len(payload)} bytes and has {max_payload}; "
                 "use fewer buffers or shorter names, or create the arena with a larger table_size"
             )
         sequence = self._sequence + 1
@@ -101,21 +108,21 @@ class BufferTable:
         self._sequence = sequence
 
     def set_label(self, key: str, value: str, spans: Iterable[Span]) -> None:
-        """Keep a small fact with the table, or leave everything as it was."""
+        """Set a label and save the table. If saving fails, the old labels stay."""
         if any(not text.isprintable() or len(text) > MAX_NAME for text in (key, value)):
             raise InvalidArgument(
-                f"{self._who}: label {key!r}: keys and values are up to {MAX_NAME} printable characters"
+                f"{self._subject}: label {key!r}: keys and values are up to {MAX_NAME} printable characters"
             )
-        before, self.labels = self.labels, {**self.labels, key: value}
+        previous, self.labels = self.labels, {**self.labels, key: value}
         try:
             self.save(spans)
         except BaseException:
-            self.labels = before
+            self.labels = previous
             raise
 
     def _read(self, slot: int) -> tuple[int, Allocator, dict[str, str]]:
         start = self._slot(slot)
-        # One copy, checked and then decoded: the owner may be writing the original at this moment.
+        # Check and decode one copy: the owner may be writing the slot at this moment.
         record = self._mapping[start : start + self._geometry.table_size]
         sequence, length = _SLOT.unpack_from(record)
         head = _SLOT.size + _CRC.size
@@ -130,19 +137,19 @@ class BufferTable:
             labels = {str(key): str(value) for key, value in table["labels"].items()}
         except (TypeError, KeyError, AttributeError, OverflowError) as error:
             raise ValueError(f"is not a table: {error}") from error
-        return sequence, Allocator.restore(self._geometry.capacity, spans, owner=self._who), labels
+        return sequence, Allocator.restore(self._geometry.capacity, spans, owner=self._subject), labels
 
     def _slot(self, index: int) -> int:
         return PAGE + index * self._geometry.table_size
 
     def _flush(self, start: int, size: int) -> None:
-        first = start - start % mmap.PAGESIZE  # flushing begins at a page, and a page may be more than 4 KiB
+        first = start - start % mmap.PAGESIZE  # msync needs a page boundary, and a page may exceed 4 KiB
         self._mapping.flush(first, start + size - first)
 
 
 @dataclass(frozen=True)
 class ArenaBuffer:
-    """A named range of a device's addresses."""
+    """A named address range of an arena."""
 
     name: str
     address: int
@@ -150,24 +157,27 @@ class ArenaBuffer:
 
 
 class Arena:
-    """A device's memory; made by ``create``, ``open``, ``open_or_create`` (its owner) or ``attach``."""
+    """A device's memory.
+
+    The owner makes it with ``create``, ``open`` or ``open_or_create``; other processes use ``attach``.
+    """
 
     def __init__(self, file: BackingFile, geometry: Geometry, *, blank: bool = False) -> None:
         self.path = file.path
         self.min_address = geometry.min_address
         self.max_address = geometry.max_address
         self.capacity = geometry.capacity
-        self._who = f"arena {file.path}"
+        self._subject = f"arena {file.path}"
         self._file = file
         self._geometry = geometry
         self._lock = threading.RLock()
         mapping = file.map(geometry.file_size)
-        header = BufferTable(mapping, geometry, self._who)
+        header = BufferTable(mapping, geometry, self._subject)
         if blank:
             header.format()
         self._allocator = header.load()
-        # Closing drops these references and never closes the mapping, which would fail while a view of it
-        # lives and break a thread in the middle of a read; the last view to go unmaps it.
+        # close() drops these references and never closes the mapping: that would fail while a view exists, and
+        # break a thread in the middle of a read. The mapping is unmapped with its last view.
         self._header: BufferTable | None = header
         self._bytes: memoryview | None = memoryview(mapping)
 
@@ -180,14 +190,14 @@ class Arena:
         *,
         table_size: int = TABLE_SIZE,
     ) -> Arena:
-        """A new arena of this capacity, owned by this process, in a file that must not exist yet."""
+        """Create an arena of ``capacity`` bytes, owned by this process. The file must not exist yet."""
         geometry = Geometry(capacity, min_address, table_size).check(f"arena {path}")
         file = BackingFile(Path(path), create="always", exclusive=True)
         return cls._format(file, geometry)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Arena:
-        """The arena in an existing file, with its buffers and bytes, owned by this process alone."""
+        """Open an existing arena with its buffers and bytes, as its only owner."""
         return cls._load(BackingFile(Path(path), create="never", exclusive=True))
 
     @classmethod
@@ -199,10 +209,10 @@ class Arena:
         *,
         table_size: int = TABLE_SIZE,
     ) -> Arena:
-        """What a device that may be restarting calls: its arena as it left it, or a new one."""
+        """Open the arena of a restarting device, or create it. ``capacity`` and ``min_address`` must match."""
         geometry = Geometry(capacity, min_address, table_size).check(f"arena {path}")
         file = BackingFile(Path(path), create="missing", exclusive=True)
-        # Empty, or reserved and killed before its superblock was written: no arena was ever in it.
+        # A new file, or the creator was killed before it wrote the superblock: the file holds no arena.
         if not any(file.read(PAGE)):
             return cls._format(file, geometry)
         arena = cls._load(file)
@@ -217,7 +227,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: str | os.PathLike[str]) -> Arena:
-        """An arena that another process may own: its bytes to read and write, its buffers to look up."""
+        """Map an arena that another process may own: read and write bytes, look up buffers, change no buffers."""
         return cls._load(BackingFile(Path(path), create="never", exclusive=False))
 
     @classmethod
@@ -239,66 +249,72 @@ class Arena:
         return arena
 
     def share(self) -> tuple[int, int]:
-        """A descriptor for another process of this host, which the caller closes, and where the bytes begin in it."""
-        self._memory()
-        return self._file.reopened(), self._geometry.data_offset
+        """A file descriptor for another process of this host, and the offset of the first data byte in the file.
 
-    def unname(self) -> None:
-        """Remove the file's name: the memory then ends with the last process that has it, however that ends."""
-        self._owned("remove the name")
+        The caller closes the descriptor.
+        """
+        self._memory()
+        return self._file.reopen(), self._geometry.data_offset
+
+    def unlink(self) -> None:
+        """Remove the file's name. The kernel frees the memory when the last process that maps it ends."""
+        self._require_owner("remove the name")
         self._file.unlink()
 
     @property
     def used(self) -> int:
-        """Bytes that belong to a buffer."""
+        """Allocated bytes."""
         return self._allocator.used
 
     # Addresses -------------------------------------------------------------------------------------------
 
     def check(self, address: int, size: int, align: int = 1) -> int:
-        """The place in the file of ``[address, address + size)``, if all of that is in this memory."""
-        return self._geometry.locate(address, size, align, self._who)
+        """File offset of ``[address, address + size)``; raises OutOfRange unless the arena contains it."""
+        return self._geometry.locate(address, size, align, self._subject)
 
     def view(self, address: int, size: int) -> memoryview:
-        """These bytes themselves, to read and to write."""
+        """A writable view of ``size`` bytes at ``address``, without a copy."""
         start = self.check(address, size)
         return self._memory()[start : start + size]
 
     def array(self, address: int, dtype: DType, count: int) -> NDArray[Any]:
-        """These elements themselves as a writable array, in the type that stores them."""
+        """A writable array over ``count`` elements at ``address``, without a copy, in the storage type of ``dtype``."""
         start = self.check(address, int(count) * dtype.itemsize, dtype.itemsize)
         return np.ndarray((count,), dtype.numpy, buffer=self._memory(), offset=start)
 
     def read(self, address: int, size: int) -> bytes:
-        """A copy of these bytes."""
+        """A copy of ``size`` bytes at ``address``."""
         return bytes(self.view(address, size))
 
     def write(self, address: int, data: bytes | bytearray | memoryview | NDArray[Any]) -> None:
-        """Copy bytes, or an array's elements in their order, to this address."""
+        """Copy bytes, or an array's elements in C order, to ``address``."""
         if isinstance(data, np.ndarray):
             data = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         source = memoryview(data)
         if not source.c_contiguous:
             raise InvalidArgument(
-                f"{self._who}: the {source.nbytes} bytes for address {address:#x} are not contiguous; "
+                f"{self._subject}: the {source.nbytes} bytes for address {address:#x} are not contiguous; "
                 "copy them first"
             )
         target = self.view(address, source.nbytes)
-        if source.nbytes:  # an empty shape cannot be cast
+        if source.nbytes:  # memoryview.cast refuses a shape with a zero in it
             target[:] = source.cast("B")
 
     # Buffers ---------------------------------------------------------------------------------------------
 
     def allocate(self, name: str, size: int, alignment: int = 64, *, reuse: bool = False) -> ArenaBuffer:
-        """A new buffer, its bytes as they are; with ``reuse``, the old one if name and size are the same."""
+        """Allocate a buffer; its bytes are not cleared.
+
+        With ``reuse`` an existing buffer with this name is returned if size and alignment match.
+        """
         with self._lock:
-            header = self._owned(f"allocate {name!r}")
+            header = self._require_owner(f"allocate {name!r}")
             if alignment > PAGE:
                 raise InvalidArgument(
-                    f"{self._who}: buffer {name!r} with alignment {alignment}; {PAGE} is the most"
+                    f"{self._subject}: buffer {name!r} with alignment {alignment}; {PAGE} is the most"
                 )
             if reuse and name in self._allocator:
-                return self._reused(self._allocator.find(name), size, alignment)
+                return self._reuse(self._allocator.find(name), size, alignment)
             span = self._allocator.allocate(name, size, alignment)
             try:
                 header.save(self._allocator.spans())
@@ -308,63 +324,63 @@ class Arena:
             return self._buffer(span)
 
     def free(self, name: str) -> None:
-        """Give a buffer's bytes back."""
+        """Free the buffer called ``name``."""
         with self._lock:
-            header = self._owned(f"free {name!r}")
-            gone = self._allocator.find(name)
-            header.save(span for span in self._allocator.spans() if span is not gone)
+            header = self._require_owner(f"free {name!r}")
+            freed = self._allocator.find(name)
+            header.save(span for span in self._allocator.spans() if span is not freed)
             self._allocator.free(name)
 
     def buffer(self, name: str) -> ArenaBuffer:
-        """The buffer with this name."""
+        """The buffer called ``name``; raises NotFound."""
         with self._lock:
             self._memory()
             return self._buffer(self._allocator.find(name))
 
     def buffers(self) -> list[ArenaBuffer]:
-        """Every buffer, in the order of their addresses."""
+        """Every buffer, sorted by address."""
         with self._lock:
             self._memory()
             return [self._buffer(span) for span in self._allocator.spans()]
 
     def resolve(self, name: str, offset: int, size: int) -> int:
-        """The address of ``size`` bytes that begin ``offset`` bytes into a buffer, all of them inside it."""
+        """Address of byte ``offset`` of a buffer; raises OutOfRange unless ``size`` bytes follow inside the buffer."""
         buffer = self.buffer(name)
-        check_uint64(f"{self._who}: buffer {name!r}", offset=offset, size=size)
+        check_uint64(f"{self._subject}: buffer {name!r}", offset=offset, size=size)
         if offset + size > buffer.size:
             raise OutOfRange(
-                f"{self._who}: offset {offset} with size {size} ends at {offset + size}, past the end of "
+                f"{self._subject}: offset {offset} with size {size} ends at {offset + size}, past the end of "
                 f"buffer {name!r} of {buffer.size} bytes"
             )
         return buffer.address + offset
 
     def label(self, key: str) -> str:
-        """A small fact kept with the arena (whose it is), or an empty string."""
+        """The stored label ``key`` (such as the device id), or an empty string."""
         with self._lock:
             self._memory()
             return self._header.labels.get(key, "") if self._header is not None else ""
 
     def set_label(self, key: str, value: str) -> None:
-        """Keep a small fact with the arena."""
+        """Store a label in the arena's header."""
         with self._lock:
-            self._owned(f"set label {key!r}").set_label(key, value, self._allocator.spans())
+            self._require_owner(f"set label {key!r}").set_label(key, value, self._allocator.spans())
 
     def refresh(self) -> None:
-        """Look again at which buffers there are, where another process owns them."""
+        """Read the buffer table again; only needed by a process that is attached."""
         with self._lock:
             self._memory()
             if self._header is not None and not self._file.exclusive:
                 self._allocator = self._header.load()
 
-    # The end ---------------------------------------------------------------------------------------------
+    # Closing ---------------------------------------------------------------------------------------------
 
     def close(self, *, delete: bool = False) -> None:
-        """Give the arena up, and with ``delete`` its file; views that are still held stay valid."""
+        """Close the arena and release its lock; with ``delete`` remove the file. Existing views stay valid."""
         with self._lock:
             if self._bytes is None:
                 return
             if delete:
-                self._owned("delete the file")
+                self._require_owner("delete the file")
                 self._file.unlink()
             self._bytes = self._header = None
             self._file.close()
@@ -380,21 +396,21 @@ class Arena:
     def _memory(self) -> memoryview:
         memory = self._bytes
         if memory is None:
-            raise FailedPrecondition(f"{self._who}: it is closed; open it again")
+            raise FailedPrecondition(f"{self._subject}: it is closed; open it again")
         return memory
 
-    def _owned(self, doing: str) -> BufferTable:
+    def _require_owner(self, action: str) -> BufferTable:
         self._memory()
         if self._header is None or not self._file.exclusive:
             raise FailedPrecondition(
-                f"{self._who}: cannot {doing}: this process is attached and does not own it; ask its owner"
+                f"{self._subject}: cannot {action}: this process is attached and does not own it; ask its owner"
             )
         return self._header
 
-    def _reused(self, span: Span, size: int, alignment: int) -> ArenaBuffer:
+    def _reuse(self, span: Span, size: int, alignment: int) -> ArenaBuffer:
         if span.size != size or span.offset % alignment:
             raise FailedPrecondition(
-                f"{self._who}: buffer {span.name!r} exists with {span.size} bytes at "
+                f"{self._subject}: buffer {span.name!r} exists with {span.size} bytes at "
                 f"{self.min_address + span.offset:#x}, asked for {size} bytes aligned to {alignment}; "
                 "free it first or choose another name"
             )

@@ -1,12 +1,12 @@
-"""What a device's memory says of itself: which step of which run some of its bytes hold, for who is restarted on it.
+"""Commit records: which step of which run a set of arena buffers holds. A restarted rank reads them.
 
     0      8        12       16
     | step | crc-32 | length | JSON: the run, the boot, which bytes of which buffers |          buffer "….claim"
 
-The step is one word, -1 while the bytes are being written: it is set to -1 before, and to the step after. A process
-that is killed leaves what it had stored in the order in which it stored it, so a step that is there is whole, and no
-checksum over the bytes is needed in every step. The page cache outlives a process and not the machine; pages that a
-disk got in any order prove nothing, and so a claim of before the machine's last boot is not believed.
+The step is one 8-byte word. The writer sets it to -1 before it changes the buffers, and to the step afterwards. A
+killed process leaves its stores in program order, so a step >= 0 means that the buffers are complete. No checksum
+over the buffers is needed in every step. The page cache survives a process but not the machine, and a disk may write
+pages in any order. Records from before the machine's last boot are therefore ignored.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hoop.memory.arena import Arena
 
 SUFFIX = ".claim"
 NO_STEP = -1
-"""The step of what is being written, or never was."""
+"""Step of a record whose buffers are being written or were never written."""
 _STEP = struct.Struct("<q")
-_ABOUT = struct.Struct("<II")
-_HEAD = _STEP.size + _ABOUT.size
+_BODY_INFO = struct.Struct("<II")  # crc-32 and length of the JSON
+_HEAD = _STEP.size + _BODY_INFO.size
 
 
 class CommitRecord:
-    """One claim, to be kept up to date by whoever writes the bytes."""
+    """One commit record. The writer of the buffers sets ``step``."""
 
     def __init__(self, arena: Arena, name: str, run: str, about: Mapping[str, Any]) -> None:
-        """Made while the bytes are not there yet: it claims nothing at first."""
-        told = json.dumps({"run": run, "boot": boot(), **about}).encode()
-        data = _STEP.pack(NO_STEP) + _ABOUT.pack(zlib.crc32(told), len(told)) + told
+        """Allocate the record, with step ``NO_STEP``. ``about`` is JSON that describes the buffers."""
+        body = json.dumps({"run": run, "boot": boot_id(), **about}).encode()
+        data = _STEP.pack(NO_STEP) + _BODY_INFO.pack(zlib.crc32(body), len(body)) + body
         buffer = arena.allocate(name + SUFFIX, len(data))
         arena.write(buffer.address, data)
         self.name = buffer.name
@@ -50,25 +50,25 @@ class CommitRecord:
 
 
 def commit_records(arena: Arena, prefix: str, run: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """What can be believed of this run, under names that begin so: each name, step, and what it is about."""
-    here = boot()
+    """Name, step and JSON of every valid record of ``run`` and of this boot whose name starts with ``prefix``."""
+    this_boot = boot_id()
     for buffer in arena.buffers():
         if not (buffer.name.startswith(prefix) and buffer.name.endswith(SUFFIX)):
             continue
         data = arena.read(buffer.address, buffer.size)
         if len(data) < _HEAD:
             continue
-        (step,), (crc, length) = _STEP.unpack_from(data), _ABOUT.unpack_from(data, _STEP.size)
-        told = data[_HEAD : _HEAD + length]
-        if step <= NO_STEP or len(told) < length or zlib.crc32(told) != crc:
+        (step,), (crc, length) = _STEP.unpack_from(data), _BODY_INFO.unpack_from(data, _STEP.size)
+        body = data[_HEAD : _HEAD + length]
+        if step <= NO_STEP or len(body) < length or zlib.crc32(body) != crc:
             continue
-        about = json.loads(told)
-        if run and here and (about["run"], about["boot"]) == (run, here):
+        about = json.loads(body)
+        if run and this_boot and (about["run"], about["boot"]) == (run, this_boot):
             yield buffer.name, step, about
 
 
-def boot() -> str:
-    """Which of this machine's lives this is; empty where that cannot be known, and nothing is believed."""
+def boot_id() -> str:
+    """Id of the machine's current boot. Empty where the system has none; then no commit record is valid."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     except OSError:

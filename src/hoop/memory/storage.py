@@ -1,12 +1,10 @@
-"""How large an arena is and where its addresses are in its file.
+"""The backing file of an arena: its layout (``Geometry``) and its safe opening, locking and reservation.
 
     0            4096           + table_size   + table_size  64 KiB aligned
     | superblock | table slot 0 | table slot 1 | (unused) | data: capacity bytes … |
                                                           ^ min_address            ^ max_address
 
-The superblock says so: the sizes, once and for all, with a checksum.
-
-The file beneath an arena: opened safely, owned by one process, its space really reserved.
+The superblock holds the sizes and a checksum. It is written once.
 """
 
 from __future__ import annotations
@@ -30,140 +28,151 @@ from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, NotFound
 
 PAGE = 4096
 MIN_ADDRESS = 0x1000
-TABLE_SIZE = 256 * 1024  # room for some thousands of buffers
+TABLE_SIZE = 256 * 1024  # enough for some thousands of buffers
 
-_DATA_ALIGNMENT = 65536  # the largest page among our platforms
+_DATA_ALIGNMENT = 65536  # the largest page size among the supported platforms
 _MAGIC = b"HOOPAREN"
 _VERSION = 1
-_IDENTITY = struct.Struct("<8sI")  # magic, version: what every version has in common
+_IDENTITY = struct.Struct("<8sI")  # magic, version: the same in every version
 _SIZES = struct.Struct("<QQQ")  # capacity, min address, table size
 _CRC = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes that an arena is created with, and every place that follows from them."""
+    """The sizes that an arena is created with, and the offsets derived from them.
+
+    ``subject`` is the prefix of error messages in every method.
+    """
 
     capacity: int
     min_address: int = MIN_ADDRESS
     table_size: int = TABLE_SIZE
 
-    def check(self, who: str) -> Geometry:
-        """Itself, if these sizes are possible."""
+    def check(self, subject: str) -> Geometry:
+        """Return self; raises InvalidArgument if the sizes are impossible."""
         if self.capacity < 1:
-            raise InvalidArgument(f"{who}: capacity is {self.capacity} bytes, it must be at least 1")
+            raise InvalidArgument(f"{subject}: capacity is {self.capacity} bytes, it must be at least 1")
         if self.min_address < 1 or self.min_address % PAGE:
             raise InvalidArgument(
-                f"{who}: min_address is {self.min_address:#x}, it must be a positive multiple of {PAGE:#x}"
+                f"{subject}: min_address is {self.min_address:#x}, it must be a positive multiple of {PAGE:#x}"
             )
         if self.max_address >= 2**63:
             raise InvalidArgument(
-                f"{who}: min_address {self.min_address:#x} + capacity {self.capacity} "
+                f"{subject}: min_address {self.min_address:#x} + capacity {self.capacity} "
                 f"= {self.max_address:#x} does not fit in 63 bits"
             )
         if self.table_size < PAGE or self.table_size % PAGE:
-            raise InvalidArgument(f"{who}: table_size is {self.table_size}, it must be a multiple of {PAGE}")
+            raise InvalidArgument(
+                f"{subject}: table_size is {self.table_size}, it must be a multiple of {PAGE}"
+            )
         return self
 
     @cached_property
     def max_address(self) -> int:
-        """The first address after the arena."""
+        """First address after the arena."""
         return self.min_address + self.capacity
 
     @cached_property
     def data_offset(self) -> int:
-        """Where the byte of ``min_address`` is in the file."""
+        """File offset of ``min_address``."""
         return -(-(PAGE + 2 * self.table_size) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
 
     @property
     def file_size(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         return self.data_offset + self.capacity
 
-    def locate(self, address: int, size: int, align: int, who: str) -> int:
-        """The place in the file of ``[address, address + size)``, if all of that is in the arena."""
-        # Python's integers, whatever the caller's are: a sum of NumPy's could wrap around.
+    def locate(self, address: int, size: int, align: int, subject: str) -> int:
+        """File offset of ``[address, address + size)``; raises OutOfRange unless the arena contains it."""
+        # Convert to Python integers: a sum of NumPy integers could wrap around.
         address, size = index(address), index(size)
-        if (address | size) >> 64:  # negative or too large; the call itself would cost more than the rest
-            check_uint64(who, address=address, size=size)
+        if (
+            address | size
+        ) >> 64:  # negative or too large; tested inline, the call would cost more than the rest
+            check_uint64(subject, address=address, size=size)
         if address < self.min_address or address + size > self.max_address:
             raise OutOfRange(
-                f"{who}: address {address:#x} with size {size} ends at {address + size:#x} and is not "
+                f"{subject}: address {address:#x} with size {size} ends at {address + size:#x} and is not "
                 f"inside [{self.min_address:#x}, {self.max_address:#x})"
             )
         if address % align:
             raise InvalidArgument(
-                f"{who}: address {address:#x} is not aligned for elements of {align} bytes; "
+                f"{subject}: address {address:#x} is not aligned for elements of {align} bytes; "
                 f"use a multiple of {align}, such as {address - address % align:#x}"
             )
         return address - self.min_address + self.data_offset
 
     def pack(self) -> bytes:
-        """The superblock."""
+        """Encode as a superblock."""
         body = _IDENTITY.pack(_MAGIC, _VERSION) + _SIZES.pack(
             self.capacity, self.min_address, self.table_size
         )
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
-    def unpack(cls, page: bytes, file_size: int, who: str) -> Geometry:
-        """What a file's first page says, if it can be believed."""
+    def unpack(cls, page: bytes, file_size: int, subject: str) -> Geometry:
+        """Decode a file's first page; raises FailedPrecondition if it is damaged."""
         body = page[: _IDENTITY.size + _SIZES.size]
         crc = page[len(body) : len(body) + _CRC.size]
         if not any(page):
-            raise damaged(who, "the superblock is empty, its creation never finished")
+            raise damaged_header(subject, "the superblock is empty, its creation never finished")
         if len(page) < PAGE:
-            raise damaged(who, f"the superblock is cut off after {len(page)} of {PAGE} bytes")
+            raise damaged_header(subject, f"the superblock is cut off after {len(page)} of {PAGE} bytes")
         magic, version = _IDENTITY.unpack_from(body)
         if magic != _MAGIC:
-            raise damaged(who, f"the superblock begins with {magic!r} instead of {_MAGIC!r}")
+            raise damaged_header(subject, f"the superblock begins with {magic!r} instead of {_MAGIC!r}")
         if version != _VERSION:
-            raise damaged(who, f"the superblock has format version {version}, this Hoop reads {_VERSION}")
+            raise damaged_header(
+                subject, f"the superblock has format version {version}, this Hoop reads {_VERSION}"
+            )
         if _CRC.pack(zlib.crc32(body)) != crc:
-            raise damaged(who, "the superblock does not match its checksum")
+            raise damaged_header(subject, "the superblock does not match its checksum")
         try:
-            found = cls(*_SIZES.unpack_from(body, _IDENTITY.size)).check(who)
+            found = cls(*_SIZES.unpack_from(body, _IDENTITY.size)).check(subject)
         except InvalidArgument as error:
-            raise damaged(who, f"the superblock is impossible ({error})") from error
+            raise damaged_header(subject, f"the superblock is impossible ({error})") from error
         if file_size < found.file_size:
-            raise damaged(who, f"the file has {file_size} bytes where the superblock says {found.file_size}")
+            raise damaged_header(
+                subject, f"the file has {file_size} bytes where the superblock says {found.file_size}"
+            )
         return found
 
 
-def check_uint64(who: str, **values: int) -> None:
-    """Refuse what no request's 64 bits can hold: that is a mistake in any arena."""
+def check_uint64(subject: str, **values: int) -> None:
+    """Raise InvalidArgument for a value that does not fit in an unsigned 64-bit integer."""
     for what, value in values.items():
         if not 0 <= value < 2**64:
-            raise InvalidArgument(f"{who}: {what} {value:#x} is not a number from 0 to 2**64 - 1")
+            raise InvalidArgument(f"{subject}: {what} {value:#x} is not a number from 0 to 2**64 - 1")
 
 
-def damaged(who: str, part: str) -> FailedPrecondition:
-    """The error for a file that cannot be believed."""
+def damaged_header(subject: str, part: str) -> FailedPrecondition:
+    """The error for a file with an invalid header."""
     return FailedPrecondition(
-        f"{who}: arena header is damaged: {part}; nothing in it is trusted: "
+        f"{subject}: arena header is damaged: {part}; nothing in it is trusted: "
         "restore the file from a copy, or delete it and create a new one"
     )
 
 
-_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
-_CANNOT_RESERVE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
+_NO_SPACE_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
+_FALLOCATE_UNSUPPORTED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 files there are opened without following links, mode 0600
 _CREATE = {"never": 0, "missing": os.O_CREAT, "always": os.O_CREAT | os.O_EXCL}
 
 
 class BackingFile:
-    """An open regular file of ours; with ``exclusive``, no other process has it so until it is closed."""
+    """An open regular file of this user. With ``exclusive`` it holds a lock that excludes other owners."""
 
     def __init__(self, path: Path, *, create: Literal["never", "missing", "always"], exclusive: bool) -> None:
         self.path = path
         self.exclusive = exclusive
         self._process = os.getpid()
         try:
-            # A predictable name in a shared directory: follow no link that somebody else may have put there.
+            # The name is predictable and the directory shared: do not follow a symbolic link of another user.
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | _CREATE[create], 0o600)
         except (OSError, ValueError) as error:
-            raise _opening(path, error) from error
-        # A file object and not the bare number: one that is forgotten warns, and is closed.
+            raise _open_error(path, error) from error
+        # A file object instead of a bare descriptor: Python closes a leaked one, with a ResourceWarning.
         self._file = open(fd, "r+b", buffering=0)  # noqa: SIM115
         try:
             if exclusive:
@@ -175,35 +184,35 @@ class BackingFile:
 
     @property
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Current size of the file in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, size: int) -> bytes:
-        """The first bytes, fewer if the file is shorter."""
+        """The first ``size`` bytes, fewer if the file is shorter."""
         return os.pread(self._file.fileno(), size, 0)
 
     def reserve(self, size: int) -> None:
-        """Make the file this long, all zero, with space behind every byte; else say what is missing."""
+        """Make the file ``size`` zero bytes long, with disk space allocated for all of them; raises OutOfMemory."""
         fd = self._file.fileno()
         try:
-            os.fchmod(fd, 0o600)  # whatever the umask took
+            os.fchmod(fd, 0o600)  # independent of the umask
             os.ftruncate(fd, 0)
-            room = free_space(self.path.parent)
-            if room is not None and room < size:
+            available = free_space(self.path.parent)
+            if available is not None and available < size:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            # A file with holes finds out that the disk is full when a page is touched, and that is a SIGBUS.
+            # In a sparse file a full disk shows only when a page is touched, as a SIGBUS.
             _reserve(fd, size)
         except (OSError, OverflowError) as error:
-            full = isinstance(error, OverflowError) or error.errno in _FULL
-            room = free_space(self.path.parent)
+            full = isinstance(error, OverflowError) or error.errno in _NO_SPACE_ERRORS
+            available = free_space(self.path.parent)
             raise (OutOfMemory if full else FailedPrecondition)(
                 f"arena {self.path}: cannot reserve {format_size(size)} ({size} bytes): {error}; "
-                f"{self.path.parent} has {'an unknown room' if room is None else format_size(room)} free; "
+                f"{self.path.parent} has {'an unknown size' if available is None else format_size(available)} free; "
                 "use a smaller capacity or another directory"
             ) from error
 
     def map(self, size: int) -> mmap.mmap:
-        """The first bytes as shared memory, which keeps living for as long as something refers to it."""
+        """Map the first ``size`` bytes as shared memory. The mapping lives as long as its last reference."""
         try:
             return mmap.mmap(self._file.fileno(), size)
         except OSError as error:
@@ -212,9 +221,9 @@ class BackingFile:
                 "use a smaller capacity or raise the limit on address space (ulimit -v)"
             ) from error
 
-    def reopened(self) -> int:
-        """A descriptor of the same file that does not carry the lock, to give to another process."""
-        own = f"/proc/self/fd/{self._file.fileno()}"  # on Linux it needs no name any more
+    def reopen(self) -> int:
+        """Open the same file again and return the descriptor, which does not share the lock, for another process."""
+        own = f"/proc/self/fd/{self._file.fileno()}"  # on Linux this works after the name is removed
         path, follow = (own, 0) if os.path.exists(own) else (str(self.path), os.O_NOFOLLOW)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | follow)
         if os.path.samestat(os.fstat(descriptor), os.fstat(self._file.fileno())):
@@ -223,7 +232,7 @@ class BackingFile:
         raise FailedPrecondition(f"arena {self.path}: the name means another file now; restart the device")
 
     def unlink(self) -> None:
-        """Remove the name, if it still means this file."""
+        """Remove the file's name, if the name still refers to this file."""
         try:
             named = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -232,10 +241,10 @@ class BackingFile:
             os.unlink(self.path)
 
     def close(self) -> None:
-        """Give up the lock and the file."""
+        """Release the lock and close the file."""
         if not self._file.closed:
-            # Explicitly: the mapping has its own duplicate of the descriptor, which would keep the lock while
-            # views live. Not in a forked child: the lock is its parent's.
+            # Unlock explicitly: the mapping has a duplicate of the descriptor, which would hold the lock while views
+            # exist. A forked child must not unlock: the lock belongs to its parent.
             if self.exclusive and os.getpid() == self._process:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
             self._file.close()
@@ -269,19 +278,21 @@ class BackingFile:
 
 
 def free_space(directory: Path) -> int | None:
-    """Bytes that the file system of a directory can still take, None where it does not say."""
+    """Free bytes of the directory's file system; None if unknown."""
     try:
         found = os.statvfs(directory)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs without a limit says 0 of 0
+    return (
+        found.f_bavail * found.f_frsize if found.f_blocks else None
+    )  # a tmpfs without a limit reports 0 of 0
 
 
 def default_directory(needed_bytes: int) -> Path:
-    """Where files of this many bytes best live: shared memory if it has the room, else on the disk."""
+    """Directory for arena files of ``needed_bytes``: /dev/shm if it has the space, else the temporary directory."""
     if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
-        room = free_space(_SHARED_MEMORY)
-        if room is None or room >= needed_bytes:
+        available = free_space(_SHARED_MEMORY)
+        if available is None or available >= needed_bytes:
             return _SHARED_MEMORY
     return Path(tempfile.gettempdir())
 
@@ -291,14 +302,14 @@ def _reserve(fd: int, size: int) -> None:
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
-            if error.errno not in _CANNOT_RESERVE:
+            if error.errno not in _FALLOCATE_UNSUPPORTED:
                 raise
         else:
             return
     os.ftruncate(fd, size)
 
 
-def _opening(path: Path, error: OSError | ValueError) -> HoopError:
+def _open_error(path: Path, error: OSError | ValueError) -> HoopError:
     if isinstance(error, ValueError):
         return InvalidArgument(f"arena {str(path)!r}: not a path: {error}")
     if isinstance(error, FileExistsError):

@@ -1,7 +1,7 @@
-"""Models as ordered blocks: an ``nn.Sequential`` that may be cut between any two of its children.
+"""Models as ordered blocks: an ``nn.Sequential`` that may be cut into stages between any two of its children.
 
-Every function here takes a seed and returns such a model; its weights are a function of that seed alone.
-A block has one tensor in and one out, and a skip connection never leaves its block. ``MODELS`` is the list.
+Each function in ``MODELS`` takes a seed and returns such a model; the initial weights depend on the seed alone. A block
+has one input tensor and one output tensor, and a skip connection never leaves its block.
 """
 
 from hoop.models.catalog import MODELS, build

@@ -1,4 +1,4 @@
-"""Every model that Hoop can build by name."""
+"""The models that Hoop can build by name."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "mobilenetv2": mobilenetv2,
     "gpt": gpt,
 }
-"""Name to function; each takes a seed, then options by name."""
+"""Model functions by name; each takes a seed, then options as keyword arguments."""
 
 
 def build(name: str, seed: int, **options: Any) -> nn.Sequential:
-    """A fresh model by name: its blocks in order, its weights a function of the seed."""
+    """Builds a model by name; ``options`` are those of its function in ``MODELS``."""
     if name not in MODELS:
         raise NotFound(
             f"model: {name!r} is unknown; known: {', '.join(MODELS)}, or give any nn.Module of your own"

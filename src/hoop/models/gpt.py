@@ -1,7 +1,7 @@
-"""A small GPT over characters: embedding, transformer blocks, head. About 0.8 million parameters.
+"""A small character-level GPT: embedding, transformer blocks, head. About 0.8 million parameters.
 
-The head has weights of its own: shared with the embedding they would belong to the first and to the last
-stage of a pipeline at once.
+The head's weights are not tied to the embedding: tied weights would belong to the first and the last stage of a
+pipeline at once.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn import functional
 from hoop.errors import InvalidArgument
 from hoop.models.seeding import seeded
 
-SPREAD = 0.02
-"""Standard deviation of fresh weights."""
+INIT_STD = 0.02
+"""Standard deviation of initial weights."""
 
 
 class Embedding(nn.Module):
-    """What each token is, plus where it stands: (batch, time) to (batch, time, width)."""
+    """Token embedding plus position embedding: (batch, time) to (batch, time, width)."""
 
     def __init__(self, vocabulary: int, context: int, width: int) -> None:
         super().__init__()
@@ -38,7 +38,10 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a token looks at itself and at what came before."""
+    """Causal self-attention. ``take`` projects to query, key and value; ``give`` is the output projection.
+
+    The names of submodules are part of checkpoints (``state_dict`` keys).
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,15 +51,15 @@ class Attention(nn.Module):
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         batch, time, width = stream.shape
-        taken = self.take(stream).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = taken.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        given: torch.Tensor = self.give(seen.transpose(1, 2).reshape(batch, time, width))
-        return given
+        projected = self.take(stream).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        output: torch.Tensor = self.give(attended.transpose(1, 2).reshape(batch, time, width))
+        return output
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each on a normalised copy and added back to the stream."""
+    """Pre-norm transformer block: attention, then an MLP (``thought``), each added to the residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -67,24 +70,27 @@ class Block(nn.Module):
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         stream = stream + self.attention(stream)
-        thought: torch.Tensor = stream + self.thought(stream)
-        return thought
+        output: torch.Tensor = stream + self.thought(stream)
+        return output
 
 
 def _initialise(model: nn.Sequential, layers: int) -> None:
-    """Small weights; smaller where a block adds to the stream, which would grow with depth otherwise."""
+    """Normal weights, zero biases; smaller weights in layers that add to the residual stream.
+
+    Without that the stream's variance would grow with depth.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
         elif parameter.dim() > 1:
-            adds = name.endswith(("give.weight", "thought.3.weight"))
-            nn.init.normal_(parameter, std=SPREAD / math.sqrt(2 * layers) if adds else SPREAD)
+            residual = name.endswith(("give.weight", "thought.3.weight"))
+            nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers) if residual else INIT_STD)
 
 
 def gpt(
     seed: int, *, vocabulary: int = 65, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4
 ) -> nn.Sequential:
-    """A GPT from token numbers (batch, time) to scores of the next token (batch, time, vocabulary)."""
+    """A GPT from token indices (batch, time) to logits of the next token (batch, time, vocabulary)."""
     for field, value in {
         "vocabulary": vocabulary,
         "context": context,

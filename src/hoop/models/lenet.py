@@ -8,9 +8,9 @@ from hoop.models.seeding import seeded
 
 
 def lenet(seed: int, *, channels: int = 1, classes: int = 10) -> nn.Sequential:
-    """LeNet-5's shape with ReLU and max pooling: two convolutions, then 400-120-84-classes.
+    """LeNet-5 with ReLU and max pooling: two convolutions, then linear layers 400-120-84-classes.
 
-    The first convolution pads by two, which makes 28x28 the 32x32 that LeNet was drawn for.
+    The first convolution pads 28x28 images by two, to the 32x32 that LeNet-5 expects.
     """
     with seeded(seed):
         return nn.Sequential(

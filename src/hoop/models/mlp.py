@@ -12,10 +12,10 @@ from hoop.models.seeding import seeded
 
 
 def mlp(seed: int, *, widths: Sequence[int] = (784, 128, 64, 10)) -> nn.Sequential:
-    """Linear layers of these widths with ReLU between them, a block each.
+    """Linear layers of these widths with ReLU between them, one block per layer.
 
-    Only Flatten, Linear and ReLU are inside, so that an engine can recognise the list by type and run it
-    by hand: at small batches torch's dispatch costs as much as the arithmetic.
+    The model contains only Flatten, Linear and ReLU, so that the engine can recognise it by type and run it without
+    autograd: at small batches torch's dispatch costs as much as the arithmetic.
     """
     if len(widths) < 2 or min(widths) < 1:
         raise InvalidArgument(f"widths: {list(widths)} is not two or more sizes of at least 1")

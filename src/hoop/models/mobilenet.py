@@ -1,7 +1,7 @@
 """MobileNetV2 for 32x32 images: about 2.2 million parameters in 20 blocks.
 
-Beside the network for 224x224 (Sandler et al., 2018) the first convolution and the second group of blocks
-keep their resolution: 32x32 shrinks to 4x4 before the pooling, instead of to nothing.
+Unlike the network for 224x224 (Sandler et al., 2018), the first convolution and the second group of blocks keep their
+resolution: 32x32 shrinks to 4x4 before the pooling, and not to 1x1.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ def _convolution(
 
 
 class InvertedResidual(nn.Module):
-    """Widen, convolve each channel by itself, narrow; added to its input where the shapes agree."""
+    """Expand channels, depthwise convolution, project; with a skip connection if input and output shapes agree."""
 
     def __init__(self, norm: str, fan_in: int, fan_out: int, expansion: int, stride: int) -> None:
         super().__init__()
-        wide = fan_in * expansion
-        widen = [_convolution(norm, fan_in, wide, 1)] if expansion > 1 else []
+        expanded = fan_in * expansion
+        expand = [_convolution(norm, fan_in, expanded, 1)] if expansion > 1 else []
         self.body = nn.Sequential(
-            *widen,
-            _convolution(norm, wide, wide, 3, stride, groups=wide),
-            nn.Conv2d(wide, fan_out, 1, bias=False),
+            *expand,
+            _convolution(norm, expanded, expanded, 3, stride, groups=expanded),
+            nn.Conv2d(expanded, fan_out, 1, bias=False),
             _norm(norm, fan_out),
         )
         self.skips = stride == 1 and fan_in == fan_out
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        narrow: torch.Tensor = self.body(images)
-        return images + narrow if self.skips else narrow
+        projected: torch.Tensor = self.body(images)
+        return images + projected if self.skips else projected
 
 
 def _initialise(model: nn.Module) -> None:
@@ -69,9 +69,8 @@ def _initialise(model: nn.Module) -> None:
 def mobilenetv2(seed: int, *, classes: int = 10, channels: int = 3, norm: str = "batch") -> nn.Sequential:
     """MobileNetV2 for 32x32 images.
 
-    ``norm="batch"`` is the network as published: its statistics are those of whatever part of the batch it
-    sees at once. ``norm="group"`` (groups of 8 channels) treats every sample by itself, so that the result
-    does not depend on how a batch is cut.
+    ``norm="batch"`` is the published network: its statistics are those of the micro-batch. ``norm="group"`` (groups of
+    8 channels) normalises every sample by itself, so the result does not depend on how a batch is split.
     """
     if norm not in ("batch", "group"):
         raise InvalidArgument(f"norm: {norm!r} is unknown; known: batch, group")

@@ -1,4 +1,4 @@
-"""Weights from a seed: whoever builds a model gets the same one, and nobody else's random numbers move."""
+"""Seeded model construction: the same seed gives the same weights, and torch's global random state is restored."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from hoop.errors import InvalidArgument
 
 _GENERATOR = threading.Lock()
-"""torch has one CPU generator a process: two threads that build at once would share its numbers."""
+"""torch has one CPU generator per process: two threads that build at the same time would disturb each other's draws."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within it torch's random numbers follow the seed; afterwards they go on as if nothing had happened.
+    """Context in which torch's CPU generator is seeded; on exit its previous state is restored.
 
-    Modules are made on the CPU, so its generator is the only one that counts: the weights are equal on
-    machines of one kind and torch version, whatever accelerators they have.
+    Modules are created on the CPU, so only that generator matters: weights are equal on machines with the same CPU
+    architecture and torch version, independent of accelerators.
     """
     if not 0 <= seed < 2**63:
         raise InvalidArgument(f"seed: {seed} is not in 0..2^63-1")

@@ -1,4 +1,4 @@
-"""Softmax regression: one linear layer on the pixels, the smallest model that learns digits."""
+"""Softmax regression: one linear layer on the pixels."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What every device does in a step, as data: instructions, checks, and the cut of a model into stages."""
+"""Training steps as data: instructions, plans, their validation, and the partition of a model into stages."""

@@ -1,16 +1,16 @@
-"""Faults that are placed: what goes wrong, at which rank, in which step, before which instruction.
+"""Fault specifications for fault injection: a kind, a rank, a step, and the instruction before which it happens.
 
-    kill@rank=2,step=7,instruction=reduce     the process is gone (SIGKILL)
-    stop@rank=1,step=7,seconds=3              it does nothing for 3 s (SIGSTOP); without seconds, for ever
-    slow@rank=1,step=7,factor=4               from there on it computes four times slower
-    corrupt@rank=0,step=7                     a bit of what it sends next over TCP is flipped, after the checksum
-    drop@rank=0,step=7                        the next TCP connection it sends over is reset in the middle
-    partition@rank=0,step=7                   nothing that it sends over TCP arrives any more
-    disk-full@step=7                          the next file that is written for the run finds no room
+    kill@rank=2,step=7,instruction=reduce     SIGKILL the rank's process
+    stop@rank=1,step=7,seconds=3              SIGSTOP it for 3 s; without seconds, for ever
+    slow@rank=1,step=7,factor=4               from then on the rank computes four times slower
+    corrupt@rank=0,step=7                     flip a bit in the rank's next TCP message, after its checksum is computed
+    drop@rank=0,step=7                        reset the next TCP connection that the rank sends on, mid-message
+    partition@rank=0,step=7                   from then on drop everything that the rank sends over TCP
+    disk-full@step=7                          the next file write of the run fails with a full disk
 
-A fault happens once, before the first such instruction of its step or a later one; the rank is the one with which the
-job began, whichever it has become. A device that joins later has no faults. Several are written with a semicolon
-between. ``check_reachable`` refuses a fault that cannot happen in the job that begins.
+A fault happens once: before the first matching instruction in its step or a later one. ``rank`` is the rank at the
+start of the job, even if the device's rank changes later; a device that joins later has no faults. A semicolon
+separates several faults. ``check_reachable`` rejects a fault that cannot happen in the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hoop.errors import InvalidArgument
 from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
 
-KINDS: Mapping[str, tuple[str, ...]] = {
+FAULT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "kill": ("rank", "step", "instruction"),
     "stop": ("rank", "step", "instruction", "seconds"),
     "slow": ("rank", "step", "instruction", "factor"),
@@ -32,31 +32,31 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "partition": ("rank", "step", "instruction"),
     "disk-full": ("step",),
 }
-"""What can go wrong, and what is said of it."""
-OF_LINKS = frozenset({"corrupt", "drop", "partition"})
+"""The fault kinds, each with the fields that it takes."""
+LINK_FAULTS = frozenset({"corrupt", "drop", "partition"})
 """Faults of TCP connections."""
-OF_FILES = "disk-full"
-"""The fault of the process that writes the run's files, which no rank does."""
+DISK_FULL = "disk-full"
+"""The one fault without a rank: it hits the process that writes the run's files."""
 _INSTRUCTIONS = {kind.name.lower().replace("_", "-"): kind for kind in InstructionKind}
-"""Each kind of instruction, as it is written in a fault."""
+"""Instruction kinds by their name in a fault specification."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault to inject."""
 
     kind: str
     rank: int = 0
     step: int = 1
     """Counted from 1."""
     instruction: str = ""
-    """A kind of instruction by its name: forward, reduce, send-output …; empty: any."""
+    """Name of an instruction kind: forward, reduce, send-output …; empty: any."""
     seconds: float = 0.0
     factor: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InvalidArgument(f"fault: {self.kind!r} is unknown; there are {', '.join(KINDS)}")
+        if self.kind not in FAULT_FIELDS:
+            raise InvalidArgument(f"fault: {self.kind!r} is unknown; there are {', '.join(FAULT_FIELDS)}")
         if self.instruction and self.instruction not in _INSTRUCTIONS:
             raise InvalidArgument(
                 f"fault {self.kind}: instruction {self.instruction!r} is unknown; there are {', '.join(_INSTRUCTIONS)}"
@@ -68,39 +68,42 @@ class Fault:
             )
 
     def __str__(self) -> str:
-        said = [f"{name}={getattr(self, name):g}" for name in KINDS[self.kind] if name != "instruction"]
+        fields = [
+            f"{name}={getattr(self, name):g}" for name in FAULT_FIELDS[self.kind] if name != "instruction"
+        ]
         if self.instruction:
-            said.append(f"instruction={self.instruction}")
-        return f"{self.kind}@{','.join(said)}"
+            fields.append(f"instruction={self.instruction}")
+        return f"{self.kind}@{','.join(fields)}"
 
     def is_due(self, step: int, kind: InstructionKind) -> bool:
-        """Whether it happens before an instruction of this kind, in this step."""
+        """Whether the fault happens before an instruction of this kind in this step."""
         return step >= self.step and self.instruction in ("", _name(kind))
 
 
-def check_reachable(faults: Sequence[Fault], plan: Plan, steps: int, linked: bool = True) -> None:
-    """Raises if one of them can never happen: called before the first step, with the plan that the job begins with.
+def check_reachable(faults: Sequence[Fault], plan: Plan, steps: int, has_tcp_links: bool = True) -> None:
+    """Raises if a fault can never happen. The engine calls it before the first step, with the job's first plan.
 
-    ``steps``: how many the job has in all. ``linked``: whether ranks have TCP connections between them.
+    steps: total steps of the job.
+    has_tcp_links: whether the ranks have TCP connections between them.
     """
     for fault in faults:
         if fault.step > steps:
             remedy = (
                 f"name one of 1..{steps}, or train for longer (epochs, max_steps)"
                 if steps
-                else "train for some"
+                else "train for at least one"
             )
             raise InvalidArgument(
                 f"fault {fault}: step {fault.step} never comes, the job has {steps} steps; {remedy}"
             )
-        if fault.kind == OF_FILES:
+        if fault.kind == DISK_FULL:
             continue
         if fault.rank >= plan.size:
             raise InvalidArgument(
-                f"fault {fault}: rank {fault.rank} is not there, the job begins with ranks 0..{plan.size - 1}, and no "
-                f"fault is placed at a device that joins later; name one of these, or use {fault.rank + 1} devices"
+                f"fault {fault}: rank {fault.rank} does not exist, the job begins with ranks 0..{plan.size - 1}, and "
+                f"devices that join later have no faults; name one of these, or use {fault.rank + 1} devices"
             )
-        if fault.kind in OF_LINKS and not linked:
+        if fault.kind in LINK_FAULTS and not has_tcp_links:
             raise InvalidArgument(
                 f"fault {fault}: {fault.kind} needs TCP connections, and the devices of this job share memory; use "
                 "devices on several hosts, or started with --advertise-data"
@@ -109,26 +112,32 @@ def check_reachable(faults: Sequence[Fault], plan: Plan, steps: int, linked: boo
 
 
 def _check_instruction(fault: Fault, plan: Plan) -> None:
-    """Of ranks that hold the same stages each may get the others' shards, when those are moved to faster devices."""
+    """Raises if the rank never executes the fault's instruction.
+
+    The load balancer moves shards between ranks that hold the same stages. So a rank may execute any instruction that
+    one of these ranks has in the first plan.
+    """
     own = plan.held_by(fault.rank)
-    alike = [rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)]
-    there = [
+    replicas = [
+        rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)
+    ]
+    possible = [
         _name(kind)
         for kind in InstructionKind
-        if kind in {one.kind for rank in alike for one in plan.ranks[rank]}
+        if kind in {one.kind for rank in replicas for one in plan.ranks[rank]}
     ]
-    if not there:
+    if not possible:
         raise InvalidArgument(
-            f"fault {fault}: rank {fault.rank} does nothing in this job, it stands by; name another rank"
+            f"fault {fault}: rank {fault.rank} is a standby rank without instructions; name another rank"
         )
-    if fault.instruction and fault.instruction not in there:
+    if fault.instruction and fault.instruction not in possible:
         wanted = _INSTRUCTIONS[fault.instruction]
         ranks = [
             str(rank) for rank in range(plan.size) if any(one.kind is wanted for one in plan.ranks[rank])
         ]
         others = f"ranks {', '.join(ranks)} have it" if ranks else "no rank of this strategy has it"
         raise InvalidArgument(
-            f"fault {fault}: rank {fault.rank} has no {fault.instruction}; it has {', '.join(there)}; {others}"
+            f"fault {fault}: rank {fault.rank} has no {fault.instruction}; it has {', '.join(possible)}; {others}"
         )
 
 
@@ -137,21 +146,21 @@ def _name(kind: InstructionKind) -> str:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """The inverse of ``str``, for several."""
+    """Parses faults separated by semicolons; the inverse of ``str`` for each."""
     return tuple(_parse(one.strip()) for one in text.split(";") if one.strip())
 
 
 def _parse(text: str) -> Fault:
     kind, _, rest = text.partition("@")
-    known = KINDS.get(kind, ())
-    said: dict[str, str | int | float] = {}
+    known = FAULT_FIELDS.get(kind, ())
+    values: dict[str, str | int | float] = {}
     for item in rest.split(",") if rest else ():
         name, equals, value = item.partition("=")
-        if kind in KINDS and (name not in known or not equals):
+        if kind in FAULT_FIELDS and (name not in known or not equals):
             raise InvalidArgument(f"fault: {item!r} in {text!r} is none of {', '.join(known)}, as name=value")
         try:
-            whole = int if name in ("rank", "step") else float
-            said[name] = value if name == "instruction" else whole(value)
+            number = int if name in ("rank", "step") else float
+            values[name] = value if name == "instruction" else number(value)
         except ValueError:
             raise InvalidArgument(f"fault: {name} {value!r} in {text!r} is not a number") from None
-    return Fault(kind, **said)  # type: ignore[arg-type]
+    return Fault(kind, **values)  # type: ignore[arg-type]

@@ -1,26 +1,27 @@
-"""The instructions of a training step, and how they are written.
+"""The instructions of a training step, their text form, and their categories.
 
-A micro-batch is a shard of the global batch: whoever computes it, and in whatever order, its gradient has a fixed place
-in the sum. A stage is a contiguous run of the model's blocks.
+A micro-batch is a shard of the global batch. Its gradient has a fixed place in the sum, independent of the rank that
+computes it and of the order of computation. A stage is a contiguous run of the model's blocks.
 
-    2F0      stage 2 computes micro-batch 0 forward            (0L0: load it first, for whoever holds the first stage)
-    2B0      … backward: the gradient of its input and of its weights
-    2I0 2W0  … the two halves of 2B0, where a schedule puts them at different times
-    2>0@3    send what stage 2 made of micro-batch 0 to rank 3, which holds stage 3
-    2<0@1    receive from rank 1 what stage 2 is to work on
+    0L0      load micro-batch 0 (only ranks that hold the first stage)
+    2F0      forward of micro-batch 0 through stage 2
+    2B0      backward: the gradients of the stage's input and of its weights
+    2I0 2W0  the two halves of 2B0, for schedules that run them at different times: input gradient, weight gradient
+    2>0@3    send stage 2's output for micro-batch 0 to rank 3, which holds stage 3
+    2<0@1    receive stage 2's input from rank 1
     2)0@1    send the gradient of stage 2's input to rank 1
-    2(0@3    receive from rank 3 the gradient of stage 2's output
-    2A       add up stage 2's gradients over all shards and all replicas
+    2(0@3    receive the gradient of stage 2's output from rank 3
+    2A       all-reduce stage 2's gradients over all shards and all replicas
     2U       update stage 2's weights
 
-With a parameter server the number in front is a slice of the weights, and the workers hold the whole model as stage 0:
+With a parameter server the leading number is a slice of the weights, and each worker holds the whole model as stage 0:
 
-    2P@4     push slice 2's gradients to the server at rank 4
-    2T@1     … which takes them from the worker at rank 1
-    2V@1     the server gives slice 2's weights to the worker at rank 1
-    2G@4     … which gets them from the server at rank 4; nothing is sent to ask for them
+    2P@4     worker: push slice 2's gradients to the server at rank 4
+    2T@1     server: take slice 2's gradients from the worker at rank 1
+    2V@1     server: give slice 2's weights to the worker at rank 1
+    2G@4     worker: get slice 2's weights from the server at rank 4 (the worker sends no request)
 
-What an instruction counts as, in accounts of time, traces and pictures: the engine's and the simulator's alike.
+The engine and the simulator use the same categories for time accounts, traces and charts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hoop.errors import InvalidArgument
 
 
 class InstructionKind(StrEnum):
-    """What an instruction does; the value is its letter."""
+    """The operation of an instruction; the value is its letter in the text form."""
 
     LOAD = "L"
     FORWARD = "F"
@@ -51,7 +52,7 @@ class InstructionKind(StrEnum):
     TAKE = "T"
     GIVE = "V"
 
-    __hash__ = str.__hash__  # kinds are looked up all the time, and an enum's own hash is a Python function
+    __hash__ = str.__hash__  # kinds are dict keys in hot loops, and Enum.__hash__ is a Python function
 
 
 SENDS = {
@@ -60,12 +61,12 @@ SENDS = {
     InstructionKind.PUSH: InstructionKind.TAKE,
     InstructionKind.GIVE: InstructionKind.GET,
 }
-"""Each message's sending side, and what the receiver calls it."""
+"""For each send, the kind of the matching receive."""
 RECEIVES = {receive: send for send, receive in SENDS.items()}
-"""Each message's receiving side, and what the sender calls it."""
-_MIRRORS = SENDS | RECEIVES
-WITH_PEER = frozenset(_MIRRORS)
-"""Kinds that concern another rank."""
+"""For each receive, the kind of the matching send."""
+_COUNTERPARTS = SENDS | RECEIVES
+WITH_PEER = frozenset(_COUNTERPARTS)
+"""Kinds with a peer rank."""
 PER_MICRO = frozenset(InstructionKind) - {
     InstructionKind.REDUCE,
     InstructionKind.UPDATE,
@@ -74,25 +75,25 @@ PER_MICRO = frozenset(InstructionKind) - {
     InstructionKind.TAKE,
     InstructionKind.GIVE,
 }
-"""Kinds that concern one micro-batch."""
+"""Kinds with a micro-batch."""
 BACKWARD_KINDS = frozenset({InstructionKind.BACKWARD, InstructionKind.BACKWARD_INPUT})
-"""Kinds after which the gradient of a stage's input is there."""
+"""Kinds that produce the gradient of a stage's input."""
 GRADIENT_KINDS = frozenset({InstructionKind.BACKWARD, InstructionKind.BACKWARD_WEIGHT})
-"""Kinds after which the gradient of a stage's weights is there, and its activations are not needed any more."""
-_ACROSS = {
+"""Kinds that produce the gradient of a stage's weights; the stage's activations can be freed afterwards."""
+_STAGE_OFFSET = {
     InstructionKind.SEND_OUTPUT: 1,
     InstructionKind.RECV_INPUT: -1,
     InstructionKind.SEND_GRADIENT: -1,
     InstructionKind.RECV_GRADIENT: 1,
 }
-"""How much further the stage is at the other end of a message."""
+"""Stage at the peer's end of a message, relative to the stage at this end."""
 
 _LETTERS = {kind.value: kind for kind in InstructionKind}
 _TEXT = re.compile(r"(\d+)([A-Z<>()])(\d*)(?:@(\d+))?")
 
 
 class Instruction(NamedTuple):
-    """One thing a rank does."""
+    """One instruction of a rank; ``micro`` and ``peer`` are -1 for kinds that have none."""
 
     kind: InstructionKind
     stage: int
@@ -109,7 +110,9 @@ class Instruction(NamedTuple):
         """The inverse of ``str``."""
         match = _TEXT.fullmatch(text)
         if match is None or match[2] not in _LETTERS:
-            raise InvalidArgument(f"instruction: {text[:40]!r} is none; they look like 2F0, 2>0@3, 2A, 2U")
+            raise InvalidArgument(
+                f"instruction: {text[:40]!r} is not an instruction; examples: 2F0, 2>0@3, 2A, 2U"
+            )
         kind = _LETTERS[match[2]]
         if (kind in PER_MICRO) != bool(match[3]):
             raise InvalidArgument(
@@ -119,13 +122,13 @@ class Instruction(NamedTuple):
             raise InvalidArgument(f"instruction: {text!r} {'lacks' if kind in WITH_PEER else 'has'} a peer")
         return cls(kind, int(match[1]), int(match[3] or -1), int(match[4] or -1))
 
-    def mirrored(self, rank: int) -> Instruction:
-        """The same message as its other end calls it, where ``rank`` is who has this instruction.
+    def counterpart(self, rank: int) -> Instruction:
+        """The peer's instruction for the same message; ``rank`` is the rank that executes this one.
 
-        What leaves stage 2 as an output arrives as the input of stage 3: ``2>0@3`` at rank 1 is ``3<0@1`` at rank 3.
+        The output of stage 2 is the input of stage 3: the counterpart of ``2>0@3`` at rank 1 is ``3<0@1`` at rank 3.
         """
         kind, stage, micro, _ = self
-        return Instruction(_MIRRORS[kind], stage + _ACROSS.get(kind, 0), micro, rank)
+        return Instruction(_COUNTERPARTS[kind], stage + _STAGE_OFFSET.get(kind, 0), micro, rank)
 
 
 COMPUTE, COMMUNICATE, IDLE = "compute", "communicate", "idle"
@@ -146,7 +149,7 @@ CATEGORY = {
     InstructionKind.GET: "wait",
     InstructionKind.TAKE: "wait",
 }
-"""Each kind's category; a receive is waiting, and what is copied once it has come is ``recv``."""
+"""Category of each kind. A receive counts as ``wait`` until the message arrives; copying it counts as ``recv``."""
 SHARE = {
     "load": COMPUTE,
     "forward": COMPUTE,
@@ -158,4 +161,4 @@ SHARE = {
     "recv": COMMUNICATE,
     "wait": IDLE,
 }
-"""Which share of a device's time each category belongs to."""
+"""Share of a device's time (compute, communicate or idle) that each category counts towards."""

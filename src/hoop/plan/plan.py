@@ -1,6 +1,6 @@
-"""A step of training as data: for each rank its instructions, for each stage who holds it.
+"""``Plan``: one training step as data, and what can be counted in it without running it.
 
-What a plan holds and moves, counted without running it.
+Strategies make plans; the engine executes them, the simulator prices them, the report draws them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from hoop.texts import parse_json
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does in one step."""
+    """The instructions of every rank for one step, and the ranks that hold each stage."""
 
-    micros: int
-    """How many micro-batches (shards) the global batch is cut into."""
+    num_microbatches: int
+    """Number of micro-batches (shards) in the global batch."""
     holders: tuple[tuple[int, ...], ...]
-    """For each stage the ranks that hold its weights, one a replica."""
+    """For each stage, the ranks that hold its weights: one rank per replica."""
     ranks: tuple[tuple[Instruction, ...], ...]
-    """For each rank its instructions, in order."""
+    """For each rank, its instructions in order."""
     servers: tuple[int, ...] = ()
-    """For each slice of the weights the parameter server that keeps it; empty where there is none.
+    """For each slice of the weights, the rank of its parameter server; empty without parameter servers.
 
-    The workers of a parameter server hold the whole model, as stage 0.
+    The workers of a parameter server hold the whole model as stage 0.
     """
 
     @property
@@ -43,7 +43,7 @@ class Plan:
         return len(self.ranks)
 
     def __iter__(self) -> Iterator[tuple[int, Instruction]]:
-        """Every instruction with its rank."""
+        """Pairs of rank and instruction, rank by rank."""
         return ((rank, one) for rank, instructions in enumerate(self.ranks) for one in instructions)
 
     def held_by(self, rank: int) -> tuple[int, ...]:
@@ -51,27 +51,27 @@ class Plan:
         return tuple(stage for stage, ranks in enumerate(self.holders) if rank in ranks)
 
     def computed_by(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The micro-batches whose gradient of this stage this rank computes, in that order."""
+        """The micro-batches for which this rank computes the stage's weight gradient, in execution order."""
         return tuple(
             one.micro for one in self.ranks[rank] if one.kind in GRADIENT_KINDS and one.stage == stage
         )
 
     def grid(self, messages: bool = False) -> str:
-        """The instructions as a table, a line a rank; messages only when asked for."""
+        """The instructions as a text table, one line per rank; sends and receives only if ``messages``."""
         rows = [
             [str(one) for one in instructions if messages or one.kind not in WITH_PEER]
             for instructions in self.ranks
         ]
         width = max((len(cell) for row in rows for cell in row), default=1)
-        edge = len(str(len(rows) - 1))
+        rank_width = len(str(len(rows) - 1))
         return "\n".join(
-            f"rank {rank:>{edge}} | " + " ".join(f"{cell:<{width}}" for cell in row).rstrip()
+            f"rank {rank:>{rank_width}} | " + " ".join(f"{cell:<{width}}" for cell in row).rstrip()
             for rank, row in enumerate(rows)
         )
 
     def to_json(self) -> str:
         data = {
-            "micros": self.micros,
+            "micros": self.num_microbatches,
             "holders": self.holders,
             "ranks": [" ".join(map(str, instructions)) for instructions in self.ranks],
         }
@@ -79,12 +79,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The inverse of ``to_json``; what is missing or malformed is named."""
+        """The inverse of ``to_json``; the error names the missing or malformed field."""
         try:
             data = parse_json(text)
-            micros, holders, ranks = data["micros"], data["holders"], data["ranks"]
+            num_microbatches, holders, ranks = data["micros"], data["holders"], data["ranks"]
             return cls(
-                int(micros),
+                int(num_microbatches),
                 tuple(tuple(int(rank) for rank in group) for group in holders),
                 tuple(tuple(map(Instruction.parse, line.split())) for line in ranks),
                 tuple(int(rank) for rank in data.get("servers", ())),
@@ -94,70 +94,72 @@ class Plan:
 
 
 def split_evenly(items: int, parts: int) -> list[range]:
-    """``items`` numbers as ``parts`` contiguous, nearly equal ranges; the first ones take the remainder."""
+    """Split ``range(items)`` into ``parts`` contiguous, nearly equal ranges; the first ranges take the remainder."""
     size, rest = divmod(items, parts)
     bounds = [index * size + min(index, rest) for index in range(parts + 1)]
     return [range(bounds[index], bounds[index + 1]) for index in range(parts)]
 
 
-def split_by(items: int, speeds: Sequence[float]) -> list[range]:
-    """``items`` numbers as contiguous ranges that finish together, given each part's speed.
+def split_by_speed(items: int, speeds: Sequence[float]) -> list[range]:
+    """Split ``range(items)`` into contiguous ranges, one per part, sized by the parts' speeds.
 
-    Each item goes to whoever would finish it first, so nobody waits longer for the slowest than one item takes.
+    Greedy: each item goes to the part that would finish it first. So no part waits for the slowest longer than the
+    slowest takes for one item.
     """
     for part, speed in enumerate(speeds):
         if not 0 < speed < math.inf:
             raise InvalidArgument(f"speeds: {speed} of part {part} is not a number above 0")
     counts = [0] * len(speeds)
-    ends = [(1 / speed, part) for part, speed in enumerate(speeds)]
-    heapq.heapify(ends)
+    finish_times = [(1 / speed, part) for part, speed in enumerate(speeds)]
+    heapq.heapify(finish_times)
     for _ in range(items):
-        part = ends[0][1]
+        part = finish_times[0][1]
         counts[part] += 1
-        heapq.heapreplace(ends, ((counts[part] + 1) / speeds[part], part))
+        heapq.heapreplace(finish_times, ((counts[part] + 1) / speeds[part], part))
     starts = itertools.accumulate(counts, initial=0)
     return [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
 
 
 def in_flight(plan: Plan, rank: int, stage: int | None = None) -> int:
-    """The most micro-batches whose activations a rank holds at a time, of one stage or summed over all it has.
+    """Peak number of micro-batches whose activations a rank holds: of one stage, or summed over its stages.
 
-    They are held from the forward to the end of the backward; where it is cut in two, to the end of the second half.
+    Activations live from the forward to the end of the backward, or of its second half where the backward is split.
     """
-    now = peak = 0
+    current = peak = 0
     for one in plan.ranks[rank]:
         if stage is None or one.stage == stage:
-            now += (one.kind is InstructionKind.FORWARD) - (one.kind in GRADIENT_KINDS)
-            peak = max(peak, now)
+            current += (one.kind is InstructionKind.FORWARD) - (one.kind in GRADIENT_KINDS)
+            peak = max(peak, current)
     return peak
 
 
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank sends in a step."""
+    """Bytes and messages that one rank sends in a step."""
 
     bytes: int
     messages: int
     activation_bytes: int
-    """Of them, outputs and gradients of stages."""
+    """Part of ``bytes``: outputs of stages and their gradients."""
     weight_bytes: int
-    """Of them, weights and their gradients: reductions, pushes and gives."""
+    """Part of ``bytes``: weights and their gradients (reductions, pushes, gives)."""
 
 
 def traffic(plan: Plan, output_bytes: Sequence[int], weight_bytes: Sequence[int]) -> list[RankTraffic]:
-    """What each rank sends in a step.
+    """Bytes and messages that each rank sends in a step.
 
-    ``output_bytes`` has, for each stage, what it hands on of one micro-batch (its gradient comes back as large; the
-    last one's is never sent and may be left out). ``weight_bytes`` has the weights of each stage, or with a parameter
-    server of each slice. A reduction among R replicas is counted as a ring's: 2(R-1)/R of the weights, in 2(R-1)
-    messages.
+    output_bytes: for each stage, the size of its output for one micro-batch; the output's gradient has the same size.
+        The last stage's output is never sent, so its entry may be missing.
+    weight_bytes: size of the weights of each stage, or of each slice with parameter servers.
+
+    A reduction among R replicas counts as a ring all-reduce: 2(R-1)/R of the weights in 2(R-1) messages.
     """
     parts = len(plan.servers) or plan.stages
     if len(weight_bytes) != parts:
-        raise InvalidArgument(f"weight_bytes: {len(weight_bytes)} of them for {parts} stages or slices")
+        raise InvalidArgument(f"weight_bytes: {len(weight_bytes)} values for {parts} stages or slices")
     if len(output_bytes) < plan.stages - 1:
-        raise InvalidArgument(f"output_bytes: {len(output_bytes)} of them for {plan.stages} stages")
-    found = []
+        raise InvalidArgument(f"output_bytes: {len(output_bytes)} values for {plan.stages} stages")
+    result = []
     for rank, instructions in enumerate(plan.ranks):
         activations = weights = messages = 0
         for (kind, stage), times in Counter((one.kind, one.stage) for one in instructions).items():
@@ -176,5 +178,5 @@ def traffic(plan: Plan, output_bytes: Sequence[int], weight_bytes: Sequence[int]
                 case _:
                     continue
             messages += times
-        found.append(RankTraffic(activations + weights, messages, activations, weights))
-    return found
+        result.append(RankTraffic(activations + weights, messages, activations, weights))
+    return result

@@ -1,10 +1,11 @@
-"""Who mirrors whom, and how many bytes of it: kept, and sent a step.
+"""Replica placement: which rank holds the replica of which, and how many bytes it stores and receives per step.
 
-    machine A: ranks 0 1    machine B: ranks 2 3        0 ──▶ 2   1 ──▶ 3   2 ──▶ 0   3 ──▶ 1
+    host A: ranks 0 1    host B: ranks 2 3        0 ──▶ 2   1 ──▶ 3   2 ──▶ 0   3 ──▶ 1
 
-Ranks in the order of their machines, each held by the one as many places further as the largest machine has ranks: that
-leaves every machine. Where one machine has more than half of all ranks some of its own must do, for everybody holds one
-mirror and no more: memory is counted before the first step, and a small machine is not to carry a large one.
+With ranks in the order of their hosts, a rank's holder is as many places further as the largest host has ranks, which
+is always on another host. If one host has more than half of all ranks, some of its replicas stay on it: every rank
+holds exactly one replica, because memory is checked before the first step, and a small host must not have to hold the
+replicas of a large one.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from hoop.plan.plan import Plan, split_evenly
 
 
 def replica_holders(size: int, hosts: Sequence[Hashable] = ()) -> list[int]:
-    """By rank, who holds its mirror; ``hosts``, by rank, may be empty: all are on one. The same at every rank."""
-    machines: dict[Hashable, list[int]] = {}
+    """By rank, the rank that holds its replica; the same at every rank. ``hosts``: by rank; empty: one host."""
+    by_host: dict[Hashable, list[int]] = {}
     for rank in range(size):
-        machines.setdefault(hosts[rank] if hosts else 0, []).append(rank)
-    order = [rank for ranks in machines.values() for rank in ranks]
-    further = max(map(len, machines.values())) % size or 1
-    held_by = {rank: order[(place + further) % size] for place, rank in enumerate(order)}
+        by_host.setdefault(hosts[rank] if hosts else 0, []).append(rank)
+    order = [rank for ranks in by_host.values() for rank in ranks]
+    offset = max(map(len, by_host.values())) % size or 1
+    held_by = {rank: order[(place + offset) % size] for place, rank in enumerate(order)}
     return [held_by[rank] for rank in range(size)]
 
 
 class ReplicaShare(NamedTuple):
-    """What of a rank its holder has."""
+    """Bytes of one rank's replica."""
 
     state: int
-    """Bytes of weights and optimizer state: sent once, before the first step."""
+    """Weights and optimizer state: sent once, before the first step."""
     change: int
-    """Bytes of the summed gradient that brings them a step further: sent every step."""
+    """The summed gradient, with which the holder repeats the update: sent every step."""
 
 
 def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:
-    """For each rank what is mirrored of it; nothing where others have it anyway, as a hybrid's replicas do."""
+    """The replica of each rank; empty if other ranks have its state anyway, as the replicas of a hybrid do."""
     each = []
     for stage in stages:
         own = blocks[stage.blocks.start : stage.blocks.stop]

@@ -1,21 +1,22 @@
-"""Rules: a rank that decides by itself what to do next, from what has arrived and from nothing else.
+"""Rules: message-driven schedules, in which a rank chooses its next instruction from the messages it has received.
 
-Where an order cannot be written down beforehand (asynchronous strategies, RingTMP), a strategy gives each rank a rule
-instead of a list. Whoever runs it, the engine on real links or the simulator on a clock, goes round this loop:
+A strategy gives each rank a rule where no fixed order exists (asynchronous strategies, RingTMP). The engine runs a rule
+on real links, the simulator on a virtual clock; both run this loop:
 
     while not rule.finished:
-        for message in whatever has come in:     # in the order in which each peer sent it
-            rule.arrived(message)                # as this rank calls it: 2<0@1, 2(0@3, 0T@1, 0G@4
+        for message in received_messages():      # in the order in which each peer sent them
+            rule.on_message(message)             # as this rank's receive instruction: 2<0@1, 2(0@3, 0T@1, 0G@4
         instruction = rule.next()
         if instruction is None:
-            wait for a message
+            wait_for_a_message()
         else:
-            execute(instruction)                 # a receive has arrived by then: it takes the message and never waits
+            execute(instruction)                 # a receive never waits: its message has arrived by then
 
-So what ``next`` returned, one after the other, is a list like any in a plan, receives included, in an order that was
-legal this time. A rule has no clock and no randomness: the same arrivals give the same instructions.
+The instructions that ``next`` returns form a list like those in a plan, receives included. A rule has no clock and no
+randomness: the same messages in the same order give the same instructions.
 
-A rule spans several steps. Their micro-batches are numbered on: micro-batch m of step k is ``k * plan.micros + m``.
+A rule spans several steps. Micro-batch numbers continue across steps: micro-batch m of step k is number
+``k * plan.num_microbatches + m``.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from hoop.plan.instructions import RECEIVES, Instruction
 
 
 class Rule(Protocol):
-    """What one rank does, decided as messages arrive."""
+    """Chooses one rank's instructions as messages arrive."""
 
     @property
     def finished(self) -> bool:
-        """Whether everything has been handed out; ``next`` returns None from then on."""
+        """True once ``next`` has returned every instruction; it returns None from then on."""
 
-    def arrived(self, message: Instruction) -> None:
-        """Takes note of a message, written as the receive it is for this rank."""
+    def on_message(self, message: Instruction) -> None:
+        """Records a received message, given as this rank's receive instruction."""
 
     def next(self) -> Instruction | None:
-        """What to do now; None to wait for a message."""
+        """The instruction to execute now; None: wait for a message."""
 
-    def version(self, micro: int) -> int | None:
-        """How many updates the weights have had that this micro-batch is computed with, forward and backward.
+    def weight_version(self, micro: int) -> int | None:
+        """Version of the weights for this micro-batch, forward and backward: the number of updates they have had.
 
-        Counted from the rule's beginning; None means the newest weights this rank has.
+        Updates count from the start of the rule. None means the newest weights on this rank.
         """
 
 
-def in_turn(peers: Sequence[int], served: int) -> int:
-    """Whose message comes next, after that of ``served``: nobody is kept waiting by others who send all the time."""
-    return min(peers, key=lambda peer: (peer <= served, peer))
+def round_robin(peers: Sequence[int], last_served: int) -> int:
+    """The peer to serve after ``last_served``; round robin, so that peers that send all the time starve no other."""
+    return min(peers, key=lambda peer: (peer <= last_served, peer))
 
 
 class ListRule:
-    """A list as a rule: in order, each receive once it has arrived."""
+    """A fixed list of instructions as a rule: in order, each receive once its message has arrived."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self._instructions = instructions
@@ -64,7 +65,7 @@ class ListRule:
     def finished(self) -> bool:
         return self._position == len(self._instructions)
 
-    def arrived(self, message: Instruction) -> None:
+    def on_message(self, message: Instruction) -> None:
         self._arrived[message] += 1
 
     def next(self) -> Instruction | None:
@@ -78,5 +79,5 @@ class ListRule:
         self._position += 1
         return instruction
 
-    def version(self, micro: int) -> int | None:
+    def weight_version(self, micro: int) -> int | None:
         return None

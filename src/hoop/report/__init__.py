@@ -1,1 +1,1 @@
-"""What a run leaves to be read: metrics, traces, pictures, tables and pages, without any plotting library."""
+"""Reports of a run: metrics, traces, charts, tables and pages, without a plotting library."""

@@ -1,4 +1,4 @@
-"""A panel of bars: groups side by side, a bar in each for everything that is compared."""
+"""A chart panel of grouped bars."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hoop.report.panel import Area, Key, colour, vertical_axis
 from hoop.report.scale import Kind, Scale, label, plottable, scale
 from hoop.report.svg import SMALL, box, clean, line, shortened, text, width_of
 
-_TURNED = 75  # the most room that slanted labels may take below
+_TURNED = 75  # maximum height of slanted labels
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Values by group and name. A value that is not a finite number is a bar that is not there."""
+    """Values by group and name. A value that is not finite has no bar."""
 
     label: str
     groups: Sequence[str]
@@ -39,7 +39,7 @@ class Bars:
         return list(self.values)
 
     def keys(self, colours: Mapping[str, int]) -> dict[str, Key]:
-        """A legend where there is something to tell apart."""
+        """The legend; empty if there is only one series."""
         if list(self.values) in ([], [""], [self.label], [self.label.partition(" (")[0]]):
             return {}
         return {name: partial(_key, colour(name, colours)) for name in self.values}
@@ -98,7 +98,7 @@ def _slanted(groups: Sequence[str]) -> float:
 def _bar(
     area: Area, x: float, wide: float, ground: float, share: float, value: float, which: int, hint: str
 ) -> list[str]:
-    """The bar, and its value above it, or below one that hangs, where there is room to write it."""
+    """The bar, and its value above it (below a negative bar) if that fits."""
     share = min(max(share, 0.0), 1.0)
     top, low = area.y(max(share, ground)), area.y(min(share, ground))
     gap = min(1.0, wide * 0.1)

@@ -1,4 +1,4 @@
-"""A chart: a title and one or more panels above each other, as an SVG picture of its own.
+"""A chart: a title and one or more panels above each other, as an SVG picture.
 
 ┌─ title ───────────────────────┐
 │  subtitle                     │
@@ -29,7 +29,7 @@ _MARGIN = 20.0
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw; ``svg`` draws it."""
+    """A chart; ``svg`` renders it."""
 
     title: str
     panels: Sequence[Lines | Bars]

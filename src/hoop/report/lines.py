@@ -1,4 +1,4 @@
-"""A panel of lines: values over steps, time or a number of devices."""
+"""A chart panel of lines: values over steps, time or a number of devices."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hoop.report.scale import Floats, Kind, Scale, plottable, scale
 from hoop.report.svg import clean, line, number, tag, text
 
 MARKED = 40
-"""A line of at most so many points shows each of them."""
+"""A line with at most this many points has a marker at each."""
 
-_COLUMNS = 700  # about the width of a panel: more points than two a pixel are not seen
+_COLUMNS = 700  # about the width of a panel in pixels; more than two points per pixel are not visible
 _DASHES = (None, "7 3", "2 3", "9 3 2 3")
 
 Style = Literal["solid", "dashed", "faint"]
@@ -26,10 +26,10 @@ Style = Literal["solid", "dashed", "faint"]
 
 @dataclass(frozen=True)
 class ChartLine:
-    """One line. A point that is not a finite number is a gap.
+    """One line. A point that is not finite is a gap.
 
-    ``faint`` is the unsmoothed line behind a smooth one of the same name, and is not in the legend; ``band`` holds
-    what is shaded around the line: the least and the most of several runs.
+    ``faint`` is the unsmoothed line behind a smooth one of the same name; it is not in the legend. ``band``: minimum
+    and maximum of several runs, shaded around the line.
     """
 
     name: str
@@ -48,7 +48,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines over one horizontal axis. ``rules`` are levels to compare with, each with its name."""
+    """Lines over one horizontal axis. ``rules``: named reference levels."""
 
     label: str
     lines: Sequence[ChartLine]
@@ -60,7 +60,7 @@ class Lines:
         return list(dict.fromkeys(one.name for one in self.lines if one.name))
 
     def keys(self, colours: Mapping[str, int]) -> dict[str, Key]:
-        """A legend where there is something to tell apart."""
+        """The legend; empty if there is only one line."""
         shown = {one.name: one for one in self.lines if one.name and one.style != "faint"}
         if list(shown) in ([], [self.label], [self.label.partition(" (")[0]]):
             return {}
@@ -94,7 +94,7 @@ class Lines:
 
 
 def smoothed(values: ArrayLike, window: int) -> Floats:
-    """The mean of each value and its neighbours, ``window`` of them or as many as there are; gaps stay gaps."""
+    """Moving average over ``window`` values, fewer at the ends; gaps stay gaps."""
     array = plottable(values)
     known = np.isfinite(array)
     sums = np.concatenate([[0.0], np.cumsum(np.where(known, array, 0.0))])
@@ -106,7 +106,7 @@ def smoothed(values: ArrayLike, window: int) -> Floats:
 
 
 def _haloed(x: float, y: float, words: str) -> str:
-    """Text that stays readable on a line: its outline has the colour of the paper."""
+    """Text with an outline in the colour of the background, so that it is readable on a line."""
     behind = tag("g", text(x, y, words, anchor="end"), class_="halo", stroke_width=4, stroke_linejoin="round")
     return behind + text(x, y, words, anchor="end")
 
@@ -124,7 +124,7 @@ def _horizontal_axis(area: Area, axis: Scale, labelled: bool) -> list[str]:
 def _places(
     one: ChartLine, values: ArrayLike, area: Area, horizontal: Scale, vertical: Scale
 ) -> tuple[Floats, Floats]:
-    """Pixels; what lies outside given limits is left out."""
+    """Pixel coordinates of a line; points outside the limits become gaps."""
     x, y = horizontal.at(one.x), vertical.at(values)
     with np.errstate(invalid="ignore"):
         outside = (y < -0.001) | (y > 1.001) | (x < -0.001) | (x > 1.001)
@@ -133,14 +133,14 @@ def _places(
 
 
 def _runs(y: Floats) -> Iterator[slice]:
-    """The stretches without a gap."""
+    """Ranges without a gap."""
     known = np.concatenate([[False], np.isfinite(y), [False]])
     edges = np.flatnonzero(known[1:] != known[:-1])
     yield from (slice(int(start), int(stop)) for start, stop in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _thinned(x: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """The least and the most of each column of pixels: it looks the same, and the file stays small."""
+    """Keep the minimum and maximum of each column of pixels: it looks the same, and the file stays small."""
     if len(x) <= 3 * _COLUMNS:
         return x, y
     keep = {0, len(x) - 1}
@@ -195,7 +195,7 @@ def _band(
 
 
 def _marker(x: float, y: float, which: int, hint: str = "") -> str:
-    """A shape for each colour, so that colour is not all there is to go by."""
+    """A marker with a different shape for each colour, for readers who cannot distinguish colours."""
     corners = {
         1: [(-3.2, -3.2), (3.2, -3.2), (3.2, 3.2), (-3.2, 3.2)],
         2: [(0, -4.2), (3.9, 3), (-3.9, 3)],

@@ -1,7 +1,7 @@
-"""A report: headings, prose, tables and pictures, as one HTML page that needs nothing else, and as Markdown.
+"""A report with headings, text, tables and pictures, as one self-contained HTML page and as Markdown.
 
-The page brings its style and its pictures with it, loads nothing and forbids the browser to; it can be mailed, and
-opened years later. Prose is Markdown's plain core: paragraphs, ``- `` lists, **bold**, `code`, [links](https://…).
+The page contains its style and its pictures, and its content security policy forbids the browser to load anything else.
+Text is a subset of Markdown: paragraphs, ``- `` lists, **bold**, `code`, [links](https://…).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hoop.report.svg import clean
 from hoop.report.tables import Table
 
 _INLINE = re.compile(r"`([^`]+)`|\*\*(.+?)\*\*|\[([^\]]+)\]\((https?://[^)\s]+|[\w./#-][^):\s]*)\)")
-"""A link leads to the web or to a file beside: a colon elsewhere would be a scheme, and schemes can run."""
+"""A link target is an http(s) address or a relative path. Other schemes are excluded: ``javascript:`` runs code."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture, with the name of its file where it gets one and a sentence below it."""
+    """An SVG picture, with the name of its file and a caption."""
 
     name: str
     svg: str
@@ -42,7 +42,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands under it, in order; text is prose."""
+    """A heading and its blocks in order."""
 
     heading: str
     blocks: Sequence[str | Table | Picture] = ()
@@ -50,7 +50,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. ``facts`` are what it was made with: command, date, machine."""
+    """A whole report. ``facts``: its command, date and machine."""
 
     title: str
     sections: Sequence[Section]
@@ -73,7 +73,7 @@ class Page:
         return _FRAME.format(title=clean(self.title), style=_STYLE, body="\n".join(body))
 
     def markdown(self, pictures: str = ".") -> str:
-        """The same as Markdown, its pictures in files of that folder."""
+        """The report as Markdown that links to pictures in the folder ``pictures``."""
         parts = [f"# {self.title}"]
         parts += [self.lead.strip()] if self.lead else []
         parts += ["\n".join(f"- {key}: `{value}`" for key, value in self.facts.items())] if self.facts else []
@@ -91,13 +91,13 @@ class Page:
         return "\n\n".join(parts) + "\n"
 
     def plain(self) -> dict[str, Any]:
-        """Title, facts and every table, for machines."""
+        """Title, facts and every table, as JSON values."""
         blocks = [block for section in self.sections for block in section.blocks]
         tables = [block.plain() for block in blocks if isinstance(block, Table)]
         return {"title": self.title, "facts": self.facts, "tables": tables}
 
     def write(self, folder: Path | str, name: str = "report") -> list[Path]:
-        """``name.html``, ``.md``, ``.json`` with every table, a ``.csv`` a table and an ``.svg`` a picture."""
+        """Write ``name.html``, ``.md``, ``.json`` with all tables, a ``.csv`` per table and an ``.svg`` per picture."""
         blocks = [block for section in self.sections for block in section.blocks]
         tables = [block for block in blocks if isinstance(block, Table)]
         files = {f"{name}.json": strict_json.dumps(self.plain(), indent=2) + "\n"}
@@ -110,7 +110,7 @@ class Page:
 
 
 def prose(text: str) -> str:
-    """HTML of paragraphs and lists."""
+    """Convert paragraphs and lists to HTML."""
     parts = []
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         lines = paragraph.split("\n")
@@ -123,7 +123,7 @@ def prose(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Code, bold and links; everything else is text and nothing but text."""
+    """Convert code, bold and links to HTML; everything else is escaped."""
     out, reached = [], 0
     for match in _INLINE.finditer(text):
         code, bold, words, target = match.groups()

@@ -1,8 +1,8 @@
-"""The colours of every picture, on light paper and on dark.
+"""The colours of every picture, with a light and a dark theme.
 
-Six colours that stay apart for people who see no red, no green or no blue, and at least 3:1 against the paper; a test
-measures both. Lines differ in marker and dash too, so that none is told by its colour alone. Pictures name
-classes, never colours: what a class looks like is decided here, once for light and once for dark.
+The six colours are distinguishable with any kind of colour blindness and have a contrast of at least 3:1 against the
+background; a test measures both. Lines also differ in marker and dash. Pictures use CSS classes, never colours; this
+module defines the classes for both themes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Theme(NamedTuple):
-    """One look. ``idle`` is what shows where nothing happens."""
+    """The colours of one theme. ``idle``: the background of a timeline row."""
 
     paper: str
     ink: str
@@ -70,4 +70,4 @@ def _rules(theme: Theme) -> str:
 
 
 STYLE = f"{_rules(LIGHT)}@media (prefers-color-scheme:dark){{{_rules(DARK)}}}"
-"""The style sheet that every picture carries; its class ``hoop`` keeps it to itself in a page."""
+"""The style sheet that every picture contains. The class ``hoop`` limits it to the picture when it is in a page."""

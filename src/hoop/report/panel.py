@@ -1,4 +1,4 @@
-"""What every panel of a chart has: its place, a name, a legend and a vertical axis."""
+"""Common parts of a chart's panels: the area, the heading with the legend, and the vertical axis."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hoop.report.scale import Scale
 from hoop.report.svg import NORMAL, SMALL, line, text, width_of
 
 Key = Callable[[float, float], str]
-"""Draws the sample that stands before a name in a legend, at this place."""
+"""Draws the sample of a legend entry at (x, y)."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class Area:
 
 
 class Panel(Protocol):
-    """One drawing of a chart: lines, or bars."""
+    """One panel of a chart: lines or bars."""
 
     @property
     def label(self) -> str:
-        """What its vertical axis shows, with the unit."""
+        """Quantity of the vertical axis, with its unit."""
 
     def names(self) -> list[str]:
-        """What is told apart by colour, in order; a name has one colour in all panels of a chart."""
+        """Names of the coloured series, in order. A name has the same colour in all panels of a chart."""
 
     def keys(self, colours: Mapping[str, int]) -> dict[str, Key]:
-        """What the legend shows."""
+        """Legend entries by name."""
 
     def vertical(self) -> Scale: ...
 
     def foot(self, width: float) -> float:
-        """How much room it needs below for labels of its own."""
+        """Height of the panel's own labels below its area."""
 
     def draw(self, area: Area, horizontal: Scale, colours: Mapping[str, int], last: bool) -> list[str]: ...
 
@@ -64,7 +64,7 @@ def colour(name: str, colours: Mapping[str, int]) -> int:
 
 
 def vertical_axis(area: Area, axis: Scale) -> list[str]:
-    """A thin line across and a number for each tick."""
+    """A grid line and a number for each tick."""
     parts = []
     for share, words in zip(axis.at(axis.ticks), axis.labels(), strict=True):
         y = area.y(float(share))
@@ -74,7 +74,7 @@ def vertical_axis(area: Area, axis: Scale) -> list[str]:
 
 
 def heading_rows(label: str, names: Sequence[str], width: float) -> list[list[tuple[float, str]]]:
-    """The legend in as many rows as it needs, each entry with its left edge; the first follows the label."""
+    """The legend entries with their left edges, in as many rows as needed; the first row follows the label."""
     rows: list[list[tuple[float, str]]] = [[]]
     x = width_of(label, NORMAL) * 1.08 + 20 if label else 0.0
     for name in names:
@@ -92,7 +92,7 @@ ROW = 18
 
 
 def heading(area: Area, left: float, label: str, keys: Mapping[str, Key]) -> list[str]:
-    """The panel's name, and what its colours stand for, above the area, from the left edge of the picture."""
+    """The panel's label and legend above the area, from the left edge of the picture."""
     rows = heading_rows(label, list(keys), area.right - left)
     top = area.top - 12 - ROW * (len(rows) - 1)
     parts = [text(left, top, label, class_="ink", size=NORMAL, weight=600)] if label else []

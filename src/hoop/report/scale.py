@@ -1,4 +1,4 @@
-"""From values to pixels: ranges that look at the data, and ticks at numbers that people would choose."""
+"""Axis scales: ranges chosen from the data, with ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hoop.errors import InvalidArgument
 Kind = Literal["linear", "log"]
 Floats = NDArray[np.float64]
 
-_HUGE, _TINY = 1e300, 1e-280  # beyond them differences and steps of a range are no longer numbers
+_HUGE, _TINY = 1e300, 1e-280  # beyond these the differences and steps of a range overflow or underflow
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def plottable(values: ArrayLike, kind: Kind = "linear") -> Floats:
-    """The values as floats, with NaN for whatever has no place on such an axis."""
+    """The values as floats, with NaN for values that cannot be on an axis of this kind."""
     array = np.atleast_1d(np.asarray(values, np.float64)).ravel()
     with np.errstate(invalid="ignore"):
         good = np.abs(array) < _HUGE
@@ -40,7 +40,7 @@ class Scale:
     ticks: tuple[float, ...]
 
     def at(self, values: ArrayLike) -> Floats:
-        """Where values lie, 0 at the low end and 1 at the high one."""
+        """Positions of values on the axis: 0 at the low end, 1 at the high end."""
         array = plottable(values, self.kind)
         if self.kind == "log":
             low, high = math.log(self.low), math.log(self.high)
@@ -50,7 +50,7 @@ class Scale:
         return np.asarray(result, np.float64)
 
     def labels(self) -> list[str]:
-        """What stands beside each tick."""
+        """The text of each tick."""
         steps = np.diff(self.ticks)
         step = float(steps.min()) if self.kind == "linear" and len(steps) else None
         return [label(tick, step) for tick in self.ticks]
@@ -66,10 +66,10 @@ def scale(
     limits: tuple[float | None, float | None] = (None, None),
     own: bool = False,
 ) -> Scale:
-    """A scale on which all these values have room.
+    """A scale that contains all values.
 
-    ``tight``: end exactly at the data, as time does; otherwise at a tick. ``zero``: include it whatever the data;
-    else it is included when it is near. ``own``: a few distinct values are their own ticks (1, 2, 4, 8 devices).
+    ``about``: approximate number of ticks. ``tight``: end at the data instead of at a tick. ``zero``: always include
+    zero; otherwise it is included if it is near. ``own``: use a few distinct values as ticks (1, 2, 4, 8 devices).
     """
     if kind not in ("linear", "log"):
         raise InvalidArgument(f"scale: {kind!r} is not known; use 'linear' or 'log'")
@@ -101,7 +101,7 @@ def scale(
 
 
 def nice_step(rough: float, whole: bool = False) -> float:
-    """The 1, 2, 2.5 or 5 times a power of ten that is next above; ``whole``: at least 1, and never 2.5."""
+    """The next 1, 2, 2.5 or 5 times a power of ten above ``rough``; ``whole``: at least 1, and never 2.5."""
     if whole and rough < 5:
         return next(float(step) for step in (1, 2, 5) if rough <= step)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -109,7 +109,7 @@ def nice_step(rough: float, whole: bool = False) -> float:
 
 
 def label(value: float, step: float | None = None) -> str:
-    """A number as people write it on an axis: 0.25, 1.5k, 20M, 1e-5."""
+    """Format a number for an axis: 0.25, 1.5k, 20M, 1e-5."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -127,7 +127,7 @@ def label(value: float, step: float | None = None) -> str:
 
 
 def _widened(low: float, high: float, limits: Sequence[float | None]) -> tuple[float, float]:
-    """The range with its limits, and some width where there is but one value."""
+    """Apply the limits, and widen a range of a single value."""
     low = low if limits[0] is None else float(limits[0])
     high = high if limits[1] is None else float(limits[1])
     if high - low > 1e-12 * max(abs(low), abs(high)):

@@ -1,4 +1,4 @@
-"""What a device did, and when: the spans that a trace, a timeline and a summary are all made from."""
+"""Spans of a device's time, from which the trace, the timeline and the time shares are made."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 COMPUTE = ("forward", "backward", "update", "load", "compute")
-"""Kinds of span in which a device works on the model."""
+"""Span categories of computation."""
 
 COMMUNICATE = ("communicate", "send", "recv", "reduce", "push", "pull")
-"""Kinds in which it moves or awaits data. Whatever else a span says (``idle``, ``wait``), it is idle."""
+"""Span categories of communication. Every other category (``idle``, ``wait``) counts as idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that a device did. ``lane`` tells apart what it does at once: kernels, and links."""
+    """One activity of a device. ``lane`` separates concurrent activities, such as kernels and links."""
 
     track: str
     name: str
@@ -32,16 +32,16 @@ class Span:
 
 
 class Shares(NamedTuple):
-    """How a device spent its time; the three add up to one."""
+    """Fractions of a device's time; they add up to one."""
 
     compute: float
     communicate: float
-    """Communication that nothing was computed behind: what it cost."""
+    """Exposed communication: not overlapped by computation."""
     idle: float
 
 
 def by_track(spans: Iterable[Span]) -> dict[str, list[Span]]:
-    """Each track with its spans, ``device 2`` before ``device 10``."""
+    """Spans by track, in natural order: ``device 2`` before ``device 10``."""
     found: dict[str, list[Span]] = {}
     for span in spans:
         found.setdefault(span.track, []).append(span)
@@ -49,7 +49,7 @@ def by_track(spans: Iterable[Span]) -> dict[str, list[Span]]:
 
 
 def window(spans: Iterable[Span]) -> tuple[float, float]:
-    """From the first start to the last end."""
+    """First start and last end."""
     times = [(span.start_us, span.end_us) for span in spans] or [(0.0, 0.0)]
     return min(start for start, _ in times), max(end for _, end in times)
 
@@ -57,7 +57,7 @@ def window(spans: Iterable[Span]) -> tuple[float, float]:
 def shares(
     spans: Iterable[Span], start_us: float | None = None, end_us: float | None = None
 ) -> dict[str, Shares]:
-    """Each track's shares of the window, by default the one that all tracks together span."""
+    """Shares of each track in a time window, by default the window of all spans."""
     spans = list(spans)
     first, last = window(spans)
     first = first if start_us is None else start_us
@@ -76,7 +76,7 @@ def shares(
 
 
 def _covered(spans: Iterable[Span], kinds: tuple[str, ...], first: float, last: float) -> float:
-    """The time in which at least one span of these kinds is under way."""
+    """Time that is covered by at least one span of these categories."""
     total, reached = 0.0, first
     for span in sorted((one for one in spans if one.category in kinds), key=lambda one: one.start_us):
         start, end = max(span.start_us, reached), min(span.end_us, last)

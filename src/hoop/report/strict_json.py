@@ -1,6 +1,6 @@
-"""JSON that every reader takes: numbers that are not finite become the words that protobuf's JSON uses.
+"""JSON that every parser accepts: non-finite numbers are written as strings, as in protobuf's JSON.
 
-Python would write a bare ``NaN``, on which JavaScript, Perfetto and most others stop.
+Python's ``json`` would write a bare ``NaN``, which JavaScript, Perfetto and most other parsers reject.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import asdict, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """Compact unless an indent is given; NumPy's and torch's numbers are numbers, dataclasses objects."""
+    """Encode, compactly unless ``indent`` is given. Accepts numbers of NumPy and torch, and dataclasses."""
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(
@@ -27,14 +27,14 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
             indent=indent,
             separators=separators,
         )
-    except ValueError:  # something is not finite: rare, so only then is all of it walked through
-        return json.dumps(_worded(value), ensure_ascii=False, indent=indent, separators=separators)
+    except ValueError:  # a number is not finite; rare, so the whole value is traversed only now
+        return json.dumps(_encode_non_finite(value), ensure_ascii=False, indent=indent, separators=separators)
 
 
 def loads(text: str | bytes) -> Any:
-    """What ``dumps`` was given, the words turned back into numbers; raises ``ValueError`` for anything else."""
+    """Decode the output of ``dumps``, with non-finite numbers restored; raises ``ValueError`` for invalid JSON."""
     try:
-        return _numbered(json.loads(text))
+        return _decode_non_finite(json.loads(text))
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 
@@ -51,25 +51,25 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r:.80}")
 
 
-def _worded(value: Any) -> Any:
+def _encode_non_finite(value: Any) -> Any:
     match value:
         case float() if not math.isfinite(value):
             return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
         case None | bool() | int() | float() | str():
             return value
         case Mapping():
-            return {key: _worded(item) for key, item in value.items()}
+            return {key: _encode_non_finite(item) for key, item in value.items()}
         case list() | tuple():
-            return [_worded(item) for item in value]
-    return _worded(_plain(value))
+            return [_encode_non_finite(item) for item in value]
+    return _encode_non_finite(_plain(value))
 
 
-def _numbered(value: Any) -> Any:
+def _decode_non_finite(value: Any) -> Any:
     match value:
         case str():
-            return _WORDS.get(value, value)
+            return _NON_FINITE.get(value, value)
         case dict():
-            return {key: _numbered(item) for key, item in value.items()}
+            return {key: _decode_non_finite(item) for key, item in value.items()}
         case list():
-            return [_numbered(item) for item in value]
+            return [_decode_non_finite(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""Writing SVG by hand: elements, numbers without noise, and a guess at how wide a text is."""
+"""SVG elements, number formatting, and an estimate of text widths."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from html import escape
 from hoop.report.palette import FONT, STYLE
 
 SMALL, NORMAL, LARGE = 11, 12, 16
-"""Sizes of text, in pixels."""
+"""Text sizes in pixels."""
 
 _NARROW = set("ijltfrI.,:;'|!()[] /-")
 _WIDE = set("mwMW%@")
 
 
 def number(value: float) -> str:
-    """Two decimals at most: a hundredth of a pixel is nothing."""
+    """Format with at most two decimals: a hundredth of a pixel is invisible."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value % 1 else f"{value:.0f}"
 
 
@@ -23,7 +23,7 @@ _FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 def clean(words: object) -> str:
-    """Text as XML may hold it: escaped, and without the characters that XML forbids."""
+    """Escape a text for XML and remove the characters that XML forbids."""
     return escape(_FORBIDDEN.sub("", str(words)))
 
 
@@ -73,7 +73,7 @@ def box(
 
 
 def width_of(words: object, size: int = SMALL) -> float:
-    """About how wide a text will be: no font is at hand to ask, so this errs on the wide side."""
+    """Estimated width of a text in pixels. There is no font to measure, so the estimate is generous."""
     units = sum(
         0.34 if c in _NARROW else 0.9 if c in _WIDE else 0.62 if c.isupper() else 0.57 for c in str(words)
     )
@@ -81,7 +81,7 @@ def width_of(words: object, size: int = SMALL) -> float:
 
 
 def shortened(words: str, width: float, size: int = SMALL) -> str:
-    """The text, or as much of it as fits, with dots."""
+    """The text, cut to ``width`` with an ellipsis."""
     if width_of(words, size) <= width:
         return words
     while words and width_of(words + "…", size) > width:
@@ -90,7 +90,7 @@ def shortened(words: str, width: float, size: int = SMALL) -> str:
 
 
 def document(title: str, width: float, height: float, content: list[str]) -> str:
-    """A picture that stands alone: no font, script or style from elsewhere."""
+    """A self-contained SVG document, without external fonts, scripts or styles."""
     return tag(
         "svg",
         f"<title>{clean(title)}</title><style>{STYLE}</style>"

@@ -1,6 +1,6 @@
-"""A table, once: shown in a terminal, in Markdown and in a page, and kept for machines as CSV and JSON.
+"""Tables with output for a terminal, Markdown and HTML, and as CSV and JSON.
 
-People get rounded numbers, aligned, with the unit in the heading; machines get every digit.
+The first three show rounded, aligned numbers with the unit in the heading; CSV and JSON keep every digit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """What stands in a column. ``digits`` after the point; without it, about three that matter."""
+    """A column. ``digits``: digits after the decimal point; by default about three significant ones."""
 
     name: str
     unit: str = ""
@@ -37,7 +37,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and rows; a value is text, a number, a yes or no, or None where there is none."""
+    """Columns and rows. A value is a text, a number, a bool, or None if it is missing."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
@@ -52,16 +52,16 @@ class Table:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], title: str = "") -> Table:
-        """From rows by name; what a row does not have is missing, what no column names is left out."""
+        """A table from rows by column name. A missing key becomes None; a key without a column is ignored."""
         return cls(columns, [[row.get(column.name) for column in columns] for row in rows], title)
 
     def cells(self) -> list[list[str]]:
-        """Every value as people read it."""
-        formatted = [_formatted([row[i] for row in self.rows], one) for i, one in enumerate(self.columns)]
+        """Every value, formatted."""
+        formatted = [_format_column([row[i] for row in self.rows], one) for i, one in enumerate(self.columns)]
         return [list(row) for row in zip(*formatted, strict=True)]
 
     def numeric(self) -> list[bool]:
-        """Whether each column holds numbers, which stand to the right."""
+        """Whether each column holds numbers, which are aligned right."""
         values = ([row[index] for row in self.rows] for index in range(len(self.columns)))
         return [_is_numeric(column) for column in values]
 
@@ -75,13 +75,13 @@ class Table:
         return shown
 
     def markdown(self) -> str:
-        """A table that lines up as text, too."""
+        """The table as Markdown, padded so that it is aligned as plain text too."""
         if not self.columns:
             return ""
         right = self.numeric()
         lines = [
-            [_marked(one.heading) for one in self.columns],
-            *([_marked(c) for c in row] for row in self.cells()),
+            [_escape_markdown(one.heading) for one in self.columns],
+            *([_escape_markdown(c) for c in row] for row in self.cells()),
         ]
         widths = [max(3, *(len(line[index]) for line in lines)) for index in range(len(right))]
         padded = [
@@ -99,7 +99,7 @@ class Table:
         return f'<div class="wide"><table>{caption}<thead>{head}</thead>\n<tbody>{body}</tbody></table></div>'
 
     def csv(self) -> str:
-        """Every digit; what is missing is empty."""
+        """The table as CSV with every digit; a missing value is empty."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([one.heading for one in self.columns])
@@ -120,7 +120,7 @@ class Table:
 
 
 def _plain(value: Any) -> Any:
-    """A NumPy number as Python's."""
+    """Convert a NumPy number to Python's."""
     return value.item() if hasattr(value, "item") else value
 
 
@@ -129,22 +129,22 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_numeric(values: Sequence[Any]) -> bool:
-    there = [value for value in values if value is not None]
-    return bool(there) and all(map(_is_number, there))
+    known = [value for value in values if value is not None]
+    return bool(known) and all(map(_is_number, known))
 
 
-def _formatted(values: Sequence[Any], column: Column) -> list[str]:
-    """A column's values, all with the same number of digits after the point, so that they line up."""
+def _format_column(values: Sequence[Any], column: Column) -> list[str]:
+    """Format a column's values with the same number of digits after the decimal point."""
     digits = column.digits
     if digits is None and _is_numeric(values):
         sizes = sorted(abs(value) for value in values if value is not None and math.isfinite(value) and value)
         middle = sizes[(len(sizes) - 1) // 2] if sizes else 1
         all_whole = all(isinstance(_plain(value), int) for value in values if value is not None)
         digits = 0 if all_whole else min(max(2 - math.floor(math.log10(middle)), 0), 6)
-    return [_shown(_plain(value), digits) for value in values]
+    return [_format_value(_plain(value), digits) for value in values]
 
 
-def _shown(value: Any, digits: int | None) -> str:
+def _format_value(value: Any, digits: int | None) -> str:
     match value:
         case None:
             return MISSING
@@ -158,8 +158,8 @@ def _shown(value: Any, digits: int | None) -> str:
     return str(value)
 
 
-def _marked(words: str) -> str:
-    """A cell in which nothing ends the cell or the row."""
+def _escape_markdown(words: str) -> str:
+    """Escape characters that would end a Markdown cell or row."""
     return words.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
 
 

@@ -1,14 +1,14 @@
-"""Scalars that TensorBoard shows, written without TensorBoard.
+"""A writer of TensorBoard event files (scalars only) that does not need TensorBoard.
 
-A file of events is a sequence of records, and a record is (all little-endian)
+An event file is a sequence of records. A record is (all little-endian)
 
-    length: uint64 | masked CRC-32C of it: uint32 | an Event | masked CRC-32C of that: uint32
+    length: uint64 | masked CRC-32C of the length: uint32 | an Event | masked CRC-32C of the Event: uint32
 
-An Event is a small protobuf message; of its fields four are used here:
+An Event is a small protobuf message; these fields are used:
 
     Event      1 wall_time: double   2 step: int64   3 file_version: string   5 summary   7 session_log
     Summary    1 value: { 1 tag: string   2 simple_value: float }
-    SessionLog 1 status: START = 1, "whatever was noted from this step on does not count any more"
+    SessionLog 1 status: START = 1, "discard the earlier events from this step on"
 """
 
 from __future__ import annotations
@@ -19,38 +19,22 @@ import struct
 import time
 from pathlib import Path
 
+from crc32c import crc32c
+
 from hoop.files import Appender
 
-_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), bits reversed
 _MASK = 0xA282EAD8
 
 
-def _table_entry(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)
-    return byte
-
-
-_TABLE = [_table_entry(byte) for byte in range(256)]
-
-
-def crc32c(data: bytes) -> int:
-    """Castagnoli's checksum. Records are some fifty bytes, for which a table in Python is fast enough."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
-
-
-def _masked(data: bytes) -> bytes:
-    """The checksum as records hold it: rotated and shifted, so that a record can hold records."""
+def _masked_crc(data: bytes) -> bytes:
+    """The checksum in the format of a record: rotated and offset, so that a record can contain records."""
     crc = crc32c(data)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
 
 
 def record(event: bytes) -> bytes:
     length = struct.pack("<Q", len(event))
-    return length + _masked(length) + event + _masked(event)
+    return length + _masked_crc(length) + event + _masked_crc(event)
 
 
 def _varint(number: int) -> bytes:
@@ -69,7 +53,7 @@ def _nested(field: int, content: bytes) -> bytes:
 def _float32(value: float) -> bytes:
     try:
         return struct.pack("<f", value)
-    except OverflowError:  # a loss of 1e39 has left float32, and is shown as what it is there
+    except OverflowError:  # beyond float32, such as 1e39: infinity
         return struct.pack("<f", math.copysign(math.inf, value))
 
 
@@ -78,11 +62,11 @@ def _event(wall_time: float, step: int, content: bytes) -> bytes:
 
 
 class TensorBoardLog(Appender):
-    """An events file of its own in a directory; each run, and each resumption of one, writes another."""
+    """A new event file in ``directory``. Each run, and each resumption of a run, writes another file."""
 
     def __init__(self, directory: Path | str, *, resumes_after: int | None = None) -> None:
-        """``resumes_after``: the step from which the run goes on; what was shown of later ones disappears."""
-        # TensorBoard reads a directory's files in the order of their names.
+        """``resumes_after``: the step after which the run resumes; TensorBoard discards old points of later steps."""
+        # TensorBoard reads the files of a directory in the order of their names.
         seconds, rest = divmod(time.time_ns(), 10**9)
         super().__init__(
             Path(directory) / f"events.out.tfevents.{seconds:010d}.{rest:09d}.{os.getpid()}", new=True
@@ -93,7 +77,7 @@ class TensorBoardLog(Appender):
             self.append(record(_event(time.time(), resumes_after + 1, start)))
 
     def scalar(self, tag: str, value: float, step: int, wall_time: float | None = None) -> None:
-        """One point of the curve named ``tag``; a slash in it makes groups, as in ``loss/train``."""
+        """Append one point of the curve ``tag``; a slash makes groups, as in ``loss/train``."""
         point = _nested(1, tag.encode()) + b"\x15" + _float32(value)
         now = time.time() if wall_time is None else wall_time
         self.append(record(_event(now, step, _nested(5, _nested(1, point)))))

@@ -1,9 +1,9 @@
-"""A timeline: what every device did and when, one row a device, as an SVG picture.
+"""A timeline of the devices' spans as an SVG picture, one row per device.
 
     device 1  ▇▇F0▇▇▇▇F1▇▇      ▒▒B0▒▒▒▒B1▒▒ ░   12 % idle
     device 2          ▇▇F0▇▇▒▒B0▒▒▇▇F1▇▇ …
 
-Drawn from the spans that also make the trace. What is idle is the row itself, showing through.
+Idle time is the background of the row.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hoop.report.scale import scale
 from hoop.report.spans import COMMUNICATE, COMPUTE, Span, by_track, shares, window
 from hoop.report.svg import LARGE, NORMAL, SMALL, box, clean, document, line, shortened, text, width_of
 
-MOST_ROWS = 64
-"""Of more devices than this an even selection is shown, and the picture says so."""
+MAX_ROWS = 64
+"""With more devices an even selection is shown, and the picture says so."""
 
 _MARGIN = 20.0
 _UNITS = ((1e6, "s"), (1e3, "ms"), (1.0, "us"))
 
 
 def kind_of(category: str) -> str | None:
-    """The kind by which a span is coloured and counted; None is idle."""
+    """The kind that determines the colour of a span; None is idle."""
     if category in COMMUNICATE:
         return "communicate"
     return category if category in COMPUTE else None
@@ -33,7 +33,7 @@ def kind_of(category: str) -> str | None:
 
 @dataclass(frozen=True)
 class TimelineChart:
-    """What to draw; ``svg`` draws it. Without a window, all of it."""
+    """A timeline. ``start_us`` and ``end_us``: the window to show; by default all spans."""
 
     title: str
     spans: Sequence[Span]
@@ -106,14 +106,14 @@ class TimelineChart:
 
 
 def _selection(rows: list[str]) -> list[str]:
-    """All rows, or evenly spaced ones with the first and the last."""
-    if len(rows) <= MOST_ROWS:
+    """All rows, or MAX_ROWS evenly spaced ones with the first and the last."""
+    if len(rows) <= MAX_ROWS:
         return rows
-    return [rows[round(index * (len(rows) - 1) / (MOST_ROWS - 1))] for index in range(MOST_ROWS)]
+    return [rows[round(index * (len(rows) - 1) / (MAX_ROWS - 1))] for index in range(MAX_ROWS)]
 
 
 def _legend(spans: Iterable[Span], x: float, y: float) -> list[str]:
-    """The kinds that occur, in the order of the palette, and idle."""
+    """The legend: the kinds that occur, in the order of the palette, and idle."""
     there = {kind_of(span.category) for span in spans}
     parts = []
     for kind in [*(kind for kind in KINDS if kind in there), "idle"]:
@@ -124,7 +124,7 @@ def _legend(spans: Iterable[Span], x: float, y: float) -> list[str]:
 
 
 def _bars(spans: list[Span], row: Area, first: float, last: float) -> list[str]:
-    """A row's spans; lanes that work at the same time share its height, the first with twice as much."""
+    """The bars of a row. Its lanes share the height; the first lane gets twice as much as the others."""
     busy = [span for span in spans if kind_of(span.category) and span.end_us > first and span.start_us < last]
     lanes = sorted({span.lane for span in busy})
     unit = row.height / (len(lanes) + 1)
@@ -139,7 +139,7 @@ def _bars(spans: list[Span], row: Area, first: float, last: float) -> list[str]:
 
 
 def _bar(span: Span, lane: Area, first: float, last: float) -> list[str]:
-    """One span, with its name where there is room for it and as a hint."""
+    """The bar of one span, with its name if that fits, and a tooltip."""
     left = lane.x(max((span.start_us - first) / (last - first), 0.0))
     wide = max(lane.x(min((span.end_us - first) / (last - first), 1.0)) - left, 0.4)
     colour = KINDS[kind_of(span.category) or "compute"]
@@ -153,7 +153,7 @@ def _bar(span: Span, lane: Area, first: float, last: float) -> list[str]:
 
 
 def _merged(spans: Iterable[Span], least_us: float) -> list[Span]:
-    """Spans too narrow to be seen are joined with a neighbour of their kind: it looks the same and stays small."""
+    """Join spans that are too narrow to be seen with a neighbour of their kind: the file stays small."""
     kept: list[Span] = []
     for span in spans:
         before = kept[-1] if kept else None

@@ -1,4 +1,4 @@
-"""The picture of a training run: loss above accuracy, from its metrics."""
+"""The chart of a training run from its metrics: loss above accuracy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from hoop.report.chart import Chart, ChartLine, Lines, smoothed
 
-_RAW = 120
-"""A line of more points than this is drawn smooth, with what was measured faint behind it."""
+_MAX_RAW_POINTS = 120
+"""A line with more points is smoothed, with the measured values drawn faintly behind it."""
 
 
 def training_chart(
@@ -17,12 +17,11 @@ def training_chart(
     subtitle: str = "",
     rules: Mapping[str, float] | None = None,
 ) -> Chart:
-    """``loss`` of rows is of a step, ``test_loss`` and ``test_accuracy`` are of the test data.
+    """Chart of metrics rows.
 
-    ``train_loss`` and ``train_accuracy`` are of the training data, evaluated where there is no test data.
-
-    Accuracies are shares of one and shown as percentages; so are the ``rules``, levels to compare with. A panel
-    that no row has values for is left out.
+    In a row ``loss`` belongs to the step, ``test_loss`` and ``test_accuracy`` to the test data, and ``train_loss`` and
+    ``train_accuracy`` to an evaluation on the training data, where there is no test data. Accuracies and ``rules``
+    (named reference levels) are fractions, shown as percentages. A panel without values is left out.
     """
     percent = {name: 100 * level for name, level in (rules or {}).items()}
     loss, accuracy = _lines(rows, "loss", 1), _lines(rows, "accuracy", 100)
@@ -37,7 +36,7 @@ def _lines(rows: Sequence[Mapping[str, Any]], field: str, factor: float) -> list
     for name, key in (("training", field), (evaluated, f"train_{field}"), ("test", f"test_{field}")):
         points = [(row["step"], factor * row[key]) for row in rows if row.get(key) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
-        if len(points) > _RAW:
+        if len(points) > _MAX_RAW_POINTS:
             lines.append(ChartLine(name, steps, values, "faint"))
             lines.append(ChartLine(name, steps, smoothed(values, len(values) // 50)))
         elif points:

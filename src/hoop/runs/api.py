@@ -1,14 +1,12 @@
-"""A job from live objects: what somebody hands to ``hoop.train``.
+"""``hoop.train``: a model, data and some devices in, a result out.
 
-Which devices of a cluster a job gets.
-
-``hoop.train``: a model, some devices, and a result.
+train ──▶ Training ──▶ ForkedCluster (devices of this machine) or a cluster that is up
+            └─ JobFollower: events, files, result
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import tempfile
 import threading
@@ -22,19 +20,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.client.cluster import Cluster
 from hoop.config import parse_size
 from hoop.data.dataset import Splits
 from hoop.data.tensors import MapData, TensorData
-from hoop.engine.fault_tolerance.checkpoint import unpacked
+from hoop.engine.entrypoint import train_rank
+from hoop.engine.fault_tolerance.checkpoint import deserialize
 from hoop.engine.job import Job
 from hoop.engine.stage.autograd import Loss
+from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
-from hoop.plan.faults import OF_FILES
+from hoop.job_events import Observed
+from hoop.plan.faults import DISK_FULL
+from hoop.runs.job_lookup import preload
 from hoop.runs.result import Result
-from hoop.runs.user_code import blaming_user_code
-from hoop.servers.tasks import Emit, TaskContext
 from hoop.topology import DeviceInfo
 from hoop.wire.service import device_info
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hoop.engine.job import Job
-    from hoop.engine.rank_context import RankContext
     from hoop.engine.settings import Settings
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 def job_from(
     model: nn.Module | Callable[[int], nn.Module], data: Any, loss: str | Loss, reduction: str | None = None
 ) -> Job:
-    """A module (or a function of a seed) and data as a job."""
+    """A job from a module, or a function of a seed that makes one, and data."""
     splits = splits_from(data)
     build = (lambda seed: model) if isinstance(model, nn.Module) else model
     return Job(build, lambda: splits, loss, reduction=reduction)
 
 
 def splits_from(data: Any) -> Splits:
-    """Two datasets, from a pair of them or of tensors; a single one is also what the model is measured on."""
+    """Training and test data from a pair of datasets or of tensors; a single dataset is used for both."""
     if isinstance(data, Splits):
         return data
     if isinstance(data, tuple | list) and len(data) == 2 and not isinstance(data[0], Tensor):
@@ -82,8 +82,8 @@ def _dataset(data: Any, name: str) -> Any:
 
 
 def load_into(model: nn.Module, weights: Path | Mapping[str, Tensor]) -> nn.Module:
-    """A model with the weights of a file; tensors that share memory, and buffers of every kind, are there once."""
-    found = unpacked(weights.read_bytes(), weights)[0] if isinstance(weights, Path) else weights
+    """Copies weights, of a file or by name, into a model; FailedPrecondition if a name or a shape differs."""
+    found = deserialize(weights.read_bytes(), weights)[0] if isinstance(weights, Path) else weights
     with torch.no_grad():
         for name, into in [*model.named_parameters(), *model.named_buffers()]:
             if name not in found or found[name].shape != into.shape:
@@ -96,13 +96,13 @@ def load_into(model: nn.Module, weights: Path | Mapping[str, Tensor]) -> nn.Modu
 
 
 def members(cluster: Cluster) -> dict[int, DeviceInfo]:
-    """The devices that are alive, by id."""
+    """The alive devices by id."""
     alive = [one for one in cluster.status().devices if one.state == "alive"]
     return {one.device.device_id: device_info(one.device) for one in alive}
 
 
-def chosen(cluster: Cluster, count: int | None) -> list[int]:
-    """So many devices of a cluster, or all of them."""
+def choose_devices(cluster: Cluster, count: int | None) -> list[int]:
+    """Ids of ``count`` alive devices of a cluster, or of all; FailedPrecondition if there are fewer."""
     alive = sorted(members(cluster))
     if not alive or (count or 0) > len(alive):
         raise FailedPrecondition(
@@ -114,90 +114,16 @@ def chosen(cluster: Cluster, count: int | None) -> list[int]:
 
 DEFAULT_DEVICES = 4
 DEFAULT_MEMORY = 256 * 1024 * 1024
-AWAY_S = 60.0
-"""How long whoever follows a job waits for a coordinator that is away; the job goes on meanwhile."""
-LOADS_LATE = "torch.fx.experimental.symbolic_shapes"
-"""Autograd's first backward imports it, which takes a second in which Python may hold its breath: better before."""
-EventFields = dict[str, Any]
-Stoppable = Callable[[Callable[[], None]], None]
+OnStop = Callable[[Callable[[], None]], None]
+"""Registers the function that asks the job to stop."""
 
 
-class Spelled(Protocol):
-    """A strategy: ``hoop.DataParallel()`` and its siblings."""
+class StrategyLike(Protocol):
+    """A strategy object: ``hoop.DataParallel()``, ``hoop.Pipeline()`` …"""
 
     @property
     def spec(self) -> str:
-        """As it is typed."""
-
-
-def trainer(
-    place: TaskContext,
-    settings: str,
-    emit: Emit,
-    stopping: Callable[[], bool],
-    resume: bytes | None,
-    jobs: Path | None = None,
-) -> None:
-    """What a device does with a job; loads PyTorch when the first one comes, unless it was forked with it.
-
-    ``jobs`` is where the code of jobs lies on this machine.
-    """
-    torch_versions.check(torch_versions.installed())
-    # Before PyTorch is loaded: a device owns its cores, and no pool of threads fights for them.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from hoop.engine.job import job_for_a_device
-    from hoop.engine.recipes import RECIPES
-    from hoop.engine.settings import Settings
-    from hoop.engine.trainer import Trainer
-
-    wanted = Settings.from_json(settings).check()
-    befall = _befall(wanted, place, emit) if wanted.faults else None
-    world = _world(place, befall)
-    with blaming_user_code(f"in {wanted.job}"):
-        job, prefix = job_for_a_device(wanted.job, RECIPES, jobs), f"job{place.job_id}."
-        run = Trainer(world, wanted, job, emit, stopping, resume, prefix, place.joining)
-        importlib.import_module(LOADS_LATE)
-        emit({"kind": "loaded"})
-        try:
-            run.join() if place.joining else run.go()
-        finally:
-            run.close()
-
-
-def _world(place: TaskContext, befall: Callable[[Any], None] | None) -> RankContext:
-    from hoop.engine.rank_context import RankContext
-
-    def reseated(patience: float, lacks: HoopError | None = None) -> RankContext:
-        return _world(place.reseated(patience, lacks), befall)
-
-    def moved() -> RankContext:
-        return _world(place.moved(), befall)
-
-    where = place.arena, place.communicator, place.group, place.neighbours
-    seats = reseated, place.moving, moved, place.settled
-    return RankContext(
-        *where, *seats, place.device, befall, place.hosts, place.outlives, place.run, place.left_out
-    )
-
-
-def _befall(settings: Settings, place: TaskContext, emit: Emit) -> Callable[[Any], None]:
-    """What is to go wrong with this rank; nothing with one that comes later, whose rank was another's."""
-    from hoop.engine.fault_tolerance.fault_injector import FaultInjector
-
-    mine = [one for one in settings.placed if one.rank == place.communicator.rank and not place.joining]
-    return FaultInjector(mine, emit, place.heard).befall
-
-
-def preload() -> None:
-    """Everything that devices and whoever leads them will need: imported once, before they are forked."""
-    for module in (
-        "hoop.client.cluster",
-        "hoop.engine.trainer",
-        "hoop.runs.job_follower",
-        "hoop.launch.forked",
-        LOADS_LATE,
-    ):
-        importlib.import_module(module)
+        """The strategy as text, for example ``pipeline:1f1b``."""
 
 
 @dataclass(frozen=True)
@@ -207,47 +133,50 @@ class Launch:
     settings: Settings
     devices: int | None = None
     memory: int = DEFAULT_MEMORY
+    """Bytes of the arena of each device."""
     out: Path | None = None
+    """Folder for the run's files; None: no files."""
     resume: Path | None = None
-    """A checkpoint to go on from."""
+    """Checkpoint to resume from."""
     warnings: tuple[str, ...] = ()
-    """What is to be told first."""
+    """Reported before the first event."""
     coordinator: Address | Addresses | None = None
-    """A cluster that is up; None: processes of this machine, for this job alone."""
+    """Cluster to run on; None: processes of this machine, for this job alone."""
     address_file: Path | None = None
-    """Where the coordinator of this job is written while it runs."""
+    """File that holds the coordinator's address while the job runs."""
     credentials: Credentials | None = None
-    """What the cluster that is up is shown; None: what the environment says."""
+    """For the cluster at ``coordinator``; None: those of the environment."""
     costs: Costs | None = None
-    """What a step is predicted from; None: what is profiled before the first one."""
+    """Costs to predict a step from; None: those measured before the first step."""
 
 
 class Training:
-    """A job under way, seen from this process."""
+    """A job that this process starts and follows."""
 
     def __init__(self, launch: Launch, save: Path | None = None) -> None:
-        for fault in launch.settings.placed:
-            if fault.kind == OF_FILES and launch.out is None:
+        """``save``: file for the trained weights."""
+        for fault in launch.settings.parsed_faults:
+            if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(
                     f"fault {fault}: no file of this run is written; name a folder with out (--out)"
                 )
         self._launch = launch
         self._save = save
-        self._asked = False
+        self._stop_requested = False
         self._stop: Callable[[], None] = lambda: None
 
-    def events(self) -> Iterator[EventFields]:
-        """What it tells, the last being its result; it ends when this is closed."""
-        yield from ({"kind": "warning", "text": text} for text in self._launch.warnings)
-        there = self._launch.coordinator
-        yield from self._here() if there is None else self._there(there)
+    def events(self) -> Iterator[Observed]:
+        """Runs the job; the last event is ``Finished``. Closing the iterator ends the job."""
+        yield from (Observed(ev.Warned(text)) for text in self._launch.warnings)
+        coordinator = self._launch.coordinator
+        yield from self._run_locally() if coordinator is None else self._run_on(coordinator)
 
     def stop(self) -> None:
-        """Asks it to stop after a step; its events go on to the result. At any time, from a signal's handler too."""
-        self._asked = True
+        """Asks the job to stop after a step; events go on to the result. A signal handler may call it."""
+        self._stop_requested = True
         self._stop()
 
-    def _here(self) -> Iterator[EventFields]:
+    def _run_locally(self) -> Iterator[Observed]:
         from hoop.client.cluster import Cluster
         from hoop.launch.forked import ForkedCluster, ForkedConfig
 
@@ -256,9 +185,10 @@ class Training:
         if devices < 1:
             raise InvalidArgument(f"devices: {devices} is not at least 1")
 
-        def head(address: Address, tell: Callable[[EventFields], None], stoppable: Stoppable) -> None:
-            for event in self._follow(address, devices, stoppable):
-                tell(event)
+        def head(address: Address, send: Callable[[dict[str, Any]], None], on_stop: OnStop) -> None:
+            """Runs in the head process; ``send`` writes to this process."""
+            for observed in self._follow(address, devices, on_stop):
+                send(observed.to_fields())
 
         preload()
         if Cluster.opened:
@@ -266,37 +196,38 @@ class Training:
                 "this process has been connected to a cluster, and devices cannot be forked from it any more; "
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
-        forked = ForkedCluster(ForkedConfig(devices, launch.memory, trainer), head)
+        forked = ForkedCluster(ForkedConfig(devices, launch.memory, train_rank), head)
         try:
-            self._stoppable(forked.stop)
-            yield from forked.events()
+            self._on_stop(forked.stop)
+            yield from map(Observed.from_fields, forked.events())
         finally:
             forked.close()
-            if launch.address_file is not None:  # whoever leads may have been ended at once
+            if launch.address_file is not None:  # a head process that was killed could not remove it
                 launch.address_file.unlink(missing_ok=True)
 
-    def _there(self, address: Address | Addresses) -> Iterator[EventFields]:
-        def stoppable(stop: Callable[[], None]) -> None:
-            def ask() -> None:
-                with contextlib.suppress(HoopError):  # it ended by itself, or failed and says so
+    def _run_on(self, address: Address | Addresses) -> Iterator[Observed]:
+        def on_stop(stop: Callable[[], None]) -> None:
+            def request_stop() -> None:
+                with contextlib.suppress(HoopError):  # the job has ended, or its events say why it failed
                     stop()
 
-            # Not in the handler of a signal: it may have come in the middle of another call.
-            self._stoppable(lambda: threading.Thread(target=ask, daemon=True).start())
+            # Not in the signal handler: it may have interrupted another call.
+            self._on_stop(lambda: threading.Thread(target=request_stop, daemon=True).start())
 
-        return self._follow(address, self._launch.devices, stoppable)
+        return self._follow(address, self._launch.devices, on_stop)
 
-    def _stoppable(self, stop: Callable[[], None]) -> None:
+    def _on_stop(self, stop: Callable[[], None]) -> None:
+        """``stop`` may be called from now on; it is called at once if a stop was requested before."""
         self._stop = stop
-        if self._asked:
+        if self._stop_requested:
             stop()
 
     def _follow(
-        self, address: Address | Addresses, devices: int | None, stoppable: Stoppable
-    ) -> Iterator[EventFields]:
+        self, address: Address | Addresses, devices: int | None, on_stop: OnStop
+    ) -> Iterator[Observed]:
         from hoop.client.cluster import connect
         from hoop.launch.forked import own_token
-        from hoop.runs.job_follower import JobFollower
+        from hoop.runs.job_follower import COORDINATOR_TIMEOUT_S, JobFollower
         from hoop.servers.grpc_server import write_address_file
         from hoop.wire.auth import Credentials
         from hoop.wire.roles import Role
@@ -309,21 +240,21 @@ class Training:
             if launch.address_file is not None:
                 write_address_file(launch.address_file, address)
             try:
-                patience = 0.0 if launch.coordinator is None else AWAY_S
-                job = JobFollower(
+                timeout = 0.0 if launch.coordinator is None else COORDINATOR_TIMEOUT_S
+                follower = JobFollower(
                     cluster,
                     launch.settings,
-                    chosen(cluster, devices),
+                    choose_devices(cluster, devices),
                     launch.out,
                     launch.resume,
-                    patience=patience,
+                    coordinator_timeout=timeout,
                     costs=launch.costs,
                 )
-                stoppable(partial(job.job.stop, patience))
-                for event in job.events():
-                    if event["kind"] == "result" and self._save is not None:
-                        job.save(self._save)
-                    yield event
+                on_stop(partial(follower.job.stop, timeout))
+                for observed in follower.events():
+                    if isinstance(observed.event, ev.Finished) and self._save is not None:
+                        follower.save(self._save)
+                    yield observed
             finally:
                 if launch.address_file is not None:
                     launch.address_file.unlink(missing_ok=True)
@@ -334,16 +265,16 @@ def train(
     data: Any = None,
     *,
     devices: int = DEFAULT_DEVICES,
-    strategy: str | Spelled = "data",
+    strategy: str | StrategyLike = "data",
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    progress: Callable[[EventFields], None] | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
     loss: str | Callable[[Any, Any], Any] = "cross_entropy",
     reduction: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Trains a model on devices of this machine and returns what came of it.
+    """Trains a model on devices of this machine and returns the result.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
     ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets; without test data
@@ -352,13 +283,13 @@ def train(
     does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
     out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
     ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr, optimizer, seed …
-    ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` it goes on from the newest checkpoint there.
-    ``progress`` is called with every event.
+    ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
+    there. ``progress`` is called with every event as a dict (docs/training.md, Events).
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
     """
-    if untested := torch_versions.check(torch_versions.installed()):
+    if untested := torch_versions.check_version(torch_versions.installed_version()):
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
     from hoop.engine.job import INHERITED, Job, find_job
     from hoop.engine.loss_reduction import with_criterion
@@ -395,10 +326,10 @@ def train(
         launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         weights = Path(scratch) / "weights.safetensors"
-        summary: EventFields = {}
-        for event in Training(launch, save=weights).events():
+        summary: dict[str, Any] = {}
+        for observed in Training(launch, save=weights).events():
             if progress is not None:
-                progress(event)
-            if event["kind"] == "result":
-                summary = {key: value for key, value in event.items() if key != "kind"}
+                progress(observed.to_fields())
+            if isinstance(observed.event, ev.Finished):
+                summary = observed.event.result
         return Result(summary, load_into(job.model(wanted.seed), weights))

@@ -1,10 +1,10 @@
-"""Checks a run's ledger against the order of its samples: every sample of every epoch went into exactly one step.
+"""Checks a run's ledger against the order of its samples: every sample of an epoch went into exactly one step.
 
-    the order     recomputed from (seed, epoch), which the ledger's first line has
-    the ledger    what the devices told: whose gradient of which samples is in each step's sum
-    checkpoints   each names the hash of its step
+    sample order   recomputed from (seed, epoch), which the ledger's first line states
+    ledger         which device computed which samples of each step
+    checkpoints    each stores the hash of its step
 
-The first thing that does not hold is named; nothing after it is looked at.
+The audit stops at the first violation and names it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from hoop.runs.checkpoint_store import listed, read
 from hoop.runs.ledger import NAME, LedgerLine, hashes, lines
 
 _SAME = ("seed", "samples", "batch_size", "data")
-"""What may not change when a run goes on: an epoch would not be one any more."""
+"""Values that must not change when a run resumes, because they define the samples of an epoch."""
 
 
 @dataclass
 class Audit:
-    """What was found."""
+    """Findings of an audit."""
 
     steps: int = 0
-    """In the history that the newest checkpoint belongs to."""
+    """Steps of the history that the newest checkpoint belongs to."""
     epochs: int = 0
-    """That are complete, every sample in exactly one step."""
+    """Complete epochs: every sample in exactly one step."""
     samples: int = 0
-    """In each of them."""
+    """Samples of an epoch."""
     shards: dict[int, int] = field(default_factory=dict)
-    """How many each device computed."""
+    """Shards computed, by device."""
     resumed: list[int] = field(default_factory=list)
-    """The steps after which the run went on."""
+    """Steps after which the run resumed."""
     repeated: int = 0
-    """Steps that were done again by a run that went on from before them; the first time is in no model."""
+    """Steps that a resumed run did again; their first time is in no model."""
     taken_over: list[dict[str, Any]] = field(default_factory=list)
-    """Steps that were finished after a loss: who was lost, and which shards were computed anew by whom."""
+    """Steps finished after a device was lost: the lost devices, and the device that computed each shard again."""
     checkpoints: list[str] = field(default_factory=list)
-    """Those that are whole and belong to their step of this ledger."""
+    """Names of the checkpoints whose checksum holds and whose hash is that of their step."""
     violation: str | None = None
 
     @property
@@ -55,7 +55,7 @@ class Audit:
 
 
 def audit(out: Path) -> Audit:
-    """Looks through a run's folder."""
+    """Audits a run's folder; NotFound if it has no ledger."""
     path = out / NAME
     if not path.is_file():
         raise NotFound(f"{path}: not there; is {out} a run's folder (what --out named)?")
@@ -86,7 +86,7 @@ def _checkpoints(out: Path, after: Mapping[str, int], found: Audit) -> None:
 
 
 class _History:
-    """The ledger, line by line."""
+    """Replays the ledger line by line."""
 
     def __init__(self, path: Path, found: Audit) -> None:
         self._path, self._found = path, found
@@ -96,7 +96,7 @@ class _History:
         self._lost: list[int] = []
         self._taken: dict[int, tuple[list[int], list[int]]] = {}
         self._counts = np.zeros(0, np.int64)
-        """How often each sample of the epoch under way was fed."""
+        """How often each sample of the current epoch was used."""
 
     def take(self, line: LedgerLine) -> None:
         entry = line.entry
@@ -138,7 +138,7 @@ class _History:
         found.samples = self._order.length
         self._by = {one: by for one, by in self._by.items() if one <= step}
         found.steps = step
-        # What of its epoch has been fed, as the steps before it were found to be.
+        # Count the samples of the steps of this epoch that were done before.
         epoch, done = divmod(step, self._an_epoch)
         self._counts = np.zeros(self._order.length, np.int64)
         for one in range(done):
@@ -153,13 +153,13 @@ class _History:
             raise self._wrong(f"step {step} follows step {self._found.steps}")
         epoch, place = divmod(step - 1, self._an_epoch)
         samples = self._order.indices(epoch, place, self._about["batch_size"])
-        micros = int(self._about["micros"])
+        num_microbatches = int(self._about["micros"])
         if not by:
             raise self._wrong(f"step {step}: no device told what went into it")
-        if len(by) != micros or len(fed) != 6 * micros:
-            raise self._wrong(f"step {step}: {len(by)} shards, where a batch has {micros}")
-        for one in range(micros):
-            self._shard(step, one, by[one], fed[6 * one : 6 * one + 6], shard(samples, one, micros))
+        if len(by) != num_microbatches or len(fed) != 6 * num_microbatches:
+            raise self._wrong(f"step {step}: {len(by)} shards, where a batch has {num_microbatches}")
+        for one in range(num_microbatches):
+            self._shard(step, one, by[one], fed[6 * one : 6 * one + 6], shard(samples, one, num_microbatches))
         np.add.at(self._counts, samples, 1)
         self._found.steps, self._by[step] = step, by
         if place == self._an_epoch - 1:
@@ -188,7 +188,7 @@ class _History:
             raise self._wrong(f"{what}: it is device {by}'s, which was lost before it could be")
 
     def end(self) -> None:
-        """What can be said when all lines have been seen."""
+        """Completes the findings after the last line."""
         found = self._found
         if not self._about:
             raise FailedPrecondition(f"{self._path}: empty")

@@ -1,12 +1,11 @@
-"""The checkpoints of a run's folder: read with their checksums, the newest whole one found, damaged ones named.
+"""The checkpoints in a run's folder: written on a thread of its own, read with their checksums.
 
-Writes checkpoints while the training goes on: whole, synced, one at a time, on a thread of its own.
+    offer      ──▶ [ one waits ] ──▶ thread: pack, write, sync, rename, sync the folder, remove the oldest
+    new_events ◀── CheckpointWritten, Warned
 
-    offer ──▶ [ waiting: one ] ──▶ thread: pack, write, sync, rename, sync the folder, then the oldest goes
-    news  ◀── what was written, what could not be, what gave way
-
-Nobody waits for the disk. If it is slower than the steps, the one that waits gives way to the next, and that is said. A
-full disk costs that checkpoint: the ones before stay, and the next is tried again.
+Training never waits for the disk. If the disk is slower than the steps, a newer snapshot replaces the one that waits,
+with a warning. A full disk costs that checkpoint: older ones stay, and the next one is tried. Reading finds the newest
+checkpoint whose checksum holds, and names the damaged ones.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from typing import Any
 
 from torch import Tensor
 
-from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
+from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.errors import FailedPrecondition, HoopError
 from hoop.files import write_bytes
+from hoop.job_events import CheckpointWritten, JobEvent, Warned
 
 FOLDER = "checkpoints"
 DAMAGED = ".damaged"
-"""The end of the name of one that was set aside."""
+"""Suffix of a checkpoint that ``set_aside`` renamed."""
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """The newest checkpoint that is whole."""
+    """The newest checkpoint whose checksum holds."""
 
     path: Path
     passed_over: tuple[str, ...] = ()
-    """Newer ones that are not, each with what is wrong with it."""
+    """What is wrong with each newer one."""
 
     @property
     def warnings(self) -> list[str]:
-        """What to say of it: a sentence for each that was passed over."""
+        """One sentence for each checkpoint that was passed over."""
         return [f"{problem}; {self.path.name} is used instead" for problem in self.passed_over]
 
 
@@ -51,24 +51,24 @@ def name_of(step: int) -> str:
 
 
 def step_of(path: Path) -> int:
-    """The step that a file's name says; -1: none."""
+    """The step in a file's name, or -1."""
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else -1
 
 
 def listed(out: Path) -> list[Path]:
-    """A run's checkpoints, or those in a folder of them, the newest first."""
+    """The checkpoints of a run's folder, or of a folder of checkpoints, the newest first."""
     folder = out / FOLDER if (out / FOLDER).is_dir() else out
     return sorted(folder.glob("*.safetensors"), key=lambda path: (step_of(path), path.name), reverse=True)
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and metadata; whatever is wrong is said with the file's name."""
+    """Tensors and metadata; FailedPrecondition, with the file's name, if it is damaged or misnamed."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise FailedPrecondition(f"{path}: cannot be read: {error.strerror}") from None
-    tensors, metadata = unpacked(data, path)
+    tensors, metadata = deserialize(data, path)
     step, steps = step_of(path), metadata.get("steps")
     if step >= 0 and steps != step:
         raise FailedPrecondition(f"{path}: it is of step {steps}, not of the step that its name says")
@@ -76,7 +76,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def newest_checkpoint(out: Path) -> FoundCheckpoint:
-    """The newest checkpoint that is whole; damaged ones are passed over, and named."""
+    """The newest checkpoint whose checksum holds; FailedPrecondition if there is none."""
     problems: list[str] = []
     for path in listed(out):
         try:
@@ -89,29 +89,28 @@ def newest_checkpoint(out: Path) -> FoundCheckpoint:
 
 
 def set_aside(out: Path, after: int) -> None:
-    """Those of later steps than a run goes on from: they are damaged, and must not be taken for its own."""
+    """Renames checkpoints of steps after ``after``: they are damaged, and the resumed run writes those steps again."""
     for path in listed(out):
         if step_of(path) > after:
             path.replace(path.with_name(path.name + DAMAGED))
 
 
-EventFields = dict[str, Any]
 Write = Callable[[Path, bytes], None]
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A training state on its way to the disk."""
+    """A training state to be written."""
 
     step: int
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, Any]
     before: Callable[[], None] = lambda: None
-    """What must be on the disk first."""
+    """Called before writing: makes durable what the checkpoint refers to."""
 
 
 class CheckpointWriter:
-    """The thread that writes a run's checkpoints, and keeps the last few."""
+    """Writes a run's checkpoints on a thread, and removes all but the last ``keep``."""
 
     def __init__(self, folder: Path, keep: int, write: Write = write_bytes) -> None:
         self._folder, self._keep, self._write = folder, keep, write
@@ -119,15 +118,15 @@ class CheckpointWriter:
         self._waiting: Snapshot | None = None
         self._busy = self._closed = False
         self._thread: threading.Thread | None = None
-        self._news: queue.SimpleQueue[EventFields] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[JobEvent] = queue.SimpleQueue()
         self.last: Path | None = None
-        """The newest that is on the disk, of those written here."""
+        """The newest checkpoint that this object has written."""
 
     def offer(self, one: Snapshot) -> None:
-        """Hands one over, and returns at once."""
+        """Queues a snapshot and returns at once."""
         with self._changed:
             if self._waiting is not None:
-                self._news.put(
+                self._events.put(
                     _warning(
                         self._folder / name_of(self._waiting.step),
                         f"is not written: the disk is slower than the steps, and that of step {one.step} is there",
@@ -139,23 +138,23 @@ class CheckpointWriter:
                 self._thread = threading.Thread(target=self._work, name="hoop-checkpoints", daemon=True)
                 self._thread.start()
 
-    def news(self) -> list[EventFields]:
-        """Events since the last time: ``checkpoint`` for each that is on the disk, ``warning`` for each that is not."""
+    def new_events(self) -> list[JobEvent]:
+        """Events since the last call: ``CheckpointWritten`` or ``Warned`` for each snapshot."""
         found = []
-        while not self._news.empty():
-            found.append(self._news.get())
+        while not self._events.empty():
+            found.append(self._events.get())
         return found
 
     def flush(self, within: float) -> None:
-        """Waits until all that was offered is written, or could not be."""
+        """Waits until every snapshot is written or has failed; a timeout is a warning."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy and self._waiting is None, within):
-                self._news.put(
+                self._events.put(
                     _warning(self._folder, f"the disk has not taken the last one within {within:g} s")
                 )
 
     def close(self, within: float) -> None:
-        """No more; what is being written may be finished, what waits is not begun."""
+        """Drops the waiting snapshot and waits for the one that is being written."""
         with self._changed:
             self._waiting, self._closed = None, True
             self._changed.notify_all()
@@ -172,14 +171,14 @@ class CheckpointWriter:
                 if one is None:
                     return
                 self._busy = True
-            for told in self._put(one):
-                self._news.put(told)
+            for event in self._store(one):
+                self._events.put(event)
 
-    def _put(self, one: Snapshot) -> Iterator[EventFields]:
+    def _store(self, one: Snapshot) -> Iterator[JobEvent]:
         path, started = self._folder / name_of(one.step), time.perf_counter()
         try:
             one.before()
-            data = packed(one.tensors, one.metadata)
+            data = serialize(one.tensors, one.metadata)
             self._write(path, data)
         except (HoopError, OSError) as error:  # training goes on without it
             newest = next((other.name for other in listed(self._folder)), "")
@@ -188,8 +187,7 @@ class CheckpointWriter:
             return
         self.last = path
         seconds = time.perf_counter() - started
-        told = {"steps": one.step, "file": str(path), "bytes": len(data), "seconds": seconds}
-        yield {"kind": "checkpoint", **told}
+        yield CheckpointWritten(one.step, str(path), len(data), seconds)
         try:
             for old in [path for path in listed(self._folder) if step_of(path) >= 0][self._keep :]:
                 old.unlink(missing_ok=True)
@@ -197,5 +195,5 @@ class CheckpointWriter:
             yield _warning(self._folder, f"an old checkpoint cannot be removed: {error}")
 
 
-def _warning(path: Path, text: str) -> EventFields:
-    return {"kind": "warning", "file": str(path), "text": f"{path}: {text}"}
+def _warning(path: Path, text: str) -> Warned:
+    return Warned(f"{path}: {text}", file=str(path))

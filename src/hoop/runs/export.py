@@ -1,4 +1,4 @@
-"""A trained model, from a run's folder or a checkpoint: measured again, or handed on to other programs."""
+"""Loads a trained model from a run's folder or a checkpoint, evaluates it, and exports it to other formats."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hoop.engine.job import Job
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, hits
+from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.runs.api import load_into
 from hoop.runs.checkpoint_store import FoundCheckpoint, newest_checkpoint, read
 from hoop.runs.job_follower import weights_digest
 from hoop.runs.job_lookup import job_named
-from hoop.runs.user_code import blaming_user_code
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TrainedModel:
 
 
 def load_trained(place: Path) -> TrainedModel:
-    """The model of a run's newest whole checkpoint, or of the checkpoint that is named."""
+    """The model of a checkpoint, or of the newest checkpoint of a run's folder whose checksum holds."""
     if not place.exists():
         raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
     found = newest_checkpoint(place) if place.is_dir() else FoundCheckpoint(place)
@@ -64,9 +64,9 @@ def load_trained(place: Path) -> TrainedModel:
 
 
 def measure(one: TrainedModel) -> dict[str, Any]:
-    """Loss and accuracy on the test samples, computed in this process by the model as it is.
+    """Loss and accuracy on the test data, computed in this process; on the training data if the job has no test data.
 
-    On the training samples where the job has no others; ``split`` says which.
+    ``split`` in the result says which.
     """
     with blaming_user_code(f"evaluating {one.settings.job}"):
         splits = one.job.data()
@@ -80,7 +80,7 @@ def measure(one: TrainedModel) -> dict[str, Any]:
         "checkpoint": str(one.found.path),
         "passed_over": list(one.found.passed_over),
         "steps": one.steps,
-        "split": splits.evaluated,
+        "split": splits.evaluated_split,
         "samples": len(data),
         "accuracy": right / len(data),
         "loss": loss / len(data),
@@ -97,13 +97,13 @@ def _figures(one: TrainedModel, data: Dataset, criterion: Criterion) -> tuple[fl
             inputs, targets = data.batch(samples, epoch=0, seed=0)
             outputs = one.model(inputs).float()
             value = float(criterion.value(outputs, targets))
-            loss += criterion.figure(value, len(samples), len(data))
+            loss += criterion.weighted_value(value, len(samples), len(data))
             right += hits(outputs, targets)
     return loss, right
 
 
 def export(one: TrainedModel, to: Path) -> None:
-    """Writes the model in the format that the file's name asks for."""
+    """Writes the model in the format of the file name's suffix; InvalidArgument lists the known ones."""
     if to.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({what})" for suffix, (what, _) in FORMATS.items())
         raise InvalidArgument(f"--to: {to.name!r} is of no kind that is known; name it {known}")
@@ -125,7 +125,7 @@ def _npz(one: TrainedModel) -> bytes:
 
 
 def _program(one: TrainedModel) -> bytes:
-    """With the model's code in it, for any number of rows."""
+    """A ``torch.export`` program for any batch size, with the model's code."""
     data = one.job.data().test
     inputs = data.batch(np.arange(2, dtype=np.int64), epoch=0, seed=0)[0]
     one.model.eval()
@@ -143,4 +143,4 @@ FORMATS: dict[str, tuple[str, Callable[[TrainedModel], bytes]]] = {
     ".npz": ("the same for NumPy", _npz),
     ".pt2": ("a torch.export program, code included", _program),
 }
-"""Each by the end of its name. The first two hold numbers alone; the last is PyTorch's own archive of a program."""
+"""By suffix: description and writer. The first two contain only tensors; the last is an archive of PyTorch's."""

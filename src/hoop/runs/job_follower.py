@@ -1,119 +1,121 @@
-"""Passes each step and each evaluation of a job once: when the reporting rank changes, the next one repeats rows.
+"""Follows a job from the client: its events become progress, files and a result.
 
-Used by ``JobFollower`` on every event before it is recorded or shown. A step that no rank reported, and one that two
-ranks reported with different values, become warnings: neither happens as long as the engine keeps its promises
-(``engine/progress_reporter.py``).
+    cluster ◀── start_job ── JobFollower        (1) with a checkpoint in every device's memory if the run resumes
+            ── events ─────▶ JobFollower        (2) each event is recorded and passed on
+    device  ◀── read ─────── JobFollower        (3) a snapshot is read out of the arena while training goes on
+                             JobFollower ──▶ result
 
-Following a job from the client's side: what its devices tell becomes progress, files and a result.
-
-cluster ◀── start_job ── conduct        (1) with a checkpoint in every device's memory, where one is resumed
-        ── events ─────▶ conduct        (2) each event is recorded and passed on
-device  ◀── read ─────── conduct        (3) a snapshot is read out of the arena while training goes on
-                         conduct ──▶ result
-
-Coming back to a job that runs on a cluster, or has ended there.
+``hoop.train`` and ``hoop train`` start a job and follow it; ``attach`` follows one that runs on a cluster or has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
-from hoop.client.jobs import JobEvent, JobHandle
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, SEAL, packed, unpacked
+from hoop.client.jobs import JobHandle
+from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, MOMENT, deserialize, serialize
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
 from hoop.files import write_bytes
-from hoop.runs.api import AWAY_S
+from hoop.job_events import JobEvent, Observed
 from hoop.runs.prediction import Prediction
-from hoop.runs.run_recorder import DiskFullWarning, RunRecorder, saved_settings
+from hoop.runs.run_recorder import DiskFullInjector, RunRecorder, saved_settings
 from hoop.simulate.cost_model import Costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
 from hoop.wire.generated import hoop_pb2 as pb
 
-REMEMBERED = 8192
-"""Steps whose values are remembered, to be compared: more than a rank repeats."""
+COORDINATOR_TIMEOUT_S = 60.0
+"""How long a client that follows a job waits for a coordinator that does not answer; the job goes on meanwhile."""
+REMEMBERED_STEPS = 8192
+"""Steps whose values are kept for comparison: more than a rank repeats."""
 
 
 class Deduplicator:
-    """What was seen of one job."""
+    """Passes each step and each evaluation of a job once.
+
+    When the reporting rank changes, the next one repeats rows. A step that no rank reported, and a step that two ranks
+    reported with different values, become warnings: either is a bug of ``engine/progress_reporter.py``.
+    """
 
     def __init__(self, synchronous: bool) -> None:
-        """``synchronous``: a step that is run again has the same loss, so that it can be compared."""
+        """``synchronous``: a step that is run again has the same loss, so that the two can be compared."""
         self.step = 0
         """The last step that was passed."""
         self._synchronous = synchronous
-        self._begun: int | None = None
-        """The step after which the run began, once it is known."""
+        self._first_step: int | None = None
+        """Steps done before the run began, once known."""
         self._evaluated = -1
         self._values: OrderedDict[int, tuple[float, str]] = OrderedDict()
         self._warnings: list[str] = []
 
-    def passes(self, kind: str, told: dict[str, Any]) -> bool:
-        """Whether anything of this event is new; rows that are not are taken out of it."""
-        match kind:
-            case "started" if self._begun is None:  # later ones are of ranks that begin in the middle
-                self._begun = int(told["done"])
-            case "evaluated":
-                steps, before = int(told["steps"]), self._evaluated
-                self._evaluated = max(before, steps)
-                return steps > before
-            case "steps":
-                return self._steps(told)
-        return True
+    def filtered(self, event: JobEvent) -> JobEvent | None:
+        """The event without rows that were passed before; None if nothing in it is new."""
+        match event:
+            case ev.Started() if self._first_step is None:  # later ones are of ranks that start in the middle
+                self._first_step = event.done
+            case ev.Evaluated():
+                before, self._evaluated = self._evaluated, max(self._evaluated, event.steps)
+                return event if event.steps > before else None
+            case ev.Steps():
+                return self._new_steps(event)
+        return event
 
     def warnings(self) -> list[str]:
-        """What went wrong since the last call."""
+        """Warnings since the last call."""
         found, self._warnings = self._warnings, []
         return found
 
-    def _steps(self, told: dict[str, Any]) -> bool:
-        first, count = int(told["first"]), len(told["loss"])
-        if self._begun is not None and first > (before := max(self.step, self._begun)):
+    def _new_steps(self, event: ev.Steps) -> ev.Steps | None:
+        first, count = event.first, len(event.loss)
+        if self._first_step is not None and first > (before := max(self.step, self._first_step)):
             self._warnings.append(
                 f"no device reported the steps {before + 1} to {first}: they are missing in metrics and ledger"
             )
-        self._compare(told)
+        self._compare(event)
         repeated = min(count, max(0, self.step - first))
-        for name in ("loss", "seconds", "fed"):
-            told[name] = told[name][repeated:]
-        told["first"] += repeated
         self.step = max(self.step, first + count)
-        return repeated < count
+        if repeated == count:
+            return None
+        return replace(
+            event,
+            first=first + repeated,
+            loss=event.loss[repeated:],
+            seconds=event.seconds[repeated:],
+            fed=event.fed[repeated:],
+        )
 
-    def _compare(self, told: Mapping[str, Any]) -> None:
-        """Remembers the rows; one that is known already must be the same but for the devices that computed it."""
+    def _compare(self, event: ev.Steps) -> None:
+        """Remembers the rows. A repeated row must be the same, but for the devices that computed it."""
         if not self._synchronous:
             return
-        for step, (loss, fed) in enumerate(zip(told["loss"], told["fed"], strict=True), told["first"] + 1):
+        for step, (loss, fed) in enumerate(zip(event.loss, event.fed, strict=True), event.first + 1):
             value = (loss, fed[1] if fed else "")
             known = self._values.setdefault(step, value)
-            if known != value and loss == loss:  # a loss that is not a number is reported elsewhere
+            if known != value and loss == loss:  # NaN is reported as divergence
                 self._warnings.append(
-                    f"step {step} was reported twice, with the losses {known[0]!r} and {loss!r}, and prints of samples "
+                    f"step {step} was reported twice, with the losses {known[0]!r} and {loss!r}, and fingerprints "
                     f"{known[1]!r} and {value[1]!r}: please report this as a bug of Hoop"
                 )
-        while len(self._values) > REMEMBERED:
+        while len(self._values) > REMEMBERED_STEPS:
             self._values.popitem(last=False)
 
 
-EventFields = dict[str, Any]
-
-
 class JobFollower:
-    """One job, from its start, or from when somebody comes back to it, to its result."""
+    """Follows one job from its start, or from ``attach``, to its result."""
 
     def __init__(
         self,
@@ -123,234 +125,236 @@ class JobFollower:
         out: Path | None = None,
         resume: Path | None = None,
         attached: int = 0,
-        patience: float = 0.0,
+        coordinator_timeout: float = 0.0,
         costs: Costs | None = None,
     ) -> None:
-        """``attached``: a job that runs already, or has ended; it is followed from its beginning, and never stopped.
+        """Starts the job, unless ``attached`` names one that runs already or has ended.
 
-        ``patience``: for how many seconds a coordinator that is away is waited for. ``costs``: to predict from.
+        An attached job is followed from its first event, and is never stopped because its follower fails.
+        ``coordinator_timeout``: seconds to wait for a coordinator that does not answer. ``costs``: to predict from.
         """
         self._cluster, self._settings = cluster, settings
         self._devices = list(devices)
-        self._out, self._attached, self._patience = out, bool(attached), patience
-        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], EventFields]]] = {}
-        self._accounts: dict[int, EventFields] = {}
-        self._seen = Deduplicator(parse(settings.strategy).synchronous)
-        self._last: EventFields = {}
-        self._evaluated: EventFields = {}
+        self._out, self._attached, self._coordinator_timeout = out, bool(attached), coordinator_timeout
+        self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], dict[str, Any]]]] = {}
+        """Snapshots by step and resharding, until all parts of a checkpoint are there."""
+        self._accounts: dict[int, ev.Account] = {}
+        self._deduplicator = Deduplicator(parse(settings.strategy).synchronous)
+        self._started: ev.Started | None = None
+        self._evaluation: dict[str, Any] = {}
         self._steps = 0
-        self._moves = 0
+        self._rebalanced = 0
         self._prediction = Prediction(settings, costs)
         self._damaged = 0
-        self._stragglers: list[EventFields] = []
-        self._states: list[EventFields] = []
+        self._stragglers: list[dict[str, Any]] = []
+        self._states: list[dict[str, Any]] = []
         self._faults: list[str] = []
-        self._full_disk = DiskFullWarning(settings.placed, lambda: self._seen.step, self._faults.append)
-        self._weights = ""
+        self._disk_full = DiskFullInjector(
+            settings.parsed_faults, lambda: self._deduplicator.step, self._faults.append
+        )
+        self._weights_sha256 = ""
         self._diverged: tuple[int, float] | None = None
+        """Step and loss of the first loss that is not finite."""
         self.tensors: dict[str, Tensor] = {}
-        """The trained model's tensors, by name, once it is done."""
-        self._recording: RunRecorder | None = None
+        """The trained model's tensors by name, at the end."""
+        self._recorder: RunRecorder | None = None
         if attached:
             self.job: JobHandle = cluster.job(attached)
             return
-        resumed: EventFields | None = None
-        name = ""
+        resumed: dict[str, Any] | None = None
+        buffer = ""
         if resume is not None:
             data = resume.read_bytes()
-            resumed = unpacked(data, resume)[1]
-            name = cluster.staged()
+            resumed = deserialize(data, resume)[1]
+            buffer = cluster.staging_name()
             for device_id in self._devices:
                 device = cluster.device(device_id)
-                device.allocate(name, len(data))
-                device.write(name, data)
+                device.allocate(buffer, len(data))
+                device.write(buffer, data)
         self._record(resumed)
         try:
-            self.job = cluster.start_job(_told(settings), self._devices, name)  # (1)
+            # A device finds the job's code on its own machine: no path of this one is sent.
+            sent = replace(settings, job=import_path(settings.job)).to_json()
+            self.job = cluster.start_job(sent, self._devices, buffer)  # (1)
         except BaseException:
-            if self._recording is not None:
-                self._recording.close()
+            if self._recorder is not None:
+                self._recorder.close()
             raise
 
-    def _record(self, resumed: EventFields | None) -> None:
-        """Files from now on, of a run that began anew or with what a checkpoint told."""
+    def _record(self, resumed: dict[str, Any] | None) -> None:
+        """Opens the run's files; ``resumed``: metadata of the checkpoint that the run resumes from."""
         if self._out is not None:
-            self._recording = RunRecorder(self._out, self._settings, self._devices, resumed)
+            self._recorder = RunRecorder(self._out, self._settings, self._devices, resumed)
             if resumed:
-                self._evaluated = self._recording.last_evaluation() or {}
+                self._evaluation = self._recorder.last_evaluation() or {}
 
-    def events(self) -> Iterator[EventFields]:
-        """Every event as it is told, ``rank`` and ``time`` in it; the last is of kind ``result``."""
+    def events(self) -> Iterator[Observed]:
+        """Every event once, in order; the last is ``Finished``."""
         try:
-            for event in self.job.events(patience=self._patience):  # (2)
-                fresh = self._seen.passes(event.kind, event.told)
-                for text in self._seen.warnings():
-                    yield {"kind": "warning", "text": text}
-                if not fresh:
+            for observed in self.job.events(coordinator_timeout=self._coordinator_timeout):  # (2)
+                event = self._deduplicator.filtered(observed.event)
+                yield from (Observed(ev.Warned(text)) for text in self._deduplicator.warnings())
+                if event is None:
                     continue
-                if event.kind == "started" and self._recording is None:
-                    self._record(None)
-                told = event.told | {"kind": event.kind, "rank": event.rank, "time": event.time}
-                self._note(event)
-                if self._recording is not None:
-                    self._recording.note(told)
-                    yield from self._recording.news()
-                if event.kind == "started":
-                    told |= {"devices": len(self._devices), "batch_size": self._settings.batch_size}
-                if event.kind not in ("account", "ended", "failed", "job_ended"):
-                    yield told
+                if isinstance(event, ev.Started):
+                    if self._recorder is None:
+                        self._record(None)
+                    event = replace(event, devices=len(self._devices), batch_size=self._settings.batch_size)
+                observed = replace(observed, event=event)
+                self._note(observed)
+                if self._recorder is not None:
+                    self._recorder.record(observed)
+                    yield from map(Observed, self._recorder.new_events())
+                if not isinstance(event, ev.Account | ev.Ended | ev.Failed | ev.JobEnded):
+                    yield observed
             if self._diverged is not None:
                 raise _divergence(*self._diverged, self._settings)
             result = self._result()
-            if self._recording is not None:
-                kept = self._recording.flush(result["steps"])
+            if self._recorder is not None:
+                kept = self._recorder.flush(result["steps"])
                 result["checkpoint"] = None if kept is None else str(kept)
-                self._recording.finish(result, list(self._accounts.values()))
-                yield from self._recording.news()
-            yield {"kind": "result", **result}
+                self._recorder.finish(result, list(self._accounts.values()))
+                yield from map(Observed, self._recorder.new_events())
+            yield Observed(ev.Finished(result))
         except BaseException as error:
-            # Whoever followed it is gone, and nobody would take its checkpoints: it must not go on alone.
+            # A job without a follower must not go on alone: its checkpoints would not be written.
             if not isinstance(error, PeerError) and not self._attached:
                 with contextlib.suppress(HoopError):
                     self.job.stop()
             raise
         finally:
-            self._full_disk.close()
-            if self._recording is not None:
-                self._recording.close()
+            self._disk_full.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def save(self, path: Path) -> None:
-        """The trained weights, as a file."""
-        write_bytes(path, packed(self.tensors, {}))
+        """Writes the trained weights to a file."""
+        write_bytes(path, serialize(self.tensors, {}))
 
-    def _note(self, event: JobEvent) -> None:
-        told = event.told
-        self._prediction.note(event.kind, told)
-        match event.kind:
-            case "started":
-                self._last = told
-            case "evaluated":
-                self._evaluated = told
-                self._look_at(told["steps"] - 1, [told["loss"]])
-            case "steps":
-                self._steps += len(told["loss"])
-                self._look_at(told["first"], told["loss"])
-            case "balanced":
-                self._moves += 1
-            case "damaged":
+    def _note(self, observed: Observed) -> None:
+        """Updates what the result is made of."""
+        event = observed.event
+        self._prediction.note(event)
+        match event:
+            case ev.Started():
+                self._started = event
+            case ev.Evaluated():
+                self._evaluation = {"loss": event.loss, "accuracy": event.accuracy, "split": event.split}
+                self._check_divergence(event.steps - 1, [event.loss])
+            case ev.Steps():
+                self._steps += len(event.loss)
+                self._check_divergence(event.first, event.loss)
+            case ev.Balanced():
+                self._rebalanced += 1
+            case ev.Damaged():
                 self._damaged += 1
-            case "straggler" if told["slow"]:
-                self._stragglers.append(
-                    {"rank": told["straggler"], "step": told["step"], "times": told["times"]}
-                )
-            case "state":
-                self._states.append({key: told[key] for key in ("device", "step", "source")})
-            case "fault":
-                self._faults.append(told["fault"])
-            case "snapshot":
-                self._snapshot(event)
-            case "account":
-                self._accounts[event.rank] = told
+            case ev.Straggler() if event.slow:
+                self._stragglers.append({"rank": event.straggler, "step": event.step, "times": event.times})
+            case ev.StateLoaded():
+                self._states.append({"device": event.device, "step": event.step, "source": event.source})
+            case ev.FaultInjected():
+                self._faults.append(event.fault)
+            case ev.SnapshotTaken():
+                self._collect_snapshot(observed, event)
+            case ev.Account():
+                self._accounts[observed.rank] = event
 
-    def _look_at(self, first: int, losses: Sequence[float]) -> None:
-        """A loss that is not a number never becomes one again: the job is stopped, its weights are not kept."""
+    def _check_divergence(self, first: int, losses: Sequence[float]) -> None:
+        """Stops the job at a loss that is not finite, and discards its checkpoints from there on."""
         wrong = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if wrong is not None and self._diverged is None:
             self._diverged = (first + wrong + 1, losses[wrong])
-            if self._recording is not None:
-                self._recording.discard(first + wrong + 1)
+            if self._recorder is not None:
+                self._recorder.discard(first + wrong + 1)
             self.job.stop()
 
-    def _snapshot(self, event: JobEvent) -> None:
-        """Reads one rank's part; when all parts of a step are there, they are a checkpoint."""
-        told = event.told
-        if not told["final"] and self._recording is None:
+    def _collect_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> None:
+        """Reads one rank's part. When all parts of a step are there, they are a checkpoint."""
+        if not event.final and self._recorder is None:
             return
         try:
-            part = self._read(event)  # (3)
+            part = self._read_snapshot(observed, event)  # (3)
         except HoopError as error:
-            if told["final"]:
+            if event.final:
                 raise
-            if self._recording is not None:
-                self._recording.warn(f"no checkpoint of step {told['steps']}: {error}; training goes on")
+            if self._recorder is not None:
+                self._recorder.warn(f"no checkpoint of step {event.steps}: {error}; training goes on")
             return
-        # A part of before a loss does not go with those of after it: the model is cut otherwise.
-        parts = self._parts.setdefault((told["steps"], told["turn"]), [])
+        # Parts from before and after a resharding do not belong together.
+        parts = self._parts.setdefault((event.steps, event.turn), [])
         parts.append(part)
-        if len(parts) < told["parts"]:
+        if len(parts) < event.parts:
             return
-        self._parts = {key: others for key, others in self._parts.items() if key[0] > told["steps"]}
+        self._parts = {key: others for key, others in self._parts.items() if key[0] > event.steps}
         tensors = {name: one for found, _ in parts for name, one in found.items()}
         metadata = parts[-1][1]
         digest = weights_digest(tensors)
-        if self._recording is not None and self._diverged is None:
-            metadata |= {
-                "settings": metadata.get("settings", {}) | {"job": self._settings.job}
-            }  # as it is called here
-            self._recording.checkpoint(tensors, metadata | {"weights_sha256": digest}, told["steps"])
-        if told["final"]:
+        if self._recorder is not None and self._diverged is None:
+            # The job's name on this machine, not its import path on the devices.
+            metadata |= {"settings": metadata.get("settings", {}) | {"job": self._settings.job}}
+            self._recorder.checkpoint(tensors, metadata | {"weights_sha256": digest}, event.steps)
+        if event.final:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
-            self._weights = digest
+            self._weights_sha256 = digest
 
-    def _read(self, event: JobEvent) -> tuple[dict[str, Tensor], EventFields]:
-        told = event.told
-        where = f"what rank {event.rank} (device {event.device}) keeps of it"
-        if self._patience:
-            self._cluster.knock(self._patience)  # it knows where the device is
-        found = unpacked(self._cluster.device(event.device).read(told["buffer"], told["bytes"]), where)
-        if found[1][SEAL] != told[SEAL]:
-            raise FailedPrecondition(f"{where} is a later one: it was overtaken before it was read")
+    def _read_snapshot(
+        self, observed: Observed, event: ev.SnapshotTaken
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        where = f"the snapshot of rank {observed.rank} (device {observed.device})"
+        if self._coordinator_timeout:
+            self._cluster.wait_ready(self._coordinator_timeout)  # it knows the device's address
+        found = deserialize(self._cluster.device(observed.device).read(event.buffer, event.bytes), where)
+        if found[1][CHECKSUM_KEY] != event.sha256:
+            raise FailedPrecondition(f"{where} is a later one: it was overwritten before it was read")
         return found
 
-    def _result(self) -> EventFields:
+    def _result(self) -> dict[str, Any]:
         accounts = [self._accounts[rank] for rank in sorted(self._accounts)]
-        seconds = max((one["seconds"] for one in accounts), default=0.0)
-        shares = [_shares(one["shares"]) for one in accounts]
-        steps = max((one["done"] for one in accounts), default=0)
-        an_epoch = self._last.get("steps_an_epoch") or 1
-        samples = self._steps * self._last.get("samples", an_epoch * self._settings.batch_size) / an_epoch
+        seconds = max((one.seconds for one in accounts), default=0.0)
+        shares = [_shares(one.shares) for one in accounts]
+        steps = max((one.done for one in accounts), default=0)
+        started = self._started
+        steps_an_epoch = (started.steps_an_epoch if started is not None else 0) or 1
+        epoch_samples = started.samples if started is not None else steps_an_epoch * self._settings.batch_size
+        samples = self._steps * epoch_samples / steps_an_epoch
+        whole = steps % steps_an_epoch == 0
         return {
             "job": self._settings.job,
             "strategy": self._settings.strategy,
             "devices": len(self._devices),
             "shards": self._settings.shards,
-            "epochs": steps // an_epoch if steps % an_epoch == 0 else round(steps / an_epoch, 3),
+            "epochs": steps // steps_an_epoch if whole else round(steps / steps_an_epoch, 3),
             "steps": steps,
-            "accuracy": self._evaluated.get("accuracy"),
-            "loss": self._evaluated.get("loss"),
-            "split": self._evaluated.get("split"),
+            "accuracy": self._evaluation.get("accuracy"),
+            "loss": self._evaluation.get("loss"),
+            "split": self._evaluation.get("split"),
             "seconds": seconds,
             "samples_per_second": samples / seconds if seconds else 0.0,
-            "weights_sha256": self._weights,
-            "bytes_sent": sum(one["bytes_sent"] for one in accounts),
+            "weights_sha256": self._weights_sha256,
+            "bytes_sent": sum(one.bytes_sent for one in accounts),
             "idle_fraction": sum(one["idle"] for one in shares) / max(1, len(shares)),
             "shares": shares,
-            "memory": [one["memory"] for one in accounts],
-            "parameters": self._last.get("parameters"),
-            "shards_moved": self._moves,
+            "memory": [one.memory for one in accounts],
+            "parameters": started.parameters if started is not None else None,
+            "shards_moved": self._rebalanced,
             "stragglers": self._stragglers,
             "states": self._states,
             "damaged": self._damaged,
             "faults": self._faults,
-            "stopped": any(one["stopped"] for one in accounts),
-            "start_seconds": self._last.get("seconds"),
+            "stopped": any(one.stopped for one in accounts),
+            "start_seconds": started.seconds if started is not None else None,
             **self._prediction.result(),
         }
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """One sha256 over a model's tensors, by name: equal for equal weights, however they were trained."""
+    """One sha256 over a model's tensors in the order of their names; optimizer state is left out."""
     digest = hashlib.sha256()
     for name in sorted(name for name in tensors if not name.startswith(MOMENT)):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _told(settings: Settings) -> str:
-    """What devices are told: no path of this machine's."""
-    return dataclasses.replace(settings, job=import_path(settings.job)).to_json()
 
 
 def _divergence(step: int, loss: float, settings: Settings) -> FailedPrecondition:
@@ -367,7 +371,7 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def find(cluster: Cluster, job_id: int | None) -> pb.Job:
-    """The job of this number; without one, the only one that runs, or else the last."""
+    """The job with this id; without an id the one that runs, or else the last one."""
     known = {one.id: one for one in cluster.status().jobs}
     running = [one for one in known.values() if one.status == "running"]
     if job_id is not None and job_id not in known:
@@ -382,25 +386,25 @@ def find(cluster: Cluster, job_id: int | None) -> pb.Job:
 
 def attach(
     address: Addresses, job_id: int | None, out: Path | None = None, stop: bool = False
-) -> Iterator[dict[str, Any]]:
-    """Everything that a job told, and tells, from its beginning to its result; ``out`` gets its files.
+) -> Iterator[Observed]:
+    """A job's events from its first to its result; ``out`` gets its files.
 
-    It is never stopped by whoever attached, unless ``stop`` asks it to, after a step.
+    The job goes on when this iterator is closed. With ``stop`` it is asked to stop after a step.
     """
     with connect(address) as cluster:
         job = find(cluster, job_id)
         settings = Settings.from_json(cluster.job_settings(job.id))
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
             raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
-        conducting = JobFollower(
-            cluster, settings, list(job.device_ids), out, attached=job.id, patience=AWAY_S
+        follower = JobFollower(
+            cluster,
+            settings,
+            list(job.device_ids),
+            out,
+            attached=job.id,
+            coordinator_timeout=COORDINATOR_TIMEOUT_S,
         )
         if stop and job.status == "running":
-            conducting.job.stop(AWAY_S)
-        yield {
-            "kind": "attached",
-            "job": job.id,
-            "name": job.name,
-            "status": job.status,
-        }
-        yield from conducting.events()
+            follower.job.stop(COORDINATOR_TIMEOUT_S)
+        yield Observed(ev.Attached(job.id, job.name, job.status))
+        yield from follower.events()

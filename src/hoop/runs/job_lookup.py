@@ -1,34 +1,47 @@
-"""Jobs by name, as a command finds them: recipes, a file of the user's, a module that can be imported here."""
+"""Finds a job by its name: a recipe, ``file.py:name``, or ``package.module:name``."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hoop.engine.entrypoint import LATE_IMPORT
 from hoop.engine.job import Job, find_job
 from hoop.engine.recipes import RECIPES
-from hoop.runs.api import preload
-from hoop.runs.user_code import blaming_user_code
+from hoop.engine.user_code import blaming_user_code
 
 
 def resolved(name: str) -> str:
-    """A job's name that means the same in any directory: a file's path is made absolute."""
+    """The name with an absolute path, if it names a file."""
     where, colon, attribute = name.rpartition(":")
     return f"{Path(where).resolve()}:{attribute}" if colon and where.endswith(".py") else name
 
 
 def job_named(name: str, load: bool = True) -> Job:
-    """The job; what is wrong in the user's code is told as theirs.
+    """Loads a job; an exception of the user's code becomes a UserError with its traceback.
 
-    With ``load`` its data is read now, and meanwhile what devices will need.
+    With ``load`` it reads the data, and imports meanwhile what devices need.
     """
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m does: a module beside which one stands can be named
+        sys.path.insert(0, "")  # as python -m does: modules of the current directory can be imported
     with blaming_user_code(f"loading {name}"):
         job = find_job(name, RECIPES)
         if load:
-            with ThreadPoolExecutor(1) as pool:  # ended before anything is forked
+            with ThreadPoolExecutor(1) as pool:  # it ends before devices are forked
                 pool.submit(preload)
                 job.data()
     return job
+
+
+def preload() -> None:
+    """Imports what devices and the head process need, once, before they are forked."""
+    for module in (
+        "hoop.client.cluster",
+        "hoop.engine.trainer",
+        "hoop.runs.job_follower",
+        "hoop.launch.forked",
+        LATE_IMPORT,
+    ):
+        importlib.import_module(module)

@@ -1,14 +1,14 @@
-"""The ledger of a run: what went into each step, as the devices told it, a line of JSON each, chained by hashes.
+"""The ledger of a run: the provenance of each step as the devices reported it, one JSON line each, chained by hashes.
 
-    {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…","hash":"…"}   the run begins, or goes on
-    {"step":1,"by":[1,1,2,3],"fed":"c41f09…","hash":"…"}      shard by shard: whose gradient is in it, of which samples
-    {"lost":2,"hash":"…"}                                     a device is gone
-    {"recovered":17,"missing":[2],"hash":"…"}                 step 17 was finished without it: shard 2 was computed anew
+    {"begin":0,"seed":0,"samples":60000,"batch_size":256,"micros":4,"data":"…","hash":"…"}   the run begins, or resumes
+    {"step":1,"by":[1,1,2,3],"fed":"c41f09…","hash":"…"}      by shard: its device, its samples' fingerprint
+    {"lost":2,"hash":"…"}                                     a device was lost
+    {"recovered":17,"missing":[2],"hash":"…"}                 step 17 was finished; shard 2 was computed again
 
-A line's hash covers the line and the hash before it. A checkpoint has the hash of its step, so it names one history. A
-run that goes on from step 20 has never seen step 21: ``begin`` says so, and what was noted after step 20 stays in the
-file as what it is, work that is in no model. Lines are on the disk before the checkpoint that names them; what a full
-disk does not take is held back, and no checkpoint is written meanwhile.
+The hash of a line covers the line and the hash before it. A checkpoint stores the hash of its step, so it names one
+history. If a run resumes from step 20, ``begin`` says so, and the lines after step 20 stay in the file: they are work
+that is in no model. Lines are on the disk before the checkpoint that names them. Lines that a full disk refuses are
+kept in memory and tried again, and no checkpoint is written meanwhile.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
-from hoop.files import Appender, replacing
+from hoop.files import Appender, atomic_write
 
 NAME = "ledger.jsonl"
 REMEMBERED = 10_000
-"""Steps whose hashes are at hand, for checkpoints."""
+"""Steps whose hashes are kept in memory for checkpoints."""
 _HASH = b',"hash":"'
 _DIGITS = 32
 
 
 @dataclass(frozen=True)
 class LedgerLine:
-    """One line that is whole and follows from the one before it."""
+    """A line whose hash holds."""
 
     number: int
     entry: Mapping[str, Any]
@@ -45,7 +45,7 @@ def _chained(before: str, body: bytes) -> str:
 
 
 def lines(path: Path) -> Iterator[LedgerLine]:
-    """Every line in order; raises at the first that is not what was written there. A torn tail is left out."""
+    """Every line in order; FailedPrecondition at the first whose hash does not hold. A torn last line is ignored."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -75,7 +75,7 @@ def _what(entry: Mapping[str, Any]) -> str:
 
 
 def hashes(found: Iterable[LedgerLine]) -> dict[str, int]:
-    """Every hash of the history that counts, with the steps done by then."""
+    """Maps each hash of the current history to the number of steps done at that line."""
     after: dict[str, int] = {}
     step = 0
     for line in found:
@@ -89,22 +89,22 @@ def hashes(found: Iterable[LedgerLine]) -> dict[str, int]:
 
 
 class Ledger:
-    """An open ledger, which grows by lines."""
+    """A ledger opened for appending."""
 
     def __init__(self, path: Path, resumed: Mapping[str, Any] | None = None) -> None:
-        """``resumed``: the metadata of the checkpoint that the run goes on from."""
+        """``resumed``: metadata of the checkpoint that the run resumes from."""
         self.path = path
         self._lock = threading.Lock()
         self._hash = ""
-        self._back = b""
+        self._unwritten = b""
         self._hashes: dict[int, str] = {}
         if resumed is None:
             path.unlink(missing_ok=True)
         elif path.exists():
-            self._go_on(resumed)
+            self._resume(resumed)
         self._file = Appender(path)
 
-    def _go_on(self, resumed: Mapping[str, Any]) -> None:
+    def _resume(self, resumed: Mapping[str, Any]) -> None:
         try:
             found = list(lines(self.path))
         except HoopError as error:
@@ -118,16 +118,16 @@ class Ledger:
         self._hash = found[-1].hash if found else ""
         data = self.path.read_bytes()
         if (whole := data.rfind(b"\n") + 1) != len(data):
-            with replacing(self.path) as file:
+            with atomic_write(self.path) as file:
                 file.write(data[:whole])
 
-    def note(self, entries: Iterable[Mapping[str, Any]]) -> None:
-        """Adds lines. What the disk has no room for is held back, and tried again with the next."""
+    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        """Appends lines. Lines that the disk has no room for are kept and tried again at the next call."""
         with self._lock:
             for entry in entries:
                 body = json.dumps(entry, separators=(",", ":")).encode()[:-1]
                 self._hash = _chained(self._hash, body)
-                self._back += body + _HASH + self._hash.encode() + b'"}\n'
+                self._unwritten += body + _HASH + self._hash.encode() + b'"}\n'
                 if "step" in entry or "begin" in entry:
                     self._hashes[entry["step"] if "step" in entry else entry["begin"]] = self._hash
             while len(self._hashes) > REMEMBERED:
@@ -135,17 +135,17 @@ class Ledger:
             self._write()
 
     def _write(self) -> None:
-        """Raises where there is no room; what is held back stays whole."""
-        if self._back:
-            self._file.append(self._back)
-            self._back = b""
+        """Raises ResourceExhausted if the disk is full; the unwritten lines are kept."""
+        if self._unwritten:
+            self._file.append(self._unwritten)
+            self._unwritten = b""
 
     def hash_at(self, step: int) -> str | None:
-        """The hash after this step; None: the ledger has not come to it, or no longer knows."""
+        """The hash after this step; None if the ledger has no such step yet, or no longer in memory."""
         return self._hashes.get(step)
 
     def sync(self) -> None:
-        """All of it is on the disk when this returns."""
+        """Writes and syncs all lines; ResourceExhausted if the disk is full."""
         with self._lock:
             try:
                 self._write()

@@ -1,11 +1,11 @@
-"""What a simulation found, as tables, pictures and traces; and where its costs come from.
+"""Predictions by the simulator, and the costs that they are made from.
 
-What the simulator expects of a run, beside what happened.
+    Prediction    predicts a run's step before the first one, and compares it with the measured steps
+    calibrated    measures a job's costs on this machine: every block at two micro-batch sizes, and the machine itself
+    table_of …    simulation results as tables, pictures and traces
 
-Before the first step the rank that reports has profiled the blocks and the machine (engine/cost_probe.py) and told it.
-From that a step is simulated here, while the job already runs; at the end both figures stand side by side.
-
-A job's costs on this machine, for the simulator: every block at two sizes of micro-batch, and the rest.
+Before the first step the reporting rank measures blocks and machine (``engine/cost_probe.py``) and sends the costs with
+the ``Started`` event. The client simulates a step from them while the job already trains.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from hoop.engine.cost_probe import SIZES, cores, measured_costs, profile, rehearsed_step
+from hoop.engine.cost_probe import (
+    VECTOR_BYTES,
+    available_cores,
+    measure_communication,
+    measure_costs,
+    profile_blocks,
+)
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.settings import Settings
+from hoop.engine.user_code import blaming_user_code
 from hoop.errors import HoopError, NotFound
 from hoop.files import write_text
+from hoop.job_events import JobEvent, Started, Steps
 from hoop.report.spans import Span
 from hoop.report.tables import Column, Table
 from hoop.report.timeline import TimelineChart
 from hoop.report.trace import Trace
-from hoop.runs.user_code import blaming_user_code
 from hoop.simulate import cost_model
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine, read_costs
@@ -46,11 +53,11 @@ MIB = 1024 * 1024
 
 
 def costs_of(job: str, file: Path | None) -> Costs:
-    """From a calibration file, or those that come with Hoop, or measured here and now."""
+    """A job's costs: from a calibration file, from those that come with Hoop, or measured now."""
     if file is not None:
         return read_costs(file)
     try:
-        return cost_model.shipped(job)
+        return cost_model.shipped_costs(job)
     except NotFound:
         if ":" not in job:
             raise
@@ -64,10 +71,10 @@ def costs_of(job: str, file: Path | None) -> Costs:
 
 
 def sizes(costs: Costs, batch_size: int | None, shards: int | None, devices: int) -> tuple[int, int]:
-    """The global batch and its shards: as given, as the job has them, or at least a shard for each device."""
+    """Global batch size and number of shards: as given, else the job's, with at least one shard a device."""
     batch = batch_size or int(costs.about.get("batch_size", costs.rows))
-    micros = shards or max(int(costs.about.get("shards", 1)), devices)
-    return batch, max(1, min(micros, batch))
+    num_microbatches = shards or max(int(costs.about.get("shards", 1)), devices)
+    return batch, max(1, min(num_microbatches, batch))
 
 
 def table_of(outcomes: Sequence[SimulationResult], title: str = "") -> Table:
@@ -87,7 +94,7 @@ def table_of(outcomes: Sequence[SimulationResult], title: str = "") -> Table:
         [
             one.strategy,
             one.devices,
-            one.plan.micros,
+            one.plan.num_microbatches,
             1e3 * one.step_seconds,
             one.speedup,
             100 * one.efficiency,
@@ -101,7 +108,7 @@ def table_of(outcomes: Sequence[SimulationResult], title: str = "") -> Table:
 
 
 def spans_of(outcome: SimulationResult) -> list[Span]:
-    """What every device did, for a picture or a trace; empty where the simulation kept no spans."""
+    """Spans of every device for a picture or a trace; empty if the simulation kept none."""
     return [
         Span(f"device {rank}", str(one.what), one.category, 1e6 * one.start, 1e6 * one.seconds)
         for rank, account in enumerate(outcome.accounts)
@@ -110,7 +117,7 @@ def spans_of(outcome: SimulationResult) -> list[Span]:
 
 
 def write_outcome(outcome: SimulationResult, out: Path, job: str) -> list[Path]:
-    """A timeline and a trace of it, named after the strategy; nothing where no spans were kept."""
+    """Writes a timeline and a trace, named after the strategy; nothing if the simulation kept no spans."""
     spans = spans_of(outcome)
     if not spans:
         return []
@@ -125,26 +132,27 @@ def write_outcome(outcome: SimulationResult, out: Path, job: str) -> list[Path]:
 
 
 WARM_UP = 10
-"""Steps at the beginning that are not compared, where there are enough."""
+"""Steps at the beginning that are left out, if there are enough."""
 MOST_INSTRUCTIONS = 200_000
-EventFields = Mapping[str, Any]
+MeasuredCosts = Mapping[str, Any]
+"""Costs as ``engine/cost_probe.py`` measures them, from the ``Started`` event."""
 
 
 class Prediction:
-    """A step as it was predicted, and steps as they were."""
+    """The predicted seconds of a step beside the measured ones."""
 
     def __init__(self, settings: Settings, costs: Costs | None = None) -> None:
-        """``costs``: what to predict from; None: what is profiled before the first step."""
+        """``costs``: costs to predict from; None: those that are measured before the first step."""
         self._settings, self._costs = settings, costs
         self._expected: float | None = None
         self._seconds: list[float] = []
 
-    def note(self, kind: str, told: EventFields) -> None:
-        """An event of the job."""
-        if kind == "started" and told.get("costs"):
-            self._expected = predicted(told["costs"], self._settings, self._costs)
-        elif kind == "steps":
-            self._seconds += told["seconds"]
+    def note(self, event: JobEvent) -> None:
+        """Takes an event of the job."""
+        if isinstance(event, Started) and event.costs:
+            self._expected = predicted_step_seconds(event.costs, self._settings, self._costs)
+        elif isinstance(event, Steps):
+            self._seconds += event.seconds
 
     def result(self) -> dict[str, float | None]:
         """For the run's summary; an error of 0.1 means that a step took 10 % longer than predicted."""
@@ -160,30 +168,38 @@ class Prediction:
         }
 
 
-def predicted(told: EventFields, settings: Settings, given: Costs | None = None) -> float | None:
+def predicted_step_seconds(
+    measured: MeasuredCosts, settings: Settings, given: Costs | None = None
+) -> float | None:
     """Seconds of a step; None where there is nothing to simulate from, or too much.
 
-    ``given``: costs to take instead of those that were told; where devices are is told in any case.
+    ``given``: costs to take instead of those that were measured; where devices are is measured in any case.
     """
-    costs = costs_told(told) if given is None else given.of(told["rows"])
-    cluster = cluster_told(told, settings)
+    costs = measured_job_costs(measured) if given is None else given.with_rows(measured["rows"])
+    cluster = measured_cluster(measured, settings)
     strategy = parse(settings.strategy)
-    size = 6 * settings.micros * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
+    size = 6 * settings.num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
-    how: dict[str, Any] = {"micros": settings.micros, "cuts": settings.cut or None, "trace": False}
+    how: dict[str, Any] = {
+        "num_microbatches": settings.num_microbatches,
+        "cuts": settings.cut or None,
+        "trace": False,
+    }
     how["mirror"] = settings.mirror
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
-        if strategy.name != "data" or not settings.balance or settings.slowdown:
+        if not strategy.replicated or not settings.balance or settings.slowdown:
             return even
-        return min(even, simulate(strategy, costs, cluster, **how, dealt=_with_cores(cluster)).step_seconds)
+        return min(
+            even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds
+        )
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
 
 
 def _with_cores(cluster: Cluster) -> list[float] | None:
-    """Where devices share cores: shards end up with as many as there are cores, once they follow measured speed."""
+    """Relative speeds if devices share cores: the load balancer ends with one loaded device a core."""
     if all(host.devices <= (host.cores or host.devices) for host in cluster.hosts):
         return None
     return [
@@ -193,10 +209,10 @@ def _with_cores(cluster: Cluster) -> list[float] | None:
     ]
 
 
-def costs_told(told: EventFields, machine: Machine | None = None) -> Costs:
-    """The simulator's costs of what ``engine/cost_probe.py`` measured."""
-    rows, blocks = told["rows"], told["blocks"]
-    fixed = fixed_share(blocks, told)
+def measured_job_costs(measured: MeasuredCosts, machine: Machine | None = None) -> Costs:
+    """The simulator's costs from measured ones."""
+    rows, blocks = measured["rows"], measured["blocks"]
+    fixed = fixed_share(blocks, measured)
     return Costs(
         tuple(
             BlockCost(
@@ -212,22 +228,22 @@ def costs_told(told: EventFields, machine: Machine | None = None) -> Costs:
             for one in blocks
         ),
         rows,
-        machine_told(told, machine or Machine()),
-        LinearCost.through(told["load"]),
-        LinearCost.through(told["loss"]),
-        told["update_s"],
-        told["update_fixed_s"],
-        joint=max(1, told["joint"]) if told["joint_s"] else 1,
+        measured_machine(measured, machine or Machine()),
+        LinearCost.through_points(measured["load"]),
+        LinearCost.through_points(measured["loss"]),
+        measured["update_s"],
+        measured["update_fixed_s"],
+        joint=max(1, measured["joint"]) if measured["joint_s"] else 1,
         source="profiled before the first step",
     )
 
 
-def machine_told(told: EventFields, usual: Machine) -> Machine:
-    """What was measured of the machine, and the rest as usual."""
-    measured = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s")
-    changes: dict[str, Any] = {name: told[name] for name in measured if name in told}
+def measured_machine(measured: MeasuredCosts, usual: Machine) -> Machine:
+    """``usual`` with the measured values."""
+    names = ("copy_s", "add_s", "message_s", "byte_s", "agree_s", "meeting_s")
+    changes: dict[str, Any] = {name: measured[name] for name in names if name in measured}
     for name in ("copy_at", "add_at"):
-        changes[name] = tuple((float(size), float(seconds)) for size, seconds in told[name])
+        changes[name] = tuple((float(size), float(seconds)) for size, seconds in measured[name])
     return replace(usual, **changes)
 
 
@@ -235,36 +251,36 @@ def _line(seconds: float, fixed: float, rows: int) -> LinearCost:
     return LinearCost(fixed * seconds, (1 - fixed) * seconds / rows)
 
 
-def fixed_share(blocks: Sequence[EventFields], told: EventFields) -> float:
-    """What part of a shard's time a further shard, computed at once with it, does not pay again."""
+def fixed_share(blocks: Sequence[MeasuredCosts], measured: MeasuredCosts) -> float:
+    """Share of a shard's time that a further shard of the same batched computation does not cost again."""
     alone = float(sum(one["forward_s"] + one["backward_s"] for one in blocks))
-    joint, together = int(told["joint"]), float(told["joint_s"])
+    joint, together = int(measured["joint"]), float(measured["joint_s"])
     if joint < 2 or not together or not alone:
         return 0.0
     return min(1.0, max(0.0, 1 - (together - alone) / (joint - 1) / alone))
 
 
-def cluster_told(told: EventFields, settings: Settings) -> Cluster:
-    """Where the job runs: who shares a host, and how many cores each host has."""
-    seats: Sequence[int] = told["hosts"]
+def measured_cluster(measured: MeasuredCosts, settings: Settings) -> Cluster:
+    """The job's hosts: devices and cores of each."""
+    ranks: Sequence[int] = measured["hosts"]
     slow = [1 / one for one in settings.slowdown]
-    speeds = [*slow, *[1.0] * len(seats)][: len(seats)]
-    cores = max(1, told["cores"] // settings.threads_per_device)
+    speeds = [*slow, *[1.0] * len(ranks)][: len(ranks)]
+    available_cores = max(1, measured["cores"] // settings.threads_per_device)
     hosts = []
-    for host in dict.fromkeys(seats):
-        mine = tuple(speed for speed, seat in zip(speeds, seats, strict=True) if seat == host)
-        hosts.append(Host(len(mine), cores, speeds=mine if slow else ()))
+    for host in dict.fromkeys(ranks):
+        mine = tuple(speed for speed, number in zip(speeds, ranks, strict=True) if number == host)
+        hosts.append(Host(len(mine), available_cores, speeds=mine if slow else ()))
     return Cluster(tuple(hosts), Link(1e9, 20e-6))
 
 
 JOINT = 4
 REPEATS = 5
-between = partial(rehearsed_step, shards=8, timeout=30.0)
-"""What ranks cost each other: for whoever has two of them."""
+between = partial(measure_communication, shards=8, timeout=30.0)
+"""Measures what two ranks cost each other."""
 
 
 def machine_of(links: Mapping[str, float]) -> Machine:
-    """What was measured of links, and the rest as usual."""
+    """A machine with the measured link costs and usual values otherwise."""
     known = ("message_s", "byte_s", "agree_s", "meeting_s")
     found: dict[str, Any] = {name: links[name] for name in known if name in links}
     return dataclasses.replace(Machine(), **found)
@@ -276,18 +292,19 @@ def calibrated(
     machine: Machine,
     crowding: Callable[[Callable[[], float], int], float] | None = None,
 ) -> Costs:
-    """Measured in this process, on one thread; ``crowding`` measures what cores at work cost each other."""
+    """Measures a job in this process, on one thread; ``crowding`` measures how busy cores slow each other down."""
     torch.set_num_threads(1)
-    rows = -(-settings.batch_size // settings.micros)
+    rows = -(-settings.batch_size // settings.num_microbatches)
     with blaming_user_code(f"measuring {settings.job}"):
-        low = _told(job, settings, max(1, rows // 4))
-        high = _told(job, settings, rows, (*SIZES, 1 << 24))
-    costs = costs_told(high, machine)
+        low = _measure(job, settings, max(1, rows // 4))
+        high = _measure(job, settings, rows, (*VECTOR_BYTES, 1 << 24))
+    costs = measured_job_costs(high, machine)
     if crowding is not None:
         machine = dataclasses.replace(
             costs.machine,
             crowding=crowding(
-                lambda: sum(one["forward_s"] for one in _told(job, settings, rows)["blocks"]), cores()
+                lambda: sum(one["forward_s"] for one in _measure(job, settings, rows)["blocks"]),
+                available_cores(),
             ),
         )
         costs = dataclasses.replace(costs, machine=machine)
@@ -306,27 +323,27 @@ def calibrated(
     return dataclasses.replace(costs, source="measured", about=_about(settings))
 
 
-def _told(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = SIZES) -> EventFields:
+def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:
     data = job.data().train
     blocks = blocks_of(job.model(settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
-    found = profile(blocks, batch, settings.optimizer, settings.micros, REPEATS)
-    return measured_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
+    found = profile_blocks(blocks, batch, settings.optimizer, settings.num_microbatches, REPEATS)
+    return measure_costs(found, blocks, data, job.loss_function, settings.optimizer, rows, JOINT, sizes)
 
 
-def _through(low: EventFields, high: EventFields, index: int, name: str) -> LinearCost:
+def _through(low: MeasuredCosts, high: MeasuredCosts, index: int, name: str) -> LinearCost:
     points = [(one["rows"], one["blocks"][index][name]) for one in (low, high)]
-    return LinearCost.through(points)
+    return LinearCost.through_points(points)
 
 
 def _about(settings: Settings) -> dict[str, object]:
     return {
         "job": settings.job,
         "batch_size": settings.batch_size,
-        "shards": settings.micros,
+        "shards": settings.num_microbatches,
         "optimizer": settings.optimizer.name,
-        "cores": cores(),
+        "cores": available_cores(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,

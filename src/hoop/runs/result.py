@@ -1,4 +1,4 @@
-"""What comes of a training."""
+"""The result of ``hoop.train``."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a training: the trained model, and every figure in ``summary``, the main ones as attributes."""
+    """The trained model and the summary of the run; the main values of ``summary`` are attributes too."""
 
     summary: Mapping[str, Any]
     model: nn.Module
-    """With the trained weights; the very module that was given, if one was."""
+    """The module with the trained weights: the one that was given to ``hoop.train``, if one was."""
 
     @property
     def accuracy(self) -> float | None:
-        """The share of samples that are right, at the last evaluation; None before the first. See ``split``."""
+        """Share of correct samples at the last evaluation; None if there was none. See ``split``."""
         found: float | None = self.summary["accuracy"]
         return found
 
     @property
     def loss(self) -> float | None:
-        """The loss of the samples, at the last evaluation; None before the first. See ``split``."""
+        """Loss at the last evaluation; None if there was none. See ``split``."""
         found: float | None = self.summary["loss"]
         return found
 
     @property
     def split(self) -> str | None:
-        """What ``accuracy`` and ``loss`` are of: ``test``, or ``train`` where no test data was given."""
+        """Data of ``accuracy`` and ``loss``: ``test``, or ``train`` if there is no test data."""
         found: str | None = self.summary["split"]
         return found
 
     @property
     def steps(self) -> int:
-        """Updates since the very beginning, those before a resume included."""
+        """Steps in all, including those before a resume."""
         return int(self.summary["steps"])
 
     @property
     def seconds(self) -> float:
-        """From the first step to the end."""
+        """Seconds from the first step to the end."""
         return float(self.summary["seconds"])
 
     @property
     def samples_per_second(self) -> float:
-        """Over all devices."""
+        """Samples a second, of all devices together."""
         return float(self.summary["samples_per_second"])
 
     @property
     def weights_sha256(self) -> str:
-        """One checksum of all weights: equal for equal bits."""
+        """sha256 of all weights: equal if and only if every bit is."""
         return str(self.summary["weights_sha256"])
 
     @property
     def bytes_sent(self) -> int:
-        """Between devices, over links or through memory."""
+        """Bytes sent between devices, over links or through shared memory."""
         return int(self.summary["bytes_sent"])
 
     @property
     def idle_fraction(self) -> float:
-        """The share of their time that devices waited for each other."""
+        """Share of the time that devices waited for each other."""
         return float(self.summary["idle_fraction"])
 
     def __repr__(self) -> str:

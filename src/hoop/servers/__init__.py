@@ -1,1 +1,1 @@
-"""The processes: a device server and a coordinator. They move bytes and call the rooms below; rules live there."""
+"""The server processes: coordinator and device. They do the I/O; ``membership`` and ``collectives`` hold the rules."""

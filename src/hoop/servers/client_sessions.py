@@ -1,8 +1,8 @@
-"""Clients that are here, and what goes when they are not any more.
+"""Client sessions: the coordinator frees a client's communicators and staging buffers when the client is gone.
 
-client ── Hold ──▶ coordinator     open as long as the client lives, opened again when it broke on the way
-                   coordinator     GRACE_S after it broke for good: the client's communicators are destroyed, and
-                   coordinator ── Free ──▶ each device: what it had staged there
+client ── Hold ──▶ coordinator     a stream that is open while the client lives; the client reopens a broken one
+                   coordinator     GRACE_S after the last stream ended: destroys the client's communicators, and
+                   coordinator ── Free ──▶ each device: frees the client's staging buffers
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from hoop.errors import HoopError, InvalidArgument
 from hoop.membership import events as m
 from hoop.servers.coordinator import Coordinator
-from hoop.wire.channels import STAGING
+from hoop.wire.channels import STAGING_PREFIX
 from hoop.wire.generated import hoop_pb2 as pb
 
 GRACE_S = 2.0
@@ -23,44 +23,48 @@ FREE_S = 2.0
 
 
 def check_session(session: str) -> None:
-    """Raises unless this is a name that a client's session may have."""
+    """Raises if this is not a valid session name."""
     if not re.fullmatch(r"[0-9a-f]{16}", session):
         raise InvalidArgument(f"session: {session[:40]!r} is not 16 hexadecimal digits")
 
 
 class ClientSessions:
-    """Every client that holds one."""
+    """All open sessions."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
-        self._open: defaultdict[str, int] = defaultdict(int)
-        self._made: defaultdict[str, set[int]] = defaultdict(set)
+        self._streams: defaultdict[str, int] = defaultdict(int)
+        """By session, the number of open Hold streams."""
+        self._communicators: defaultdict[str, set[int]] = defaultdict(set)
 
     async def hold(self, session: str) -> AsyncIterator[pb.HoldAnswer]:
+        """Keeps a session open until the client ends the stream."""
         check_session(session)
-        self._open[session] += 1
+        self._streams[session] += 1
         try:
-            yield pb.HoldAnswer()  # it is known here from now on
-            await asyncio.Event().wait()  # until the client goes
+            yield pb.HoldAnswer()  # confirms that the session is open
+            await asyncio.Event().wait()  # until the client ends the stream
         finally:
-            self._open[session] -= 1
+            self._streams[session] -= 1
             self._coordinator.in_background(self._end(session))
 
-    def made(self, session: str, communicator_id: int) -> None:
-        """This communicator is that client's; one that holds nothing looks after it itself."""
-        if self._open.get(session):
-            self._made[session].add(communicator_id)
+    def add_communicator(self, session: str, communicator_id: int) -> None:
+        """Ties a communicator to an open session. Without an open session the client must destroy it itself."""
+        if self._streams.get(session):
+            self._communicators[session].add(communicator_id)
 
     async def _end(self, session: str) -> None:
         await asyncio.sleep(GRACE_S)
-        if self._open[session]:
+        if self._streams[session]:
             return
-        del self._open[session]
-        for communicator_id in self._made.pop(session, set()) & set(self._coordinator.state.communicators):
-            await self._coordinator.change(m.Destroyed(communicator_id))
+        del self._streams[session]
+        for communicator_id in self._communicators.pop(session, set()) & set(
+            self._coordinator.state.communicators
+        ):
+            await self._coordinator.apply_with_retry(m.Destroyed(communicator_id))
         state = self._coordinator.state
         usable = [device_id for device_id, member in state.members.items() if member.usable]
-        await asyncio.gather(*(self._free(key, f"{STAGING}{session}.") for key in usable))
+        await asyncio.gather(*(self._free(key, f"{STAGING_PREFIX}{session}.") for key in usable))
 
     async def _free(self, device_id: int, prefix: str) -> None:
         call = self._coordinator.call
@@ -70,4 +74,4 @@ class ClientSessions:
                 if buffer.name.startswith(prefix):
                     await call(device_id, "Free", pb.FreeRequest(name=buffer.name), FREE_S)
         except HoopError:
-            return  # a device that cannot be asked is the detector's business
+            return  # the failure detector deals with unreachable devices

@@ -1,7 +1,8 @@
-"""The coordinator: knows who is in, watches them, and starts what they do together.
+"""The coordinator: the shell round the membership state machine, and its connections to devices.
 
-It decides nothing itself: every happening goes through ``membership.step``, and what that returns is
-done here (journal, events, probes, aborts). No data passes through it but the lab's Memcpy.
+It takes no decisions itself. Every event goes through ``membership.state_machine.step``, and ``Coordinator`` carries
+out the instructions: it writes the journal, publishes events, probes and aborts. No training data passes through it;
+the lab's Memcpy and the ``relay`` baseline do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost
 from hoop.events import EventLog
 from hoop.membership import events as m
 from hoop.membership.failure_detector import DetectorConfig
@@ -27,7 +28,7 @@ from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.journal_store import JournalLocation, open_journal
 from hoop.servers.memory_order import MemoryOrder
-from hoop.texts import LONGEST
+from hoop.texts import MAX_TEXT_BYTES
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
@@ -37,52 +38,52 @@ from hoop.wire.service import Stub, status_of, translate, unreachable
 
 DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 PROBE_S = 0.5
-FINDING_S = 5.0
+REDISCOVERY_S = 5.0
 """How long members may need to find a coordinator that took over at another address."""
-JOURNAL_S = 2.0
-"""How long a change waits for a journal that is away, before it is refused."""
-AGAIN_S = 0.1
+JOURNAL_RETRY_S = 2.0
+"""How long ``apply_with_retry`` tries to write to a journal that does not answer."""
+RETRY_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """How a coordinator is set up."""
+    """The configuration of a coordinator."""
 
     host: str = "127.0.0.1"
     port: int = 0
     journal: JournalLocation | None = None
     count_unit: str = "bytes"
-    """What ``count`` means in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
+    """The unit of ``count`` in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
     timeout_s: float = 60.0
-    """How long an operation may take, where the caller does not say."""
+    """Timeout of an operation for which the caller gives none."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
-    reunion_s: float = 60.0
-    """How long a job whose devices are all lost waits for those that keep their memory in a file; 0: not at all."""
+    restart_grace_s: float = 60.0
+    """How long a job whose devices are all lost waits for those that keep their memory in a file to restart; 0: not."""
     max_message: int = MAX_MESSAGE_BYTES
     max_communicators: int = MAX_COMMUNICATORS
     communicators_per_client: int = MAX_COMMUNICATORS // 2
-    """A client is the machine that calls: none can take what others need."""
+    """Limit for one client, which is the host that calls: no client can use up all communicators."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
 
 
 class Coordinator:
-    """The coordinator's state, its devices, and the loop that watches them."""
+    """The membership state, the connections to devices, and the loop that checks their leases."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self.address = Address(config.host, config.port)
-        self.events = EventLog(longest=LONGEST)
+        self.events = EventLog(max_bytes=MAX_TEXT_BYTES)
         self.memory: dict[int, pb.DeviceMemory] = {}
         self.state = State(config.detector, last_tick=time.monotonic())
         self._journal: Journal | None = None
-        self._failing = ""
-        self._lost: PeerLost | None = None
-        self._over = asyncio.Event()
-        self.stops: dict[tuple[int, int], asyncio.Event] = {}
-        """Set when a communicator's generation must stop what it does."""
-        self.order = MemoryOrder()
+        self._last_failure = ""
+        self._leadership_error: PeerLost | None = None
+        self._leadership_lost = asyncio.Event()
+        self.stop_events: dict[tuple[int, int], asyncio.Event] = {}
+        """By communicator and generation: set when the operations of that generation must stop."""
+        self.memory_order = MemoryOrder()
         """Collectives and copies that were accepted and have not ended."""
         self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
         self._probing: set[int] = set()
@@ -90,11 +91,11 @@ class Coordinator:
         self._listeners: dict[object, Callable[[], None]] = {}
         self._server: grpc.aio.Server | None = None
 
-    # ---- the state machine's hands
+    # ---- events of the state machine
 
-    def apply(self, message: m.MembershipEvent) -> State:
-        """One step, and what it asks for. Raises what the rules or the journal raise, with nothing changed."""
-        state, instructions = step(self.state, message)
+    def apply(self, event: m.MembershipEvent) -> State:
+        """Applies one event and carries out its instructions. If the rules or the journal raise, nothing changes."""
+        state, instructions = step(self.state, event)
         entries = [one.entry for one in instructions if isinstance(one, m.Record)]
         if entries and self._journal is not None:
             self._journal.append(*entries)
@@ -106,33 +107,33 @@ class Coordinator:
                 case m.Probe(device_id):
                     self.in_background(self._probe(device_id))
                 case m.Stop():
-                    if event := self.stops.get((instruction.communicator_id, instruction.generation)):
-                        event.set()
+                    if stop := self.stop_events.get((instruction.communicator_id, instruction.generation)):
+                        stop.set()
                     self.in_background(self.abort(instruction))
-        if instructions or isinstance(message, m.Tick):
+        if instructions or isinstance(event, m.Tick):
             for listener in list(self._listeners.values()):
                 listener()
         return self.state
 
     def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Calls ``listener`` after every change of the state, and with every tick; returns the way out."""
+        """Calls ``listener`` after every change of the state and every tick. Returns a function that unsubscribes."""
         key = object()
         self._listeners[key] = listener
         return lambda: self._listeners.pop(key, None) and None
 
-    async def change(self, message: m.MembershipEvent) -> State:
-        """``apply``, for who can wait: a journal that is away is tried again, for a while."""
-        until = time.monotonic() + JOURNAL_S
+    async def apply_with_retry(self, event: m.MembershipEvent) -> State:
+        """``apply``; if the journal does not answer, tries again for ``JOURNAL_RETRY_S`` seconds."""
+        until = time.monotonic() + JOURNAL_RETRY_S
         while True:
             try:
-                return self.apply(message)
+                return self.apply(event)
             except DeadlineExceeded:
                 if time.monotonic() > until:
                     raise
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _probe(self, device_id: int) -> None:
-        """Asks a suspect directly. A refused connection is proof; anything else is the lease's business."""
+        """Opens a connection to a suspect. A refused one proves its death; in any other case its lease decides."""
         if device_id in self._probing:
             return
         info = self.state.members[device_id].info
@@ -147,15 +148,15 @@ class Coordinator:
                 await writer.wait_closed()
         except (ConnectionRefusedError, ConnectionResetError) as error:
             failure = f"{info.address} refuses connections ({error.strerror or error})"
-        except (OSError, UnicodeError):  # too slow, or trouble of our own: no evidence against the device
+        except (OSError, UnicodeError):  # too slow, or a local fault: no evidence against the device
             return
         finally:
             self._probing.discard(device_id)
-        with contextlib.suppress(DeadlineExceeded):  # the journal is away: a suspect is asked again
+        with contextlib.suppress(DeadlineExceeded):  # the journal does not answer: the next tick probes again
             self.apply(m.Probed(device_id, info.incarnation, failure))
 
     async def abort(self, stop: m.Stop) -> None:
-        """Tells every member that still lives to stop; returns when they have been told."""
+        """Sends Abort to every usable member. Returns when all have answered or timed out."""
         members = [device_id for device_id in stop.members if self.state.members[device_id].usable]
         request = pb.AbortRequest(
             communicator_id=stop.communicator_id,
@@ -169,7 +170,7 @@ class Coordinator:
     # ---- devices
 
     def device(self, device_id: int) -> Stub:
-        """The services of a device, on a channel that is kept while the device lives."""
+        """The gRPC stub of a device. Its channel is kept while the device has the same incarnation."""
         info = self.state.member(device_id).info
         known = self._channels.get(device_id)
         if known is not None and known[0] == info.incarnation:
@@ -185,7 +186,7 @@ class Coordinator:
         return stub
 
     async def call(self, device_id: int, method: str, request: Any, timeout: float) -> Any:
-        """One call to a device; how it goes is evidence of the device's health."""
+        """One call to a device. Its outcome goes to the failure detector."""
         member = self.state.member(device_id)
         if not member.usable:
             raise PeerLost(f"{member.info} is {member.health}: {member.reason}")
@@ -194,74 +195,79 @@ class Coordinator:
         except grpc.RpcError as error:
             if unreachable(error):
                 failure = status_of(error)
-                with contextlib.suppress(DeadlineExceeded):  # the journal is away: silence tells it again
+                with contextlib.suppress(
+                    DeadlineExceeded
+                ):  # the journal does not answer: the lease will expire
                     self.apply(m.CallReported(device_id, failure, time.monotonic()))
-                raise PeerLost(f"{member.info} was lost during {method}: {failure}") from None
+                raise PeerLost(
+                    f"{member.info} was lost during {method}: {failure}", cause=PeerCause.DEVICE_LOST
+                ) from None
             raise translate(error, f"device {device_id}") from None
         self.apply(m.CallReported(device_id, "", time.monotonic()))
         return answer
 
-    # ---- life
+    # ---- start and stop
 
     async def open(self) -> None:
-        """Reads the journal; where another coordinator owns it, waits for that one's end."""
+        """Reads the journal. If another coordinator owns it, waits until that one has ended."""
         if self.config.journal is None:
             return
         loop = asyncio.get_running_loop()
 
-        def lost(error: PeerLost) -> None:
-            self._lost = error
-            loop.call_soon_threadsafe(self._over.set)
+        def on_lost(error: PeerLost) -> None:
+            self._leadership_error = error
+            loop.call_soon_threadsafe(self._leadership_lost.set)
 
-        who = f"the coordinator at {self.address} (pid {os.getpid()} on {socket.gethostname()})"
+        owner = f"the coordinator at {self.address} (pid {os.getpid()} on {socket.gethostname()})"
 
         waited = False
 
-        def waiting(text: str) -> None:
+        def on_waiting(text: str) -> None:
             nonlocal waited
             waited = True
             self.events.publish("coordinator_waiting", text)
 
-        self._journal = await open_journal(self.config.journal, self.config.detector, who, waiting, lost)
+        self._journal = await open_journal(
+            self.config.journal, self.config.detector, owner, on_waiting, on_lost
+        )
         self.state = self._journal.state
         if waited:
-            there = tuple(key for key, one in self.state.members.items() if one.usable)
-            self.apply(m.Excused(there, time.monotonic() + FINDING_S))
+            usable = tuple(key for key, one in self.state.members.items() if one.usable)
+            self.apply(m.Excused(usable, time.monotonic() + REDISCOVERY_S))
 
-    async def lost(self) -> None:
-        """Waits for the journal to become another coordinator's, and raises that."""
-        await self._over.wait()
-        assert self._lost is not None, "set before the event"
-        raise self._lost
+    async def wait_leadership_lost(self) -> None:
+        """Waits until another coordinator owns the journal, and raises ``PeerLost``."""
+        await self._leadership_lost.wait()
+        assert self._leadership_error is not None, "set before the event"
+        raise self._leadership_error
 
     async def start(self, services: tuple[Any, ...]) -> Address:
         for one in list(self.state.communicators.values()):
-            # What a former coordinator launched may still run: it must not meet, on the same links, what this one will.
-            # A job is not launched from here: it goes on.
+            # Launches of the previous coordinator may still run. A new generation keeps their messages apart from those
+            # of new launches. Jobs are not launched from here: they go on.
             if not one.broken_by and one.id not in self.state.jobs:
                 self.apply(m.Rebuilt(one.id))
         self._server, self.address = await serve(
             self.address, services, self.config.max_message, self.config.credentials
         )
-        self.in_background(self._watch())
+        self.in_background(self._tick_forever())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
         return self.address
 
-    async def _watch(self) -> None:
+    async def _tick_forever(self) -> None:
         while True:
             try:
                 self.apply(m.Tick(time.monotonic()))
-            except (
-                HoopError
-            ) as error:  # the journal's disk is full, or it is away: watching must go on all the same
-                if self._failing != str(error):
+            except HoopError as error:  # the journal's disk is full, or it does not answer: go on watching
+                if self._last_failure != str(error):
                     self.events.publish("coordinator_failing", str(error))
-                self._failing = str(error)
+                self._last_failure = str(error)
             else:
-                self._failing = ""
+                self._last_failure = ""
             await asyncio.sleep(self.config.detector.heartbeat_s)
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Runs a coroutine as a task, which ``stop`` cancels."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,6 +1,6 @@
-"""hoop.v1.Coordinator: joining, health, communicators, collectives, events.
+"""hoop.v1.Coordinator: the gRPC service for membership, jobs, communicators and operations.
 
-A coordinator with its services in place.
+``CoordinatorServer`` is the composition root: it builds a coordinator with Hoop's service and the lab's.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
-from hoop.wire.service import describe, device_info, event_message, handlers
+from hoop.wire.service import device_info, device_message, event_message, handlers
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class CoordinatorService:
-    """Answers Hoop's own calls to a coordinator."""
+    """Hoop's coordinator service. Each method is the RPC of the same name."""
 
-    def __init__(self, coordinator: Coordinator, conductor: OperationQueue, groups: OperationGroups) -> None:
+    def __init__(self, coordinator: Coordinator, operations: OperationQueue, groups: OperationGroups) -> None:
         self._coordinator = coordinator
-        self._conductor = conductor
+        self._operations = operations
         self._groups = groups
-        self.jobs = Jobs(coordinator, conductor)
+        self.jobs = Jobs(coordinator, operations)
         self._sessions = ClientSessions(coordinator)
-        self._disputes = LinkDiagnosis(coordinator)
+        self._link_diagnosis = LinkDiagnosis(coordinator)
 
     # ---- devices
 
@@ -48,7 +48,7 @@ class CoordinatorService:
             raise InvalidArgument(
                 f"device_id: {info.device_id} leaves no room for others; choose one below 2^63"
             )
-        state = await self._coordinator.change(m.Joined(info, time.monotonic()))
+        state = await self._coordinator.apply_with_retry(m.Joined(info, time.monotonic()))
         device_id = info.device_id or next(
             key for key, member in state.members.items() if member.info.incarnation == info.incarnation
         )
@@ -57,18 +57,20 @@ class CoordinatorService:
             device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s
         )
 
-    async def attend(self, beats: AsyncIterator[pb.Heartbeat]) -> AsyncIterator[pb.HeartbeatAnswer]:
+    async def attend(self, heartbeats: AsyncIterator[pb.Heartbeat]) -> AsyncIterator[pb.HeartbeatAnswer]:
         last: pb.Heartbeat | None = None
         try:
-            async for beat in beats:
-                last = beat
+            async for heartbeat in heartbeats:
+                last = heartbeat
                 try:
-                    self._coordinator.apply(m.Heartbeat(beat.device_id, beat.incarnation, time.monotonic()))
+                    self._coordinator.apply(
+                        m.Heartbeat(heartbeat.device_id, heartbeat.incarnation, time.monotonic())
+                    )
                 except MembershipChanged:
                     yield pb.HeartbeatAnswer(known=False)
                     return
-                self._coordinator.memory[beat.device_id] = beat.memory
-                self._disputes.hear(beat)
+                self._coordinator.memory[heartbeat.device_id] = heartbeat.memory
+                self._link_diagnosis.on_heartbeat(heartbeat)
         finally:
             if last is not None:
                 self._coordinator.apply(m.LinkClosed(last.device_id, last.incarnation))
@@ -77,10 +79,10 @@ class CoordinatorService:
         if request.planned:
             await self.jobs.drain(request.device_id)
         else:
-            await self._coordinator.change(m.Left(request.device_id, request.incarnation))
+            await self._coordinator.apply_with_retry(m.Left(request.device_id, request.incarnation))
         return pb.LeaveResponse()
 
-    # ---- what is going on
+    # ---- status
 
     async def get_status(self, _: pb.GetStatusRequest) -> pb.GetStatusResponse:
         state = self._coordinator.state
@@ -89,21 +91,23 @@ class CoordinatorService:
             pid=os.getpid(),
             devices=[self._member(state.members[device_id]) for device_id in sorted(state.members)],
             communicators=[self._communicator(one) for one in state.communicators.values()],
-            jobs=self.jobs.messages(),
+            jobs=self.jobs.descriptions(),
         )
 
     def _member(self, member: Member) -> pb.Member:
         return pb.Member(
-            device=describe(member.info),
+            device=device_message(member.info),
             state=str(member.health),
             reason=member.reason,
             memory=self._coordinator.memory.get(member.info.device_id)
             or pb.DeviceMemory(capacity=member.info.capacity),
-            silent_s=max(0.0, time.monotonic() - member.pulse.last_beat),
+            silent_s=max(0.0, time.monotonic() - member.heartbeats.last_heartbeat),
         )
 
     def _communicator(self, one: CommunicatorState) -> pb.Communicator:
-        members = [describe(self._coordinator.state.members[device_id].info) for device_id in one.members]
+        members = [
+            device_message(self._coordinator.state.members[device_id].info) for device_id in one.members
+        ]
         return pb.Communicator(
             id=one.id, generation=one.generation, members=members, status=str(one.outcome), reason=one.reason
         )
@@ -129,7 +133,7 @@ class CoordinatorService:
         return pb.StartJobResponse(job_id=job_id)
 
     async def get_job(self, request: pb.GetJobRequest) -> pb.GetJobResponse:
-        found = next((one for one in self.jobs.messages() if one.id == request.job_id), None)
+        found = next((one for one in self.jobs.descriptions() if one.id == request.job_id), None)
         if found is None:
             known = sorted(self._coordinator.state.jobs) or "none"
             raise NotFound(f"job_id: {request.job_id} is unknown here; known: {known}")
@@ -161,9 +165,9 @@ class CoordinatorService:
     async def create_communicator(self, request: pb.CreateCommunicatorRequest) -> pb.CommunicatorResponse:
         if request.session:
             check_session(request.session)
-        one = await self._conductor.create(tuple(request.device_ids), request.devices)
+        one = await self._operations.create(tuple(request.device_ids), request.devices)
         if request.session:
-            self._sessions.made(request.session, one.id)
+            self._sessions.add_communicator(request.session, one.id)
         return pb.CommunicatorResponse(communicator=self._communicator(one))
 
     async def get_communicator(self, request: pb.GetCommunicatorRequest) -> pb.CommunicatorResponse:
@@ -171,23 +175,23 @@ class CoordinatorService:
         return pb.CommunicatorResponse(communicator=self._communicator(one))
 
     async def rebuild_communicator(self, request: pb.RebuildCommunicatorRequest) -> pb.CommunicatorResponse:
-        one = await self._conductor.rebuild(request.id)
+        one = await self._operations.rebuild(request.id)
         return pb.CommunicatorResponse(communicator=self._communicator(one))
 
     async def destroy_communicator(
         self, request: pb.DestroyCommunicatorRequest
     ) -> pb.DestroyCommunicatorResponse:
-        self._groups.forget(request.id)
-        await self._conductor.destroy(request.id)
+        self._groups.discard(request.id)
+        await self._operations.destroy(request.id)
         return pb.DestroyCommunicatorResponse()
 
     async def run(self, request: pb.RunRequest) -> pb.RunResponse:
-        works = [
+        requests = [
             OperationRequest(one.operation, dict(one.operands), one.driver or "devices")
             for one in request.operations
         ]
         return pb.RunResponse(
-            reports=await self._conductor.run(request.communicator_id, works, request.timeout_s)
+            reports=await self._operations.run(request.communicator_id, requests, request.timeout_s)
         )
 
     async def copy(self, request: pb.CopyRequest) -> pb.CopyResponse:
@@ -196,17 +200,17 @@ class CoordinatorService:
 
 
 class CoordinatorServer:
-    """The coordinator, serving both the lab's protocol and Hoop's."""
+    """A coordinator that serves both the lab's protocol and Hoop's."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.coordinator = Coordinator(config)
-        conductor, groups = OperationQueue(self.coordinator), OperationGroups()
-        service = CoordinatorService(self.coordinator, conductor, groups)
+        operations, groups = OperationQueue(self.coordinator), OperationGroups()
+        service = CoordinatorService(self.coordinator, operations, groups)
         self._jobs = service.jobs
         self._services = (
             handlers(
                 lab_service.COORDINATOR_SERVICE,
-                lab_service.LabCoordinator(self.coordinator, conductor, groups),
+                lab_service.LabCoordinator(self.coordinator, operations, groups),
             ),
             handlers(SERVICE, service),
         )

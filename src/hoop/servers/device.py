@@ -1,4 +1,4 @@
-"""A device: an arena, its data links, and the services that let others use them."""
+"""A device server: an arena, its transports, and the gRPC services that use them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, Trainer
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
-from hoop.transport.shm_listener import share
+from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES
@@ -32,12 +32,12 @@ from hoop.wire.roles import Role
 from hoop.wire.service import handlers
 
 ID_LABEL = "device_id"
-"""Under this label an arena remembers whose memory it is, so that a restarted device gets its id again."""
+"""The arena label that stores the device id, so that a restarted device gets the same id."""
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
-    """How a device is set up."""
+    """The configuration of a device."""
 
     coordinator: Address | Addresses
     memory: int = 256 * 1024 * 1024
@@ -45,15 +45,15 @@ class DeviceConfig:
     port: int = 0
     data_port: int = 0
     arena: Path | None = None
-    """A file that outlives the device; None: one that is deleted with it."""
+    """An arena file that survives the device; None: a file that is deleted with it."""
     device_id: int = 0
-    """0: what the arena remembers, else what the coordinator chooses."""
+    """0: the id in the arena's label, else the coordinator chooses one."""
     advertise: Address | None = None
-    """Where others reach its services, when that is not where it listens (a proxy, a NAT)."""
+    """Address at which peers reach its services, if it is not the listening address (a proxy, a NAT)."""
     advertise_data: Address | None = None
     checksums: bool = True
-    """Messages over TCP carry a checksum, and are sent again if they do not come as they were sent."""
-    patience_s: float = 30.0
+    """TCP messages carry a checksum, and damaged ones are retransmitted."""
+    join_timeout_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
     max_streams: int = MAX_OPEN
     insecure: bool = False
@@ -71,7 +71,7 @@ class DeviceServer:
         path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
         self._arena = Arena.open_or_create(path, config.memory)
         if not self._keeps_arena and sys.platform == "linux":
-            self._arena.unname()  # elsewhere peers can only be given it by its name
+            self._arena.unlink()  # other systems can share it with peers only by its name
         try:
             self._transport = TcpTransport(
                 Address(config.host, config.data_port), config.checksums, config.credentials.link_key
@@ -79,14 +79,16 @@ class DeviceServer:
         except HoopError:
             self._arena.close(delete=not self._keeps_arena)
             raise
-        self._shared = None if config.advertise_data else share(self._transport.address, self._arena)
+        self._shared = (
+            None if config.advertise_data else open_shm_transport(self._transport.address, self._arena)
+        )
         self._runner = OperationRunner(self._arena, self._transport, self._shared)
-        self._streams = StreamTable(self._arena, self._runner.behind, config.max_streams)
+        self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
         self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
-        self._transport.on_damage = self._tasks.damaged
+        self._transport.on_damage = self._tasks.on_damage
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
-        self._attendance = HeartbeatClient(
+        self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
         )
         self._server: grpc.aio.Server | None = None
@@ -108,7 +110,7 @@ class DeviceServer:
         return self._info
 
     async def start(self) -> DeviceInfo:
-        """Serves, joins, and sends heartbeats from then on; on failure nothing is left behind."""
+        """Starts the services, joins the cluster, and starts the heartbeats. On failure it releases everything."""
         try:
             self._service.info = self._info
             services = (
@@ -120,7 +122,7 @@ class DeviceServer:
             )
             info = dataclasses.replace(self._info, address=self.config.advertise or address)
             self._service.info = info
-            self._info = await self._attendance.join(info, self.config.patience_s)
+            self._info = await self._heartbeat_client.join(info, self.config.join_timeout_s)
         except (HoopError, asyncio.CancelledError):
             await self.stop()
             raise
@@ -128,17 +130,17 @@ class DeviceServer:
         self._lab.device_id = self._info.device_id
         if self._keeps_arena:
             self._arena.set_label(ID_LABEL, str(self._info.device_id))
-        self._attendance.attend()
+        self._heartbeat_client.start()
         return self._info
 
     async def stop(self, hand_over: bool = False) -> None:
-        """Leaves, ends what is under way, and gives everything back.
+        """Leaves the cluster, ends all tasks and transfers, and releases everything.
 
-        With ``hand_over``, the jobs it takes part in go on without it before it leaves.
+        ``hand_over``: first waits until its jobs continue without it.
         """
-        if hand_over and self._tasks.under_way():
-            await self._attendance.hand_over()
-        await self._attendance.leave()
+        if hand_over and self._tasks.describe():
+            await self._heartbeat_client.hand_over()
+        await self._heartbeat_client.leave()
         self._tasks.close()
         self._transport.close()
         if self._shared is not None:

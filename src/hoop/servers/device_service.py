@@ -1,4 +1,4 @@
-"""hoop.v1.Device: memory by name, streamed copies, and the coordinator's launches."""
+"""hoop.v1.Device: the gRPC service for named buffers, streamed copies, launches and tasks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STREAM_CHUNK_BYTES
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import describe
+from hoop.wire.service import device_message
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 
 
 class DeviceService:
-    """Answers Hoop's own calls to a device."""
+    """Hoop's device service. Each method is the RPC of the same name."""
 
     def __init__(self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks) -> None:
         self._arena = arena
@@ -33,57 +33,57 @@ class DeviceService:
         return pb.DeviceMemory(capacity=arena.capacity, used=arena.used, buffers=len(arena.buffers()))
 
     async def describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:
-        assert self.info is not None, "the service starts after the device knows itself"
+        assert self.info is not None, "set before the service starts"
         return pb.DescribeResponse(
-            device=describe(self.info),
+            device=device_message(self.info),
             memory=self.memory(),
             open_streams=self._streams.open,
-            tasks=self._tasks.under_way(),
+            tasks=self._tasks.describe(),
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
         buffer = self._arena.allocate(
             request.name, request.bytes, request.alignment or 64, reuse=request.reuse
         )
-        return pb.AllocateResponse(buffer=_message(buffer))
+        return pb.AllocateResponse(buffer=_buffer_message(buffer))
 
     async def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
         self._arena.free(request.name)
         return pb.FreeResponse()
 
     async def list_buffers(self, _: pb.ListBuffersRequest) -> pb.ListBuffersResponse:
-        return pb.ListBuffersResponse(buffers=[_message(buffer) for buffer in self._arena.buffers()])
+        return pb.ListBuffersResponse(buffers=[_buffer_message(buffer) for buffer in self._arena.buffers()])
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
-        place: pb.Location | None = None
+        location: pb.Location | None = None
         written, ordered = 0, False
         async for request in requests:
-            if place is None:
-                place, ordered = request.location, request.ordered
+            if location is None:
+                location, ordered = request.location, request.ordered
             elif request.HasField("location"):
                 raise InvalidArgument("location: only the first message of a Write names it")
             at = pb.Location()
-            at.CopyFrom(place)
+            at.CopyFrom(location)
             at.offset += written
             address = locate(self._arena, at, len(request.data))
-            turn = self._runner.behind("Write", address, len(request.data), True, ordered)
-            await turn.turn(MAX_TIMEOUT_S)
+            access = self._runner.order_access("Write", address, len(request.data), True, ordered)
+            await access.wait_turn(MAX_TIMEOUT_S)
             self._arena.write(address, request.data)
             written += len(request.data)
-        if place is None:
+        if location is None:
             raise InvalidArgument("location: the stream ended before its first message")
         return pb.WriteResponse(bytes=written)
 
     async def read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
         address = locate(self._arena, request.location, request.bytes)
-        turn = self._runner.behind("Read", address, request.bytes, False, request.ordered)
-        await turn.turn(MAX_TIMEOUT_S)
+        access = self._runner.order_access("Read", address, request.bytes, False, request.ordered)
+        await access.wait_turn(MAX_TIMEOUT_S)
         view = self._arena.view(address, request.bytes)
         for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
             yield pb.ReadResponse(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
     async def seat(self, request: pb.SeatRequest) -> pb.SeatResponse:
-        self._runner.seat(request.seat)
+        self._runner.assign(request.seat)
         return pb.SeatResponse()
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
@@ -113,7 +113,7 @@ class DeviceService:
         self._tasks.abort(request.communicator_id, request.generation, error)
         self._runner.abort(request.communicator_id, request.generation, error)
         if request.lost_device:
-            self._streams.lose(request.lost_device, request.reason)
+            self._streams.fail_peer(request.lost_device, request.reason)
         return pb.AbortResponse()
 
     async def start_task(self, request: pb.StartTaskRequest) -> pb.StartTaskResponse:
@@ -121,7 +121,7 @@ class DeviceService:
         return pb.StartTaskResponse()
 
     async def reseat_task(self, request: pb.ReseatTaskRequest) -> pb.ReseatTaskResponse:
-        self._tasks.reseat(request)
+        self._tasks.reassign(request)
         return pb.ReseatTaskResponse()
 
     async def move_task(self, request: pb.MoveTaskRequest) -> pb.MoveTaskResponse:
@@ -138,12 +138,12 @@ class DeviceService:
                 json=event.text,
                 origin=f"{task.token}:{event.sequence}",
             )
-            task.sent(event.sequence)  # asked for the next one, gRPC has written this one
+            task.mark_sent(event.sequence)  # gRPC asks for the next event after it has written this one
 
     async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
         self._tasks.stop(request.job_id)
         return pb.StopTaskResponse()
 
 
-def _message(buffer: ArenaBuffer) -> pb.Buffer:
+def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:
     return pb.Buffer(name=buffer.name, address=buffer.address, bytes=buffer.size)

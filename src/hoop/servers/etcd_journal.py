@@ -1,25 +1,20 @@
-"""etcd's v3 API, as far as a journal needs it: spoken to whichever of its endpoints answers.
+"""The journal in etcd, for coordinators on several machines: one writes, the others wait to take over.
 
-Every call has a deadline. etcd ends connections that are pinged more often than every five seconds, so there is no
-keepalive here: a call that gets no answer goes to the next endpoint.
-
-Who may write the journal in etcd: the coordinator whose name the owner key holds.
-
-    owner key ── hangs on ──▶ a lease of etcd's ◀── renewed by ── the owner, from a thread
-
-A coordinator that dies takes its lease with it, etcd deletes the key, and whoever waits for that puts its own name
-there. The revision at which that happened is the owner's term: every write compares it, so whoever was stopped, or
-cut off, and does not know yet that it is the owner no longer, cannot write. By its own clock it knows when its lease
-is over at the latest, and ends before that of etcd does.
-
-The journal in etcd, for coordinators on several machines: one writes, the others wait to take over.
-
-    PREFIX/owner                       who writes, while its lease lasts (``ownership``)
-    PREFIX/current                     the term whose entries count
+    PREFIX/owner                       the coordinator that writes, while its lease lasts (``LeaderLease``)
+    PREFIX/current                     the term whose entries are valid
     PREFIX/entries/TERM/NUMBER         the lines of one step, checksummed as in a file
 
-A new owner writes a snapshot under its own term, then makes it current and deletes what was before, as one. An
-append compares the owner's term and that its number is still free: of two coordinators one writes, the other ends.
+``EtcdJournal``: a new owner writes a snapshot under its own term. One transaction then makes that term current and
+deletes the older entries. An append succeeds only if the owner's term is unchanged and its number is still free. So of
+two coordinators one writes, and the other ends.
+
+``LeaderLease``: the owner key is attached to a lease of etcd, which a thread of the owner renews. When a coordinator
+dies, its lease expires, etcd deletes the key, and a waiting coordinator writes its own name. The revision of that write
+is the owner's term. Every write compares it, so a coordinator that was stopped or cut off cannot write after it has
+lost the lease. It also tracks the expiry by its own clock, and ends before the lease does.
+
+``Etcd``: the part of etcd's v3 API that this needs. Every call has a deadline, and goes to the next endpoint if one
+does not answer. There is no gRPC keepalive: etcd closes connections that are pinged more often than every five seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ from hoop.errors import (
     PeerLost,
     ResourceExhausted,
     UserError,
-    named,
+    error_from_name,
 )
 from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
@@ -59,7 +54,7 @@ from hoop.wire.tls import AUTHORITY, CERTIFICATE, KEY
 from hoop.wire.tokens import check_private
 
 TRY_S = 1.0
-"""How long one endpoint may take before the next is asked."""
+"""Timeout of one endpoint, before the next is tried."""
 _SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("KV", "Lease", "Watch")]
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -72,17 +67,17 @@ _OPTIONS = [
 
 
 class Etcd:
-    """A connection to etcd. It may be used by several threads."""
+    """A connection to etcd; thread-safe."""
 
     def __init__(self, endpoints: Addresses, tls: Path | None = None) -> None:
-        """``tls``: a folder with the authority of etcd's certificate and, where etcd asks for one, our own."""
+        """``tls``: a folder with etcd's certificate authority and, if etcd asks for it, a client certificate."""
         self.endpoints = endpoints
         secure = _credentials(tls) if tls else None
         self._channels = [
             grpc.secure_channel(str(one), secure, options=_OPTIONS)
             if secure
             else grpc.insecure_channel(str(one), options=_OPTIONS)
-            for one in endpoints.each
+            for one in endpoints.addresses
         ]
         self._methods = [
             {method.name: getattr(stub, method.name) for stub, service in stubs for method in service.methods}
@@ -91,55 +86,59 @@ class Etcd:
         ]
         self._current = 0
 
-    def ask(self, method: str, request: Any, within: float) -> Any:
-        """The first answer to a call: of the endpoint that answered last, else of the others in turn."""
-        for answer in self._answers(method, request, within):
+    def call(self, method: str, request: Any, timeout: float) -> Any:
+        """The first answer to a call. Tries the endpoint that answered last, then the others in turn."""
+        for answer in self._answers(method, request, timeout):
             return answer
         raise DeadlineExceeded(f"etcd at {self.endpoints} ended {method} without an answer")
 
-    def renew(self, lease: int, within: float) -> int:
-        """For how many seconds from now on a lease is good; 0: it is over."""
+    def renew(self, lease: int, timeout: float) -> int:
+        """Renews a lease. Returns its remaining seconds; 0: it has expired."""
         request = pb.LeaseKeepAliveRequest(ID=lease)
-        answer: pb.LeaseKeepAliveResponse = self.ask("LeaseKeepAlive", request, within)
+        answer: pb.LeaseKeepAliveResponse = self.call("LeaseKeepAlive", request, timeout)
         return answer.TTL
 
-    def until_deleted(self, key: bytes, since: int, within: float) -> None:
-        """Returns when a key was deleted after that revision, or the time is over."""
+    def wait_deleted(self, key: bytes, since: int, timeout: float) -> None:
+        """Returns when a key was deleted at revision ``since`` or later, or after ``timeout`` seconds."""
         create = pb.WatchCreateRequest(key=key, start_revision=since)
-        until = time.monotonic() + within
+        until = time.monotonic() + timeout
         try:
-            for answer in self._answers("Watch", pb.WatchRequest(create_request=create), within, within):
+            for answer in self._answers("Watch", pb.WatchRequest(create_request=create), timeout, timeout):
                 if answer.canceled or any(one.type == pb.Event.DELETE for one in answer.events):
                     return
         except DeadlineExceeded:
             if time.monotonic() < until:
                 raise
 
-    def _answers(self, method: str, request: Any, within: float, a_try: float = TRY_S) -> Iterator[Any]:
-        until = time.monotonic() + within
-        whom = f"etcd at {self.endpoints}"
+    def _answers(
+        self, method: str, request: Any, timeout: float, endpoint_timeout: float = TRY_S
+    ) -> Iterator[Any]:
+        until = time.monotonic() + timeout
+        peer = f"etcd at {self.endpoints}"
         reason = "no answer"
         for _ in self._methods:
-            index, left = self._current, until - time.monotonic()
-            if left <= 0:
+            index, remaining = self._current, until - time.monotonic()
+            if remaining <= 0:
                 break
-            call = self._methods[index][method]
+            method_call = self._methods[index][method]
             streaming = method in ("Watch", "LeaseKeepAlive")
             try:
-                answers = call(iter([request]) if streaming else request, timeout=min(a_try, left))
+                answers = method_call(
+                    iter([request]) if streaming else request, timeout=min(endpoint_timeout, remaining)
+                )
                 yield from answers if streaming else [answers]
                 return
             except grpc.RpcError as error:
-                reason = f"{self.endpoints.each[index]}: {error.details() or error.code().name}"
+                reason = f"{self.endpoints.addresses[index]}: {error.details() or error.code().name}"
                 if not unreachable(error):
-                    raise named(error.code().name, f"{whom}: {reason}") from None
-            except ValueError as error:  # the channel was closed meanwhile
+                    raise error_from_name(error.code().name, f"{peer}: {reason}") from None
+            except ValueError as error:  # another thread closed the channel
                 reason = str(error)
             self._current = (index + 1) % len(self._methods)
-        raise DeadlineExceeded(f"{whom} does not answer ({reason})")
+        raise DeadlineExceeded(f"{peer} does not answer ({reason})")
 
     def close(self) -> None:
-        """Ends what is under way, too."""
+        """Closes the channels; calls under way fail."""
         for channel in self._channels:
             channel.close()
 
@@ -158,148 +157,157 @@ def _credentials(folder: Path) -> grpc.ChannelCredentials:
 
 
 START_S = 5.0
-"""How long etcd may take to answer for the first time."""
-LOOK_S = 5.0
-"""How long one watch of another's key lasts, before it is looked at again."""
-AGAIN_S = 0.2
-Tell = Callable[[str], None]
+"""How long the first contact with etcd is tried."""
+WATCH_S = 5.0
+"""How long one watch of another owner's key lasts, before the key is read again."""
+RETRY_S = 0.2
+OnWaiting = Callable[[str], None]
 
 
 class LeaderLease:
-    """The right to write, while the lease lasts."""
+    """The right to write the journal, while a lease in etcd lasts."""
 
     def __init__(
         self,
         etcd: Etcd,
         where: str,
         key: bytes,
-        who: str,
+        owner: str,
         lease_s: float,
         on_lost: Callable[[PeerLost], None],
     ) -> None:
-        """``on_lost`` is called, from a thread, when it is over without having been asked for."""
+        """``owner``: describes this coordinator. ``on_lost`` is called, from a thread, when the lease is lost."""
         self.key, self.term = key, 0
-        self._etcd, self._where, self._who, self._on_lost = etcd, where, who, on_lost
-        self._ttl, self._lease, self._until = math.ceil(lease_s), 0, 0.0
-        self._away = ""
+        self._etcd, self._where, self._owner_text, self._on_lost = etcd, where, owner, on_lost
+        self._ttl, self._lease_id, self._expires_at = math.ceil(lease_s), 0, 0.0
+        self._unreachable = ""
+        """Why etcd did not answer the last call; empty: it did."""
         self._lost: PeerLost | None = None
-        self._closing, self._soon = threading.Event(), threading.Event()
+        self._closing, self._wake = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._renew, name="hoop journal lease", daemon=True)
 
-    # ---- taking it
+    # ---- acquire
 
-    def take(self, tell: Tell) -> None:
-        """Returns when the journal is ours; while it is another's, says whose, and waits for the end of its lease."""
-        knocking = Backoff("etcd", self._etcd.endpoints, START_S)
-        pauses: Iterator[float] = knocking.pauses()
-        say = _once(tell)
+    def acquire(self, on_waiting: OnWaiting) -> None:
+        """Returns when this coordinator owns the journal. Meanwhile it reports the owner, and waits for its lease."""
+        backoff = Backoff("etcd", self._etcd.endpoints, START_S)
+        delays: Iterator[float] = backoff.delays()
+        report = _without_repeats(on_waiting)
         while not self._closing.is_set():
             try:
-                owner = self._owner()
+                owner = self._read_owner()
                 if owner is None:
-                    self._claim()
-                elif self._lease and owner.lease == self._lease:
+                    self._try_acquire()
+                elif self._lease_id and owner.lease == self._lease_id:
                     self.term = owner.create_revision
                     self._thread.start()
                     return
                 else:
-                    say(f"journal {self._where}: waiting, it belongs to {_name(owner)}")
-                    self._etcd.until_deleted(self.key, owner.mod_revision + 1, LOOK_S)
-                    pauses = repeat(AGAIN_S)  # etcd is there: that it is away later is no reason to give up
+                    report(f"journal {self._where}: waiting, it belongs to {_name(owner)}")
+                    self._etcd.wait_deleted(self.key, owner.mod_revision + 1, WATCH_S)
+                    delays = repeat(RETRY_S)  # etcd has answered once: from now on retry without a deadline
             except DeadlineExceeded as error:
-                knocking.heard(str(error))
-                say(f"journal {self._where}: etcd does not answer, trying again")
-                self._closing.wait(next(pauses))
+                backoff.record_failure(str(error))
+                report(f"journal {self._where}: etcd does not answer, trying again")
+                self._closing.wait(next(delays))
         raise PeerLost(f"journal {self._where}: closed while it was waited for")
 
-    def _owner(self) -> pb.KeyValue | None:
-        found = self._etcd.ask("Range", pb.RangeRequest(key=self.key), START_S)
+    def _read_owner(self) -> pb.KeyValue | None:
+        found = self._etcd.call("Range", pb.RangeRequest(key=self.key), START_S)
         return found.kvs[0] if found.kvs else None
 
-    def _claim(self) -> None:
-        """Puts our name where there is none; whether another was faster, the next look shows."""
+    def _try_acquire(self) -> None:
+        """Writes the owner key if there is none. The next read shows whether another coordinator was faster."""
         sent = time.monotonic()
-        granted = self._etcd.ask("LeaseGrant", pb.LeaseGrantRequest(TTL=self._ttl), START_S)
-        self._lease, self._ttl, self._until = granted.ID, granted.TTL, sent + granted.TTL
+        granted = self._etcd.call("LeaseGrant", pb.LeaseGrantRequest(TTL=self._ttl), START_S)
+        self._lease_id, self._ttl, self._expires_at = granted.ID, granted.TTL, sent + granted.TTL
         free = pb.Compare(target=pb.Compare.CREATE, key=self.key, create_revision=0)
-        put = pb.PutRequest(key=self.key, value=self._who.encode(), lease=self._lease)
+        put = pb.PutRequest(key=self.key, value=self._owner_text.encode(), lease=self._lease_id)
         txn = pb.TxnRequest(compare=[free], success=[pb.RequestOp(request_put=put)])
-        self._etcd.ask("Txn", txn, START_S)
+        self._etcd.call("Txn", txn, START_S)
 
-    # ---- holding it
+    # ---- hold and renew
 
     @property
-    def ours(self) -> pb.Compare:
-        """What every write compares."""
+    def owner_condition(self) -> pb.Compare:
+        """The condition of every write: the owner key still has this term."""
         return pb.Compare(target=pb.Compare.CREATE, key=self.key, create_revision=self.term)
 
     def check(self) -> None:
-        """Raises if it is known that nothing can be written."""
+        """Raises if a write cannot succeed: the lease is lost, or etcd does not answer."""
         if self._lost is not None:
             raise self._lost
-        if self._away:
-            raise DeadlineExceeded(f"journal {self._where} is away, and nothing can be changed: {self._away}")
+        if self._unreachable:
+            raise DeadlineExceeded(
+                f"journal {self._where} is away, and nothing can be changed: {self._unreachable}"
+            )
 
-    def doubt(self, reason: str) -> None:
-        """etcd did not answer: the journal is away, until a renewal gets through."""
-        self._away = reason
-        self._soon.set()
+    def mark_unreachable(self, reason: str) -> None:
+        """etcd did not answer. Refuses writes until a renewal succeeds, which is tried at once."""
+        self._unreachable = reason
+        self._wake.set()
 
-    def lose(self, why: str) -> PeerLost:
-        """It is over."""
+    def mark_lost(self, why: str) -> PeerLost:
+        """The lease is lost. Calls ``on_lost`` the first time, and returns the error."""
         if self._lost is None:
             text = "this coordinator owns it no longer, and stops; devices and jobs go on"
             self._lost = PeerLost(f"journal {self._where}: {why}: {text}")
             self._on_lost(self._lost)
         return self._lost
 
-    def lose_to(self, owner: pb.KeyValue | None) -> PeerLost:
+    def mark_taken_by(self, owner: pb.KeyValue | None) -> PeerLost:
         another = owner is not None and owner.create_revision != self.term
-        return self.lose(f"it was taken over by {_name(owner)}" if owner and another else "its lease ended")
+        return self.mark_lost(
+            f"it was taken over by {_name(owner)}" if owner and another else "its lease ended"
+        )
 
     def _renew(self) -> None:
         while True:
-            left = self._until - time.monotonic()
-            self._soon.wait(min(AGAIN_S if self._away else self._ttl / 3, max(0.0, left)))
-            self._soon.clear()
+            remaining = self._expires_at - time.monotonic()
+            self._wake.wait(min(RETRY_S if self._unreachable else self._ttl / 3, max(0.0, remaining)))
+            self._wake.clear()
             if self._closing.is_set() or self._lost:
                 return
             sent = time.monotonic()
-            if sent >= self._until and self._away:
-                self.lose(f"its lease of {self._ttl} s was not renewed in time ({self._away})")
+            if sent >= self._expires_at and self._unreachable:
+                self.mark_lost(f"its lease of {self._ttl} s was not renewed in time ({self._unreachable})")
                 return
             try:
-                # After its time, by our clock, a lease is not asked for: this process slept, and hears who is awake.
-                ttl = self._etcd.renew(self._lease, self._until - sent) if sent < self._until else 0
+                # Expired by our own clock: this process was suspended. Do not renew; read the current owner.
+                ttl = (
+                    self._etcd.renew(self._lease_id, self._expires_at - sent)
+                    if sent < self._expires_at
+                    else 0
+                )
                 if ttl <= 0:
-                    self.lose_to(self._owner())
+                    self.mark_taken_by(self._read_owner())
                     return
-                self._until, self._away = sent + ttl, ""
+                self._expires_at, self._unreachable = sent + ttl, ""
             except HoopError as error:
-                self.doubt(str(error))
-                self._soon.clear()
+                self.mark_unreachable(str(error))
+                self._wake.clear()
 
     def close(self) -> None:
-        """Gives it back: whoever waits need not wait for the lease to end."""
+        """Revokes the lease, so that a waiting coordinator can take over at once."""
         self._closing.set()
-        self._soon.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-            with contextlib.suppress(HoopError):  # it ends by itself
-                self._etcd.ask("LeaseRevoke", pb.LeaseRevokeRequest(ID=self._lease), TRY_S)
+            with contextlib.suppress(HoopError):  # the lease expires by itself
+                self._etcd.call("LeaseRevoke", pb.LeaseRevokeRequest(ID=self._lease_id), TRY_S)
 
 
-def _once(tell: Tell) -> Tell:
-    """Tells what is new, compared with what was told last."""
-    said = ""
+def _without_repeats(on_waiting: OnWaiting) -> OnWaiting:
+    """Drops a text that equals the one before it."""
+    last = ""
 
-    def say(text: str) -> None:
-        nonlocal said
-        if text != said:
-            tell(text)
-        said = text
+    def report(text: str) -> None:
+        nonlocal last
+        if text != last:
+            on_waiting(text)
+        last = text
 
-    return say
+    return report
 
 
 def _name(owner: pb.KeyValue) -> str:
@@ -309,16 +317,16 @@ def _name(owner: pb.KeyValue) -> str:
 
 SCHEME = "etcd://"
 WRITE_S = 3.0
-"""How long a write may take, at all endpoints together; the coordinator does nothing else meanwhile."""
+"""Timeout of a write, over all endpoints. It blocks the coordinator."""
 CHUNK_BYTES = 1 << 20
-"""Of a snapshot, in one key; etcd takes 1.5 MiB in a request."""
+"""Bytes of a snapshot in one key; etcd accepts 1.5 MiB in a request."""
 PAGE = 32
-"""Keys that are read at once: below the largest message, whatever they hold."""
+"""Keys that one request reads; an answer with this many full keys fits one message."""
 
 
 @dataclass(frozen=True)
 class EtcdLocation:
-    """Where in etcd a journal is."""
+    """The location of a journal in etcd."""
 
     endpoints: Addresses
     prefix: str
@@ -329,7 +337,7 @@ class EtcdLocation:
     def parse(cls, text: str, lease_s: float = 10.0, tls: Path | None = None) -> EtcdLocation:
         """``etcd://HOST:PORT[,HOST:PORT...]/PREFIX``"""
         hosts, _, prefix = text.removeprefix(SCHEME).partition("/")
-        if "@" in hosts:  # what stands before it may be a password: it is not repeated
+        if "@" in hosts:  # the part before it may be a password: do not repeat it
             raise InvalidArgument(
                 "--journal: etcd's users are known by certificate, --journal-tls; leave out USER@"
             )
@@ -346,43 +354,41 @@ class EtcdLocation:
 
 
 class EtcdJournal:
-    """A journal in etcd; it is open when ``open`` has returned."""
+    """A journal in etcd. ``open`` must return before the first append."""
 
     state: State
 
-    def __init__(self, place: EtcdLocation, who: str, on_lost: Callable[[PeerLost], None]) -> None:
-        """``who``: what others are told of the owner. ``on_lost`` is called, from any thread, when it is another's."""
-        self._etcd = Etcd(place.endpoints, place.tls)
-        self._where, self._root = str(place), place.prefix.encode()
-        self._remedy = f"start on another prefix, or delete this one: etcdctl del --prefix {place.prefix}/"
-        self._owned = LeaderLease(
-            self._etcd, self._where, self._root + b"/owner", who, place.lease_s, on_lost
+    def __init__(self, location: EtcdLocation, owner: str, on_lost: Callable[[PeerLost], None]) -> None:
+        """``owner``: describes this coordinator. ``on_lost`` is called, from any thread, when the lease is lost."""
+        self._etcd = Etcd(location.endpoints, location.tls)
+        self._where, self._root = str(location), location.prefix.encode()
+        self._remedy = f"start on another prefix, or delete this one: etcdctl del --prefix {location.prefix}/"
+        self._lease = LeaderLease(
+            self._etcd, self._where, self._root + b"/owner", owner, location.lease_s, on_lost
         )
         self._number = 0
 
-    def open(self, config: DetectorConfig, tell: Tell) -> None:
-        """Waits until it is ours, reads it, and writes it anew as a snapshot."""
-        self._owned.take(tell)
+    def open(self, config: DetectorConfig, on_waiting: OnWaiting) -> None:
+        """Waits until this coordinator owns the journal, reads it, and rewrites it as a snapshot."""
+        self._lease.acquire(on_waiting)
         entries = self._read()
         self.state = restore(entries, config, time.monotonic(), self._where, self._remedy)
         for lines in _chunks(map(encode, snapshot(self.state))):
             self._write(lines)
-        current = pb.PutRequest(key=self._root + b"/current", value=b"%016x" % self._owned.term)
-        before = pb.DeleteRangeRequest(
-            key=self._root + b"/entries/", range_end=self._folder(self._owned.term)
-        )
-        done = [pb.RequestOp(request_put=current), pb.RequestOp(request_delete_range=before)]
-        if not self._etcd.ask(
-            "Txn", pb.TxnRequest(compare=[self._owned.ours], success=done), WRITE_S
+        current = pb.PutRequest(key=self._root + b"/current", value=b"%016x" % self._lease.term)
+        older = pb.DeleteRangeRequest(key=self._root + b"/entries/", range_end=self._folder(self._lease.term))
+        commit = [pb.RequestOp(request_put=current), pb.RequestOp(request_delete_range=older)]
+        if not self._etcd.call(
+            "Txn", pb.TxnRequest(compare=[self._lease.owner_condition], success=commit), WRITE_S
         ).succeeded:
-            raise self._owned.lose_to(None)
+            raise self._lease.mark_taken_by(None)
 
     def append(self, *entries: Entry) -> None:
-        """Writes entries, all or none; DEADLINE_EXCEEDED: etcd is away, and none is known to be written."""
+        """Writes entries, all or none. DEADLINE_EXCEEDED: etcd did not answer; they may or may not be written."""
         self._write(b"".join(map(encode, entries)))
 
     def close(self) -> None:
-        self._owned.close()
+        self._lease.close()
         self._etcd.close()
 
     # ---- keys
@@ -391,8 +397,8 @@ class EtcdJournal:
         return b"%s/entries/%016x/" % (self._root, term)
 
     def _read(self) -> list[Entry]:
-        """What the current term has written: every entry, in order."""
-        found = self._etcd.ask("Range", pb.RangeRequest(key=self._root + b"/current"), WRITE_S).kvs
+        """All entries of the current term, in order."""
+        found = self._etcd.call("Range", pb.RangeRequest(key=self._root + b"/current"), WRITE_S).kvs
         if not found:
             return []
         if not re.fullmatch(rb"[0-9a-f]{16}", found[0].value):
@@ -400,10 +406,10 @@ class EtcdJournal:
                 f"journal {self._where}: its key current is no term of Hoop's; {self._remedy}"
             )
         folder = self._folder(int(found[0].value, 16))
-        key, end = folder, folder[:-1] + b"0"  # what follows / in the order of bytes
+        key, end = folder, folder[:-1] + b"0"  # 0 is the byte after /
         keys: list[pb.KeyValue] = []
         while True:
-            page = self._etcd.ask("Range", pb.RangeRequest(key=key, range_end=end, limit=PAGE), WRITE_S)
+            page = self._etcd.call("Range", pb.RangeRequest(key=key, range_end=end, limit=PAGE), WRITE_S)
             keys += page.kvs
             if not page.more:
                 break
@@ -418,31 +424,31 @@ class EtcdJournal:
         return entries
 
     def _write(self, lines: bytes) -> None:
-        """The next key, if the journal is ours and nobody has written it.
+        """Writes the next key, if this coordinator owns the journal and the key is free.
 
-        A write that got no answer may have been made, or be made later. So the next one finds its number taken, and
-        takes the place of what was refused; what comes later than that finds the number taken, too.
+        A write without an answer may have succeeded, or may succeed later. The next write then finds its number taken,
+        and overwrites the refused entry. A write that etcd sees later than that finds the number taken, and fails.
         """
-        self._owned.check()
-        key = b"%s%016x" % (self._folder(self._owned.term), self._number + 1)
-        there = 0  # the revision at which the key was written; 0: it was not
+        self._lease.check()
+        key = b"%s%016x" % (self._folder(self._lease.term), self._number + 1)
+        revision = 0  # at which the key was written; 0: it does not exist
         while True:
             txn = pb.TxnRequest(
                 compare=[
-                    self._owned.ours,
-                    pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=there),
+                    self._lease.owner_condition,
+                    pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=revision),
                 ],
                 success=[pb.RequestOp(request_put=pb.PutRequest(key=key, value=lines))],
                 failure=[
-                    pb.RequestOp(request_range=pb.RangeRequest(key=self._owned.key)),
+                    pb.RequestOp(request_range=pb.RangeRequest(key=self._lease.key)),
                     pb.RequestOp(request_range=pb.RangeRequest(key=key)),
                 ],
             )
             try:
-                answer: pb.TxnResponse = self._etcd.ask("Txn", txn, WRITE_S)
+                answer: pb.TxnResponse = self._etcd.call("Txn", txn, WRITE_S)
             except DeadlineExceeded as error:
-                self._owned.doubt(str(error))
-                self._owned.check()
+                self._lease.mark_unreachable(str(error))
+                self._lease.check()
                 raise
             except UserError as error:  # too large, or etcd is full
                 raise ResourceExhausted(
@@ -451,11 +457,11 @@ class EtcdJournal:
             if answer.succeeded:
                 break
             owner, written = (one.response_range.kvs for one in answer.responses)
-            if not owner or owner[0].create_revision != self._owned.term:
-                raise self._owned.lose_to(owner[0] if owner else None)
-            if written and written[0].value == lines:  # an earlier try, whose answer was lost
+            if not owner or owner[0].create_revision != self._lease.term:
+                raise self._lease.mark_taken_by(owner[0] if owner else None)
+            if written and written[0].value == lines:  # an earlier attempt whose answer was lost
                 break
-            there = written[0].mod_revision if written else 0
+            revision = written[0].mod_revision if written else 0
         self._number += 1
 
 

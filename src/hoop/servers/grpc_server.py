@@ -1,4 +1,4 @@
-"""Starting a gRPC server at an address, or saying why not."""
+"""Starts a gRPC server at an address, and refuses to expose one without authentication."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ log = logging.getLogger("hoop")
 
 
 def check_exposure(address: Address, credentials: Credentials, insecure: bool) -> None:
-    """Refuses to listen beyond this machine where callers need prove nothing, without a word that it is meant."""
-    if address.is_loopback or credentials.asked:
+    """Raises if other hosts could call without authentication, unless ``insecure`` allows it (then it warns)."""
+    if address.is_loopback or credentials.required:
         return
     where = f"{address.host} can be reached from other machines"
     if not insecure:
         raise InvalidArgument(
-            f"host: {where}, and whoever calls can run jobs here; let callers prove themselves with a token "
+            f"host: {where}, and any caller can run jobs here; authenticate callers with a token "
             "(hoop token FILE, then --token-file FILE everywhere) or certificates (hoop certs DIR, then --tls DIR); "
             "or use 127.0.0.1, or --insecure on a network you trust"
         )
-    log.warning("insecure: %s, and nobody who calls has to prove anything (SECURITY.md)", where)
+    log.warning("insecure: %s, and callers are not authenticated (SECURITY.md)", where)
 
 
 async def serve(
     address: Address, services: Sequence[Any], max_message: int, credentials: Credentials
 ) -> tuple[grpc.aio.Server, Address]:
-    """A started server and where it listens (port 0: any free one)."""
+    """Starts a server. Returns it and its address; port 0 picks a free port."""
     server = grpc.aio.server(options=server_options(max_message), interceptors=credentials.interceptors())
     server.add_generic_rpc_handlers(tuple(services))
     try:
-        port = credentials.listen(server, address)
+        port = credentials.add_port(server, address)
     except RuntimeError:
         raise FailedPrecondition(
             f"cannot listen on {address}: the port is in use or not ours; choose another, or 0 for any"
@@ -50,7 +50,7 @@ async def serve(
 
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:
-    """``host:port``, whole or not at all: whoever waits for the file never reads half of it."""
+    """Writes ``host:port`` atomically: a process that waits for the file never reads half of it."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(f"{address}\n")
     os.replace(fresh, path)

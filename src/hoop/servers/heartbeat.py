@@ -1,7 +1,7 @@
-"""A device's standing with its coordinator: it joins, sends heartbeats, and joins again when it must.
+"""The heartbeat client: a device joins its coordinator, sends heartbeats, and joins again when it must.
 
-The coordinator may be away: the device works on and knocks until it is back. Only the first joining
-has a deadline, because whoever started the device wants to know.
+While the coordinator does not answer, the device works on and retries without end. Only the first join has a deadline,
+so that a device that cannot join fails at its start.
 """
 
 from __future__ import annotations
@@ -19,87 +19,88 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, describe, status_of, translate, unreachable
+from hoop.wire.service import Stub, device_message, status_of, translate, unreachable
 
 log = logging.getLogger("hoop")
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 CALL_S = 5.0
 HAND_OVER_S = 15.0
 LEAVE_S = 3.0
-"""How long a goodbye may take. A coordinator that is busy still gets it: else the device counts as lost."""
+"""Timeout of the leave call. It suffices for a busy coordinator: without the call the device counts as lost."""
 STALLED = 1 / 3
-"""Of a lease: how long a task waits for others without a byte before the coordinator is asked to look into it."""
-RETURN_S = 0.2
-"""How long at most a member waits before it knocks again: a restarted coordinator gives it one lease."""
+"""Fraction of a lease: a task that waits longer for a peer without a byte reports a stall (``link_diagnosis``)."""
+MAX_RETRY_S = 0.2
+"""Longest pause before a member tries to reconnect: a restarted coordinator gives it one lease."""
 
 
 class HeartbeatClient:
-    """Keeps a device a member."""
+    """Keeps a device a member of the cluster."""
 
     def __init__(
         self,
         coordinator: Address | Addresses,
         memory: Callable[[], pb.DeviceMemory],
         credentials: Credentials,
-        stalls: Callable[[float], list[pb.Stall]] = lambda patience: [],
+        stalls: Callable[[float], list[pb.Stall]] = lambda timeout: [],
     ) -> None:
+        """``memory`` and ``stalls`` supply the contents of each heartbeat."""
         self.coordinator = coordinator
         self._memory, self._stalls = memory, stalls
         self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
         self._stub = Stub(self._channel, SERVICE, credentials.metadata)
-        self._heartbeat_s, self._patience_s = 0.1, 0.5
+        self._heartbeat_s, self._stall_s = 0.1, 0.5
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
         self.info: DeviceInfo | None = None
 
-    async def join(self, info: DeviceInfo, patience_s: float) -> DeviceInfo:
-        """Joins, knocking until a deadline; the info comes back with the id it has there."""
-        knocking = Backoff("the coordinator", self.coordinator, patience_s)
-        for pause in knocking.pauses():
+    async def join(self, info: DeviceInfo, timeout_s: float) -> DeviceInfo:
+        """Joins, with retries for ``timeout_s`` seconds. Returns the info with its device id."""
+        backoff = Backoff("the coordinator", self.coordinator, timeout_s)
+        for delay in backoff.delays():
             try:
-                answer = await self._stub.Join(pb.JoinRequest(device=describe(info)), timeout=CALL_S)
+                answer = await self._stub.Join(pb.JoinRequest(device=device_message(info)), timeout=CALL_S)
             except grpc.RpcError as error:
                 if not unreachable(error):
                     raise translate(error, f"the coordinator at {self.coordinator}") from None
-                knocking.heard(status_of(error))
-                await asyncio.sleep(pause)
+                backoff.record_failure(status_of(error))
+                await asyncio.sleep(delay)
                 continue
-            self._heartbeat_s, self._patience_s = answer.heartbeat_s, STALLED * answer.lease_s
+            self._heartbeat_s, self._stall_s = answer.heartbeat_s, STALLED * answer.lease_s
             self.info = dataclasses.replace(info, device_id=answer.device_id)
             return self.info
-        raise knocking.failure()
+        raise backoff.timeout_error()
 
-    def attend(self) -> None:
+    def start(self) -> None:
         """Starts the heartbeats."""
-        self._task = asyncio.ensure_future(self._attend())
+        self._task = asyncio.ensure_future(self._send_heartbeats())
 
-    async def _attend(self) -> None:
-        assert self.info is not None, "a device joins before it attends"
-        pause = Backoff.FIRST_S
+    async def _send_heartbeats(self) -> None:
+        assert self.info is not None, "a device joins before it sends heartbeats"
+        pause = Backoff.INITIAL_S
         while not self._leaving:
             try:
-                async for answer in self._stub.Attend(self._beats(self.info)):
-                    pause = Backoff.FIRST_S
+                async for answer in self._stub.Attend(self._heartbeats(self.info)):
+                    pause = Backoff.INITIAL_S
                     if not answer.known:
                         break
                 if self._leaving:
                     return
-                self.info = await self.join(self.info, patience_s=CALL_S)
+                self.info = await self.join(self.info, timeout_s=CALL_S)
             except (grpc.RpcError, HoopError) as error:
-                log.debug("the coordinator is away: %s", error)
+                log.debug("the coordinator does not answer: %s", error)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, RETURN_S)
+                pause = min(2 * pause, MAX_RETRY_S)
 
-    async def _beats(self, info: DeviceInfo) -> AsyncIterator[pb.Heartbeat]:
+    async def _heartbeats(self, info: DeviceInfo) -> AsyncIterator[pb.Heartbeat]:
         while True:
-            stalls = self._stalls(self._patience_s)
+            stalls = self._stalls(self._stall_s)
             yield pb.Heartbeat(
                 device_id=info.device_id, incarnation=info.incarnation, memory=self._memory(), stalls=stalls
             )
             await asyncio.sleep(self._heartbeat_s)
 
     async def hand_over(self) -> None:
-        """Asks for others to take over what this device does; returns when they have, or could not."""
+        """Asks for the jobs of this device to continue without it. Returns when they do, or cannot."""
         if self.info is not None:
             request = pb.LeaveRequest(
                 device_id=self.info.device_id, incarnation=self.info.incarnation, planned=True
@@ -107,17 +108,17 @@ class HeartbeatClient:
             try:
                 await self._stub.Leave(request, timeout=HAND_OVER_S)
             except grpc.RpcError as error:
-                log.debug("nobody to hand over to: %s", error.details())
+                log.debug("cannot hand over, the coordinator does not answer: %s", error.details())
 
     async def leave(self) -> None:
-        """Says goodbye, if there is anybody to say it to."""
+        """Leaves the cluster, and stops the heartbeats."""
         self._leaving = True
         if self.info is not None:
             request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation)
             try:
                 await self._stub.Leave(request, timeout=LEAVE_S)
             except grpc.RpcError as error:
-                log.debug("nobody to say goodbye to: %s", error.details())
+                log.debug("cannot leave, the coordinator does not answer: %s", error.details())
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

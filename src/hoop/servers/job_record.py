@@ -1,30 +1,134 @@
-"""An event log as an async stream: what is there, then what comes, in order and without a gap.
+"""The coordinator's record of one job: its events, its watches of devices, and its failures.
 
-One job, as the coordinator knows it.
+``membership.job_membership`` holds which devices take part. ``follow_events`` turns an event log into an async stream,
+by which the services of coordinator and device send job events.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hoop.errors import HoopError, PeerLost, UserError
+from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, UserError
 from hoop.events import Event, EventLog
+from hoop.job_events import JobEnded, JobEvent, Ready
 from hoop.membership.state import CommunicatorState
-from hoop.servers.tasks import TOLD_FIRST
+from hoop.servers.tasks import PINNED_EVENTS
+from hoop.strategies.catalog import parse
+from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
+
+
+@dataclass
+class JobRecord:
+    """The events and the outcome of one job."""
+
+    communicator: CommunicatorState
+    settings: str
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    """A unique name of this run; arenas carry it (see ``JobState.run``)."""
+    log: EventLog = field(default_factory=lambda: EventLog(100_000, PINNED_EVENTS))
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Prefix of the origins of the coordinator's own events."""
+    seen_origins: set[str] = field(default_factory=set)
+    """Origins of events received from devices. A device that is watched again sends all of its events again."""
+    failures: list[HoopError] = field(default_factory=list)
+    losses: list[HoopError] = field(default_factory=list)
+    """One error for each device that was lost."""
+    ended: bool = False
+    """Whether a device reached the end of the training."""
+    watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By incarnation: the asyncio task that receives the events of that device's task."""
+    data: str = ""
+    """Fingerprint of the dataset that all devices must have; empty until the first device reports it."""
+    _own_events: int = 0
+
+    @property
+    def id(self) -> int:
+        return self.communicator.id
+
+    @property
+    def elastic(self) -> bool:
+        """Whether devices may join and leave while it runs: each has the whole model, or its part is replicated."""
+        return self.moves or bool(self._settings.get("mirror", True))
+
+    @property
+    def moves(self) -> bool:
+        """Whether ranks can change between two steps: no state has to be resharded if every rank has all of it."""
+        try:
+            return parse(str(self._settings.get("strategy", DataParallel.name))).replicated
+        except InvalidArgument:
+            return False
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        try:
+            found = parse_json(self.settings)
+        except ValueError:
+            found = None
+        return found if isinstance(found, dict) else {"strategy": "", "mirror": False}
+
+    def rank(self, device_id: int) -> int:
+        """A device's current rank; 0 if it is not a member, and events are then identified by its device id."""
+        members = self.communicator.members
+        return members.index(device_id) if device_id in members else 0
+
+    def watched(self, incarnation: str) -> bool:
+        """Whether a watch of this incarnation runs. A watch that has ended may still be in ``watches``."""
+        watch = self.watches.get(incarnation)
+        return watch is not None and not watch.done()
+
+    def refusal(self, info: DeviceInfo, event: Ready) -> str:
+        """Why a device with this event cannot take part; empty if it can."""
+        found = event.data  # None if the device took part before and was only unreachable
+        self.data = self.data or found or ""
+        if found in (None, self.data):
+            return ""
+        return (
+            f"{info} has other data than job {self.id}: {event.about} with fingerprint {found}, where the "
+            f"others have {self.data}; put the same dataset on {info.host}, and start the device again"
+        )
+
+    def emit(self, event: JobEvent, rank: int = 0, device: int = 0) -> None:
+        """Adds an event of the coordinator's own to the job's log."""
+        self._own_events += 1
+        self.append(event.kind, event.to_json(), rank, device, f"{self.token}:{self._own_events}")
+
+    def append(self, kind: str, json: str, rank: int, device: int, origin: str) -> None:
+        """Adds an event to the job's log. ``origin`` is its unique name."""
+        self.log.publish(kind, json, rank=rank, device=device, origin=origin)
+
+    def outcome(self) -> HoopError | None:
+        """The failure that explains the rest, or None if the job succeeded."""
+        if not self.ended:
+            self.failures += self.losses
+        return min([*self.failures, *self.losses], key=_weight) if self.failures else None
+
+
+def is_over(event: Event) -> bool:
+    """Whether this is the last event of a job."""
+    return event.kind == JobEnded.kind
+
+
+def _weight(error: HoopError) -> int:
+    """Sort key, root cause first: a user error, a bug, a lost device, then link errors of its neighbours."""
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, PeerLost):
+        return 2 if error.cause is PeerCause.DEVICE_LOST else 3
+    return 1
 
 
 async def follow_events(
     log: EventLog, after: int, ends: Callable[[Event], bool] = lambda event: False
 ) -> AsyncIterator[Event]:
-    """Events with a higher sequence, from now on as they come; stops after one that ends it.
+    """Yields events with a higher sequence number than ``after``, then new ones as they come, in order without a gap.
 
-    The log may be published to from any thread.
+    Stops after an event for which ``ends`` is true. Any thread may publish to the log.
     """
     loop = asyncio.get_running_loop()
     changed = asyncio.Event()
@@ -44,98 +148,3 @@ async def follow_events(
             await changed.wait()
     finally:
         unsubscribe()
-
-
-JOB_ENDED = "job_ended"
-
-
-@dataclass
-class JobRecord:
-    """What a job told, and how it went; who takes part is in ``membership.job_membership``."""
-
-    communicator: CommunicatorState
-    settings: str
-    run: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Its own name: what devices' memories hold of it is known by that."""
-    log: EventLog = field(default_factory=lambda: EventLog(100_000, TOLD_FIRST))
-    token: str = field(default_factory=lambda: secrets.token_hex(8))
-    heard: set[str] = field(default_factory=set)
-    """Origins of what devices told: a device that is watched anew tells all of it again."""
-    failures: list[HoopError] = field(default_factory=list)
-    losses: list[HoopError] = field(default_factory=list)
-    """Devices that were lost on the way."""
-    ended: bool = False
-    """Whether some device came to the end."""
-    watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """By incarnation, the watch of the task of a device that takes part, or gets ready."""
-    data: str = ""
-    """What everybody's data must be like: a fingerprint; empty: it was not told yet."""
-    _own: int = 0
-
-    @property
-    def id(self) -> int:
-        return self.communicator.id
-
-    @property
-    def elastic(self) -> bool:
-        """Whether devices may come and go while it runs: every device has the whole model, or mirrors its part."""
-        return self.moves or bool(self._settings.get("mirror", True))
-
-    @property
-    def moves(self) -> bool:
-        """Whether it can go on in other seats after a step, without having anything to cut anew."""
-        return str(self._settings.get("strategy", "data")) == "data"
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        try:
-            found = parse_json(self.settings)
-        except ValueError:
-            found = None
-        return found if isinstance(found, dict) else {"strategy": "", "mirror": False}
-
-    def rank(self, device_id: int) -> int:
-        """A device's rank now; 0 where it is no member (any more, or yet), and its id is what counts."""
-        members = self.communicator.members
-        return members.index(device_id) if device_id in members else 0
-
-    def watched(self, incarnation: str) -> bool:
-        """Whether it is listened to; a watch that has ended may not have been cleared away yet."""
-        watch = self.watches.get(incarnation)
-        return watch is not None and not watch.done()
-
-    def refusal(self, info: DeviceInfo, told: Mapping[str, Any]) -> str:
-        """Why a device that is ready cannot take part, or nothing."""
-        found = told.get("data")  # nothing where it took part before, and was only thought dead
-        self.data = self.data or found or ""
-        if found in (None, self.data):
-            return ""
-        return (
-            f"{info} has other data than job {self.id}: {told.get('about')} with fingerprint {found}, where the others "
-            f"have {self.data}; put the same dataset on {info.host}, and start the device again"
-        )
-
-    def tell(self, kind: str, text: str, rank: int = 0, device: int = 0, origin: str = "") -> None:
-        """Adds to what it told; without an origin it is the coordinator's own word."""
-        self._own += 1
-        self.log.publish(kind, text, rank=rank, device=device, origin=origin or f"{self.token}:{self._own}")
-
-    def outcome(self) -> HoopError | None:
-        """The failure that explains the others, or none."""
-        if not self.ended:
-            self.failures += self.losses
-        return min([*self.failures, *self.losses], key=_weight) if self.failures else None
-
-
-def is_over(event: Event) -> bool:
-    """Whether a job tells nothing after this."""
-    return event.kind == JOB_ENDED
-
-
-def _weight(error: HoopError) -> int:
-    """The failure that explains the others first: a mistake, a bug, a death, then its neighbours' complaints."""
-    if isinstance(error, UserError):
-        return 0
-    if isinstance(error, PeerLost):
-        return 2 if " was lost: " in str(error) else 3
-    return 1

@@ -1,30 +1,31 @@
-"""The coordinator's part in jobs: it starts them, keeps what they tell, and writes how they ended.
+"""Jobs of the coordinator: it starts them, collects their events, and records how they end.
 
-client ── StartJob ──▶ coordinator ── StartTask ──▶ each device      (1) then the journal has it
-                       coordinator ◀── WatchTask ── each device      (2) kept in the job's log
+client ── StartJob ──▶ coordinator ── StartTask ──▶ each device      (1) then the journal has the job
+                       coordinator ◀── WatchTask ── each device      (2) events go to the job's log
 client ◀── WatchJob ── coordinator                                   (3) from any event on, as often as wanted
 
-No step waits for it. Who takes part is decided in ``membership.job_membership``. It may be killed and started again:
-its journal names the jobs, and the devices, which went on, send their events again.
+No training step waits for the coordinator. ``membership.job_membership`` decides which devices take part;
+``rank_assignment.JobSupervisor`` carries that out. The coordinator may be killed and restarted: its journal names the
+jobs, and the devices, which kept training, send their events again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 import grpc
 
-from hoop.errors import HoopError, NotFound, PeerLost, named
+from hoop import job_events as ev
+from hoop.errors import HoopError, NotFound, PeerCause, PeerLost, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.job_record import JOB_ENDED, JobRecord, follow_events, is_over
-from hoop.servers.operations import OperationQueue, assign_ranks
+from hoop.servers.job_record import JobRecord, follow_events, is_over
+from hoop.servers.operations import OperationQueue, rank_assignment_message
 from hoop.servers.rank_assignment import START_S, JobSupervisor
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
@@ -33,32 +34,47 @@ from hoop.wire.service import translate, unreachable
 
 STOP_S = 5.0
 DRAIN_S = 10.0
-"""How long a device that leaves is asked to wait for the others to take over: a step, mostly."""
+"""How long a device that leaves waits for the other ranks to continue without it: about one step."""
 LAST_EVENTS_S = 5.0
-"""How long the last events of a job that is over are waited for."""
+"""How long the coordinator waits for the last events of a job that is over."""
+
+MEMBERSHIP_EVENTS = (
+    ev.Loaded,
+    ev.Ready,
+    ev.Started,
+    ev.Waiting,
+    ev.Resized,
+    ev.Recovered,
+    ev.Ended,
+    ev.Left,
+    ev.Failed,
+)
+"""Events of a task that the coordinator acts on."""
 
 
 class Jobs:
-    """Every job of this coordinator."""
+    """Every job of this coordinator: running ones, and the last that ended."""
 
-    def __init__(self, coordinator: Coordinator, conductor: OperationQueue) -> None:
+    def __init__(self, coordinator: Coordinator, operations: OperationQueue) -> None:
         self._coordinator = coordinator
-        self._conductor = conductor
+        self._operations = operations
         self._jobs: dict[int, JobRecord] = {}
         self._supervisors: dict[int, JobSupervisor] = {}
-        """Of the jobs that run."""
+        """By id of a running job."""
+
+    # ---- start
 
     async def start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
-        """Starts a job on these devices; it is on all of them when this returns, or on none."""
-        one = await self._conductor.create(device_ids, 0)
+        """Starts a job on these devices. When this returns, it runs on all of them; if it raises, on none."""
+        one = await self._operations.create(device_ids, 0)
         job = JobRecord(one, settings)
-        supervisor = JobSupervisor(self._coordinator, job, self._listen)
+        supervisor = JobSupervisor(self._coordinator, job, self._watch_task)
         supervisor.excuse(one.members)
 
         def request(rank: int) -> pb.StartTaskRequest:
-            place = assign_ranks(self._coordinator, one, rank)
+            assignment = rank_assignment_message(self._coordinator, one, rank)
             return pb.StartTaskRequest(
-                job_id=one.id, seat=place, settings=settings, resume=resume, run=job.run
+                job_id=one.id, seat=assignment, settings=settings, resume=resume, run=job.run
             )
 
         calls = [
@@ -69,45 +85,47 @@ class Jobs:
         try:
             if failures := [error for error in outcomes if isinstance(error, BaseException)]:
                 raise failures[0]
-            await self._coordinator.change(m.JobStarted(one.id, settings, job.run))
+            await self._coordinator.apply_with_retry(m.JobStarted(one.id, settings, job.run))
         except BaseException as error:
             supervisor.close()
             await self._abort(job, str(error))
-            await self._coordinator.change(m.Destroyed(one.id))
+            await self._coordinator.apply_with_retry(m.Destroyed(one.id))
             raise
         self._jobs[one.id], self._supervisors[one.id] = job, supervisor
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_started", f"job {one.id} on devices {devices}", job=one.id)
         for device_id in one.members:
-            self._listen(job, device_id)
+            self._watch_task(job, device_id)
             info = self._coordinator.state.member(device_id).info
             supervisor.handle(jm.TaskFound(device_id, info.incarnation, one.generation))
         supervisor.handle(jm.TasksListed())
-        self._coordinator.in_background(self._follow(supervisor))
+        self._coordinator.in_background(self._run_to_end(supervisor))
         return one.id
 
-    # ---- after a restart
+    # ---- after a restart of the coordinator
 
     def resume(self) -> None:
-        """The jobs that the journal names: those that run are followed again, of the others the end is known."""
+        """Restores the jobs of the journal: finds the tasks of running ones, and the events of ended ones."""
         for known in self._coordinator.state.jobs.values():
             one = self._coordinator.state.communicators.get(known.id)
             job = JobRecord(one or CommunicatorState(known.id, known.devices), known.settings, known.run)
             self._jobs[known.id] = job
-            self._coordinator.in_background(self._remember(job, known) if known.ended else self._find(job))
+            self._coordinator.in_background(
+                self._restore_ended(job, known) if known.ended else self._restore_running(job)
+            )
 
-    async def _remember(self, job: JobRecord, known: JobState) -> None:
-        """What the devices still know of a job that has ended."""
+    async def _restore_ended(self, job: JobRecord, known: JobState) -> None:
+        """Collects the events of an ended job that its devices still have."""
         for device_id in known.devices:
-            self._listen(job, device_id)
+            self._watch_task(job, device_id)
         if job.watches:
             await asyncio.wait(job.watches.values())
-        self._tell_end(job, named(known.error, known.text) if known.error else None)
+        self._emit_end(job, error_from_name(known.error, known.text) if known.error else None)
 
-    async def _find(self, job: JobRecord) -> None:
-        """Asks everybody what it runs: members that have no rank of the newest generation, newcomers that load."""
+    async def _restore_running(self, job: JobRecord) -> None:
+        """Asks every device for its task: a member may lack its newest rank, and a new device may be loading."""
         one, state = job.communicator, self._coordinator.state
-        supervisor = JobSupervisor(self._coordinator, job, self._listen, state.jobs[job.id].devices)
+        supervisor = JobSupervisor(self._coordinator, job, self._watch_task, state.jobs[job.id].devices)
         self._supervisors[job.id] = supervisor
         usable = [device_id for device_id, member in state.members.items() if member.usable]
         calls = (self._coordinator.call(key, "Describe", pb.DescribeRequest(), STOP_S) for key in usable)
@@ -115,137 +133,146 @@ class Jobs:
         ended: list[asyncio.Task[None]] = []
         for device_id, answer in zip(usable, answers, strict=True):
             if isinstance(answer, BaseException) and device_id not in one.members:
-                continue  # it arrives when it is heard from
-            generations = [one.generation]  # a member that cannot be asked is the detector's business
+                continue  # it is invited when it sends a heartbeat again
+            generations = [one.generation]  # for a member that does not answer; the failure detector decides
             if not isinstance(answer, BaseException):
                 generations = [task.generation for task in answer.tasks if task.job_id == job.id]
             for generation in generations:
                 if device_id not in one.members:
                     supervisor.excuse([device_id])
-                self._listen(job, device_id)
+                self._watch_task(job, device_id)
                 incarnation = self._coordinator.state.members[device_id].info.incarnation
                 supervisor.handle(jm.TaskFound(device_id, incarnation, generation))
-            if not generations and device_id in one.members:  # it may have come to the end meanwhile
-                self._listen(job, device_id)
+            if not generations and device_id in one.members:  # its task may have ended meanwhile
+                self._watch_task(job, device_id)
                 ended.append(job.watches[state.members[device_id].info.incarnation])
         if ended:
             await asyncio.wait(ended, timeout=STOP_S)
         supervisor.handle(jm.TasksListed())
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_found", f"job {job.id} on devices {devices}", job=job.id)
-        await self._follow(supervisor)
+        await self._run_to_end(supervisor)
 
-    # ---- while it runs
+    # ---- while a job runs
 
-    async def _follow(self, supervisor: JobSupervisor) -> None:
-        """Until the job is over; then writes how it ended."""
+    async def _run_to_end(self, supervisor: JobSupervisor) -> None:
+        """Waits until the job is over, then records its outcome."""
         job = supervisor.record
         await supervisor.over.wait()
-        if job.watches:  # what its tasks still have to tell
+        if job.watches:  # the tasks' last events
             await asyncio.wait(job.watches.values(), timeout=LAST_EVENTS_S)
         for watch in job.watches.values():
             watch.cancel()
         self._supervisors.pop(job.id, None)
         error = job.outcome()
         try:
-            words = (type(error).__name__, str(error)) if error else ("", "")
-            await self._coordinator.change(m.JobEnded(job.id, *words))
-        except HoopError as trouble:  # a full disk: clients that wait must hear of the end all the same
-            self._coordinator.events.publish("coordinator_failing", str(trouble))
-        self._tell_end(job, error)
+            name, text = (type(error).__name__, str(error)) if error else ("", "")
+            await self._coordinator.apply_with_retry(m.JobEnded(job.id, error=name, text=text))
+        except HoopError as journal_error:  # a full disk: clients must still learn that the job ended
+            self._coordinator.events.publish("coordinator_failing", str(journal_error))
+        self._emit_end(job, error)
         self._jobs = {key: one for key, one in self._jobs.items() if key in self._coordinator.state.jobs}
         how = f"failed: {error}" if error else "ended"
-        self._coordinator.events.publish(JOB_ENDED, f"job {job.id} {how}", job=job.id)
+        self._coordinator.events.publish(ev.JobEnded.kind, f"job {job.id} {how}", job=job.id)
 
-    def _tell_end(self, job: JobRecord, error: HoopError | None) -> None:
-        told = {"kind": JOB_ENDED}
-        if error is not None:
-            told |= {"error": type(error).__name__, "text": str(error)}
-        job.tell(JOB_ENDED, json.dumps(told))
+    def _emit_end(self, job: JobRecord, error: HoopError | None) -> None:
+        failed = (type(error).__name__, str(error)) if error is not None else ("", "")
+        job.emit(ev.JobEnded(error=failed[0], text=failed[1]))
 
-    def _listen(self, job: JobRecord, device_id: int) -> None:
-        """Watches a device's task, unless that is being done."""
+    # ---- events of a device's task
+
+    def _watch_task(self, job: JobRecord, device_id: int) -> None:
+        """Starts to receive the events of a device's task, unless a watch runs already."""
         info = self._coordinator.state.member(device_id).info
         if not job.watched(info.incarnation):
-            job.watches[info.incarnation] = self._coordinator.in_background(self._watch(job, info))
+            job.watches[info.incarnation] = self._coordinator.in_background(self._receive_events(job, info))
 
-    async def _watch(self, job: JobRecord, info: DeviceInfo) -> None:
-        """What one device tells, until its task ends or it is lost."""
-        heard, device_id = 0, info.device_id
+    async def _receive_events(self, job: JobRecord, info: DeviceInfo) -> None:
+        """Receives the events of one device until its task ends or the device is lost."""
+        received, device_id = 0, info.device_id
         while True:
             try:
-                request = pb.WatchTaskRequest(job_id=job.id, after=heard)
+                request = pb.WatchTaskRequest(job_id=job.id, after=received)
                 async for event in self._coordinator.device(device_id).WatchTask(request):  # (2)
-                    heard = event.sequence
-                    if event.origin not in job.heard:
-                        job.heard.add(event.origin)
-                        await self._told(job, info, event)
+                    received = event.sequence
+                    if event.origin not in job.seen_origins:
+                        job.seen_origins.add(event.origin)
+                        await self._on_event(job, info, event)
                 return
             except grpc.RpcError as error:
                 lost = translate(error, f"{info}")
-                answers = not unreachable(error)  # and has no such task: it was restarted
+                answers = not unreachable(error)  # it has no such task: it was restarted
             if job.id not in self._supervisors:
                 return
-            if not answers and not await self._gone(info):
-                continue  # it lives: only the stream broke
-            self._task_lost(job, info, lost)
+            if not answers and not await self._device_lost(info):
+                continue  # only the stream broke
+            self._on_task_lost(job, info, lost)
             return
 
-    def _task_lost(self, job: JobRecord, info: DeviceInfo, lost: HoopError) -> None:
+    def _on_task_lost(self, job: JobRecord, info: DeviceInfo, lost: HoopError) -> None:
         supervisor = self._supervisors.get(job.id)
         if supervisor is None or supervisor.view.over:
             return
-        job.losses.append(PeerLost(f"{info} was lost: {lost}"))
-        told = {"kind": "lost", "device": info.device_id, "text": str(lost)}
-        job.tell("lost", json.dumps(told), job.rank(info.device_id), info.device_id)
+        job.losses.append(PeerLost(f"{info} was lost: {lost}", cause=PeerCause.DEVICE_LOST))
+        job.emit(ev.DeviceLost(info.device_id, str(lost)), job.rank(info.device_id), info.device_id)
         supervisor.handle(jm.TaskLost(info.device_id, info.incarnation))
 
-    async def _told(self, job: JobRecord, info: DeviceInfo, event: pb.JobEvent) -> None:
-        """One event of a device's task: for the log, and for the job's membership where it is about that."""
-        device_id = info.device_id
-        task: tuple[int, str] = (device_id, info.incarnation)
+    async def _on_event(self, job: JobRecord, info: DeviceInfo, message: pb.JobEvent) -> None:
+        """Passes an event to the job's membership, if it concerns that, and adds it to the job's log."""
+        device_id, incarnation = info.device_id, info.incarnation
+        rank = job.rank(device_id)
         supervisor = self._supervisors.get(job.id)
-        if supervisor is None:  # the job has ended: only what it told is of interest
-            job.tell(event.kind, event.json, job.rank(device_id), device_id, event.origin)
+        if supervisor is None:  # the job has ended: only its log is of interest
+            job.append(message.kind, message.json, rank, device_id, message.origin)
             return
-        rank, member = job.rank(device_id), supervisor.has_rank(device_id)
-        match event.kind:
-            case "failed" if not member:  # a newcomer that could not get ready: the others need not care
-                supervisor.refuse(info, json.loads(event.json)["text"])
+        member = supervisor.has_rank(device_id)
+        match self._membership_event(job, info, message):
+            case ev.Failed() as event if not member:  # it could not load the job: the ranks go on without it
+                supervisor.refuse(info, event.text)
                 return
-            case "started":
-                job.data = json.loads(event.json).get("same", "")
-            case "failed":
-                told = json.loads(event.json)
-                text = f"rank {rank} (device {device_id}): {told['text']}"
-                await self._failed(job, named(told["error"], text))
-                supervisor.handle(jm.TaskFinished(*task, failed=True))
-            case "waiting":
-                told = json.loads(event.json)
-                supervisor.complained(told["generation"], device_id, told["failed"])
-                lacks = told.get("lacks", ""), told.get("error", "")
-                supervisor.handle(jm.TaskWaiting(*task, told["generation"], *lacks))
+            case ev.Started() as event:
+                job.data = event.same
+            case ev.Failed() as event:
+                text = f"rank {rank} (device {device_id}): {event.text}"
+                await self._add_failure(job, error_from_name(event.error, text))
+                supervisor.handle(jm.TaskFinished(device_id, incarnation, failed=True))
+            case ev.Waiting() as event:
+                supervisor.report_link_fault(event.generation, device_id, event.failed)
+                supervisor.handle(
+                    jm.TaskWaiting(device_id, incarnation, event.generation, event.lacks, event.error)
+                )
                 return
-            case "loaded":
+            case ev.Loaded():
                 supervisor.excuse([device_id], 0.0)
                 return
-            case "ready" if not member:
-                if refusal := job.refusal(info, json.loads(event.json)):
+            case ev.Ready() as event if not member:
+                if refusal := job.refusal(info, event):
                     supervisor.refuse(info, refusal)
                     return
-                supervisor.excuse([device_id], 0.0)  # one that was only away has nothing to load
-                supervisor.handle(jm.TaskReady(*task))
-            case "moved" | "recovered":
-                supervisor.resumed(int(json.loads(event.json)["generation"]))
-            case "ended":
+                supervisor.excuse([device_id], 0.0)  # a device that was only unreachable loads nothing
+                supervisor.handle(jm.TaskReady(device_id, incarnation))
+            case ev.Resized() | ev.Recovered() as event:
+                supervisor.on_resumed(event.generation)
+            case ev.Ended():
                 job.ended = True
-                supervisor.handle(jm.TaskFinished(*task, finished=True))
-            case "left":
-                supervisor.handle(jm.TaskFinished(*task))
-        job.tell(event.kind, event.json, rank, device_id, event.origin)
+                supervisor.handle(jm.TaskFinished(device_id, incarnation, finished=True))
+            case ev.Left():
+                supervisor.handle(jm.TaskFinished(device_id, incarnation))
+        job.append(message.kind, message.json, rank, device_id, message.origin)
 
-    async def _gone(self, info: DeviceInfo) -> bool:
-        """Whether a device whose stream broke is lost; asks it, and waits for the verdict."""
+    def _membership_event(self, job: JobRecord, info: DeviceInfo, message: pb.JobEvent) -> ev.JobEvent | None:
+        """The event, if it is of a kind that concerns membership; others are only logged and need not be parsed."""
+        if ev.KINDS.get(message.kind) not in MEMBERSHIP_EVENTS:
+            return None
+        try:
+            return ev.from_json(message.kind, message.json)
+        except ValueError as error:
+            text = f"job {job.id}: an event of {info} cannot be read: {error}"
+            self._coordinator.events.publish("job_failing", text, job=job.id)
+            return None
+
+    async def _device_lost(self, info: DeviceInfo) -> bool:
+        """Whether a device whose event stream broke is lost: calls it, and waits for the failure detector."""
         while (member := self._coordinator.state.members[info.device_id]).usable:
             if member.info.incarnation != info.incarnation:
                 return True
@@ -262,7 +289,7 @@ class Jobs:
                 unsubscribe()
         return True
 
-    async def _failed(self, job: JobRecord, error: HoopError) -> None:
+    async def _add_failure(self, job: JobRecord, error: HoopError) -> None:
         job.failures.append(error)
         if len(job.failures) == 1:
             await self._abort(job, str(error))
@@ -271,10 +298,10 @@ class Jobs:
         one = job.communicator
         await self._coordinator.abort(m.Stop(one.id, one.generation, reason, one.members))
 
-    # ---- from outside
+    # ---- requests of clients and devices
 
     def events(self, job_id: int, after: int) -> AsyncIterator[Event]:
-        """What a job told, and tells until it ends."""
+        """The events of a job with a higher sequence number than ``after``, until it ends."""
         return follow_events(self._job(job_id).log, after, is_over)  # (3)
 
     def _job(self, job_id: int) -> JobRecord:
@@ -282,8 +309,8 @@ class Jobs:
             raise NotFound(f"job_id: {job_id} is unknown here; known: {sorted(self._jobs) or 'none'}")
         return self._jobs[job_id]
 
-    def messages(self) -> list[pb.Job]:
-        """Those that run, and the last that ended."""
+    def descriptions(self) -> list[pb.Job]:
+        """The running jobs, and the last that ended."""
         found = []
         for one in self._coordinator.state.jobs.values():
             running = self._coordinator.state.communicators.get(one.id)
@@ -301,7 +328,7 @@ class Jobs:
         return found
 
     async def drain(self, device_id: int) -> None:
-        """Returns when no job needs this device any more, nobody can take over, or it takes too long."""
+        """Returns when no job needs this device, no other device can take over, or after ``DRAIN_S`` seconds."""
         waits = []
         for supervisor in list(self._supervisors.values()):
             waits += supervisor.drain(device_id)
@@ -309,7 +336,7 @@ class Jobs:
             await asyncio.wait([asyncio.ensure_future(one) for one in waits], timeout=DRAIN_S)
 
     async def stop(self, job_id: int) -> None:
-        """Asks every rank to stop; they agree on the step by themselves. If all are lost, nobody is waited for."""
+        """Asks every rank to stop; the ranks agree on the last step. A job without any rank ends at once."""
         job, request = self._job(job_id), pb.StopTaskRequest(job_id=job_id)
         supervisor = self._supervisors.get(job_id)
         if supervisor is not None:
@@ -317,7 +344,7 @@ class Jobs:
         calls = (self._coordinator.call(key, "StopTask", request, STOP_S) for key in job.communicator.members)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, BaseException)]
-        if len(errors) == len(outcomes):  # one device that hears it tells all the others
+        if len(errors) == len(outcomes):  # one rank that gets the request is enough: all ranks vote
             raise errors[0]
 
 

@@ -1,4 +1,4 @@
-"""The journals there are, by where they are kept."""
+"""Opens the journal at a location: in a file or in etcd."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ JournalLocation = Path | EtcdLocation
 
 
 def journal_location(text: str, lease_s: float, tls: Path | None) -> JournalLocation:
-    """A file, or what ``etcd://`` stands before; the other two are for etcd alone."""
+    """The location of a journal: a path, or ``etcd://…``. ``lease_s`` and ``tls`` apply to etcd only."""
     return EtcdLocation.parse(text, lease_s, tls) if text.startswith(SCHEME) else Path(text)
 
 
 async def open_journal(
-    place: JournalLocation,
+    location: JournalLocation,
     config: DetectorConfig,
-    who: str,
-    tell: Callable[[str], None],
+    owner: str,
+    on_waiting: Callable[[str], None],
     on_lost: Callable[[PeerLost], None],
 ) -> Journal:
-    """The journal, read; one in etcd that another coordinator owns is waited for, without a deadline."""
-    if isinstance(place, Path):
-        return FileJournal(place, config, time.monotonic())
-    journal = EtcdJournal(place, who, on_lost)
+    """Opens and reads a journal. Waits, without a deadline, for a journal in etcd that another coordinator owns.
+
+    ``owner``: a description of this coordinator for others. ``on_waiting`` is called with a text while this one waits,
+    ``on_lost`` when another coordinator has taken the journal over; both may be called from another thread.
+    """
+    if isinstance(location, Path):
+        return FileJournal(location, config, time.monotonic())
+    journal = EtcdJournal(location, owner, on_lost)
     try:
-        await asyncio.to_thread(journal.open, config, tell)
+        await asyncio.to_thread(journal.open, config, on_waiting)
     except BaseException:
-        journal.close()  # whoever still waits in the thread is told
+        journal.close()  # ends the wait of the thread
         raise
     return journal

@@ -1,14 +1,13 @@
-"""The lab's streams: Begin* queue a transfer, StreamSend carries it, GetStreamStatus tells.
+"""The lab's protocol (gpu_sim): ``LabCoordinator`` and ``LabDevice`` serve it over Hoop's communicators and memory.
 
-    client ── BeginSend ─────▶ source        (1) an id, and a task that dials the destination
-    client ── BeginReceive ──▶ destination   (2) where the bytes are to go
+``StreamTable`` holds the transfers of a device. BeginSend and BeginReceive announce a transfer, StreamSend carries it,
+GetStreamStatus returns its status.
+
+    client ── BeginSend ─────▶ source        (1) returns an id, and starts a task that connects to the destination
+    client ── BeginReceive ──▶ destination   (2) the address for the bytes
     source ── StreamSend ────▶ destination   (3) the bytes
 
 (2) and (3) may come in either order: each waits for the other, up to a deadline.
-
-gpu_sim.GPUCoordinator: the lab's coordinator, over Hoop's communicators.
-
-gpu_sim.GPUDevice: the lab's device, over Hoop's memory and streams.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ from hoop.wire.service import Stub, translate
 MAX_OPEN = 4096
 MAX_REMEMBERED = 16384
 MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""How much data may be here before its BeginReceive, unless it is one message. A device sends none before."""
+"""Received bytes that may wait for their BeginReceive; a single message may exceed it. Hoop's devices send none."""
 MATCH_SECONDS = 30.0
-"""How long one half of a transfer waits for the other."""
+"""How long a sender waits for its BeginReceive, and a receive for its sender."""
 
 
 @dataclass
 class Stream:
-    """One side of one transfer."""
+    """One end of one transfer."""
 
     id: int
     size: int
@@ -65,74 +64,75 @@ class Stream:
     status: int = lab.IN_PROGRESS
     reason: str = ""
     address: int = 0
-    claimed: bool = False
-    """A receive whose sender has come."""
-    behind: Access | None = None
-    """Work on these bytes that was accepted before: the transfer touches them when it has ended."""
+    has_sender: bool = False
+    """A receive whose sender has connected."""
+    access: Access | None = None
+    """The transfer's place in the memory order: it waits for earlier operations on the same bytes."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def turn(self) -> None:
-        """Returns when no work that was accepted before the transfer uses its bytes; raises if that takes too long."""
-        if self.behind is not None:
-            await self.behind.turn(MAX_TIMEOUT_S)
+    async def wait_turn(self) -> None:
+        """Returns when all earlier operations on the same bytes have ended. Raises after ``MAX_TIMEOUT_S``."""
+        if self.access is not None:
+            await self.access.wait_turn(MAX_TIMEOUT_S)
 
     def end(self, reason: str = "") -> None:
+        """Ends the transfer; ``reason``: why it failed, empty if it succeeded. Only the first call counts."""
         if not self.ended.is_set():
             self.status, self.reason = (lab.FAILED if reason else lab.SUCCESS), printable(reason)
             self.ended.set()
 
 
-Behind = Callable[[str, int, int, bool], Access]
-"""A transfer (its name, address, size, whether it writes), put behind the work that was accepted before it."""
+OrderAccess = Callable[[str, int, int, bool], Access]
+"""``OperationRunner.order_access``: description, address, size in bytes, whether it writes."""
 
 
 class StreamTable:
-    """Every transfer that this device takes part in."""
+    """The transfers of this device, and the limits on them."""
 
-    def __init__(self, arena: Arena, behind: Behind, most: int = MAX_OPEN) -> None:
+    def __init__(self, arena: Arena, order_access: OrderAccess, max_open: int = MAX_OPEN) -> None:
         self._arena = arena
-        self._behind = behind
-        self._most = most
+        self._order_access = order_access
+        self._max_open = max_open
         self._sends: OrderedDict[int, Stream] = OrderedDict()
         self._receives: OrderedDict[int, Stream] = OrderedDict()
-        self._arrived = asyncio.Condition()
-        self._arriving = 0
-        """Senders that have not met their BeginReceive yet."""
+        self._receive_begun = asyncio.Condition()
+        self._unmatched_senders = 0
+        """Senders that wait for their BeginReceive."""
         self._waiting_bytes = 0
 
     @property
     def open(self) -> int:
         both = (*self._sends.values(), *self._receives.values())
-        return self._arriving + sum(stream.status == lab.IN_PROGRESS for stream in both)
+        return self._unmatched_senders + sum(stream.status == lab.IN_PROGRESS for stream in both)
 
     def begin_send(self, address: int, size: int, peer_device: int) -> tuple[Stream, memoryview]:
-        """(1)"""
+        """(1): adds a send; returns it with a view of its bytes."""
         view = self._arena.view(address, size)
-        turn = self._behind("BeginSend", address, size, False)
-        stream = Stream(secrets.randbits(62) + 1, size, peer_device, behind=turn)
-        self._remember(self._sends, stream)
+        access = self._order_access("BeginSend", address, size, False)
+        stream = Stream(secrets.randbits(62) + 1, size, peer_device, access=access)
+        self._add(self._sends, stream)
         return stream, view
 
     async def begin_receive(self, stream_id: int, address: int, size: int, peer_device: int) -> None:
-        """(2)"""
+        """(2): adds a receive, and wakes a sender that waits for it."""
         if not stream_id:
             raise InvalidArgument("streamId: 0 is no stream; use the id that BeginSend returned")
         if stream_id in self._receives:
             raise FailedPrecondition(f"streamId: stream {stream_id} has been begun here already")
         self._arena.check(address, size)
-        turn = self._behind("BeginReceive", address, size, True)
-        stream = Stream(stream_id, size, peer_device, address=address, behind=turn)
-        self._remember(self._receives, stream)
-        async with self._arrived:
-            self._arrived.notify_all()
+        access = self._order_access("BeginReceive", address, size, True)
+        stream = Stream(stream_id, size, peer_device, address=address, access=access)
+        self._add(self._receives, stream)
+        async with self._receive_begun:
+            self._receive_begun.notify_all()
 
     async def expire(self, stream: Stream) -> None:
-        """Fails a receive for which nobody came."""
+        """Fails a receive if no sender connects in time."""
         try:
             await asyncio.wait_for(stream.ended.wait(), MATCH_SECONDS)
         except TimeoutError:
-            if not stream.claimed:
-                stream.end(f"nobody sent stream {stream.id} within {MATCH_SECONDS:g} s")
+            if not stream.has_sender:
+                stream.end(f"no sender of stream {stream.id} came within {MATCH_SECONDS:g} s")
 
     def receive(self, stream_id: int) -> Stream:
         return self._receives[stream_id]
@@ -144,15 +144,15 @@ class StreamTable:
         return stream
 
     async def accept(self, chunks: AsyncIterator[lab.DataChunk]) -> None:
-        """(3), until the last byte: what StreamSend does."""
-        self._check_room()
-        self._arriving += 1
+        """(3): receives the bytes of one StreamSend, to the last."""
+        self._check_limit()
+        self._unmatched_senders += 1
         try:
-            first, stream = await self._meet(chunks)
+            first, stream = await self._match_sender(chunks)
         finally:
-            self._arriving -= 1
+            self._unmatched_senders -= 1
         try:
-            await self._fill(stream, first, chunks)
+            await self._write_chunks(stream, first, chunks)
             stream.end()
         except HoopError as error:
             stream.end(str(error))
@@ -161,8 +161,8 @@ class StreamTable:
             stream.end(f"the sender vanished: {error or type(error).__name__}")
             raise
 
-    async def _meet(self, chunks: AsyncIterator[lab.DataChunk]) -> tuple[lab.DataChunk, Stream]:
-        """A sender's first chunk, and the receive that it is for."""
+    async def _match_sender(self, chunks: AsyncIterator[lab.DataChunk]) -> tuple[lab.DataChunk, Stream]:
+        """The first chunk of a sender, and the receive that it belongs to."""
         try:
             first = await asyncio.wait_for(anext(aiter(chunks), None), MATCH_SECONDS)
         except TimeoutError:
@@ -176,63 +176,67 @@ class StreamTable:
             )
         self._waiting_bytes += size
         try:
-            return first, await self._match(first.streamId.value)
+            return first, await self._wait_receive(first.streamId.value)
         finally:
             self._waiting_bytes -= size
 
-    async def _match(self, stream_id: int) -> Stream:
-        """The receive that these bytes are for, waiting for its BeginReceive."""
+    async def _wait_receive(self, stream_id: int) -> Stream:
+        """The receive with this id (0: any free one); waits for its BeginReceive."""
 
         def found() -> Stream | None:
             if stream_id:
                 return self._receives.get(stream_id)
-            waiting = (one for one in self._receives.values() if not one.claimed and not one.ended.is_set())
+            waiting = (
+                one for one in self._receives.values() if not one.has_sender and not one.ended.is_set()
+            )
             return next(waiting, None)
 
         try:
-            async with self._arrived:
-                stream = await asyncio.wait_for(self._arrived.wait_for(found), MATCH_SECONDS)
+            async with self._receive_begun:
+                stream = await asyncio.wait_for(self._receive_begun.wait_for(found), MATCH_SECONDS)
         except TimeoutError:
             raise FailedPrecondition(
                 f"StreamSend: no BeginReceive for stream {stream_id or 'any'} within {MATCH_SECONDS:g} s"
             ) from None
         assert stream is not None, "the condition is that there is one"
-        if stream.claimed:
+        if stream.has_sender:
             raise FailedPrecondition(f"StreamSend: stream {stream.id} has a sender already")
-        stream.claimed = True
+        stream.has_sender = True
         return stream
 
-    async def _fill(self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]) -> None:
-        await stream.turn()
-        got = 0
+    async def _write_chunks(
+        self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]
+    ) -> None:
+        await stream.wait_turn()
+        received = 0
         chunk: lab.DataChunk | None = first
         while chunk is not None:
             if stream.ended.is_set():
                 raise PeerLost(f"stream {stream.id}: {stream.reason}")
-            if got + len(chunk.data) > stream.size:
+            if received + len(chunk.data) > stream.size:
                 raise LinkCorrupted(
                     f"stream {stream.id}: the sender sent more than the {stream.size} bytes agreed"
                 )
-            self._arena.write(stream.address + got, chunk.data)
-            got += len(chunk.data)
+            self._arena.write(stream.address + received, chunk.data)
+            received += len(chunk.data)
             chunk = await anext(aiter(chunks), None)
-        if got < stream.size:
-            raise LinkCorrupted(f"stream {stream.id}: it ended after {got} of {stream.size} bytes")
+        if received < stream.size:
+            raise LinkCorrupted(f"stream {stream.id}: it ended after {received} of {stream.size} bytes")
 
-    def lose(self, device_id: int, reason: str) -> None:
-        """A device is gone: what was to come from it, or go to it, fails now."""
+    def fail_peer(self, device_id: int, reason: str) -> None:
+        """A device is lost: fails all transfers from it and to it."""
         for stream in (*self._sends.values(), *self._receives.values()):
             if stream.peer_device == device_id:
                 stream.end(reason)
 
-    def _check_room(self) -> None:
-        if self.open >= self._most:
+    def _check_limit(self) -> None:
+        if self.open >= self._max_open:
             raise ResourceExhausted(
-                f"{self._most} streams are open here; wait for some to end, or raise the device's --max-streams"
+                f"{self._max_open} streams are open here; wait for some to end, or raise the device's --max-streams"
             )
 
-    def _remember(self, table: OrderedDict[int, Stream], stream: Stream) -> None:
-        self._check_room()
+    def _add(self, table: OrderedDict[int, Stream], stream: Stream) -> None:
+        self._check_limit()
         table[stream.id] = stream
         if len(table) > MAX_REMEMBERED:
             ended = next(key for key, one in table.items() if one.ended.is_set())
@@ -252,17 +256,17 @@ _AllReduce = lab.AllReduceRingRequest | lab.NaiveAllReduceRequest
 
 
 class LabCoordinator:
-    """Answers the lab's calls to a coordinator."""
+    """The lab's coordinator service. Each public method is the RPC of the same name."""
 
-    def __init__(self, coordinator: Coordinator, conductor: OperationQueue, groups: OperationGroups) -> None:
+    def __init__(self, coordinator: Coordinator, operations: OperationQueue, groups: OperationGroups) -> None:
         self._coordinator = coordinator
-        self._conductor = conductor
+        self._operations = operations
         self._groups = groups
 
     async def comm_init(self, request: lab.CommInitRequest) -> lab.CommInitResponse:
         if not request.numDevices:
             raise InvalidArgument("numDevices: 0 devices make no communicator; at least 1")
-        one = await self._conductor.create((), request.numDevices)
+        one = await self._operations.create((), request.numDevices)
         devices = []
         for device_id in one.members:
             info = self._coordinator.state.member(device_id).info
@@ -280,16 +284,16 @@ class LabCoordinator:
         return lab.GetCommStatusResponse(status=_STATUS[one.outcome], reason=one.reason)
 
     async def group_start(self, request: lab.GroupStartRequest) -> lab.GroupStartResponse:
-        self._conductor.check(request.commId, ())
+        self._operations.check(request.commId, ())
         self._groups.start(request.commId)
         return lab.GroupStartResponse(success=True)
 
     async def group_end(self, request: lab.GroupEndRequest) -> lab.GroupEndResponse:
         self._coordinator.state.communicator(request.commId)
-        works = self._groups.end(request.commId)
-        self._conductor.check(request.commId, works)
-        task = await self._conductor.begin_announced(request.commId, works)
-        # Its outcome is the communicator's status; nobody awaits it.
+        requests = self._groups.end(request.commId)
+        self._operations.check(request.commId, requests)
+        task = await self._operations.enqueue_reserved(request.commId, requests)
+        # Its outcome is the communicator's status. Retrieve the exception, as no code awaits the task.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return lab.GroupEndResponse(success=True)
 
@@ -302,12 +306,12 @@ class LabCoordinator:
         return lab.NaiveAllReduceResponse(success=True)
 
     async def _reduce(self, request: _AllReduce, driver: str) -> None:
-        work = OperationRequest(self._operation(request), _operands(request), driver)
-        self._conductor.check(request.commId, (work,))
+        operation = OperationRequest(self._operation(request), _operands(request), driver)
+        self._operations.check(request.commId, (operation,))
         if self._groups.is_open(request.commId):
-            self._groups.queue(request.commId, work)
+            self._groups.add(request.commId, operation)
         else:
-            await self._conductor.run(request.commId, (work,))
+            await self._operations.run(request.commId, (operation,))
 
     def _operation(self, request: _AllReduce) -> pb.Operation:
         self._coordinator.state.communicator(request.commId)
@@ -326,43 +330,51 @@ class LabCoordinator:
         )
 
     async def memcpy(self, request: lab.MemcpyRequest) -> lab.MemcpyResponse:
-        """Waits for the work on the same bytes that was accepted before it, up to the time-out."""
+        """Waits for earlier operations on the same bytes, up to the coordinator's timeout."""
         match request.WhichOneof("either"):
             case "hostToDevice":
-                to = request.hostToDevice
-                await self._to_device(to.dstDeviceId.value, to.dstMemAddr.value, to.hostSrcData)
+                write_request = request.hostToDevice
+                await self._to_device(
+                    write_request.dstDeviceId.value, write_request.dstMemAddr.value, write_request.hostSrcData
+                )
                 return lab.MemcpyResponse(hostToDevice=lab.MemcpyHostToDeviceResponse(success=True))
             case "deviceToHost":
-                by = request.deviceToHost
-                data = await self._to_host(by.srcDeviceId.value, by.srcMemAddr.value, by.numBytes)
+                read_request = request.deviceToHost
+                data = await self._to_host(
+                    read_request.srcDeviceId.value, read_request.srcMemAddr.value, read_request.numBytes
+                )
                 return lab.MemcpyResponse(deviceToHost=lab.MemcpyDeviceToHostResponse(dstData=data))
             case _:
                 raise InvalidArgument("either: neither hostToDevice nor deviceToHost is set")
 
     async def _to_device(self, device_id: int, address: int, data: bytes) -> None:
-        place, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
-        check_range(self._coordinator, device_id, place, len(data))
-        span = MemoryRange(device_id, address, address + len(data), writes=True)
-        async with self._coordinator.order.turn(f"Memcpy to {span}", [span], timeout):
-            await write(self._coordinator, device_id, place, data, timeout)
+        location, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
+        check_range(self._coordinator, device_id, location, len(data))
+        memory_range = MemoryRange(device_id, address, address + len(data), writes=True)
+        async with self._coordinator.memory_order.in_turn(
+            f"Memcpy to {memory_range}", [memory_range], timeout
+        ):
+            await write(self._coordinator, device_id, location, data, timeout)
 
     async def _to_host(self, device_id: int, address: int, size: int) -> bytes:
-        place, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
+        location, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
         self._coordinator.state.member(device_id)
         check_fits(size, self._coordinator.config.max_message)
-        check_range(self._coordinator, device_id, place, size)
-        span = MemoryRange(device_id, address, address + size, writes=False)
-        async with self._coordinator.order.turn(f"Memcpy from {span}", [span], timeout):
-            return await read(self._coordinator, device_id, place, size, timeout)
+        check_range(self._coordinator, device_id, location, size)
+        memory_range = MemoryRange(device_id, address, address + size, writes=False)
+        async with self._coordinator.memory_order.in_turn(
+            f"Memcpy from {memory_range}", [memory_range], timeout
+        ):
+            return await read(self._coordinator, device_id, location, size, timeout)
 
     async def comm_finalize(self, request: lab.CommFinalizeRequest) -> lab.CommFinalizeResponse:
-        self._groups.forget(request.commId)
-        await self._conductor.finalize(request.commId)
+        self._groups.discard(request.commId)
+        await self._operations.finalize(request.commId)
         return lab.CommFinalizeResponse(success=True)
 
     async def comm_destroy(self, request: lab.CommDestroyRequest) -> lab.CommDestroyResponse:
-        self._groups.forget(request.commId)
-        await self._conductor.destroy(request.commId)
+        self._groups.discard(request.commId)
+        await self._operations.destroy(request.commId)
         return lab.CommDestroyResponse(success=True)
 
 
@@ -377,7 +389,7 @@ DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 
 
 class LabDevice:
-    """Answers the lab's calls to a device."""
+    """The lab's device service. Each public method is the RPC of the same name."""
 
     def __init__(
         self, arena: Arena, runner: OperationRunner, streams: StreamTable, credentials: Credentials
@@ -424,27 +436,27 @@ class LabDevice:
         return lab.GetStreamStatusResponse(status=stream.status, reason=stream.reason)  # type: ignore[arg-type]
 
     async def _send(self, stream: Stream, view: memoryview, to: Address) -> None:
-        """Carries a stream to its destination, whatever becomes of it."""
+        """Sends a stream to its destination, and records its outcome; never raises."""
 
         def chunks() -> Iterator[lab.DataChunk]:
-            # The name alone: the bytes wait here, not there, for their BeginReceive.
+            # The id alone: the bytes wait on this side for their BeginReceive.
             yield lab.DataChunk(streamId=lab.StreamId(value=stream.id))
             for at in range(0, stream.size, STREAM_CHUNK_BYTES):
                 yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
         try:
-            await stream.turn()
+            await stream.wait_turn()
             async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
                 call = Stub(channel, DEVICE_SERVICE, self._credentials.metadata).StreamSend(chunks())
-                sending = asyncio.ensure_future(_outcome(call))
-                lost = asyncio.ensure_future(stream.ended.wait())
+                sending = asyncio.ensure_future(_wait_call(call))
+                ended = asyncio.ensure_future(stream.ended.wait())
                 try:
-                    await asyncio.wait({sending, lost}, return_when="FIRST_COMPLETED")
+                    await asyncio.wait({sending, ended}, return_when="FIRST_COMPLETED")
                     if stream.ended.is_set():
                         call.cancel()
                     await sending
                 finally:
-                    lost.cancel()
+                    ended.cancel()
                     sending.cancel()
             stream.end()
         except grpc.RpcError as error:
@@ -466,5 +478,5 @@ class LabDevice:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _outcome(call: object) -> None:
+async def _wait_call(call: object) -> None:
     await call  # type: ignore[misc]

@@ -1,11 +1,11 @@
-"""The order of accesses to device memory: who must wait for whom, decided when a request is accepted.
+"""The order of accesses to device memory: which request waits for which, decided when a request is accepted.
 
 A collective, a copy between devices and a Memcpy each touch ranges of bytes. Two of them conflict if they share a byte
 and at least one writes it. The later one waits for the earlier one; everything else runs at once. A request waits only
 for requests accepted before it, so no cycle can form.
 
-The coordinator orders everything that it accepts. A device orders what clients ask it for directly (Read, Write and
-the lab's streams) behind the launches it runs and behind those that the coordinator has announced (Reserve).
+The coordinator orders every request that it accepts. A device orders the direct requests of clients (Read, Write and
+the lab's streams) behind the launches that it runs and behind those that the coordinator has announced (Reserve).
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class MemoryRange:
         return f"[{self.start:#x}, {self.stop:#x}) of {where}device {self.device_id}"
 
 
-Ranges = dict[int, dict[str, list[Interval]]]
+IntervalsByBuffer = dict[int, dict[str, list[Interval]]]
 """By device, then by buffer: sorted, disjoint intervals."""
 
 
 class MemoryFootprint:
     """All bytes that one request touches."""
 
-    def __init__(self, spans: Iterable[MemoryRange]) -> None:
-        spans = [span for span in spans if span.start < span.stop]
-        self.touched = _ranges(spans)
-        self.written = _ranges([span for span in spans if span.writes])
+    def __init__(self, ranges: Iterable[MemoryRange]) -> None:
+        ranges = [one for one in ranges if one.start < one.stop]
+        self.touched = _intervals(ranges)
+        self.written = _intervals([one for one in ranges if one.writes])
 
     def conflicts(self, other: MemoryFootprint) -> bool:
         return _share(self.written, other.touched) or _share(self.touched, other.written)
 
 
-def _ranges(spans: Iterable[MemoryRange]) -> Ranges:
+def _intervals(ranges: Iterable[MemoryRange]) -> IntervalsByBuffer:
     found: defaultdict[int, defaultdict[str, list[Interval]]] = defaultdict(lambda: defaultdict(list))
-    for span in spans:
-        found[span.device_id][span.buffer].append((span.start, span.stop))
+    for one in ranges:
+        found[one.device_id][one.buffer].append((one.start, one.stop))
     return {
         device_id: {buffer: _merged(intervals) for buffer, intervals in buffers.items()}
         for device_id, buffers in found.items()
@@ -76,7 +76,7 @@ def _merged(intervals: list[Interval]) -> list[Interval]:
     return found
 
 
-def _share(one: Ranges, other: Ranges) -> bool:
+def _share(one: IntervalsByBuffer, other: IntervalsByBuffer) -> bool:
     for device_id in one.keys() & other.keys():
         mine, theirs = one[device_id], other[device_id]
         # A name and an address: only the device knows whether they are the same bytes.
@@ -98,28 +98,28 @@ def _overlap(intervals: list[Interval], others: list[Interval]) -> bool:
 
 @dataclass(eq=False)
 class Access:
-    """One accepted request: what it is, which bytes it touches, and whom it waits for."""
+    """One accepted request: the bytes that it touches, and the earlier requests that it waits for."""
 
-    what: str
-    """For people: who waits for it is told this."""
+    description: str
+    """For error messages of requests that wait for this one."""
     footprint: MemoryFootprint
-    earlier: list[Access] = field(default_factory=list)
-    """Accepted before, conflicting, and not ended when this one was accepted."""
+    predecessors: list[Access] = field(default_factory=list)
+    """Conflicting requests that were accepted before this one, and had not ended then."""
     deadline: float | None = None
-    """When it is given up, by ``time.monotonic``; None: the code that accepted it always ends it."""
-    patience: float = math.inf
-    """How many seconds a later one waits for it at most."""
+    """When the access lapses, by ``time.monotonic``; None: the code that accepted it always ends it."""
+    max_wait_s: float = math.inf
+    """How many seconds a later request waits for this one at most."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def expired(self, now: float) -> bool:
         return self.ended.is_set() or (self.deadline is not None and self.deadline <= now)
 
-    async def turn(self, timeout: float) -> None:
-        """Returns when all earlier ones have ended; raises after ``timeout`` seconds, naming the one that has not."""
+    async def wait_turn(self, timeout: float) -> None:
+        """Returns when all predecessors have ended. Raises after ``timeout`` seconds, naming one that has not."""
         began = time.monotonic()
         until = began + timeout
-        for one in self.earlier:
-            limit = min(until, began + one.patience, math.inf if one.deadline is None else one.deadline)
+        for one in self.predecessors:
+            limit = min(until, began + one.max_wait_s, math.inf if one.deadline is None else one.deadline)
             try:
                 await asyncio.wait_for(one.ended.wait(), max(0.0, limit - time.monotonic()))
             except TimeoutError:
@@ -127,35 +127,37 @@ class Access:
                     continue
                 waited = time.monotonic() - began
                 raise DeadlineExceeded(
-                    f"{self.what} waited {waited:.1f} s for {one.what}, which uses the same memory and is still in "
-                    "progress; wait for its end first (GetCommStatus), or raise the coordinator's --timeout"
+                    f"{self.description} waited {waited:.1f} s for {one.description}, which uses the same memory and "
+                    "is still in progress; wait for its end first (GetCommStatus), or raise the coordinator's --timeout"
                 ) from None
-        self.earlier = []  # a long queue must not keep everything that was ever before it
+        self.predecessors = []  # else a long queue would keep every access before it in memory
 
 
 class MemoryOrder:
-    """The accesses that are accepted and have not ended."""
+    """The accesses that were accepted and have not ended."""
 
     def __init__(self) -> None:
         self._accesses: dict[Access, None] = {}
 
-    def accept(self, what: str, spans: Iterable[MemoryRange], deadline: float | None = None) -> Access:
-        """Enters a request; from now on later ones that conflict with it wait until ``end``."""
-        access = self.behind(what, spans)
+    def accept(
+        self, description: str, ranges: Iterable[MemoryRange], deadline: float | None = None
+    ) -> Access:
+        """Registers a request. Later requests that conflict with it wait until ``end``."""
+        access = self.wait_only(description, ranges)
         access.deadline = deadline
         if access.footprint.touched:
             self._accesses[access] = None
         return access
 
-    def behind(self, what: str, spans: Iterable[MemoryRange]) -> Access:
-        """A request that waits for those before it, and for which none waits."""
-        footprint = MemoryFootprint(spans)
+    def wait_only(self, description: str, ranges: Iterable[MemoryRange]) -> Access:
+        """A request that waits for earlier ones. It is not registered: no later request waits for it."""
+        footprint = MemoryFootprint(ranges)
         self._expire()
-        earlier = [one for one in self._accesses if footprint.conflicts(one.footprint)]
-        return Access(what, footprint, earlier)
+        predecessors = [one for one in self._accesses if footprint.conflicts(one.footprint)]
+        return Access(description, footprint, predecessors)
 
     def end(self, access: Access) -> None:
-        """The request has had its effect, or never will."""
+        """The request has finished, or will never run."""
         self._accesses.pop(access, None)
         access.ended.set()
 
@@ -168,11 +170,13 @@ class MemoryOrder:
             self.end(one)
 
     @asynccontextmanager
-    async def turn(self, what: str, spans: Iterable[MemoryRange], timeout: float) -> AsyncIterator[None]:
+    async def in_turn(
+        self, description: str, ranges: Iterable[MemoryRange], timeout: float
+    ) -> AsyncIterator[None]:
         """Accepts a request, waits for its turn, and ends it with the context."""
-        access = self.accept(what, spans)
+        access = self.accept(description, ranges)
         try:
-            await access.turn(timeout)
+            await access.wait_turn(timeout)
             yield
         finally:
             self.end(access)

@@ -1,4 +1,4 @@
-"""One operation with every rank's place in memory, and whether it can be done at all."""
+"""One operation for a whole communicator: its operands by rank, and the checks before it runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
 DRIVERS = ("devices", "stepped", "relay")
-"""Who moves the data: the devices by themselves; or, to compare with, the coordinator round by round
-(``stepped``), or through itself, as in the papers' naive version (``relay``)."""
+"""Which process drives the data movement. ``devices``: the devices alone. The other two are baselines: the coordinator
+starts every round (``stepped``), or all data passes through it, as in the papers' naive version (``relay``)."""
 
 
 def operation_from(message: pb.Operation) -> Operation:
-    """The operation that a message describes, checked."""
+    """The operation that a message describes. Raises if a field is invalid."""
     return Operation(
         message.collective,
         message.count,
@@ -35,7 +35,7 @@ def operation_from(message: pb.Operation) -> Operation:
 
 @dataclass(frozen=True)
 class OperationRequest:
-    """One operation for a whole communicator."""
+    """One operation, with the memory locations of every rank and the driver that runs it."""
 
     message: pb.Operation
     operands: Mapping[int, pb.Operand]
@@ -46,7 +46,7 @@ class OperationRequest:
         return operation_from(self.message)
 
     def check(self, state: State, one: CommunicatorState) -> None:
-        """Raises what can be known to be wrong without asking the devices."""
+        """Raises for every error that can be found without asking the devices."""
         operation, size = self.operation, len(one.members)
         operation.check(size)
         if self.driver not in DRIVERS:
@@ -57,40 +57,49 @@ class OperationRequest:
             )
         if self.driver == "relay" and operation.collective != "all_reduce":
             raise InvalidArgument(f"driver: relay does all_reduce only, not {operation.collective}")
-        if self.driver == "stepped" and operation.default in ("chunked_ring", "flat", "staged", "direct"):
-            raise InvalidArgument(f"driver: {operation.default} has no rounds that can be stepped; use ring")
-        strangers = sorted(rank for rank in self.operands if rank >= size)
-        if strangers:
-            raise InvalidArgument(f"operands: ranks {strangers} are not in 0..{size - 1}")
+        if self.driver == "stepped" and operation.default_algorithm in (
+            "chunked_ring",
+            "flat",
+            "staged",
+            "direct",
+        ):
+            raise InvalidArgument(
+                f"driver: {operation.default_algorithm} has no rounds that can be stepped; use ring"
+            )
+        unknown = sorted(rank for rank in self.operands if rank >= size)
+        if unknown:
+            raise InvalidArgument(f"operands: ranks {unknown} are not in 0..{size - 1}")
         for rank, device_id in enumerate(one.members):
             self._check_operand(state.member(device_id).info, rank, operation, size)
 
-    def spans(self, one: CommunicatorState) -> Iterator[MemoryRange]:
-        """The bytes that it touches, on every member."""
+    def memory_ranges(self, one: CommunicatorState) -> Iterator[MemoryRange]:
+        """The bytes that the operation touches on every member."""
         operation, size = self.operation, len(one.members)
         for rank, device_id in enumerate(one.members):
             operand = self.operands.get(rank, pb.Operand())
-            places = operand_places(operand)
+            locations = operand_locations(operand)
             counts = operation.extents(size, rank)
-            for place, count, writes in zip(places, counts, (False, True), strict=True):
-                start = place.offset + place.address  # a buffer's address is not known here, and 0
+            for location, count, writes in zip(locations, counts, (False, True), strict=True):
+                start = (
+                    location.offset + location.address
+                )  # the address of a named buffer is unknown here, and 0
                 stop = start + count * operation.dtype.itemsize
-                yield MemoryRange(device_id, start, stop, writes, place.buffer)
+                yield MemoryRange(device_id, start, stop, writes, location.buffer)
 
     def _check_operand(self, info: DeviceInfo, rank: int, operation: Operation, size: int) -> None:
         wanted = dict(zip(("source", "destination"), operation.extents(size, rank), strict=True))
         operand = self.operands.get(rank, pb.Operand())
-        in_place = {name: operand.HasField(name) for name in ("source", "destination")}
+        given = {name: operand.HasField(name) for name in ("source", "destination")}
         for name, count in wanted.items():
-            if count and not any(in_place.values()):
+            if count and not any(given.values()):
                 raise InvalidArgument(f"operands: rank {rank} has no place in memory; {operation} needs one")
-            place: pb.Location = getattr(operand, name)
-            if in_place[name] and place.WhichOneof("base") == "address":
-                _check_range(info, rank, place.address + place.offset, count, operation)
+            location: pb.Location = getattr(operand, name)
+            if given[name] and location.WhichOneof("base") == "address":
+                _check_range(info, rank, location.address + location.offset, count, operation)
 
 
-def operand_places(operand: pb.Operand) -> tuple[pb.Location, pb.Location]:
-    """Source and destination; where one is absent, the operation is in place."""
+def operand_locations(operand: pb.Operand) -> tuple[pb.Location, pb.Location]:
+    """Source and destination of an operand. If one is absent, the operation is in place."""
     destination = operand.destination if operand.HasField("destination") else operand.source
     return operand.source if operand.HasField("source") else destination, destination
 

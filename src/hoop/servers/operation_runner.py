@@ -1,10 +1,10 @@
-"""A device's part in collectives: its seats in communicators, and the launches it runs.
+"""Runs collectives on a device: its rank assignments in communicators, and the launches of the coordinator.
 
-coordinator ── Seat ────▶ (1) remembered: rank, generation, who the others are
-coordinator ── Reserve ─▶     remembered: which bytes work will touch that was accepted and comes later
-coordinator ── Launch ──▶ (2) every operand is checked, then all operations run on a thread of
-                          their own, chunks going device to device; one answer at the end
-coordinator ── Abort ───▶ (3) the links of that generation close, the thread comes back at once
+coordinator ── Seat ────▶ (1) stores the assignment: generation, rank, members
+coordinator ── Reserve ─▶     stores the byte ranges of accepted operations that will be launched later
+coordinator ── Launch ──▶ (2) checks every operand, then runs all operations on a thread of their own; devices
+                              exchange chunks directly; one answer at the end
+coordinator ── Abort ───▶ (3) closes the links of that generation, so the thread returns at once
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hoop.errors import (
 )
 from hoop.memory import Arena
 from hoop.servers.memory_order import Access, MemoryOrder, MemoryRange
-from hoop.servers.operation_request import operand_places, operation_from
+from hoop.servers.operation_request import operand_locations, operation_from
 from hoop.texts import printable
 from hoop.topology import DeviceInfo
 from hoop.transport import Endpoint, Transport
@@ -39,7 +39,7 @@ MAX_TIMEOUT_S = 3600.0
 MAX_OPERATIONS = 1024
 MAX_MEMBERS = 4096
 MAX_RESERVATIONS = 4096
-"""Launches that were announced to a device and have not ended."""
+"""Reservations that a device holds at once."""
 
 
 @dataclass
@@ -53,8 +53,14 @@ class RankAssignment:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """By rank, the machine."""
+        """The host of each rank."""
         return tuple(one.shared_address.host if one.shared_address else one.host for one in self.members)
+
+    @property
+    def local_rank_and_size(self) -> tuple[int, int]:
+        """This rank's index among the ranks on the same host, and their number."""
+        same = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank]]
+        return same.index(self.rank), len(same)
 
     @property
     def incarnations(self) -> list[str]:
@@ -67,34 +73,36 @@ class _LocalOperation:
     source: Array
     destination: Array
     round: int | None
-    spans: tuple[MemoryRange, ...]
+    ranges: tuple[MemoryRange, ...]
     """The bytes of this device that it reads and writes."""
 
 
 class OperationRunner:
-    """Runs what the coordinator launches."""
+    """Runs the operations that the coordinator launches on this device."""
 
     def __init__(self, arena: Arena, links: Transport, shared: Transport | None) -> None:
+        """``links``: the TCP transport. ``shared``: the shared-memory transport; None: this device has none."""
         self._arena = arena
         self._links = links
         self._shared = shared
-        self._seats: dict[int, RankAssignment] = {}
+        self._assignments: dict[int, RankAssignment] = {}
         self._running, self._announced = MemoryOrder(), MemoryOrder()
-        """Launches that run here; and those that the coordinator has announced, by their reservations."""
+        """Launches that run here, and launches that the coordinator has announced by a reservation."""
         self._reservations: dict[int, Access] = {}
-        # A thread a communicator that is at work: one that waits for its peers must not hold up another.
+        # One thread for each communicator that runs: a launch that waits for its peers must not block another.
         self._threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="hoop-launch")
 
-    # ---- (1)
+    # ---- (1) rank assignments
 
-    def seat(self, message: pb.Seat) -> RankAssignment:
-        known = self._seats.get(message.communicator_id)
-        who = [member.incarnation for member in message.members]
-        # A coordinator that was restarted without a journal gives the same name to something else.
+    def assign(self, message: pb.Seat) -> RankAssignment:
+        """Stores an assignment and closes the links of an older one. Raises for an outdated generation."""
+        known = self._assignments.get(message.communicator_id)
+        incarnations = [member.incarnation for member in message.members]
+        # A coordinator that was restarted without a journal may use the same id and generation for other devices.
         if known is not None and (known.generation, known.rank, known.incarnations) == (
             message.generation,
             message.rank,
-            who,
+            incarnations,
         ):
             return known
         if known is not None and known.generation > message.generation:
@@ -105,139 +113,164 @@ class OperationRunner:
         if len(message.members) > MAX_MEMBERS:
             raise InvalidArgument(f"seat: {len(message.members)} members are more than {MAX_MEMBERS}")
         if not message.communicator_id or message.rank >= len(message.members):
-            raise InvalidArgument(f"seat: rank {message.rank} of {len(message.members)} members is no seat")
-        seat = RankAssignment(message.generation, message.rank, tuple(map(device_info, message.members)))
-        self._vacate(message.communicator_id)
-        self._seats[message.communicator_id] = seat
-        return seat
+            raise InvalidArgument(
+                f"seat: rank {message.rank} of {len(message.members)} members in communicator "
+                f"{message.communicator_id} is not valid"
+            )
+        assignment = RankAssignment(
+            message.generation, message.rank, tuple(map(device_info, message.members))
+        )
+        self._close_assignment(message.communicator_id)
+        self._assignments[message.communicator_id] = assignment
+        return assignment
 
-    def _vacate(self, communicator_id: int) -> None:
-        old = self._seats.pop(communicator_id, None)
+    def _close_assignment(self, communicator_id: int) -> None:
+        old = self._assignments.pop(communicator_id, None)
         if old is not None and old.communicator is not None:
             old.communicator.close()
 
     def member(self, rank: int, communicator_id: int = 0) -> DeviceInfo:
-        """Who has this rank, in that communicator or in this device's newest."""
-        if communicator_id and communicator_id not in self._seats:
+        """The device with this rank in a communicator; 0: in the newest communicator of this device."""
+        if communicator_id and communicator_id not in self._assignments:
             raise FailedPrecondition(f"commId: this device is not in communicator {communicator_id}")
-        if not self._seats:
+        if not self._assignments:
             raise FailedPrecondition(
                 "this device is in no communicator yet, so ranks mean nothing: call CommInit"
             )
-        seat = self._seats[communicator_id] if communicator_id else list(self._seats.values())[-1]
-        if rank >= len(seat.members):
-            raise InvalidArgument(f"rank: {rank} is not in 0..{len(seat.members) - 1}")
-        return seat.members[rank]
+        assignment = (
+            self._assignments[communicator_id] if communicator_id else list(self._assignments.values())[-1]
+        )
+        if rank >= len(assignment.members):
+            raise InvalidArgument(f"rank: {rank} is not in 0..{len(assignment.members) - 1}")
+        return assignment.members[rank]
 
     def device_at(self, rank: int) -> int:
-        """The device of this rank in the newest communicator that has one, or 0."""
-        for seat in reversed(list(self._seats.values())):
-            if rank < len(seat.members):
-                return seat.members[rank].device_id
+        """The id of the device with this rank in the newest communicator that has such a rank, or 0."""
+        for assignment in reversed(list(self._assignments.values())):
+            if rank < len(assignment.members):
+                return assignment.members[rank].device_id
         return 0
 
-    # ---- (2)
+    # ---- links of an assignment; also used by tasks
+
+    def connect(self, message: pb.Seat) -> tuple[RankAssignment, Communicator]:
+        """Stores an assignment and opens its links. The caller ends them with ``release``."""
+        assignment = self.assign(message)
+        assignment.communicator = assignment.communicator or Communicator(
+            self._endpoint(message.communicator_id, assignment)
+        )
+        return assignment, assignment.communicator
+
+    def connect_group(
+        self, communicator_id: int, assignment: RankAssignment, ranks: tuple[int, ...]
+    ) -> Communicator:
+        """Opens links among some ranks of an assignment."""
+        members = tuple(assignment.members[rank] for rank in ranks)
+        group = RankAssignment(assignment.generation, ranks.index(assignment.rank), members)
+        return Communicator(self._endpoint(communicator_id, group))
+
+    def _endpoint(self, communicator_id: int, assignment: RankAssignment) -> Endpoint:
+        """Shared memory if all members share one host, TCP links if no two do, else both."""
+        peers = [member.data_address for member in assignment.members]
+        shared = [member.shared_address for member in assignment.members]
+        return endpoint_for(
+            self._links,
+            self._shared,
+            communicator_id,
+            assignment.generation,
+            assignment.rank,
+            peers,
+            shared,
+        )
+
+    def detach(self, communicator_id: int, assignment: RankAssignment) -> None:
+        """Forgets an assignment but leaves its links open, until the task that uses them closes them."""
+        if self._assignments.get(communicator_id) is assignment:
+            del self._assignments[communicator_id]
+
+    def release(self, communicator_id: int, assignment: RankAssignment) -> None:
+        """Closes the links of an assignment, unless a newer one has replaced it."""
+        if self._assignments.get(communicator_id) is assignment:
+            self._close_assignment(communicator_id)
+
+    # ---- (2) launches
 
     async def launch(self, request: pb.LaunchRequest) -> list[Report]:
+        """Runs the operations of a launch in order. Returns one report for each."""
         if not 0 < request.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
             raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
         if len(request.operations) > MAX_OPERATIONS:
             raise InvalidArgument(f"operations: {len(request.operations)} is more than {MAX_OPERATIONS}")
-        seat, communicator = self.take(request.seat)
+        assignment, communicator = self.connect(request.seat)
         total = len(request.operations)
-        jobs = []
+        operations = []
         for index, message in enumerate(request.operations, start=1):
-            with_name = f"operation {index} of {total}" if total > 1 else ""
+            position = f"operation {index} of {total}" if total > 1 else ""
             try:
-                job = self._job(message, communicator)
-                communicator.check(job.operation, job.source, job.destination)
+                operation = self._local_operation(message, communicator)
+                communicator.check(operation.operation, operation.source, operation.destination)
             except HoopError as error:
-                raise _in(with_name, error) from error
-            jobs.append(job)
+                raise _with_position(position, error) from error
+            operations.append(operation)
         loop = asyncio.get_running_loop()
-        what = f"a launch of communicator {request.seat.communicator_id} ({', '.join(_names(jobs))})"
-        access = self._running.accept(what, (span for job in jobs for span in job.spans))
-        access.patience = request.timeout_s
-        thread = loop.run_in_executor(self._threads, _run_all, communicator, jobs, request.timeout_s)
+        description = (
+            f"a launch of communicator {request.seat.communicator_id} ({', '.join(_names(operations))})"
+        )
+        access = self._running.accept(
+            description, (one for operation in operations for one in operation.ranges)
+        )
+        access.max_wait_s = request.timeout_s
+        thread = loop.run_in_executor(self._threads, _run_all, communicator, operations, request.timeout_s)
 
         def ended(done: asyncio.Future[list[Report]]) -> None:
             self._running.end(access)
             self.release_reservation(request.reservation_id)
             if not done.cancelled():
-                done.exception()  # where the caller went away nobody else asks for it
+                done.exception()  # mark it as retrieved: the caller may have gone away
 
         thread.add_done_callback(ended)
         try:
-            reports = await asyncio.shield(
-                thread
-            )  # a caller that goes away does not end what the thread writes
+            # Shielded: the thread goes on writing when the caller goes away, and must stay registered.
+            reports = await asyncio.shield(thread)
         except HoopError:
-            # The links may hold half a message: whoever is at the other end must not wait for the rest.
-            self._leave(request.seat.communicator_id, seat)
+            # The links may hold half a message: close them, so that no peer waits for the rest.
+            self.release(request.seat.communicator_id, assignment)
             raise
         if request.release:
-            self._leave(request.seat.communicator_id, seat)
+            self.release(request.seat.communicator_id, assignment)
         return reports
 
-    def _endpoint(self, communicator_id: int, seat: RankAssignment) -> Endpoint:
-        """Shared memory where all members have it in common, links where no two have, else both."""
-        peers = [member.data_address for member in seat.members]
-        shared = [member.shared_address for member in seat.members]
-        place = (communicator_id, seat.generation, seat.rank)
-        return endpoint_for(self._links, self._shared, *place, peers, shared)
-
-    def take(self, message: pb.Seat) -> tuple[RankAssignment, Communicator]:
-        """A seat with its links, for somebody who uses them until ``release``."""
-        seat = self.seat(message)
-        seat.communicator = seat.communicator or Communicator(self._endpoint(message.communicator_id, seat))
-        return seat, seat.communicator
-
-    def group(self, communicator_id: int, seat: RankAssignment, ranks: tuple[int, ...]) -> Communicator:
-        """Links among some of a seat's ranks."""
-        members = tuple(seat.members[rank] for rank in ranks)
-        some = RankAssignment(seat.generation, ranks.index(seat.rank), members)
-        return Communicator(self._endpoint(communicator_id, some))
-
-    def leave_open(self, communicator_id: int, seat: RankAssignment) -> None:
-        """Makes room for the next generation's seat; whoever uses this one closes its links."""
-        if self._seats.get(communicator_id) is seat:
-            del self._seats[communicator_id]
-
-    def release(self, communicator_id: int, seat: RankAssignment) -> None:
-        """Closes a seat's links, if it is still this one."""
-        self._leave(communicator_id, seat)
-
-    def _leave(self, communicator_id: int, seat: RankAssignment) -> None:
-        if self._seats.get(communicator_id) is seat:
-            self._vacate(communicator_id)
-
-    def _job(self, message: pb.LaunchOperation, communicator: Communicator) -> _LocalOperation:
+    def _local_operation(self, message: pb.LaunchOperation, communicator: Communicator) -> _LocalOperation:
         operation = operation_from(message.operation)
         size, rank = communicator.size, communicator.rank
         operation.check(size)
-        wanted = operation.extents(size, rank)
-        places = operand_places(message.operand)
-        (at, source), (to, into) = (
-            self._locate(place, operation, count) for place, count in zip(places, wanted, strict=True)
+        counts = operation.extents(size, rank)
+        locations = operand_locations(message.operand)
+        (read_at, source), (write_at, destination) = (
+            self._locate(location, operation, count)
+            for location, count in zip(locations, counts, strict=True)
         )
-        spans = MemoryRange(0, at, at + source.nbytes, False), MemoryRange(0, to, to + into.nbytes, True)
+        ranges = (
+            MemoryRange(0, read_at, read_at + source.nbytes, False),
+            MemoryRange(0, write_at, write_at + destination.nbytes, True),
+        )
         round_index = message.round if message.HasField("round") else None
         rounds = len(operation.plan(size, rank).rounds)
         if round_index is not None and round_index >= rounds:
             raise InvalidArgument(f"round: {round_index} is not in 0..{rounds - 1}")
-        return _LocalOperation(operation, source, into, round_index, spans)
+        return _LocalOperation(operation, source, destination, round_index, ranges)
 
-    def _locate(self, place: pb.Location, operation: Operation, count: int) -> tuple[int, Array]:
-        """The address of these elements, and the elements."""
+    def _locate(self, location: pb.Location, operation: Operation, count: int) -> tuple[int, Array]:
+        """The address of ``count`` elements at a location, and a view of them."""
         address = self._arena.min_address
-        if count or place.WhichOneof("base"):
-            address = locate(self._arena, place, count * operation.dtype.itemsize)
+        if count or location.WhichOneof("base"):
+            address = locate(self._arena, location, count * operation.dtype.itemsize)
         return address, self._arena.array(address, operation.dtype, count)
 
-    # ---- work that was accepted and is not here yet
+    # ---- reservations
 
     def reserve(self, request: pb.ReserveRequest) -> None:
-        """The coordinator has accepted work on these bytes; it ends by its launch, Release, or its time-out."""
+        """Registers accepted operations on these bytes until their launch, Release, or the timeout."""
         if not 0 < request.timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
             raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
         if not request.reservation_id or len(request.ranges) > 2 * MAX_OPERATIONS:
@@ -249,12 +282,12 @@ class OperationRunner:
         self._reservations = {key: one for key, one in self._reservations.items() if not one.expired(now)}
         if len(self._reservations) >= MAX_RESERVATIONS:
             raise ResourceExhausted(f"{MAX_RESERVATIONS} reservations are open here; wait for some to end")
-        spans = []
+        ranges = []
         for one in request.ranges:
             start = locate(self._arena, one.location, one.bytes)
-            spans.append(MemoryRange(0, start, start + one.bytes, one.writes))
+            ranges.append(MemoryRange(0, start, start + one.bytes, one.writes))
         self.release_reservation(request.reservation_id)
-        access = self._announced.accept(printable(request.what, 200), spans, now + request.timeout_s)
+        access = self._announced.accept(printable(request.what, 200), ranges, now + request.timeout_s)
         self._reservations[request.reservation_id] = access
 
     def release_reservation(self, reservation_id: int) -> None:
@@ -262,66 +295,71 @@ class OperationRunner:
         if access is not None:
             self._announced.end(access)
 
-    def behind(self, what: str, address: int, size: int, writes: bool, ordered: bool = False) -> Access:
-        """A read or write of these bytes, which must wait for all work on them that was accepted before.
+    def order_access(
+        self, description: str, address: int, size: int, writes: bool, ordered: bool = False
+    ) -> Access:
+        """A direct read or write of ``size`` bytes, which waits for all earlier operations on them.
 
-        ``ordered``: the coordinator has put it in its order. It must not wait for what was announced, which may be
-        waiting for it.
+        ``ordered``: the coordinator has ordered it already. It must not wait for announced operations then, which may
+        wait for it.
         """
-        spans = [MemoryRange(0, address, address + size, writes)]
-        access = self._running.behind(what, spans)
+        ranges = [MemoryRange(0, address, address + size, writes)]
+        access = self._running.wait_only(description, ranges)
         if not ordered:
-            access.earlier += self._announced.behind(what, spans).earlier
+            access.predecessors += self._announced.wait_only(description, ranges).predecessors
         return access
 
-    # ---- (3)
+    # ---- (3) abort
 
     def abort(self, communicator_id: int, generation: int, error: HoopError) -> None:
-        seat = self._seats.get(communicator_id)
-        if seat is None or seat.generation > generation:  # an older one has not moved yet, and never will
+        """Fails the operations of this generation, and of older ones that have not moved, with ``error``."""
+        assignment = self._assignments.get(communicator_id)
+        if assignment is None or assignment.generation > generation:
             return
-        if seat.communicator is not None:
-            seat.communicator.endpoint.abort(error)
-        self._leave(communicator_id, seat)
+        if assignment.communicator is not None:
+            assignment.communicator.endpoint.abort(error)
+        self.release(communicator_id, assignment)
 
     def close(self) -> None:
-        for communicator_id in list(self._seats):
-            self._vacate(communicator_id)
+        for communicator_id in list(self._assignments):
+            self._close_assignment(communicator_id)
         self._threads.shutdown(wait=True)
 
 
-def locate(arena: Arena, place: pb.Location, size: int) -> int:
-    """The absolute address of ``size`` bytes at a place, checked."""
-    match place.WhichOneof("base"):
+def locate(arena: Arena, location: pb.Location, size: int) -> int:
+    """The absolute address of ``size`` bytes at a location. Raises if they are not in the arena."""
+    match location.WhichOneof("base"):
         case "address":
-            address = place.address + place.offset
+            address = location.address + location.offset
             arena.check(address, size)
             return address
         case "buffer":
-            return arena.resolve(place.buffer, place.offset, size)
+            return arena.resolve(location.buffer, location.offset, size)
         case _:
             raise InvalidArgument("location: neither an address nor a buffer")
 
 
-def _run_all(communicator: Communicator, jobs: list[_LocalOperation], timeout: float) -> list[Report]:
+def _run_all(communicator: Communicator, operations: list[_LocalOperation], timeout: float) -> list[Report]:
     reports = []
-    for index, job in enumerate(jobs, start=1):
+    for index, one in enumerate(operations, start=1):
         try:
-            reports.append(communicator.run(job.operation, job.source, job.destination, timeout, job.round))
+            reports.append(communicator.run(one.operation, one.source, one.destination, timeout, one.round))
         except HoopError as error:
-            raise _in(f"operation {index} of {len(jobs)}" if len(jobs) > 1 else "", error) from error
-        except (OSError, UnicodeError) as error:  # no descriptor left; a name that no resolver takes
+            raise _with_position(
+                f"operation {index} of {len(operations)}" if len(operations) > 1 else "", error
+            ) from error
+        except (OSError, UnicodeError) as error:  # no descriptor left; a host name that no resolver accepts
             raise PeerLost(
-                f"rank {communicator.rank}: no link could be made for {job.operation}: {error}"
+                f"rank {communicator.rank}: no link could be made for {one.operation}: {error}"
             ) from error
     return reports
 
 
-def _names(jobs: list[_LocalOperation]) -> list[str]:
-    """The operations, for people; of many the first few."""
-    names = [str(job.operation) for job in jobs[:3]]
-    return [*names, f"{len(jobs) - 3} more"] if len(jobs) > 3 else names
+def _names(operations: list[_LocalOperation]) -> list[str]:
+    """The operations for an error message: the first three, and the number of the rest."""
+    names = [str(one.operation) for one in operations[:3]]
+    return [*names, f"{len(operations) - 3} more"] if len(operations) > 3 else names
 
 
-def _in(where: str, error: HoopError) -> HoopError:
-    return type(error)(f"{where}: {error}") if where else error
+def _with_position(position: str, error: HoopError) -> HoopError:
+    return type(error)(f"{position}: {error}") if position else error

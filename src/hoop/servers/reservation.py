@@ -1,9 +1,9 @@
-"""Work that was accepted for later, announced to its devices: nothing that clients ask them for directly overtakes it.
+"""Reservations: announce accepted operations to their devices, so that direct requests of clients do not overtake them.
 
-client ── GroupEnd ──▶ coordinator ── Reserve ──▶ each member     which bytes; then the client gets its answer
+client ── GroupEnd ──▶ coordinator ── Reserve ──▶ each member     the byte ranges; then the client gets its answer
 client ── Read, Write, BeginSend, BeginReceive ──▶ a member       waits
-                       coordinator ── Launch ───▶ each member     the reservation ends with it
-                       coordinator ── Release ──▶ each member     … or with this, where several launches make the work
+                       coordinator ── Launch ───▶ each member     the reservation ends with the launch
+                       coordinator ── Release ──▶ each member     … or with this, if several launches make the work
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ RELEASE_S = 5.0
 
 
 class Reservation:
-    """One piece of accepted work, at all of its devices."""
+    """The reservation of one batch of accepted operations, on all of its devices."""
 
     def __init__(
         self,
         coordinator: Coordinator,
-        one: CommunicatorState,
-        spans: Iterable[MemoryRange],
-        what: str,
+        communicator: CommunicatorState,
+        ranges: Iterable[MemoryRange],
+        description: str,
         timeout: float,
     ) -> None:
-        """``timeout``: how long it holds where nobody ends it, because the coordinator was killed."""
+        """``timeout``: seconds until a device drops a reservation that is never ended (the coordinator was killed)."""
         self.id = secrets.randbits(63) + 1
-        self._coordinator, self._one, self._timeout = coordinator, one, timeout
-        self._what = what
-        self.announced = coordinator.in_background(self._announce(spans))
-        """Done when every member has it, or cannot be asked any more; it never fails."""
+        self._coordinator, self._communicator, self._timeout = coordinator, communicator, timeout
+        self._description = description
+        self.announced = coordinator.in_background(self._announce(ranges))
+        """Done when every member has the reservation or cannot be reached; it never fails."""
 
-    async def _announce(self, spans: Iterable[MemoryRange]) -> None:
+    async def _announce(self, ranges: Iterable[MemoryRange]) -> None:
         requests = {
-            device_id: pb.ReserveRequest(reservation_id=self.id, timeout_s=self._timeout, what=self._what)
-            for device_id in self._one.members
+            device_id: pb.ReserveRequest(
+                reservation_id=self.id, timeout_s=self._timeout, what=self._description
+            )
+            for device_id in self._communicator.members
         }
-        for span in spans:
-            place = pb.Location(address=span.start)
-            if span.buffer:
-                place = pb.Location(buffer=span.buffer, offset=span.start)
-            requests[span.device_id].ranges.add(
-                location=place, bytes=span.stop - span.start, writes=span.writes
+        for one in ranges:
+            location = pb.Location(address=one.start)
+            if one.buffer:
+                location = pb.Location(buffer=one.buffer, offset=one.start)
+            requests[one.device_id].ranges.add(
+                location=location, bytes=one.stop - one.start, writes=one.writes
             )
         calls = [
             asyncio.ensure_future(self._coordinator.call(device_id, "Reserve", request, self._timeout))
             for device_id, request in requests.items()
         ]
-        # A member that is lost breaks the communicator: the others are not waited for then, the work fails anyway.
-        key = self._one.id, self._one.generation
-        stop = asyncio.ensure_future(self._coordinator.stops.setdefault(key, asyncio.Event()).wait())
+        # A lost member breaks the communicator. Do not wait for the other members then: the operations fail anyway.
+        key = self._communicator.id, self._communicator.generation
+        stop = asyncio.ensure_future(self._coordinator.stop_events.setdefault(key, asyncio.Event()).wait())
         try:
             pending: set[asyncio.Future[Any]] = {*calls, stop}
             while not stop.done() and not all(call.done() for call in calls):
@@ -68,12 +70,15 @@ class Reservation:
             await asyncio.gather(*calls, stop, return_exceptions=True)
 
     def release(self) -> None:
-        """The work has ended, however it did."""
+        """Ends the reservation: the operations have ended, whatever their outcome."""
         self._coordinator.in_background(self._release())
 
     async def _release(self) -> None:
         request = pb.ReleaseRequest(reservation_id=self.id)
         state = self._coordinator.state
-        usable = [key for key in self._one.members if key in state.members and state.members[key].usable]
+        usable = [
+            key for key in self._communicator.members if key in state.members and state.members[key].usable
+        ]
         calls = (self._coordinator.device(key).Release(request, timeout=RELEASE_S) for key in usable)
-        await asyncio.gather(*calls, return_exceptions=True)  # where it does not arrive it lapses
+        # Where Release does not arrive, the reservation lapses by its timeout.
+        await asyncio.gather(*calls, return_exceptions=True)

@@ -1,1 +1,1 @@
-"""The engine's own plans and rules in virtual time: what a step takes on devices and links that are not here."""
+"""Simulates the engine's plans and rules in virtual time, on modelled devices and links."""

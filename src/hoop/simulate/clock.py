@@ -1,21 +1,25 @@
-"""Virtual time: processes of ranks that compute on shared cores and wait for what others deliver.
+"""Virtual time: an event queue, the cores that ranks share, and the links between hosts.
 
-A process is a generator, one a rank. It yields
+``Clock`` runs one process per rank. A process is a generator that yields
 
-    seconds   to compute so long on its core; longer, where others compute on the same one
-    None      to wait until something is delivered to it
+    seconds   to compute for that long on its core; it takes longer while other ranks compute on the same core
+    None      to wait until something is delivered to the rank
 
-and calls ``deliver`` for what it sends. Whatever happens at the same moment is seen before anybody goes on, and then
-they go on in the order of their ranks: there is no chance in it.
+and calls ``deliver`` (through ``Network``) for its messages. All events of one moment are processed before any rank
+resumes, and ranks resume in rank order: the simulation is deterministic.
 
-When a message arrives: links that carry one message after the other, and take a while to be crossed.
+Of Hoop's four schedulers of instruction lists this one prices them: ``collectives.plan.verify`` checks one collective
+without times, ``plan.unit_clock`` (``timeline``, ``run_rules``) counts abstract units; only here do links and cores
+exist.
 
-    sender's NIC    ▇▇▇▇▇▇▇▇                bytes / bandwidth, after what was sent before
+A message occupies the NIC of its sender and then that of its receiver, one message after the other:
+
+    sender's NIC    ▇▇▇▇▇▇▇▇                bytes / bandwidth, after earlier messages
                         ╲  latency
-    receiver's NIC       ▇▇▇▇▇▇▇▇           likewise, after what else arrives there
+    receiver's NIC       ▇▇▇▇▇▇▇▇           likewise, after other messages that arrive there
 
-Inside a host without a link of its own, a message is a copy in memory: there at once, and paid for in cores' time by
-who sends and who receives.
+Inside a host without a link of its own a message is a copy in shared memory: delivered at once, and paid for in core
+time by the sender and the receiver.
 """
 
 from __future__ import annotations
@@ -30,36 +34,38 @@ from hoop.plan.instructions import Instruction
 from hoop.simulate.cluster import Cluster, Host
 
 Process = Iterator[float | None]
-_CALL = -(1 << 60)
-_SAME = 1e-12
-"""Seconds between two ends of computing that are one."""
+_CALLBACK = -(1 << 60)
+"""In place of a rank: the event is a function to call. Other negative numbers are processors (-1 - host)."""
+_TOLERANCE_S = 1e-12
+"""Computations that end within this many seconds of each other end together."""
 
 
 class Group:
-    """Ranks that meet; compared by identity, since there may be thousands of them."""
+    """Ranks that synchronise with each other; hashed by identity, because simulations may have thousands of groups."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.here: list[int] = []
+        self.arrived: list[int] = []
 
 
 class Clock:
-    """The moments of a simulation, one after the other."""
+    """The event loop of a simulation."""
 
     def __init__(self, cluster: Cluster, crowding: float = 1.0) -> None:
+        """``crowding``: how many times slower a core is while all cores of its host compute (``Machine.crowding``)."""
         self.now = 0.0
         self.inbox: list[deque[Instruction]] = [deque() for _ in range(cluster.size)]
-        """Messages of plans and rules that came and were not taken in yet."""
-        self.counted: list[Counter[Any]] = [Counter() for _ in range(cluster.size)]
-        """Of everything else how many came: chunks by their sender, meetings by their group."""
+        """For each rank, delivered messages of plans and rules that the rank has not taken yet."""
+        self.signals: list[Counter[Any]] = [Counter() for _ in range(cluster.size)]
+        """For each rank, the number of other deliveries by key: chunks of a reduction by sender, barriers by group."""
         self._queue: list[tuple[float, int, int, Any]] = []
-        self._events = 0
+        self._num_events = 0
         self._processes: list[Process] = []
         self._waiting = [False] * cluster.size
         self.speeds = cluster.speeds
         self._processors: list[Processor] = []
         self._processor_of: list[Processor | None] = []
-        """None: the device has a core for itself, whatever the others do."""
+        """For each rank, its host's processor; None: other ranks never slow its core down."""
         rank = 0
         for number, host in enumerate(cluster.hosts):
             processor = Processor(self, number, host, rank, crowding)
@@ -68,150 +74,155 @@ class Clock:
             self._processor_of += [None if alone else processor] * host.devices
             rank += host.devices
 
-    def alone(self, rank: int) -> bool:
-        """Whether a rank's core is its own, and as fast whatever the others do."""
+    def has_own_core(self, rank: int) -> bool:
+        """Whether the rank's core is its own, and other ranks never slow it down."""
         return self._processor_of[rank] is None
 
-    def deliver(self, at: float, rank: int, what: Any) -> None:
-        """Something arrives at a rank at a moment from now on: an instruction, or what is only counted."""
-        self._events += 1
-        heapq.heappush(self._queue, (at, self._events, rank, what))
+    def deliver(self, at: float, rank: int, item: Any) -> None:
+        """Schedules the delivery of an item to a rank: an instruction into its inbox, any other item as a signal."""
+        self._num_events += 1
+        heapq.heappush(self._queue, (at, self._num_events, rank, item))
 
-    def later(self, at: float, call: Callable[[], None]) -> None:
-        """Something that happens to no rank."""
-        self.deliver(at, _CALL, call)
+    def call_at(self, at: float, function: Callable[[], None]) -> None:
+        """Schedules a function call."""
+        self.deliver(at, _CALLBACK, function)
 
-    def meet(self, rank: int, group: Group) -> None:
-        """This rank has come; the last one to come lets all go on."""
-        group.here.append(rank)
-        if len(group.here) == len(group.ranks):
-            for one in group.here:
+    def join_barrier(self, rank: int, group: Group) -> None:
+        """The rank has arrived at the group's barrier; the last arrival signals the group to all its ranks."""
+        group.arrived.append(rank)
+        if len(group.arrived) == len(group.ranks):
+            for one in group.arrived:
                 self.deliver(self.now, one, group)
-            group.here = []
+            group.arrived = []
 
     def run(self, processes: list[Process]) -> list[int]:
-        """Until nobody has anything to do any more; returns the ranks that then still wait."""
+        """Runs until no event is left; returns the ranks that still wait (deadlock)."""
         self._processes = processes
         for rank in range(len(processes)):
-            self._go_on(rank)
-        queue, waiting, inbox, counted = self._queue, self._waiting, self.inbox, self.counted
-        pop, go_on = heapq.heappop, self._go_on
+            self._resume(rank)
+        queue, waiting, inbox, signals = self._queue, self._waiting, self.inbox, self.signals
+        pop, resume = heapq.heappop, self._resume
         while queue:
             now = self.now = queue[0][0]
             awake: list[int] = []
             while queue and queue[0][0] == now:
-                _, _, rank, what = pop(queue)
-                if what is None:
+                _, _, rank, item = pop(queue)
+                if item is None:
                     awake.append(rank)
-                elif rank == _CALL:
-                    what()
+                elif rank == _CALLBACK:
+                    item()
                 elif rank < 0:
-                    awake += self._processors[-rank - 1].ended(what)
+                    awake += self._processors[-rank - 1].completed(item)
                 else:
-                    if type(what) is Instruction:
-                        inbox[rank].append(what)
+                    if type(item) is Instruction:
+                        inbox[rank].append(item)
                     else:
-                        counted[rank][what] += 1
+                        signals[rank][item] += 1
                     if waiting[rank]:
                         awake.append(rank)
             for rank in awake if len(awake) < 2 else sorted(set(awake)):
-                go_on(rank)
+                resume(rank)
         return [rank for rank, one in enumerate(self._waiting) if one]
 
-    def _go_on(self, rank: int) -> None:
+    def _resume(self, rank: int) -> None:
+        """Continues a rank's process until it computes, waits or ends."""
         self._waiting[rank] = False
-        for want in self._processes[rank]:
-            if want is None:
+        for request in self._processes[rank]:
+            if request is None:
                 self._waiting[rank] = True
-            elif want > 0:
-                seconds = want / self.speeds[rank]
+            elif request > 0:
+                seconds = request / self.speeds[rank]
                 processor = self._processor_of[rank]
                 if processor is None:
                     self.deliver(self.now + seconds, rank, None)
                 else:
-                    processor.begin(rank, seconds)
+                    processor.start(rank, seconds)
             else:
                 continue
             return
 
 
 class Processor:
-    """The cores of one host: devices that have a core in common take turns on it, as small as one likes."""
+    """The cores of one host. Ranks on the same core share it equally while they compute."""
 
-    def __init__(self, clock: Clock, number: int, host: Host, first: int, crowding: float) -> None:
-        self._clock, self._number, self._first = clock, number, first
+    def __init__(self, clock: Clock, number: int, host: Host, first_rank: int, crowding: float) -> None:
+        self._clock, self._number, self._first_rank = clock, number, first_rank
         self._cores = min(host.cores or host.devices, host.devices)
-        self._slower = (crowding - 1) / (self._cores - 1) if self._cores > 1 else 0.0
-        self._left: dict[int, float] = {}
+        self._slowdown_per_core = (crowding - 1) / (self._cores - 1) if self._cores > 1 else 0.0
+        self._remaining: dict[int, float] = {}
+        """Seconds of computation left, by rank, at full speed."""
         self._rates: dict[int, float] = {}
-        self._since = 0.0
+        self._updated_at = 0.0
         self._version = 0
+        """Grows with every reschedule, so that completion events of an older schedule are ignored."""
 
-    def begin(self, rank: int, seconds: float) -> None:
+    def start(self, rank: int, seconds: float) -> None:
         self._advance()
-        self._left[rank] = seconds
-        self._arrange()
+        self._remaining[rank] = seconds
+        self._reschedule()
 
-    def ended(self, version: int) -> set[int]:
-        """Who has finished now; nobody, if something has begun or ended since this was foreseen."""
+    def completed(self, version: int) -> set[int]:
+        """Ranks whose computation ends now; empty if the completion event belongs to an older schedule."""
         if version != self._version:
             return set()
         self._advance()
-        done = {rank for rank, left in self._left.items() if left <= _SAME}
+        done = {rank for rank, left in self._remaining.items() if left <= _TOLERANCE_S}
         for rank in done:
-            del self._left[rank]
-        self._arrange()
+            del self._remaining[rank]
+        self._reschedule()
         return done
 
     def _advance(self) -> None:
-        elapsed, self._since = self._clock.now - self._since, self._clock.now
+        elapsed, self._updated_at = self._clock.now - self._updated_at, self._clock.now
         if elapsed:
-            for rank in self._left:
-                self._left[rank] -= elapsed * self._rates[rank]
+            for rank in self._remaining:
+                self._remaining[rank] -= elapsed * self._rates[rank]
 
-    def _arrange(self) -> None:
-        """New rates, and the next moment at which somebody ends."""
+    def _reschedule(self) -> None:
+        """Computes each rank's rate and schedules the next completion."""
         self._version += 1
-        if not self._left:
+        if not self._remaining:
             return
-        busy = Counter((rank - self._first) % self._cores for rank in self._left)
-        pace = 1 / (1 + self._slower * (len(busy) - 1))
-        self._rates = {rank: pace / busy[(rank - self._first) % self._cores] for rank in self._left}
-        wait = max(0.0, min(left / self._rates[rank] for rank, left in self._left.items()))
+        busy = Counter((rank - self._first_rank) % self._cores for rank in self._remaining)
+        core_rate = 1 / (1 + self._slowdown_per_core * (len(busy) - 1))
+        self._rates = {
+            rank: core_rate / busy[(rank - self._first_rank) % self._cores] for rank in self._remaining
+        }
+        wait = max(0.0, min(left / self._rates[rank] for rank, left in self._remaining.items()))
         self._clock.deliver(self._clock.now + wait, -self._number - 1, self._version)
 
 
 class Network:
-    """The links of a cluster, and until when each is taken."""
+    """The links of a cluster, and until when each NIC is busy."""
 
     def __init__(self, cluster: Cluster, clock: Clock) -> None:
         self._clock = clock
-        self._host = cluster.host_of
-        self._between, self._inside = cluster.link, cluster.inside
-        self._sending: dict[tuple[bool, int], float] = {}
-        self._receiving: dict[tuple[bool, int], float] = {}
+        self._host_of = cluster.host_of
+        self._link, self._link_inside = cluster.link, cluster.inside
+        self._sending_until: dict[tuple[bool, int], float] = {}
+        self._receiving_until: dict[tuple[bool, int], float] = {}
 
-    def in_memory(self, source: int, target: int) -> bool:
-        """Whether messages between these are copies in memory that they share."""
-        return self._inside is None and self._host[source] == self._host[target]
+    def shares_memory(self, source: int, target: int) -> bool:
+        """Whether messages between these ranks are copies in shared memory."""
+        return self._link_inside is None and self._host_of[source] == self._host_of[target]
 
-    def send(self, source: int, target: int, size: float, what: Any) -> None:
-        """A message leaves now; it is delivered when its last byte is there."""
+    def send(self, source: int, target: int, size: float, item: Any) -> None:
+        """Sends a message of ``size`` bytes now; it is delivered when its last byte arrives."""
         clock = self._clock
-        inside = self._host[source] == self._host[target]
-        link = self._inside if inside else self._between
+        inside = self._host_of[source] == self._host_of[target]
+        link = self._link_inside if inside else self._link
         if link is None:
-            clock.deliver(clock.now, target, what)
+            clock.deliver(clock.now, target, item)
             return
-        out = (inside, self._host[source] if link.shared else source)
-        into = (inside, self._host[target] if link.shared else target)
-        takes = size / link.bandwidth
-        begins = max(clock.now, self._sending.get(out, 0.0))
-        self._sending[out] = begins + takes
-        clock.later(begins + link.latency, partial(self._received, into, takes, target, what))
+        out_nic = (inside, self._host_of[source] if link.shared else source)
+        in_nic = (inside, self._host_of[target] if link.shared else target)
+        transfer_s = size / link.bandwidth
+        start = max(clock.now, self._sending_until.get(out_nic, 0.0))
+        self._sending_until[out_nic] = start + transfer_s
+        clock.call_at(start + link.latency, partial(self._reach_receiver, in_nic, transfer_s, target, item))
 
-    def _received(self, into: tuple[bool, int], takes: float, target: int, what: Any) -> None:
-        """Its first byte is at the receiver's NIC, where it waits for what came before."""
-        here = max(self._clock.now, self._receiving.get(into, 0.0)) + takes
-        self._receiving[into] = here
-        self._clock.deliver(here, target, what)
+    def _reach_receiver(self, in_nic: tuple[bool, int], transfer_s: float, target: int, item: Any) -> None:
+        """The first byte is at the receiver's NIC, where the message waits for earlier ones."""
+        end = max(self._clock.now, self._receiving_until.get(in_nic, 0.0)) + transfer_s
+        self._receiving_until[in_nic] = end
+        self._clock.deliver(end, target, item)

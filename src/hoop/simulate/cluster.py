@@ -1,11 +1,11 @@
-"""Where a plan is simulated: hosts with devices and cores, and the links between them.
+"""The cluster of a simulation: hosts with devices and cores, and the links between them.
 
     host 0: devices 0 1 2 3 on 2 cores ──NIC──┐
     host 1: devices 4 5 6 7 on 2 cores ──NIC──┤ link: bandwidth and latency, each way
 
-Ranks are seated host by host. Devices of one host share its NIC, its cores and, with no link ``inside``, its memory:
-there they add up gradients in each other's arenas, as the engine does. A device has a core of its own while there are
-enough; after that devices share cores in turn, as the engine pins them.
+Ranks are assigned host by host. Devices of one host share its NIC, its cores and, without a link ``inside``, its
+memory: then they reduce gradients in shared memory, as the engine does. With fewer cores than devices, devices are
+assigned to cores in turn, as the engine pins them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument, NotFound
 
-_BITS = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9, "tbps": 10**12}
+_BITS_PER_SECOND = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9, "tbps": 10**12}
 
 
 @dataclass(frozen=True)
 class Link:
-    """One way of a link; the other way has as much."""
+    """A full-duplex link: bandwidth and latency of each direction."""
 
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     latency: float = 0.0
-    """Seconds from the first byte's leaving to its arrival."""
+    """Seconds from sending the first byte to its arrival."""
     shared: bool = True
-    """Whether devices of one host share it (one NIC a host), or have one each."""
+    """Whether the devices of a host share one NIC, or each device has its own."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
@@ -41,7 +41,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str, field: str = "link", shared: bool = True) -> Link:
-        """``1Gbps,0.5ms``: bits or bytes (``125MB``) a second, and a latency, which may be left out."""
+        """Parses ``1Gbps,0.5ms``: bandwidth in bits or bytes (``125MB``) per second, and an optional latency."""
         speed, _, latency = text.partition(",")
         return cls(parse_bandwidth(speed, field), parse_duration(latency or 0.0, field), shared)
 
@@ -50,51 +50,51 @@ class Link:
 
 
 def parse_bandwidth(text: str, field: str = "bandwidth") -> float:
-    """Bytes a second from ``10Gbps`` (bits), ``125MB`` or ``125MB/s`` (bytes)."""
+    """Bytes per second, parsed from ``10Gbps`` (bits), ``125MB`` or ``125MB/s`` (bytes)."""
     word = text.strip()
-    for unit in sorted(_BITS, key=len, reverse=True):
+    for unit in sorted(_BITS_PER_SECOND, key=len, reverse=True):
         if word.lower().endswith(unit):
             number = word[: -len(unit)].strip()
             try:
-                found = float(number) * _BITS[unit] / 8
+                bandwidth = float(number) * _BITS_PER_SECOND[unit] / 8
             except ValueError:
-                found = 0.0
-            if not 0 < found < 1e18:
+                bandwidth = 0.0
+            if not 0 < bandwidth < 1e18:
                 raise InvalidArgument(f"{field}: {text[:40]!r} is no bandwidth; write e.g. 1Gbps, 125MB/s")
-            return found
+            return bandwidth
     return float(parse_size(word.removesuffix("/s"), field))
 
 
 @dataclass(frozen=True)
 class Host:
-    """Devices that share a machine."""
+    """One machine of the cluster and its devices."""
 
     devices: int = 1
     cores: int | None = None
-    """None: a core for each device."""
+    """None: one core per device."""
     speed: float = 1.0
-    """Of a core, against the one on which costs were measured."""
+    """Speed of a core, relative to the machine on which costs were measured."""
     memory: int | None = None
-    """A device's bytes; None: no limit."""
+    """Bytes per device; None: unlimited."""
     speeds: tuple[float, ...] = ()
-    """Each device's own factor on top; empty: all 1."""
+    """Additional speed factor of each device; empty: all 1."""
 
     def __post_init__(self) -> None:
         if self.devices < 1 or (self.cores is not None and self.cores < 1):
             raise InvalidArgument(f"host: {self.devices} devices on {self.cores} cores; both are at least 1")
         if self.speeds and len(self.speeds) != self.devices:
-            raise InvalidArgument(f"speeds: {len(self.speeds)} of them for {self.devices} devices")
+            raise InvalidArgument(f"speeds: {len(self.speeds)} values for {self.devices} devices")
         if not self.speed > 0 or not all(one > 0 for one in self.speeds):
             raise InvalidArgument(f"speed: {self.speed} {list(self.speeds)} are not all above 0")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts, and what connects them."""
+    """Hosts and the links that connect their devices."""
 
     hosts: tuple[Host, ...]
     link: Link = Link(1.25e8, 5e-4)
-    """Between hosts: 1 Gbit/s and 0.5 ms unless you say otherwise."""
+    """Between hosts; the default is 1 Gbit/s and 0.5 ms."""
     inside: Link | None = None
     """Between devices of one host; None: they share memory."""
 
@@ -105,7 +105,10 @@ class Cluster:
 
     @classmethod
     def even(cls, devices: int, per_host: int = 1, link: Link | None = None, **host: Any) -> Cluster:
-        """So many devices, ``per_host`` on each host; the last host has what is left."""
+        """A cluster of equal hosts with ``per_host`` devices each; the last host has the remainder.
+
+        ``host``: fields of ``Host`` for every host.
+        """
         if devices < 1 or per_host < 1:
             raise InvalidArgument(f"devices: {devices}, {per_host} a host; both are at least 1")
         counts = [min(per_host, devices - low) for low in range(0, devices, per_host)]
@@ -136,15 +139,15 @@ class Cluster:
         return [host.memory for host in self.hosts for _ in range(host.devices)]
 
     def first(self, devices: int) -> Cluster:
-        """The same cluster with only its first devices."""
+        """The cluster reduced to its first ``devices`` devices."""
         if not 1 <= devices <= self.size:
             raise InvalidArgument(f"devices: {devices} of a cluster of {self.size}")
-        hosts, left = [], devices
+        hosts, remaining = [], devices
         for host in self.hosts:
-            if left:
-                count = min(left, host.devices)
-                hosts.append(_fewer(host, count))
-                left -= count
+            if remaining:
+                count = min(remaining, host.devices)
+                hosts.append(_with_devices(host, count))
+                remaining -= count
         return Cluster(tuple(hosts), self.link, self.inside)
 
     def describe(self) -> str:
@@ -154,19 +157,19 @@ class Cluster:
         return f"{self.size} device{'s' if self.size > 1 else ''} on {cores} cores of {many}{between}"
 
 
-def _fewer(host: Host, count: int) -> Host:
+def _with_devices(host: Host, count: int) -> Host:
     return Host(count, host.cores, host.speed, host.memory, host.speeds[:count])
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from a TOML file; docs/simulator.md has one. What is unknown or malformed is named."""
+    """Reads a cluster from a TOML file (example in docs/simulator.md); errors name the unknown or malformed field."""
     try:
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise NotFound(f"--cluster: there is no file {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{path}: not TOML: {error}") from None
-    _known(data, ("link", "inside", "host"), str(path))
+    _check_fields(data, ("link", "inside", "host"), str(path))
     hosts = data.get("host", [])
     if not isinstance(hosts, list) or not hosts:
         raise InvalidArgument(f"{path}: no [[host]]; give at least one, e.g. [[host]] devices = 4")
@@ -179,7 +182,7 @@ def read_cluster(path: Path) -> Cluster:
 
 def _hosts(data: Mapping[str, Any], where: str) -> list[Host]:
     own = [field.name for field in fields(Host)]
-    _known(data, [*own, "count"], where)
+    _check_fields(data, [*own, "count"], where)
     values = dict(data)
     count = values.pop("count", 1)
     if "memory" in values:
@@ -197,13 +200,13 @@ def _link(data: Any, where: str) -> Link:
         return Link.parse(data, where)
     if not isinstance(data, Mapping):
         raise InvalidArgument(f'{where}: {data!r} is no link; write "1Gbps,0.5ms" or a table')
-    _known(data, ("bandwidth", "latency", "shared"), where)
+    _check_fields(data, ("bandwidth", "latency", "shared"), where)
     latency = parse_duration(data.get("latency", 0.0), f"{where}: latency")
     return Link(
         parse_bandwidth(str(data.get("bandwidth", "")), where), latency, bool(data.get("shared", True))
     )
 
 
-def _known(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def _check_fields(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:
     if unknown := sorted(set(data) - set(names)):
         raise InvalidArgument(f"{where}: unknown {', '.join(unknown)}; there is {', '.join(names)}")

@@ -1,14 +1,13 @@
-"""What a core, its memory and its links cost beyond the arithmetic of a model.
+"""The cost model of a simulation: ``Costs`` of a job's blocks on one core, and the ``Machine`` that runs them.
 
-A copy or a sum of small vectors stays in the caches and costs less a byte than one of large vectors. So both may be
-curves, points of (bytes of a vector, seconds a byte), between which is interpolated; without points they are flat.
+Times that depend on the number of rows are linear: a fixed part and a part per row. So costs measured at one batch size
+apply to another, and several shards computed in one batch (``joint``) pay the fixed part once.
 
-What a job costs: its blocks on one core, and what the machine adds to every instruction and message.
+A copy or a sum of small vectors stays in the caches and costs less per byte than one of large vectors. So both costs
+may be curves: points of (bytes of a vector, seconds per byte) with interpolation between them. Without points they are
+flat.
 
-Times that depend on the number of rows are lines: a fixed part, and a part a row. So costs measured at one batch size
-serve another; and several shards computed as one (``joint``) pay the fixed part once.
-
-Costs that come with Hoop, for its own recipes: measured once, so that one can simulate without measuring.
+Hoop ships measured costs of its own recipes (``shipped_costs``), so that they can be simulated without a measurement.
 """
 
 from __future__ import annotations
@@ -28,53 +27,56 @@ from hoop.plan.partition import Block
 from hoop.texts import parse_json
 
 Points = tuple[tuple[float, float], ...]
+"""Points of (bytes of a vector, seconds per byte), by rising size."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine's costs, in seconds of a core."""
+    """One machine's overheads, in seconds of core time."""
 
     instruction_s: float = 12e-6
-    """Any instruction, beside what it does."""
+    """Overhead of any instruction."""
     message_s: float = 45e-6
-    """A message, for who sends it and again for who receives it."""
+    """Overhead of a message, on the sender and again on the receiver."""
     copy_s: float = 1 / 6e9
-    """A byte copied."""
+    """Copying, per byte."""
     add_s: float = 1 / 4e9
-    """A byte of a sum of two vectors."""
+    """Adding two vectors, per byte."""
     meeting_s: float = 6e-6
-    """A meeting of devices that share memory, for each of them."""
+    """A barrier among devices that share memory, on each device."""
     step_s: float = 75e-6
-    """What a step costs beside its instructions."""
+    """Overhead of a step beside its instructions."""
     crowding: float = 1.0
-    """How many times slower a core is when all cores of its host are at work: they share caches and memory."""
+    """How many times slower a core is while all cores of its host compute: they share caches and memory bandwidth."""
     byte_s: float | None = None
-    """A byte of a message, for who sends it and again for who receives it; None: it is copied, no more."""
+    """Sending or receiving, per byte; None: the cost of a copy."""
     agree_s: float = 180e-6
-    """A word that all ranks agree on after a step, where no sum of gradients carries it, for each of them."""
+    """The vote on stopping after a step, on each rank, where no gradient sum carries it."""
     copy_at: Points = ()
+    """Curve in place of ``copy_s``."""
     add_at: Points = ()
+    """Curve in place of ``add_s``."""
 
-    def copy(self, count: float, of: float | None = None) -> float:
-        """So many bytes copied, of vectors of ``of`` bytes (if that is more) that are worked through."""
-        return count * rate(self.copy_at, of or count, self.copy_s)
+    def copy(self, size: float, vector_size: float | None = None) -> float:
+        """Seconds to copy ``size`` bytes; ``vector_size``: size of the whole vector, where these are a part of it."""
+        return size * interpolate(self.copy_at, vector_size or size, self.copy_s)
 
-    def add(self, count: float, of: float | None = None) -> float:
-        """So many bytes of a sum."""
-        return count * rate(self.add_at, of or count, self.add_s)
+    def add(self, size: float, vector_size: float | None = None) -> float:
+        """Seconds to add ``size`` bytes to as many; ``vector_size`` as in ``copy``."""
+        return size * interpolate(self.add_at, vector_size or size, self.add_s)
 
     def message(self, size: float) -> float:
-        """A message of so many bytes, at one of its ends."""
+        """Seconds for a message of ``size`` bytes, on the sender or the receiver."""
         return self.message_s + (self.copy(size) if self.byte_s is None else self.byte_s * size)
 
 
-USUAL = Machine()
-FREE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, agree_s=0.0)
-"""A machine that adds nothing: what is left is the plan."""
+DEFAULT_MACHINE = Machine()
+FREE_MACHINE = Machine(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, agree_s=0.0)
+"""A machine without overheads: only the plan's computation costs time."""
 
 
-def rate(points: Points, size: float, flat: float) -> float:
-    """Seconds a byte of vectors of so many bytes: on straight lines between the points, over the size's logarithm."""
+def interpolate(points: Points, size: float, flat: float) -> float:
+    """Seconds per byte for vectors of ``size`` bytes: linear in log(size) between points; ``flat`` without points."""
     if not points:
         return flat
     if size <= points[0][0]:
@@ -86,7 +88,7 @@ def rate(points: Points, size: float, flat: float) -> float:
 
 
 def read_machine(data: Mapping[str, Any]) -> Machine:
-    """From JSON; what is no cost is named."""
+    """A machine from its JSON object; errors name the bad field."""
     known = {field.name for field in fields(Machine)}
     if unknown := sorted(set(data) - known):
         raise ValueError(f"machine: no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
@@ -112,24 +114,24 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-__all__ = ["FREE", "BlockCost", "Costs", "LinearCost", "Machine", "read_costs"]
-
 FORMAT = 1
+"""Version of the JSON form of ``Costs``."""
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds (or bytes) that grow with the rows."""
+    """Seconds (or bytes) that grow linearly with the number of rows."""
 
     fixed: float = 0.0
     row: float = 0.0
+    """Per row."""
 
     def at(self, rows: float) -> float:
         return self.fixed + self.row * rows
 
     @classmethod
-    def through(cls, points: Sequence[tuple[int, float]]) -> LinearCost:
-        """The line through two measurements; neither part is negative."""
+    def through_points(cls, points: Sequence[tuple[int, float]]) -> LinearCost:
+        """The line through the first and the last (rows, value); both parts are at least 0."""
         (low, first), (high, second) = points[0], points[-1]
         row = max(0.0, (second - first) / (high - low)) if high > low else first / low
         return cls(max(0.0, first - row * low) if high > low else 0.0, row)
@@ -137,7 +139,7 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """One block of a model."""
+    """Costs of one block of a model."""
 
     name: str
     forward: LinearCost
@@ -146,30 +148,31 @@ class BlockCost:
     optimizer_bytes: int = 0
     gradient_bytes: int = 0
     activation: LinearCost = LinearCost()
-    """Bytes kept of a micro-batch from its forward to its backward."""
+    """Bytes of activations of a micro-batch, kept from its forward to its backward."""
     output: LinearCost = LinearCost()
-    """Bytes handed on."""
+    """Bytes of the output for a micro-batch."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A job, priced."""
+    """Costs of a job."""
 
     blocks: tuple[BlockCost, ...]
     rows: int
-    """Samples of a micro-batch."""
-    machine: Machine = USUAL
+    """Samples per micro-batch."""
+    machine: Machine = DEFAULT_MACHINE
     load: LinearCost = LinearCost()
     loss: LinearCost = LinearCost()
     update_s: float = 0.0
-    """A byte of weights, updated."""
+    """Optimizer update, per byte of weights."""
     update_fixed_s: float = 0.0
+    """Optimizer update, fixed part."""
     joint: int = 1
-    """Shards that a device computes as one, where it holds the whole model."""
+    """Shards that a device with the whole model computes in one batch."""
     source: str = "given"
-    """Where the figures come from, for people."""
+    """Where the numbers come from, for users."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What else is worth knowing: job, batch size, shards, optimizer, when and where it was measured."""
+    """Metadata: job, batch size, shards, optimizer, time and place of the measurement."""
 
     @classmethod
     def uniform(
@@ -184,21 +187,21 @@ class Costs:
         update_s: float = 0.0,
         machine: Machine | None = None,
     ) -> Costs:
-        """A model of equal blocks; seconds and bytes a micro-batch. Without a machine nothing else costs anything."""
+        """A model of equal blocks; seconds and bytes are per micro-batch. ``machine`` None: no overheads."""
         one = BlockCost(
             "block",
-            LinearCost(forward),
-            LinearCost(backward),
-            weight_bytes,
-            0,
-            weight_bytes,
-            LinearCost(activation_bytes),
-            LinearCost(output_bytes),
+            forward=LinearCost(forward),
+            backward=LinearCost(backward),
+            weight_bytes=weight_bytes,
+            optimizer_bytes=0,
+            gradient_bytes=weight_bytes,
+            activation=LinearCost(activation_bytes),
+            output=LinearCost(output_bytes),
         )
-        return cls((one,) * blocks, 1, machine or FREE, update_s=update_s)
+        return cls((one,) * blocks, 1, machine or FREE_MACHINE, update_s=update_s)
 
-    def of(self, rows: int) -> Costs:
-        """The same with micro-batches of so many samples."""
+    def with_rows(self, rows: int) -> Costs:
+        """The same costs with micro-batches of ``rows`` samples."""
         return dataclasses.replace(self, rows=rows)
 
     @property
@@ -206,16 +209,16 @@ class Costs:
         return sum(block.weight_bytes for block in self.blocks)
 
     def partition_blocks(self) -> list[Block]:
-        """As the cut into stages wants them."""
+        """The blocks as input for ``plan.partition``."""
         return [
             Block(
                 f"{index} ({one.name})",
-                one.forward.at(self.rows) + one.backward.at(self.rows),
-                one.weight_bytes,
-                one.optimizer_bytes,
-                round(one.activation.at(self.rows)),
-                round(one.output.at(self.rows)),
-                one.gradient_bytes,
+                seconds=one.forward.at(self.rows) + one.backward.at(self.rows),
+                weight_bytes=one.weight_bytes,
+                optimizer_bytes=one.optimizer_bytes,
+                activation_bytes=round(one.activation.at(self.rows)),
+                output_bytes=round(one.output.at(self.rows)),
+                gradient_bytes=one.gradient_bytes,
             )
             for index, one in enumerate(self.blocks)
         ]
@@ -225,7 +228,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str, where: str = "costs") -> Costs:
-        """The inverse of ``to_json``; what is missing or malformed is named."""
+        """The inverse of ``to_json``; errors name the missing or malformed field. ``where``: the source, for errors."""
         try:
             data = parse_json(text)
             if data.pop("format", None) != FORMAT:
@@ -239,7 +242,7 @@ class Costs:
 
 
 def read_costs(path: Path) -> Costs:
-    """What ``hoop calibrate`` wrote."""
+    """Reads a file that ``hoop calibrate`` wrote."""
     try:
         return Costs.from_json(path.read_text("utf-8"), str(path))
     except FileNotFoundError:
@@ -253,17 +256,17 @@ def _block(data: Mapping[str, Any]) -> BlockCost:
     return BlockCost(**values)
 
 
-_FILE = "shipped.json"
+_SHIPPED_FILE = "shipped.json"
 
 
-def names() -> list[str]:
-    """The recipes there are costs of."""
-    return sorted(_read())
+def shipped_recipes() -> list[str]:
+    """The recipes whose costs ship with Hoop."""
+    return sorted(_read_shipped())
 
 
-def shipped(name: str) -> Costs:
-    """The costs of a recipe, as they were measured on the machine that ``about`` names."""
-    known = _read()
+def shipped_costs(name: str) -> Costs:
+    """The shipped costs of a recipe; ``about`` names the machine on which they were measured."""
+    known = _read_shipped()
     if name not in known:
         raise NotFound(
             f"costs: none come with Hoop for {name!r} (there are {', '.join(sorted(known))}); "
@@ -274,6 +277,8 @@ def shipped(name: str) -> Costs:
     return dataclasses.replace(costs, source=f"shipped with Hoop, measured on {where}, {date}")
 
 
-def _read() -> dict[str, object]:
-    found: dict[str, object] = json.loads(resources.files("hoop.simulate").joinpath(_FILE).read_text("utf-8"))
+def _read_shipped() -> dict[str, object]:
+    found: dict[str, object] = json.loads(
+        resources.files("hoop.simulate").joinpath(_SHIPPED_FILE).read_text("utf-8")
+    )
     return found

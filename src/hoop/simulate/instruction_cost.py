@@ -4,8 +4,8 @@
 
 Replication follows ``engine/fault_tolerance/replication.py``: after each step a rank sends its summed gradient to
 the rank that holds its replica, which applies the same update when it would otherwise wait. Asynchronous strategies
-send the whole state whenever all ranks meet. State that another rank already has is not sent; data parallel
-training needs no replication.
+send the whole state at each flush. State that another rank already has is not sent; data parallel training needs no
+replication.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hoop.plan.replica_placement import replica_holders, replica_shares
 from hoop.simulate.cost_model import Costs, LinearCost
 
 _INPUT_SHARE = 0.5
-"""Of a backward that is cut in two, the half of the input."""
+"""The input half's part of a split backward."""
 
 
 class InstructionCosts:
-    """A plan's instructions, priced for a model that is cut at ``cuts``."""
+    """Costs of a plan's instructions, for a model whose stages begin at the blocks ``cuts``."""
 
     def __init__(
-        self, plan: Plan, costs: Costs, cuts: Sequence[int], listed: bool, synchronous: bool
+        self, plan: Plan, costs: Costs, cuts: Sequence[int], fixed_lists: bool, synchronous: bool
     ) -> None:
-        """``listed``: ranks run lists, and whole models may be computed several shards at once."""
+        """``fixed_lists``: ranks run lists, not rules, so a rank with the whole model may batch several shards."""
         machine, rows = costs.machine, costs.rows
         self._machine, self._plan = machine, plan
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
-        self._added = [machine.add(size) for size in self.gradient_bytes]
+        self._add_seconds = [machine.add(size) for size in self.gradient_bytes]
         weights = [sum(one.weight_bytes for one in stage) for stage in stages]
         outputs = [stage[-1].output.at(rows) for stage in stages]
-        self._held = {
-            (rank, stage): self._nodes(rank, stage)
+        self._partial_sums = {
+            (rank, stage): self._partial_sums_of(rank, stage)
             for stage, ranks in enumerate(plan.holders)
             for rank in ranks
         }
@@ -53,7 +53,9 @@ class InstructionCosts:
         for stage, blocks in enumerate(stages):
             last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
             if 0 < stage == plan.stages - 1:
-                last += costs.load.at(rows)  # targets are read where they are used, and inputs come with them
+                last += costs.load.at(
+                    rows
+                )  # the last stage loads the targets itself, and the inputs with them
             backward = sum(one.backward.at(rows) for one in blocks)
             first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
             self._seconds |= {
@@ -72,33 +74,38 @@ class InstructionCosts:
                 (InstructionKind.SEND_GRADIENT, stage): outputs[stage - 1] if stage else 0.0,
                 (InstructionKind.RECV_GRADIENT, stage): outputs[stage],
             }
-        self._pushed: dict[int, float] = {}
+        self._push_bytes: dict[int, float] = {}
         if plan.servers:
-            self._serve(costs, sum(weights), self.gradient_bytes[0], synchronous)
+            self._add_server_costs(costs, sum(weights), self.gradient_bytes[0], synchronous)
         self._messages = {key: machine.message(size) for key, size in self._sizes.items()}
-        self._later: set[tuple[int, int]] = set()
-        if plan.stages == 1 and costs.joint > 1 and listed:
+        self._batched: set[tuple[int, int]] = set()
+        """(rank, micro-batch) computed in one batch with an earlier micro-batch: the fixed costs are paid already."""
+        if plan.stages == 1 and costs.joint > 1 and fixed_lists:
             for rank in plan.holders[0]:
                 share = plan.computed_by(rank, 0)
-                self._later |= {(rank, micro) for at, micro in enumerate(share) if at % costs.joint}
-        row = [sum(line.row for line in lines) for lines in _lines(costs)]
-        self._row = dict(
+                self._batched |= {(rank, micro) for index, micro in enumerate(share) if index % costs.joint}
+        row_seconds = [sum(line.row for line in lines) for lines in _linear_costs(costs)]
+        self._batched_seconds = dict(
             zip(
                 (InstructionKind.LOAD, InstructionKind.FORWARD, InstructionKind.BACKWARD),
-                (rows * one for one in row),
+                (rows * one for one in row_seconds),
                 strict=True,
             )
         )
-        self._row[InstructionKind.BACKWARD] += base  # each has a place of its own in the sum
+        # A batched shard's gradient still has its own place in the sum, which costs an instruction.
+        self._batched_seconds[InstructionKind.BACKWARD] += base
 
-    def _serve(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
+    def _add_server_costs(self, costs: Costs, weights: int, gradients: int, synchronous: bool) -> None:
+        """Costs of pushes, gives, and the servers' reductions and updates; each server has an equal slice."""
         plan, base = self._plan, self._machine.instruction_s
         count = len(plan.servers)
-        nodes = {rank: len(self._held[rank, 0][0]) for rank in plan.holders[0]}
-        self._pushed = {
-            rank: gradients / count * (found if synchronous else 1) for rank, found in nodes.items()
+        partial_sums = {rank: len(self._partial_sums[rank, 0][0]) for rank in plan.holders[0]}
+        self._push_bytes = {
+            rank: gradients / count * (pushed if synchronous else 1) for rank, pushed in partial_sums.items()
         }
-        added = (sum(nodes.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
+        added = (
+            (sum(partial_sums.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
+        )
         for number in range(count):
             self._sizes |= {
                 (InstructionKind.GIVE, number): weights / count,
@@ -108,70 +115,76 @@ class InstructionCosts:
             update = costs.update_fixed_s + costs.update_s * weights / count
             self._seconds[InstructionKind.UPDATE, number] = base + update
 
-    def _nodes(self, rank: int, stage: int) -> tuple[tuple[Node, ...], float]:
-        """The nodes of the sum that a rank holds in the end, and additions of gradients a shard until then."""
+    def _partial_sums_of(self, rank: int, stage: int) -> tuple[tuple[Node, ...], float]:
+        """The partial sums that a rank holds after its shards, and its gradient additions per shard until then."""
         share = self._plan.computed_by(rank, stage)
         if not share:
             return (), 0.0
-        found = nodes_of(share, self._plan.micros)
+        found = partial_sum_nodes(share, self._plan.num_microbatches)
         return found, (len(share) - len(found)) / len(share)
 
-    def nodes(self, rank: int, stage: int) -> int:
-        """How many nodes of the sum a rank holds when it has computed its shards."""
-        return len(self._held[rank, stage][0])
+    def num_partial_sums(self, rank: int, stage: int) -> int:
+        """Number of partial sums that a rank holds after it has computed its shards."""
+        return len(self._partial_sums[rank, stage][0])
 
-    def size(self, rank: int, one: Instruction) -> float:
-        """Bytes of a message, seen from either end."""
+    def message_bytes(self, rank: int, one: Instruction) -> float:
+        """Size of the message that ``one`` sends or receives on ``rank``."""
         if one.kind is InstructionKind.PUSH:
-            return self._pushed[rank]
+            return self._push_bytes[rank]
         if one.kind is InstructionKind.TAKE:
-            return self._pushed[one.peer]
+            return self._push_bytes[one.peer]
         return self._sizes[one.kind, one.stage]
 
     def seconds(self, rank: int, one: Instruction) -> float:
-        """What it keeps a core of speed 1 busy."""
+        """Time of an instruction on a core of speed 1."""
         kind, stage, micro, peer = one
         if peer >= 0:
             known = self._messages.get((kind, stage))
             return self._machine.instruction_s + (
-                self._machine.message(self.size(rank, one)) if known is None else known
+                self._machine.message(self.message_bytes(rank, one)) if known is None else known
             )
-        if self._later and micro >= 0 and (rank, micro) in self._later:
-            found = self._row[kind]
+        if self._batched and micro >= 0 and (rank, micro) in self._batched:
+            found = self._batched_seconds[kind]
         else:
             found = self._seconds[kind, stage]
         if kind in GRADIENT_KINDS:
-            found += self._held[rank, stage][1] * self._added[stage]
+            found += self._partial_sums[rank, stage][1] * self._add_seconds[stage]
         return found
 
 
-def _lines(costs: Costs) -> list[list[LinearCost]]:
+def _linear_costs(costs: Costs) -> list[list[LinearCost]]:
     blocks = costs.blocks
     return [[costs.load], [costs.loss, *(one.forward for one in blocks)], [one.backward for one in blocks]]
 
 
-def nodes_of(share: Sequence[int], shards: int) -> tuple[Node, ...]:
-    """The nodes of the tree over shards that a rank holds which computes these: the largest that are all its own."""
+def partial_sum_nodes(share: Sequence[int], shards: int) -> tuple[Node, ...]:
+    """The partial sums of a rank that computes the shards ``share``, as nodes of the summation tree over all shards.
+
+    They are the largest nodes whose shards all belong to the rank.
+    """
     low, high = min(share), max(share) + 1
     if high - low != len(share):
         return tuple(node for node, _ in merge_plan(share, shards).nodes)
     found: list[Node] = []
-    todo = [Node(0, shards)]
-    while todo:
-        node = todo.pop()
+    pending = [Node(0, shards)]
+    while pending:
+        node = pending.pop()
         if low <= node.low and node.high <= high:
             found.append(node)
         elif node.low < high and low < node.high:
-            todo += reversed(node.halves)
+            pending += reversed(node.halves)
     return tuple(found)
 
 
-_PLACE = 8.0
-"""Bytes that say where something lies."""
+_ADDRESS_BYTES = 8.0
+"""Size of a message that carries only an address in shared memory."""
 
 
 class ReplicationCosts:
-    """What each rank does for mirrors under a plan, for a model that is cut into these stages."""
+    """Costs of replication for each rank, under a plan and for a partition of the model.
+
+    A synchronous strategy replicates incrementally: a rank sends its gradient, and the holder applies the same update.
+    """
 
     def __init__(
         self,
@@ -181,60 +194,61 @@ class ReplicationCosts:
         synchronous: bool,
         hosts: Sequence[Hashable] = (),
     ) -> None:
-        self._costs, self.follow = costs, synchronous
+        self._costs, self._incremental = costs, synchronous
         self._shares = replica_shares(plan, stages, costs.partition_blocks())
         self._holders = replica_holders(plan.size, hosts)
         self._owners: list[list[int]] = [[] for _ in range(plan.size)]
         for owner, holder in enumerate(self._holders):
-            if self.sent(owner):
+            if self.replica_bytes(owner):
                 self._owners[holder].append(owner)
 
     def holder(self, rank: int) -> int:
+        """The rank that holds the replica of ``rank``."""
         return self._holders[rank]
 
-    def sent(self, rank: int) -> int:
-        """Bytes that its holder gets: what a step's update is made with, or the state."""
+    def replica_bytes(self, rank: int) -> int:
+        """Bytes that the rank's replica holder needs after each span: a step's gradient, or the whole state."""
         share = self._shares[rank]
-        return (share.change if self.follow else share.state) if self.holder(rank) != rank else 0
+        return (share.change if self._incremental else share.state) if self.holder(rank) != rank else 0
 
-    def told(self, rank: int, near: bool) -> float:
-        """Bytes of the message about it: where it lies, for who is ``near`` and sees that memory."""
-        return _PLACE if near and self.follow else self.sent(rank)
+    def message_bytes(self, rank: int, shares_memory: bool) -> float:
+        """Size of the rank's message to its holder; in shared memory a gradient's address is enough."""
+        return _ADDRESS_BYTES if shares_memory and self._incremental else self.replica_bytes(rank)
 
-    def hearing(self, owner: int, near: bool) -> float:
-        """Seconds in which a holder gets it."""
+    def receive_seconds(self, owner: int, shares_memory: bool) -> float:
+        """Time in which the holder receives or copies the bytes of ``owner``."""
         machine = self._costs.machine
-        copied = machine.copy(self.sent(owner)) if near and self.follow else 0.0
-        return machine.message(self.told(owner, near)) + copied
+        copied = machine.copy(self.replica_bytes(owner)) if shares_memory and self._incremental else 0.0
+        return machine.message(self.message_bytes(owner, shares_memory)) + copied
 
     def owners(self, rank: int) -> list[int]:
-        """Whose mirrors a rank holds."""
+        """The ranks whose replicas ``rank`` holds."""
         return self._owners[rank]
 
-    def aside(self, rank: int) -> float:
-        """Seconds for a copy of what it holds, before steps after which it may not be what all have."""
-        return 0.0 if self.follow else self._costs.machine.copy(self._shares[rank].state)
+    def local_copy_seconds(self, rank: int) -> float:
+        """Time in which an asynchronous rank copies its own state before a span: the state to roll back to."""
+        return 0.0 if self._incremental else self._costs.machine.copy(self._shares[rank].state)
 
-    def update(self, rank: int) -> float:
-        """Seconds that bring what it holds of others a step further."""
+    def update_seconds(self, rank: int) -> float:
+        """Time in which the rank applies a step's gradients to the replicas that it holds."""
         costs = self._costs
-        changed = [self._shares[owner].change for owner in self.owners(rank)] if self.follow else []
+        changed = [self._shares[owner].change for owner in self.owners(rank)] if self._incremental else []
         return sum(costs.update_fixed_s + costs.update_s * one for one in changed)
 
-    def memory(self, held: Sequence[int], room: Sequence[int | None]) -> list[int]:
-        """What ranks hold with mirrors; raises where one is too small for them."""
+    def memory(self, own_bytes: Sequence[int], limits: Sequence[int | None]) -> list[int]:
+        """Memory of each rank, replicas included; raises if a rank is too small for its replicas."""
         found = []
-        for rank, (own, cap) in enumerate(zip(held, room, strict=True)):
-            theirs = [self._shares[owner] for owner in self.owners(rank)]
-            if self.follow:
-                mirrors = sum(one.state + one.change for one in theirs)
+        for rank, (own, limit) in enumerate(zip(own_bytes, limits, strict=True)):
+            shares = [self._shares[owner] for owner in self.owners(rank)]
+            if self._incremental:
+                replicas = sum(one.state + one.change for one in shares)
             else:
-                mirrors = self._shares[rank].state + 2 * sum(one.state for one in theirs)
-            found.append(own + mirrors)
-            if cap is not None and own + mirrors > cap:
+                replicas = self._shares[rank].state + 2 * sum(one.state for one in shares)
+            found.append(own + replicas)
+            if limit is not None and own + replicas > limit:
                 raise FailedPrecondition(
-                    f"memory: device {rank} needs {format_size(own)}, and {format_size(mirrors)} for mirrors of what "
-                    f"others hold, and has {format_size(cap)}; without mirrors (--no-mirror) it fits, and the loss of "
-                    "a device ends the run"
+                    f"memory: device {rank} needs {format_size(own)}, and {format_size(replicas)} for mirrors of what "
+                    f"others hold, and has {format_size(limit)}; without mirrors (--no-mirror) it fits, and the loss "
+                    "of a device ends the run"
                 )
         return found

@@ -1,17 +1,18 @@
-"""One rank in virtual time: it runs its rule, or its list, as the engine's worker does.
+"""One rank in virtual time: it runs its rule or its instruction list as the engine does.
 
-inbox ──▶ rule.arrived     all that has come, before each choice; a server takes one message at a time
-          rule.next ──▶ compute on the core, or wait
-                    ──▶ a send goes to the network, which delivers it
-                    ──▶ a reduction is a sum of its group
+    inbox ──▶ rule.on_message     all received messages before each choice; a server takes one message at a time
+              rule.next ──▶ compute on the core, or wait
+                        ──▶ a send goes to the network, which delivers it
+                        ──▶ a reduction runs among its group
+
+``Simulation`` builds one ``SimulationContext`` and one ``SimulatedRank`` per rank; the clock drives the ranks.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hoop.collectives.plan import Meet, Recv, Reduce, Send
 from hoop.errors import InvalidArgument
@@ -26,28 +27,28 @@ from hoop.plan.instructions import (
     Instruction,
     InstructionKind,
 )
-from hoop.plan.rules import ListRule, Rule, in_turn
-from hoop.simulate.clock import Group, Process
-from hoop.simulate.instruction_cost import ReplicationCosts
-from hoop.simulate.reduction_cost import FLOAT, ReductionCosts, reduction_seconds
+from hoop.plan.rules import ListRule, Rule, round_robin
+from hoop.simulate.clock import Clock, Group, Network, Process
+from hoop.simulate.cost_model import Machine
+from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
+from hoop.simulate.reduction_cost import FLOAT_BYTES, ReductionCosts, reduction_seconds
 from hoop.simulate.result import RankAccount, TracedSpan
 
-if TYPE_CHECKING:
-    from hoop.simulate.simulation import Simulation
-
-
-BLOCK = 64 * 1024
-"""Bytes that are handed over at a time between devices that share memory."""
-_AWAKE = "awake"
-_MIRROR = "mirror"
-_LAST = frozenset({InstructionKind.UPDATE, InstructionKind.PUSH})
-_SEEN = frozenset({*SENDS, InstructionKind.REDUCE, InstructionKind.UPDATE})
-"""What concerns others, or has its moment noted."""
+SHM_BLOCK_BYTES = 64 * 1024
+"""Ranks that share memory pass messages in blocks of this size."""
+_WAKE_UP = "awake"
+_REPLICA = "mirror"
+_STEP_END_KINDS = frozenset({InstructionKind.UPDATE, InstructionKind.PUSH})
+_VISIBLE_KINDS = frozenset({*SENDS, InstructionKind.REDUCE, InstructionKind.UPDATE})
+"""Instructions that involve other ranks, or whose moment is recorded."""
 
 
 @dataclass(frozen=True)
 class SimulatedStragglers:
-    """Devices that are now and then slow: each computation, by chance, by a factor; the same for the same seed."""
+    """Randomly slow devices: each computation is ``factor`` times slower with probability ``chance``.
+
+    The same seed gives the same slow computations.
+    """
 
     chance: float = 0.05
     factor: float = 3.0
@@ -62,251 +63,306 @@ class SimulatedStragglers:
 
 @dataclass(frozen=True)
 class Outage:
-    """A device that does nothing for a while, from its next instruction on, and then goes on where it was."""
+    """A device that pauses for ``seconds``, before its first instruction at or after time ``at``, and then goes on."""
 
     rank: int
     at: float
     seconds: float
 
 
-class SimulatedRank:
-    """One rank's process and its account."""
+@dataclass(frozen=True)
+class GroupReduction:
+    """A rank's part in the gradient reduction of a stage: the group, its costs, and the rank's index in it."""
 
-    def __init__(self, simulation: Simulation, rank: int) -> None:
-        self._all, self._rank = simulation, rank
-        self._clock, self._machine = simulation.clock, simulation.machine
+    costs: ReductionCosts
+    index: int
+    group: Group
+
+
+@dataclass
+class SimulationContext:
+    """State that the ranks of one simulation share."""
+
+    clock: Clock
+    network: Network
+    machine: Machine
+    instruction_costs: InstructionCosts
+    replication: ReplicationCosts | None
+    """None: no state is replicated."""
+    reductions: Mapping[tuple[int, int], GroupReduction]
+    """By (rank, stage); only stages with several replicas."""
+    rule: Callable[[int, int], Rule]
+    """``rule(rank, steps)``: the rule of a rank for a span of steps."""
+    span_lengths: Sequence[int]
+    """Number of steps in each span; a span ends with a flush."""
+    stop_vote_group: Group | None
+    """All ranks, where they vote on stopping after each span; None: the gradient sum carries the vote."""
+    stop_vote_s: float
+    """Seconds of messages in one such vote."""
+    last_part: Sequence[int]
+    """For each rank, the stage or slice whose update or push ends a step."""
+    take_all_messages: bool
+    """Whether a rank passes all received messages to its rule before each choice; servers take one at a time."""
+    trace: bool
+    stragglers: SimulatedStragglers | None
+    outages: Sequence[Outage]
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        """The group of these ranks: the same object for the same ranks."""
+        if ranks not in self._groups:
+            self._groups[ranks] = Group(ranks)
+        return self._groups[ranks]
+
+
+class SimulatedRank:
+    """The process of one rank, and the account of its time."""
+
+    def __init__(self, context: SimulationContext, rank: int) -> None:
+        self._context, self._rank = context, rank
+        self._clock, self._machine = context.clock, context.machine
         self.account = RankAccount()
-        self._busy = self.account.seconds
-        self._outages = sorted(
-            (one for one in simulation.outages if one.rank == rank), key=lambda one: one.at
-        )
-        straggle = simulation.stragglers
-        self._random = random.Random((straggle.seed << 20) + rank) if straggle else None
-        self._served = -1
-        self._put_off = 0.0
-        """Seconds of what waits until this rank would wait itself."""
+        self._seconds = self.account.seconds
+        self._outages = sorted((one for one in context.outages if one.rank == rank), key=lambda one: one.at)
+        stragglers = context.stragglers
+        self._random = random.Random((stragglers.seed << 20) + rank) if stragglers else None
+        self._last_served = -1
+        self._replica_update_s = 0.0
+        """Pending updates of the replicas that this rank holds; done when the rank would otherwise wait."""
 
     def run(self) -> Process:
-        """All spans of steps, one after the other."""
-        for steps in self._all.spans:
-            mirrors = self._all.mirrors
-            yield self._machine.step_s * steps + (mirrors.aside(self._rank) if mirrors is not None else 0.0)
-            yield from self._follow(self._all.rule(self._rank, steps))
-            if mirrors is not None:
-                yield from self._keep(mirrors)
-            if self._all.everybody is not None:
-                yield from self._agree(self._all.everybody)
-            if mirrors is not None:
-                self._put_off = mirrors.update(self._rank)
+        """The process that the clock runs: all spans of steps, one after the other."""
+        for steps in self._context.span_lengths:
+            replication = self._context.replication
+            yield self._machine.step_s * steps + (
+                replication.local_copy_seconds(self._rank) if replication is not None else 0.0
+            )
+            yield from self._run_rule(self._context.rule(self._rank, steps))
+            if replication is not None:
+                yield from self._replicate(replication)
+            if self._context.stop_vote_group is not None:
+                yield from self._vote_to_stop(self._context.stop_vote_group)
+            if replication is not None:
+                self._replica_update_s = replication.update_seconds(self._rank)
         self.account.end = self._clock.now
 
-    def _follow(self, rule: Rule) -> Process:
-        clock, rank, prices = self._clock, self._rank, self._all.prices
-        inbox, takes_all = clock.inbox[rank], self._all.takes_all
-        account, trace = self.account, self._all.trace
-        ahead, speed = self._runs_ahead(rule), clock.speeds[rank]
-        owed = 0.0
-        """Seconds of what has been done that others do not see: paid for with what they do see, or before a wait."""
+    def _run_rule(self, rule: Rule) -> Process:
+        """Runs a rule to its end: messages in, instructions out, each charged to the clock and to the account."""
+        clock, rank, costs = self._clock, self._rank, self._context.instruction_costs
+        inbox, take_all = clock.inbox[rank], self._context.take_all_messages
+        account, trace = self.account, self._context.trace
+        defer, speed = self._can_defer(rule), clock.speeds[rank]
+        deferred = 0.0
+        """Seconds of unobserved compute time, charged at the next visible instruction or before a wait."""
         while True:
-            if takes_all:
+            if take_all:
                 while inbox:
-                    rule.arrived(inbox.popleft())
+                    rule.on_message(inbox.popleft())
             one = rule.next()
             if one is None:
-                if owed:
-                    yield owed
-                    owed = 0.0
+                if deferred:
+                    yield deferred
+                    deferred = 0.0
                 elif rule.finished:
                     return
                 elif inbox:
-                    rule.arrived(self._taken())
-                elif self._put_off:
-                    yield from self._catch_up()
+                    rule.on_message(self._take_message())
+                elif self._replica_update_s:
+                    yield from self._update_replicas()
                 else:
                     started = clock.now
                     yield None
-                    self._note("wait", "wait", started)
+                    self._record("wait", "wait", started)
                 continue
             if self._outages and clock.now >= self._outages[0].at:
-                yield from self._away()
+                yield from self._sit_out_outage()
             started, kind = clock.now, one.kind
-            seconds = prices.seconds(rank, one)
+            seconds = costs.seconds(rank, one)
             sends = kind in SENDS
-            size = prices.size(rank, one) if sends else 0.0
-            later = self._after_arrival(one.peer, size) if sends else 0.0
+            size = costs.message_bytes(rank, one) if sends else 0.0
+            overlap = self._overlap_seconds(one.peer, size) if sends else 0.0
             category = "recv" if kind in RECEIVES else CATEGORY[kind]
-            if ahead:
-                self._busy[SHARE[category]] += seconds / speed
-                if kind not in _SEEN:
-                    owed += seconds
+            if defer:
+                self._seconds[SHARE[category]] += seconds / speed
+                if kind not in _VISIBLE_KINDS:
+                    deferred += seconds
                     continue
             if (
                 kind is InstructionKind.REDUCE
-                and (summing := self._all.sums.get((rank, one.stage))) is not None
+                and (reduction := self._context.reductions.get((rank, one.stage))) is not None
             ):
-                yield owed + seconds
-                yield from self._add_up(*summing)
+                yield deferred + seconds
+                yield from self._reduce(reduction)
             else:
-                yield owed + (seconds if self._random is None else seconds * self._luck(kind)) - later
+                yield (
+                    deferred + (seconds if self._random is None else seconds * self._slowdown(kind)) - overlap
+                )
                 if sends:
-                    self._send(one.peer, one.mirrored(rank), size)
-                    if later and not ahead:
-                        yield later
-                if not ahead:
-                    self._busy[SHARE[category]] += clock.now - started
+                    self._send(one.peer, one.counterpart(rank), size)
+                    if overlap and not defer:
+                        yield overlap
+                if not defer:
+                    self._seconds[SHARE[category]] += clock.now - started
                 if trace:
                     account.spans.append(TracedSpan(one, category, started, clock.now - started))
-            owed = later if ahead else 0.0
-            if kind in _LAST:
-                self._progress(one)
+            deferred = overlap if defer else 0.0
+            if kind in _STEP_END_KINDS:
+                self._record_step_end(one)
 
-    def _runs_ahead(self, rule: Rule) -> bool:
-        """Whether what others see of this rank is all that matters: a list, on a core of its own, by no chance.
+    def _can_defer(self, rule: Rule) -> bool:
+        """Whether instructions that other ranks do not observe can be charged later, without asking the clock.
 
-        Then the clock is not asked about the rest, which is most of a long plan.
+        They can for a fixed list on a core of its own, without stragglers, outages and traces. It saves most events of
+        a long plan.
         """
-        everything = self._outages or self._random is not None or self._all.trace
-        return isinstance(rule, ListRule) and self._clock.alone(self._rank) and not everything
+        needs_every_moment = self._outages or self._random is not None or self._context.trace
+        return isinstance(rule, ListRule) and self._clock.has_own_core(self._rank) and not needs_every_moment
 
-    def _progress(self, one: Instruction) -> None:
+    def _record_step_end(self, one: Instruction) -> None:
         if one.kind is InstructionKind.UPDATE:
             self.account.updates.append(self._clock.now)
-        if one.stage == self._all.last_part[self._rank]:
+        if one.stage == self._context.last_part[self._rank]:
             self.account.steps.append(self._clock.now)
 
-    def _luck(self, kind: InstructionKind) -> float:
-        straggle, chance = self._all.stragglers, self._random
-        assert straggle is not None
-        assert chance is not None
-        hit = SHARE[CATEGORY[kind]] == COMPUTE and chance.random() < straggle.chance
-        return straggle.factor if hit else 1.0
+    def _slowdown(self, kind: InstructionKind) -> float:
+        """A straggler's factor, drawn for each computation."""
+        stragglers, generator = self._context.stragglers, self._random
+        assert stragglers is not None
+        assert generator is not None
+        hit = SHARE[CATEGORY[kind]] == COMPUTE and generator.random() < stragglers.chance
+        return stragglers.factor if hit else 1.0
 
-    def _taken(self) -> Instruction:
-        """The next message of whose turn it is, as the engine's ``RuleExecutor`` takes them."""
+    def _take_message(self) -> Instruction:
+        """The next message, peers in round-robin order, as the engine's ``RuleExecutor`` takes them."""
         inbox = self._clock.inbox[self._rank]
-        self._served = in_turn([one.peer for one in inbox], self._served)
-        found = next(one for one in inbox if one.peer == self._served)
+        self._last_served = round_robin([one.peer for one in inbox], self._last_served)
+        found = next(one for one in inbox if one.peer == self._last_served)
         inbox.remove(found)
         return found
 
-    def _send(self, peer: int, what: object, size: float) -> None:
-        self._all.network.send(self._rank, peer, size, what)
+    def _send(self, peer: int, item: object, size: float) -> None:
+        self._context.network.send(self._rank, peer, size, item)
         self.account.bytes += size
         self.account.messages += 1
 
-    def _after_arrival(self, peer: int, size: float) -> float:
-        """Seconds for which a sender still copies when its receiver begins to: in memory, block by block."""
-        if size <= BLOCK or not self._all.network.in_memory(self._rank, peer):
+    def _overlap_seconds(self, peer: int, size: float) -> float:
+        """Seconds for which a sender still copies while its receiver copies too: block by block in shared memory."""
+        if size <= SHM_BLOCK_BYTES or not self._context.network.shares_memory(self._rank, peer):
             return 0.0
-        return self._machine.message(size) - self._machine.message(BLOCK)
+        return self._machine.message(size) - self._machine.message(SHM_BLOCK_BYTES)
 
-    def _note(self, name: str, category: str, started: float) -> None:
-        took = self._clock.now - started
-        self._busy[SHARE[category]] += took
-        if self._all.trace and took > 0:
-            self.account.spans.append(TracedSpan(name, category, started, took))
+    def _record(self, name: str, category: str, started: float) -> None:
+        duration = self._clock.now - started
+        self._seconds[SHARE[category]] += duration
+        if self._context.trace and duration > 0:
+            self.account.spans.append(TracedSpan(name, category, started, duration))
 
     # ---- waiting
 
-    def _await(self, what: object) -> Process:
-        """Until one of these has come."""
-        came = self._clock.counted[self._rank]
-        if not came[what]:
+    def _wait_signal(self, key: object) -> Process:
+        """Waits for one signal with this key and consumes it."""
+        signals = self._clock.signals[self._rank]
+        if not signals[key]:
             started = self._clock.now
-            while not came[what]:
+            while not signals[key]:
                 yield None
-            self._busy[IDLE] += self._clock.now - started
-        came[what] -= 1
+            self._seconds[IDLE] += self._clock.now - started
+        signals[key] -= 1
 
-    def _until(self, moment: float) -> Process:
+    def _wait_until(self, moment: float) -> Process:
         if moment > self._clock.now:
-            self._clock.deliver(moment, self._rank, _AWAKE)
-            while not self._clock.counted[self._rank][_AWAKE]:
+            self._clock.deliver(moment, self._rank, _WAKE_UP)
+            while not self._clock.signals[self._rank][_WAKE_UP]:
                 yield None
-            self._clock.counted[self._rank][_AWAKE] -= 1
+            self._clock.signals[self._rank][_WAKE_UP] -= 1
 
-    def _away(self) -> Process:
+    def _sit_out_outage(self) -> Process:
         one, started = self._outages.pop(0), self._clock.now
-        yield from self._until(one.at + one.seconds)
-        self._note("away", "wait", started)
+        yield from self._wait_until(one.at + one.seconds)
+        self._record("away", "wait", started)
 
-    def _meet(self, group: Group) -> Process:
+    def _barrier(self, group: Group) -> Process:
         yield self._machine.meeting_s
-        self._clock.meet(self._rank, group)
-        yield from self._await(group)
+        self._clock.join_barrier(self._rank, group)
+        yield from self._wait_signal(group)
 
-    def _agree(self, group: Group) -> Process:
-        """Whether somebody wants to stop, asked after each span of steps where no sum of gradients tells it."""
-        started, waited = self._clock.now, self._busy[IDLE]
+    # ---- the end of a span
+
+    def _vote_to_stop(self, group: Group) -> Process:
+        """The vote on stopping after each span, where no gradient sum carries it."""
+        started, idle_before = self._clock.now, self._seconds[IDLE]
         yield self._machine.agree_s
-        yield from self._meet(group)
-        yield from self._until(self._clock.now + self._all.agreeing_s)
-        self._busy[COMMUNICATE] += self._clock.now - started - (self._busy[IDLE] - waited)
+        yield from self._barrier(group)
+        yield from self._wait_until(self._clock.now + self._context.stop_vote_s)
+        self._seconds[COMMUNICATE] += self._clock.now - started - (self._seconds[IDLE] - idle_before)
 
-    def _catch_up(self) -> Process:
-        started, (seconds, self._put_off) = self._clock.now, (self._put_off, 0.0)
+    def _update_replicas(self) -> Process:
+        started, (seconds, self._replica_update_s) = self._clock.now, (self._replica_update_s, 0.0)
         yield seconds
-        self._note("mirror", "compute", started)
+        self._record("mirror", "update", started)
 
-    def _keep(self, mirrors: ReplicationCosts) -> Process:
-        """What this rank's holder needs of it, and what others' mirrors here need."""
-        if self._put_off:
-            yield from self._catch_up()
-        started, waited, rank = self._clock.now, self._busy[IDLE], self._rank
-        if size := mirrors.sent(rank):
-            holder = mirrors.holder(rank)
-            told = mirrors.told(rank, self._all.network.in_memory(rank, holder))
-            later = self._after_arrival(holder, told)
-            yield self._machine.message(told) - later
-            self._send(holder, _MIRROR, size)
-            yield later
-        for owner in mirrors.owners(rank):
-            yield from self._await(_MIRROR)
-            yield mirrors.hearing(owner, self._all.network.in_memory(owner, rank))
-        took = self._clock.now - started - (self._busy[IDLE] - waited)
-        self._busy[COMMUNICATE] += took
-        if self._all.trace and took > 0:
-            self.account.spans.append(TracedSpan("mirror", "send", self._clock.now - took, took))
+    def _replicate(self, replication: ReplicationCosts) -> Process:
+        """Sends this rank's state to its replica holder, and receives the state of the replicas held here."""
+        if self._replica_update_s:
+            yield from self._update_replicas()
+        started, idle_before, rank = self._clock.now, self._seconds[IDLE], self._rank
+        if size := replication.replica_bytes(rank):
+            holder = replication.holder(rank)
+            message = replication.message_bytes(rank, self._context.network.shares_memory(rank, holder))
+            overlap = self._overlap_seconds(holder, message)
+            yield self._machine.message(message) - overlap
+            self._send(holder, _REPLICA, size)
+            yield overlap
+        for owner in replication.owners(rank):
+            yield from self._wait_signal(_REPLICA)
+            yield replication.receive_seconds(owner, self._context.network.shares_memory(owner, rank))
+        duration = self._clock.now - started - (self._seconds[IDLE] - idle_before)
+        self._seconds[COMMUNICATE] += duration
+        if self._context.trace and duration > 0:
+            self.account.spans.append(TracedSpan("mirror", "send", self._clock.now - duration, duration))
 
-    # ---- sums
+    # ---- reductions
 
-    def _add_up(self, summing: ReductionCosts, index: int, group: Group) -> Process:
-        started, waited = self._clock.now, self._busy[IDLE]
-        if summing.mapped:
-            yield from self._meet(group)
+    def _reduce(self, reduction: GroupReduction) -> Process:
+        """One gradient reduction: in shared memory, by its closed-form time, or message by message."""
+        costs, index, group = reduction.costs, reduction.index, reduction.group
+        started, idle_before = self._clock.now, self._seconds[IDLE]
+        if costs.in_shared_memory:
+            yield from self._barrier(group)
             begun = self._clock.now
-            yield summing.mapped_seconds(index)
-            yield from self._meet(group)
-        elif summing.counted:
-            self._clock.meet(self._rank, group)
-            yield from self._await(group)
+            yield costs.shared_memory_seconds(index)
+            yield from self._barrier(group)
+        elif costs.closed_form:
+            self._clock.join_barrier(self._rank, group)
+            yield from self._wait_signal(group)
             begun = self._clock.now
-            yield from self._until(begun + summing.counted_seconds)
+            yield from self._wait_until(begun + costs.closed_form_seconds)
         else:
             begun = started
-            yield from self._messages(summing, index)
-        if summing.mapped or summing.counted:
-            self.account.bytes += summing.bytes(index)
-            self.account.messages += summing.messages(index)
-        if not summing.mapped:  # over links the engine cannot tell waiting from moving either
-            self._busy[IDLE], begun = waited, started
-        idle = self._busy[IDLE] - waited
-        self._busy[COMMUNICATE] += self._clock.now - started - idle
-        if self._all.trace:
+            yield from self._execute_collective(costs, index)
+        if costs.in_shared_memory or costs.closed_form:
+            self.account.bytes += costs.bytes(index)
+            self.account.messages += costs.messages(index)
+        if not costs.in_shared_memory:  # over links the engine cannot tell waiting from transfer either
+            self._seconds[IDLE], begun = idle_before, started
+        idle = self._seconds[IDLE] - idle_before
+        self._seconds[COMMUNICATE] += self._clock.now - started - idle
+        if self._context.trace:
             if begun > started:
                 self.account.spans.append(TracedSpan("wait", "wait", started, begun - started))
             self.account.spans.append(TracedSpan("A", "reduce", begun, self._clock.now - begun))
 
-    def _messages(self, summing: ReductionCosts, index: int) -> Iterator[float | None]:
-        ranks, machine = summing.ranks, self._machine
-        for one in summing.plan(index):
+    def _execute_collective(self, costs: ReductionCosts, index: int) -> Iterator[float | None]:
+        """Executes this rank's plan of the collective, instruction by instruction."""
+        ranks, machine = costs.ranks, self._machine
+        for one in costs.plan(index):
             if isinstance(one, Recv | Reduce):
-                yield from self._await(ranks[one.peer])
+                yield from self._wait_signal(ranks[one.peer])
             if isinstance(one, Meet):
-                yield from self._meet(
-                    self._all.group(tuple(ranks[peer] for peer in one.ranks or range(len(ranks))))
+                yield from self._barrier(
+                    self._context.group(tuple(ranks[peer] for peer in one.ranks or range(len(ranks))))
                 )
                 continue
             yield reduction_seconds(one, machine)
             if isinstance(one, Send):
-                self._send(ranks[one.peer], self._rank, FLOAT * one.range.length)
+                self._send(ranks[one.peer], self._rank, FLOAT_BYTES * one.range.length)

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The result of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hoop.plan.plan import Plan
 
 
 class TracedSpan(NamedTuple):
-    """One thing a rank did: an instruction or a word, what kind of thing it is, and when."""
+    """One span of a rank's timeline: an instruction or a label, its category, start and duration."""
 
     what: Instruction | str
     category: str
@@ -21,23 +21,24 @@ class TracedSpan(NamedTuple):
 
 @dataclass
 class RankAccount:
-    """Where a rank's time went, and what it sent."""
+    """A rank's time by share (compute, communicate, idle), and its traffic."""
 
     seconds: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0, COMMUNICATE: 0.0, IDLE: 0.0})
     bytes: float = 0.0
     messages: int = 0
     spans: list[TracedSpan] = field(default_factory=list)
-    """Empty where they were not asked for."""
+    """Empty unless the simulation kept a trace."""
     steps: list[float] = field(default_factory=list)
-    """When each of its steps was over: its update, or with a parameter server a worker's last push."""
+    """Times at which the rank's steps ended: its update, or a worker's last push with parameter servers."""
     updates: list[float] = field(default_factory=list)
-    """When it updated the weights it keeps."""
+    """Times at which the rank updated weights."""
     end: float = 0.0
+    """Time at which the rank finished."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """A strategy on a cluster, in virtual time."""
+    """Time, traffic and memory of a strategy on a cluster, in virtual time."""
 
     strategy: str
     plan: Plan
@@ -46,11 +47,11 @@ class SimulationResult:
     """From the first instruction to the last."""
     accounts: Sequence[RankAccount]
     memory: Sequence[int]
-    """What each device holds at most."""
+    """Peak memory of each device in bytes."""
     cuts: Sequence[int]
-    """Where stages begin, by block."""
-    alone_seconds: float
-    """A step on one device of speed 1 that holds the whole model, without any link."""
+    """The block at which each stage begins."""
+    single_device_seconds: float
+    """Time of a step on one device of speed 1 that holds the whole model."""
 
     @property
     def devices(self) -> int:
@@ -62,8 +63,8 @@ class SimulationResult:
 
     @property
     def speedup(self) -> float:
-        """Against one device that holds everything."""
-        return self.alone_seconds / self.step_seconds if self.step_seconds else 0.0
+        """Relative to one device that holds the whole model."""
+        return self.single_device_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def efficiency(self) -> float:
@@ -71,7 +72,7 @@ class SimulationResult:
 
     @property
     def idle(self) -> list[float]:
-        """Each device's share of the time in which it waited."""
+        """Fraction of the time that each device waited."""
         return [one.seconds[IDLE] / self.seconds if self.seconds else 0.0 for one in self.accounts]
 
     @property
@@ -80,7 +81,7 @@ class SimulationResult:
 
     @property
     def bytes(self) -> float:
-        """A step, over all devices."""
+        """Bytes sent per step, over all devices."""
         return sum(one.bytes for one in self.accounts) / self.steps
 
     @property
@@ -89,20 +90,20 @@ class SimulationResult:
 
     @property
     def peak_memory(self) -> int:
-        """Of the device that holds most."""
+        """Of the device with the most."""
         return max(self.memory)
 
     @property
     def updates(self) -> list[float]:
-        """When each update of the weights was made, over all ranks: the progress of asynchronous strategies."""
+        """Times of all weight updates, over all ranks: the progress of asynchronous strategies."""
         return sorted(moment for one in self.accounts for moment in one.updates)
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """The numbers, for JSON."""
         return {
             "strategy": self.strategy,
             "devices": self.devices,
-            "micros": self.plan.micros,
+            "micros": self.plan.num_microbatches,
             "steps": self.steps,
             "step_seconds": self.step_seconds,
             "speedup": self.speedup,

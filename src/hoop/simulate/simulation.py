@@ -1,35 +1,44 @@
-"""A strategy on a cluster, in virtual time.
+"""Simulates a strategy on a cluster in virtual time.
 
 >>> costs = Costs.uniform(blocks=4, forward=1.0, backward=2.0)
->>> simulate(parse("pipeline:1f1b"), costs, Cluster.even(4), micros=8).step_seconds
-33.0
+>>> simulate(parse("pipeline:1f1b"), costs, Cluster.even(4), num_microbatches=8).step_seconds
+33.01
 
-The plans are the strategies' own, and where they go by rules, the very rules that the engine runs. Nothing here draws
-by chance but stragglers, and those by a seed.
+The plans are the strategies' own, and strategies with rules run the same rules as in the engine. The simulation is
+deterministic; stragglers are the only random part, and they follow a seed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hoop.errors import InternalError, InvalidArgument
+from hoop.plan.instructions import IDLE
 from hoop.plan.plan import Plan
 from hoop.plan.rules import ListRule, Rule
 from hoop.simulate.clock import Clock, Group, Network
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
 from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
-from hoop.simulate.rank import Outage, SimulatedRank, SimulatedStragglers
-from hoop.simulate.reduction_cost import MOST_MESSAGES, ORDERED, ReductionCosts, check_algorithm
+from hoop.simulate.rank import (
+    GroupReduction,
+    Outage,
+    SimulatedRank,
+    SimulatedStragglers,
+    SimulationContext,
+)
+from hoop.simulate.reduction_cost import MAX_EXECUTED_MESSAGES, ORDERED, ReductionCosts, check_algorithm
 from hoop.simulate.result import SimulationResult
 from hoop.strategies.base import Strategy
-from hoop.strategies.memory_fit import Fit, Room, fit, one_each
+from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.memory_fit import Fit, GradientBuffers, fit, one_gradient_each
 
-SPAN = 32
-"""Steps without a flush where a strategy needs none: as many as the engine runs at a time."""
-MOST_TRACED = 100_000
-"""Instructions of a simulation that keeps its spans, unless it is told to."""
+STEPS_BETWEEN_FLUSHES = 32
+"""Steps that an asynchronous strategy runs between two flushes; the engine uses the same number."""
+MAX_TRACED_INSTRUCTIONS = 100_000
+"""Simulations with more instructions keep no spans unless ``trace`` is True."""
 
 
 def simulate(
@@ -37,49 +46,77 @@ def simulate(
     costs: Costs,
     cluster: Cluster,
     *,
-    micros: int,
+    num_microbatches: int,
     steps: int | None = None,
     cuts: Sequence[int] | None = None,
     all_reduce: str = ORDERED,
     stragglers: SimulatedStragglers | None = None,
     outages: Sequence[Outage] = (),
-    room: Room = one_each,
+    gradient_buffers: GradientBuffers = one_gradient_each,
     trace: bool | None = None,
-    most_messages: int = MOST_MESSAGES,
+    max_messages: int = MAX_EXECUTED_MESSAGES,
     mirror: bool = False,
-    dealt: Sequence[float] | None = None,
+    assumed_speeds: Sequence[float] | None = None,
 ) -> SimulationResult:
-    """What a step takes, who waits, and what moves; raises where the model does not fit.
+    """Step time, idle time, traffic and memory of a strategy on a cluster; raises if the model does not fit.
 
-    ``micros``: shards of the global batch, each of ``costs.rows`` samples. ``steps``: one, or 32 where the strategy
-    needs no flush. ``all_reduce``: the engine's ordered sum, or an algorithm of the collectives. ``room``: how many
-    gradients a device makes room for. ``trace``: whether spans are kept; by default if there are not too many.
-    ``dealt``: how fast devices are taken to be when shards are dealt out; None: as fast as they are.
-    ``mirror``: what ranks hold of a model is kept elsewhere too, as the engine does it.
+    num_microbatches: shards of the global batch, each of ``costs.rows`` samples.
+    steps: None: 1, or 32 for asynchronous strategies.
+    cuts: where stages begin; None: choose the fastest partition.
+    all_reduce: the engine's ordered sum, or an all-reduce algorithm of ``collectives``.
+    gradient_buffers: number of gradient buffers that the engine allocates.
+    trace: whether to keep spans; None: if the simulation has at most ``MAX_TRACED_INSTRUCTIONS``.
+    max_messages: reductions with more messages use their closed-form time.
+    mirror: whether ranks replicate their part of the model, as the engine does.
+    assumed_speeds: device speeds by which shards are assigned; None: the cluster's speeds.
     """
-    steps = steps or (1 if strategy.synchronous else SPAN)
+    steps = steps or (1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
-    plan = strategy.plan(cluster.size, micros, dealt or (speeds if uneven else None))
+    plan = strategy.plan(cluster.size, num_microbatches, assumed_speeds or (speeds if uneven else None))
     fitted = fit(
-        strategy, plan, costs.partition_blocks(), cluster.memory, speeds if uneven else None, cuts, room
+        strategy,
+        plan,
+        costs.partition_blocks(),
+        cluster.memory,
+        speeds=speeds if uneven else None,
+        cuts=cuts,
+        gradient_buffers=gradient_buffers,
     )
     if trace is None:
-        trace = steps * sum(map(len, plan.ranks)) <= MOST_TRACED
+        trace = steps * sum(map(len, plan.ranks)) <= MAX_TRACED_INSTRUCTIONS
     for one in outages:
         if not 0 <= one.rank < cluster.size or one.at < 0 or one.seconds < 0:
             raise InvalidArgument(
                 f"outage: {one} is of no device or no time; there are {cluster.size} devices"
             )
-    found = Simulation(
-        strategy, plan, fitted, costs, cluster, steps, check_algorithm(all_reduce), stragglers, outages, trace,
-        most_messages, mirror,
-    )  # fmt: skip
-    return found.run()
+    options = SimulationOptions(
+        steps=steps,
+        algorithm=check_algorithm(all_reduce),
+        stragglers=stragglers,
+        outages=outages,
+        trace=trace,
+        max_messages=max_messages,
+        mirror=mirror,
+    )
+    return Simulation(strategy, plan, fitted, costs, cluster, options).run()
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """The options of ``simulate`` that ``Simulation`` needs, with defaults filled in."""
+
+    steps: int
+    algorithm: str
+    stragglers: SimulatedStragglers | None
+    outages: Sequence[Outage]
+    trace: bool
+    max_messages: int
+    mirror: bool
 
 
 class Simulation:
-    """What the devices of one simulation have in common."""
+    """Builds the shared context of a simulation, runs its ranks, and collects the result."""
 
     def __init__(
         self,
@@ -88,105 +125,111 @@ class Simulation:
         fitted: Fit,
         costs: Costs,
         cluster: Cluster,
-        steps: int,
-        algorithm: str,
-        stragglers: SimulatedStragglers | None,
-        outages: Sequence[Outage],
-        trace: bool,
-        most_messages: int,
-        mirror: bool,
+        options: SimulationOptions,
     ) -> None:
         self._strategy, self._plan, self._fit, self._costs = strategy, plan, fitted, costs
-        self.machine = costs.machine
-        self.clock = Clock(cluster, costs.machine.crowding)
-        self.network = Network(cluster, self.clock)
-        self.stragglers, self.outages, self.trace = stragglers, outages, trace
-        listed = all(strategy.rule(plan, rank) is None for rank in (0, plan.size - 1))
-        self.takes_all = not plan.servers or listed
-        span = 1 if strategy.synchronous else SPAN
-        self.spans = [min(span, steps - done) for done in range(0, steps, span)]
-        self._steps = steps
-        cuts = [stage.blocks.start for stage in fitted.stages]
-        self.prices = InstructionCosts(plan, costs, cuts, listed, strategy.synchronous)
-        self.mirrors = None
+        self._steps = options.steps
+        clock = Clock(cluster, costs.machine.crowding)
+        fixed_lists = all(strategy.rule(plan, rank) is None for rank in (0, plan.size - 1))
+        span = 1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES
+        instruction_costs = InstructionCosts(
+            plan,
+            costs,
+            cuts=[stage.blocks.start for stage in fitted.stages],
+            fixed_lists=fixed_lists,
+            synchronous=strategy.synchronous,
+        )
+        replication = None
         self._memory = fitted.bytes
-        if mirror and strategy.name != "data":
-            self.mirrors = ReplicationCosts(plan, costs, fitted.stages, strategy.synchronous, cluster.host_of)
-            self._memory = self.mirrors.memory(fitted.bytes, cluster.memory)
-        self._groups: dict[tuple[int, ...], Group] = {}
-        self.sums = self._summing(cluster, algorithm, most_messages)
-        told_by_sums = plan.stages == 1 and not plan.servers
-        self.everybody = None if told_by_sums or plan.size == 1 else Group(tuple(range(plan.size)))
-        rounds = 2 * math.ceil(math.log2(plan.size)) if len(cluster.hosts) > 1 else 0
-        self.agreeing_s = rounds * (2 * self.machine.message_s + cluster.link.latency)
-        slices = len(plan.servers) - 1
-        self.last_part = [slices if rank in plan.holders[0] else -1 for rank in range(plan.size)]
-        for stage, ranks in enumerate(plan.holders if not plan.servers else ()):
-            for rank in ranks:
-                self.last_part[rank] = stage
+        if options.mirror and not strategy.replicated:
+            replication = ReplicationCosts(
+                plan, costs, fitted.stages, synchronous=strategy.synchronous, hosts=cluster.host_of
+            )
+            self._memory = replication.memory(fitted.bytes, cluster.memory)
+        sum_carries_vote = plan.stages == 1 and not plan.servers
+        vote_rounds = 2 * math.ceil(math.log2(plan.size)) if len(cluster.hosts) > 1 else 0
+        self._context = SimulationContext(
+            clock=clock,
+            network=Network(cluster, clock),
+            machine=costs.machine,
+            instruction_costs=instruction_costs,
+            replication=replication,
+            reductions=self._reductions(cluster, instruction_costs, options),
+            rule=self._rule,
+            span_lengths=[min(span, options.steps - done) for done in range(0, options.steps, span)],
+            stop_vote_group=None if sum_carries_vote or plan.size == 1 else Group(tuple(range(plan.size))),
+            stop_vote_s=vote_rounds * (2 * costs.machine.message_s + cluster.link.latency),
+            last_part=_last_parts(plan),
+            take_all_messages=not plan.servers or fixed_lists,
+            trace=options.trace,
+            stragglers=options.stragglers,
+            outages=options.outages,
+        )
 
-    def _summing(
-        self, cluster: Cluster, algorithm: str, most_messages: int
-    ) -> dict[tuple[int, int], tuple[ReductionCosts, int, Group]]:
-        """For each rank and stage that is added up across replicas: how, and as which member of which group."""
-        plan, prices = self._plan, self.prices
+    def _reductions(
+        self, cluster: Cluster, instruction_costs: InstructionCosts, options: SimulationOptions
+    ) -> dict[tuple[int, int], GroupReduction]:
+        """The reduction of each (rank, stage) whose stage has several replicas."""
+        plan = self._plan
         found = {}
         for stage, ranks in enumerate(plan.holders if not plan.servers else ()):
             if len(ranks) == 1:
                 continue
-            summing = ReductionCosts(
+            costs = ReductionCosts(
                 ranks,
-                [plan.computed_by(rank, stage) for rank in ranks],
-                [prices.nodes(rank, stage) for rank in ranks],
-                plan.micros,
-                prices.gradient_bytes[stage],
-                cluster,
-                self.machine,
-                algorithm,
-                most_messages,
+                shares=[plan.computed_by(rank, stage) for rank in ranks],
+                partial_sums=[instruction_costs.num_partial_sums(rank, stage) for rank in ranks],
+                num_microbatches=plan.num_microbatches,
+                size=instruction_costs.gradient_bytes[stage],
+                cluster=cluster,
+                machine=self._costs.machine,
+                algorithm=options.algorithm,
+                max_messages=options.max_messages,
             )
             group = Group(ranks)
             for index, rank in enumerate(ranks):
-                found[rank, stage] = (summing, index, group)
+                found[rank, stage] = GroupReduction(costs, index, group)
         return found
 
-    def group(self, ranks: tuple[int, ...]) -> Group:
-        """The one group of these ranks."""
-        if ranks not in self._groups:
-            self._groups[ranks] = Group(ranks)
-        return self._groups[ranks]
-
-    def rule(self, rank: int, steps: int) -> Rule:
-        """What decides for a rank: the strategy's rule, or the plan's list."""
+    def _rule(self, rank: int, steps: int) -> Rule:
+        """The strategy's rule for a rank, or the plan's list as a rule."""
         rule = self._strategy.rule(self._plan, rank, steps)
         return ListRule(self._plan.ranks[rank]) if rule is None else rule
 
     def run(self) -> SimulationResult:
-        devices = [SimulatedRank(self, rank) for rank in range(self._plan.size)]
-        stuck = self.clock.run([device.run() for device in devices])
+        ranks = [SimulatedRank(self._context, rank) for rank in range(self._plan.size)]
+        stuck = self._context.clock.run([rank.run() for rank in ranks])
         if stuck:
             raise InternalError(
                 f"{self._strategy.spec}: ranks {stuck[:8]} wait for ever; the plan or its rules are wrong"
             )
-        end = max(device.account.end for device in devices)
-        for device in devices:  # who is done waits for the others
-            device.account.seconds["idle"] += end - device.account.end
+        end = max(rank.account.end for rank in ranks)
+        for rank in ranks:  # a finished rank is idle until the last one finishes
+            rank.account.seconds[IDLE] += end - rank.account.end
         return SimulationResult(
-            self._strategy.spec,
-            self._plan,
-            self._steps,
-            end,
-            [device.account for device in devices],
-            self._memory,
-            [stage.blocks.start for stage in self._fit.stages],
-            alone_seconds(self._costs, self._plan.micros),
+            strategy=self._strategy.spec,
+            plan=self._plan,
+            steps=self._steps,
+            seconds=end,
+            accounts=[rank.account for rank in ranks],
+            memory=self._memory,
+            cuts=[stage.blocks.start for stage in self._fit.stages],
+            single_device_seconds=single_device_seconds(self._costs, self._plan.num_microbatches),
         )
 
 
-def alone_seconds(costs: Costs, micros: int) -> float:
-    """A step of one device of speed 1 that holds the whole model."""
-    from hoop.strategies.data_parallel import DataParallel
+def _last_parts(plan: Plan) -> list[int]:
+    """For each rank, the stage or slice whose update or push ends a step; -1 for parameter servers."""
+    last_slice = len(plan.servers) - 1
+    found = [last_slice if rank in plan.holders[0] else -1 for rank in range(plan.size)]
+    for stage, ranks in enumerate(plan.holders if not plan.servers else ()):
+        for rank in ranks:
+            found[rank] = stage
+    return found
 
-    plan = DataParallel().plan(1, micros)
-    prices = InstructionCosts(plan, costs, [0], True, True)
+
+def single_device_seconds(costs: Costs, num_microbatches: int) -> float:
+    """Time of a step on one device of speed 1 that holds the whole model."""
+    plan = DataParallel().plan(1, num_microbatches)
+    prices = InstructionCosts(plan, costs, cuts=[0], fixed_lists=True, synchronous=True)
     return costs.machine.step_s + sum(prices.seconds(0, one) for one in plan.ranks[0])

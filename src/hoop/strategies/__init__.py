@@ -1,1 +1,1 @@
-"""Strategies: each returns, for a number of devices and micro-batches, a plan, and runs nothing."""
+"""Parallelism strategies: each makes a plan for a number of devices and micro-batches, and runs nothing."""

@@ -1,12 +1,11 @@
-"""A strategy on another number of devices than it was chosen for: some were lost, or came.
+"""All strategies, their text form, and their adaptation to another number of devices.
 
-hybrid   as many of its replicas as divide the devices
-ps       as many of its servers as leave a worker
+Text form: ``data``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``. A name, then after a colon fields
+``field=value`` separated by commas. A value that belongs to only one field may omit the field name: a schedule, a mode,
+``sync`` or ``async``.
 
-Every strategy, and how one is typed: ``data``, ``ps:asp``, ``ring``, ``pipeline:gpipe``, ``hybrid:replicas=2``.
-
-After the name and a colon come fields, ``field=value``, separated by commas. A value that can only mean one field may
-stand alone: a schedule, a mode, ``sync`` or ``async``.
+When devices are lost or join, a strategy is adapted: ``hybrid`` uses the largest number of replicas, up to its own,
+that divides the devices; ``ps`` uses as many of its servers as leave at least one worker.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from hoop.strategies.pipeline import SCHEDULES, Pipeline
 from hoop.strategies.ring import RingModel
 
 
-def adapted(strategy: Strategy, devices: int) -> Strategy:
-    """The same strategy for so many devices, if it can be."""
+def adapt_to_devices(strategy: Strategy, devices: int) -> Strategy:
+    """The strategy with its replicas or servers reduced to what ``devices`` allow."""
     if isinstance(strategy, Hybrid):
         replicas = max(one for one in range(1, strategy.replicas + 1) if devices % one == 0)
         return dataclasses.replace(strategy, replicas=replicas)
@@ -34,70 +33,79 @@ def adapted(strategy: Strategy, devices: int) -> Strategy:
     return strategy
 
 
-def usable(strategy: Strategy, devices: int, micros: int, blocks: int) -> tuple[Strategy, Plan]:
-    """The strategy and its plan for as many of the devices as it can use; the others hold nothing, and are spare."""
-    why = ""
+def plan_for_devices(
+    strategy: Strategy, devices: int, num_microbatches: int, blocks: int
+) -> tuple[Strategy, Plan]:
+    """The adapted strategy and its plan on as many devices as it can use; the remaining ranks are standby ranks.
+
+    A standby rank has no instructions and holds no stage. ``blocks``: number of the model's blocks, which limits the
+    number of stages. The engine calls it at the start and after each change of membership.
+    """
+    reason = ""
     for count in range(devices, 0, -1):
-        one = adapted(strategy, count)
+        one = adapt_to_devices(strategy, count)
         try:
             if one.stages(count) <= blocks:
-                plan = one.plan(count, micros)
-                spare: tuple[tuple[()], ...] = ((),) * (devices - count)
-                return one, Plan(plan.micros, plan.holders, (*plan.ranks, *spare), plan.servers)
-            why = why or f"{one.stages(count)} stages are more than the model's {blocks} blocks"
+                plan = one.plan(count, num_microbatches)
+                standby: tuple[tuple[()], ...] = ((),) * (devices - count)
+                return one, Plan(plan.num_microbatches, plan.holders, (*plan.ranks, *standby), plan.servers)
+            reason = reason or f"{one.stages(count)} stages are more than the model's {blocks} blocks"
         except UserError as error:
-            why = why or str(error)
-    raise FailedPrecondition(f"strategy: {strategy.spec} cannot go on with {devices} of its devices: {why}")
+            reason = reason or str(error)
+    raise FailedPrecondition(
+        f"strategy: {strategy.spec} cannot go on with {devices} of its devices: {reason}"
+    )
 
 
 STRATEGIES: dict[str, type[DataParallel | ParameterServer | RingModel | Pipeline | Hybrid]] = {
     kind.name: kind for kind in (DataParallel, ParameterServer, RingModel, Pipeline, Hybrid)
 }
-"""Every strategy by the name it is typed with."""
+"""Strategy classes by name."""
 
 _SCHEDULE: dict[str, tuple[str, object]] = {schedule: ("schedule", schedule) for schedule in SCHEDULES}
-_WORDS: dict[str, dict[str, tuple[str, object]]] = {
+_BARE_VALUES: dict[str, dict[str, tuple[str, object]]] = {
     "data": {},
     "ps": {mode: ("mode", mode) for mode in MODES},
     "ring": {"sync": ("asynchronous", False), "async": ("asynchronous", True)},
     "pipeline": _SCHEDULE,
     "hybrid": _SCHEDULE,
 }
+"""For each strategy, the values that may omit their field name: value as text to (field, value)."""
 _FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def parse(text: str) -> Strategy:
-    """The strategy that was typed."""
+    """Parses the text form of a strategy."""
     name, _, rest = text.strip().partition(":")
     if name not in STRATEGIES:
-        raise InvalidArgument(f"strategy: {name[:40]!r} is none; choose {', '.join(STRATEGIES)}")
+        raise InvalidArgument(f"strategy: {name[:40]!r} is unknown; choose {', '.join(STRATEGIES)}")
     fields = {field.name: field for field in dataclasses.fields(STRATEGIES[name])}
-    choices: dict[str, object] = {}
+    values: dict[str, object] = {}
     for item in filter(None, (part.strip() for part in rest.split(","))):
         key, equals, value = item.partition("=")
         if not equals:
-            if item not in _WORDS[name]:
-                words = [*_WORDS[name], *(f"{field}=…" for field in fields)]
+            if item not in _BARE_VALUES[name]:
+                known = [*_BARE_VALUES[name], *(f"{field}=…" for field in fields)]
                 raise InvalidArgument(
-                    f"strategy: {name} knows no {item[:40]!r}; it takes {', '.join(words) or 'nothing'}"
+                    f"strategy: {name} knows no {item[:40]!r}; it takes {', '.join(known) or 'nothing'}"
                 )
-            key, meant = _WORDS[name][item]
+            key, parsed = _BARE_VALUES[name][item]
         elif key not in fields:
             raise InvalidArgument(
                 f"strategy: {name} has no field {key[:40]!r}; it has {', '.join(fields) or 'none'}"
             )
         else:
-            meant = _value(fields[key], value)
-        if key in choices:
+            parsed = _value(fields[key], value)
+        if key in values:
             raise InvalidArgument(f"strategy: {key} of {name} is given twice, in {text[:80]!r}")
-        choices[key] = meant
-    made: Any = STRATEGIES[name](**choices)  # type: ignore[arg-type]
-    strategy: Strategy = made
+        values[key] = parsed
+    built: Any = STRATEGIES[name](**values)  # type: ignore[arg-type]
+    strategy: Strategy = built
     return strategy
 
 
-def every(devices: int) -> list[Strategy]:
-    """One of each kind that can run on so many devices, hybrids with every number of replicas that divides them."""
+def all_strategies(devices: int) -> list[Strategy]:
+    """One strategy of each kind that can run on ``devices``; hybrids for each number of replicas that divides it."""
     found: list[Strategy] = [DataParallel()]
     if devices > 1:
         found += [ParameterServer(mode=mode) for mode in MODES]
@@ -108,7 +116,7 @@ def every(devices: int) -> list[Strategy]:
 
 
 def _value(field: dataclasses.Field[Any], text: str) -> object:
-    """A field's value from text, by the type the field has."""
+    """Parses a field's value by the field's type."""
     kind = str(field.type)
     if kind == "str":
         return text

@@ -1,4 +1,4 @@
-"""Hybrid: a mesh of replicas x stages. Pipelines inside a replica, gradients added up across the replicas of a stage.
+"""Hybrid: a mesh of replicas x stages. Each replica is a pipeline; gradients are all-reduced across a stage's replicas.
 
 Rank = replica · stages + stage. 2 replicas of 2 stages, 4 micro-batches:
 
@@ -18,20 +18,21 @@ from hoop.errors import InvalidArgument
 from hoop.plan.builder import build_plan
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.strategies.base import check_sizes, shares
+from hoop.strategies.base import check_sizes, split_microbatches
 from hoop.strategies.pipeline import SCHEDULES, check_schedule
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Replicas, each a pipeline; each replica takes its share of the shards."""
+    """Data-parallel replicas, each a pipeline; each replica computes its share of the shards."""
 
     replicas: int = 2
     schedule: str = "1f1b"
     slices: int = 2
-    """Stages a device, where the schedule is interleaved; the others have one."""
+    """Stages per device under the interleaved schedule; other schedules use 1."""
 
     name: ClassVar[str] = "hybrid"
+    replicated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.slices)
@@ -48,11 +49,11 @@ class Hybrid:
 
     @property
     def spec(self) -> str:
-        sliced = f",slices={self.slices}" if self._sliced else ""
-        return f"{self.name}:replicas={self.replicas},schedule={self.schedule}{sliced}"
+        slices = f",slices={self.slices}" if self._interleaved else ""
+        return f"{self.name}:replicas={self.replicas},schedule={self.schedule}{slices}"
 
     @property
-    def _sliced(self) -> bool:
+    def _interleaved(self) -> bool:
         return self.schedule == "interleaved"
 
     def describe(self) -> str:
@@ -62,27 +63,27 @@ class Hybrid:
         )
 
     def stages(self, devices: int) -> int:
-        return self._depth(devices) * (self.slices if self._sliced else 1)
+        return self._depth(devices) * (self.slices if self._interleaved else 1)
 
-    def plan(self, devices: int, micros: int, speeds: Sequence[float] | None = None) -> Plan:
-        """A replica is as fast as its slowest device, and gets shards accordingly."""
-        check_sizes(devices, micros, speeds)
+    def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
+        """Shards are split by replica speed; a replica is as fast as its slowest device."""
+        check_sizes(devices, num_microbatches, speeds)
         depth = self._depth(devices)
-        paces = speeds and [min(speeds[first : first + depth]) for first in range(0, devices, depth)]
+        replica_speeds = speeds and [min(speeds[first : first + depth]) for first in range(0, devices, depth)]
         order = SCHEDULES[self.schedule]
         lines = [
             list(order(rank, depth, share, self.slices))
-            for share in shares(micros, self.replicas, paces)
+            for share in split_microbatches(num_microbatches, self.replicas, replica_speeds)
             for rank in range(depth)
         ]
         holders = [range(stage % depth, devices, depth) for stage in range(self.stages(devices))]
-        return build_plan(micros, holders, lines)
+        return build_plan(num_microbatches, holders, lines)
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return None
 
     def _depth(self, devices: int) -> int:
-        """Devices a replica."""
+        """Devices per replica."""
         if devices < self.replicas or devices % self.replicas:
             raise InvalidArgument(
                 f"devices: {devices} cannot be {self.replicas} equal replicas; take a multiple of {self.replicas}, "

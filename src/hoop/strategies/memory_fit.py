@@ -1,4 +1,4 @@
-"""Whether a model fits on devices under a strategy, and where its stages then go: asked before anything runs."""
+"""Checks, before anything runs, whether a model fits into the devices' memory under a strategy, and partitions it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from typing import NamedTuple
 
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, UserError
-from hoop.plan.partition import Block, StageCut, StageDevice, cut, needs, partition
+from hoop.plan.partition import Block, StageCut, StageDevice, partition, partition_at, required_bytes
 from hoop.plan.plan import Plan, in_flight, split_evenly
 from hoop.strategies.base import Strategy
 
 Memory = Sequence[int | None]
-"""For each device its bytes; None: no limit."""
+"""Memory of each device in bytes; None: unlimited."""
 
 
 class Gradients(NamedTuple):
-    """How many gradients there is room for: of a stage at each who holds it, of a slice at a server."""
+    """Number of gradient buffers that the engine allocates."""
 
     holder: int
+    """Buffers per stage on each rank that holds the stage."""
     server: int
+    """Buffers per slice on its parameter server."""
 
 
-Room = Callable[[Strategy, Plan], Gradients]
-"""What an engine makes room for under a strategy."""
+GradientBuffers = Callable[[Strategy, Plan], Gradients]
+"""Returns the number of gradient buffers that the engine allocates for a strategy and its plan."""
 
 
-def one_each(strategy: Strategy, plan: Plan) -> Gradients:
-    """The least."""
+def one_gradient_each(strategy: Strategy, plan: Plan) -> Gradients:
+    """The minimum: one gradient buffer per stage or slice."""
     return Gradients(1, 1)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A strategy under which a model fits."""
+    """A strategy under which a model fits, and the partition."""
 
     strategy: Strategy
     stages: list[StageCut]
     bytes: list[int]
-    """What each device then holds."""
+    """Memory use of each device."""
 
     def __str__(self) -> str:
         return f"{self.strategy.spec} (at most {format_size(max(self.bytes))} a device)"
@@ -53,68 +55,79 @@ def fit(
     memory: Memory,
     speeds: Sequence[float] | None = None,
     cuts: Sequence[int] | None = None,
-    room: Room = one_each,
+    gradient_buffers: GradientBuffers = one_gradient_each,
 ) -> Fit:
-    """Cuts the model for a plan, by cost or by hand, and counts what every device holds; raises where one is too small.
+    """Partitions the model for a plan and counts the memory of every device; raises if one is too small.
 
-    With several replicas they all have the same cuts, which suit the slowest and smallest device of each stage.
+    cuts: where stages begin; None: choose the fastest partition.
+    gradient_buffers: number of gradient buffers that the engine allocates.
+
+    All replicas use the same cuts, chosen for the slowest and smallest device of each stage.
     """
     if len(memory) != plan.size:
-        raise InvalidArgument(f"memory: {len(memory)} of them for {plan.size} devices; give one each")
-    paces = speeds or [1.0] * plan.size
-    places = []
-    flights = {
+        raise InvalidArgument(f"memory: {len(memory)} values for {plan.size} devices; give one each")
+    rank_speeds = speeds or [1.0] * plan.size
+    devices = []
+    in_flights = {
         (rank, stage): in_flight(plan, rank, stage)
         for stage, ranks in enumerate(plan.holders)
         for rank in ranks
     }
     for stage, ranks in enumerate(plan.holders):
-        caps = [cap for rank in ranks if (cap := memory[rank]) is not None]
-        places.append(
+        limits = [limit for rank in ranks if (limit := memory[rank]) is not None]
+        devices.append(
             StageDevice(
                 _name(ranks),
-                min(paces[rank] for rank in ranks),
-                min(caps, default=None),
-                max(flights[rank, stage] for rank in ranks),
+                min(rank_speeds[rank] for rank in ranks),
+                min(limits, default=None),
+                max(in_flights[rank, stage] for rank in ranks),
                 strategy.versions,
             )
         )
-    gradients = room(strategy, plan)
-    held = [_with(block, gradients.holder, not plan.servers) for block in blocks]
-    stages = partition(held, places) if cuts is None else cut(held, places, cuts)
+    gradients = gradient_buffers(strategy, plan)
+    sized = [_with_buffers(block, gradients.holder, not plan.servers) for block in blocks]
+    stages = partition(sized, devices) if cuts is None else partition_at(sized, devices, cuts)
 
     @functools.cache
-    def held_bytes(stage: int, micros: int) -> int:
+    def stage_bytes(stage: int, in_flight: int) -> int:
         blocks = stages[stage].blocks
-        return needs(held[blocks.start : blocks.stop], replace(places[stage], in_flight=micros))
+        return required_bytes(sized[blocks.start : blocks.stop], replace(devices[stage], in_flight=in_flight))
 
-    bytes_held = [0] * plan.size
+    rank_bytes = [0] * plan.size
     for stage, ranks in enumerate(plan.holders):
         for rank in ranks:
-            bytes_held[rank] += held_bytes(stage, flights[rank, stage])
-    _serve(plan, [_with(block, gradients.server, True) for block in blocks], memory, bytes_held)
-    return Fit(strategy, stages, bytes_held)
+            rank_bytes[rank] += stage_bytes(stage, in_flights[rank, stage])
+    _add_servers(plan, [_with_buffers(block, gradients.server, True) for block in blocks], memory, rank_bytes)
+    return Fit(strategy, stages, rank_bytes)
 
 
 def fitting_strategies(
     strategies: Iterable[Strategy],
     blocks: Sequence[Block],
     memory: Memory,
-    micros: int,
-    room: Room = one_each,
+    num_microbatches: int,
+    gradient_buffers: GradientBuffers = one_gradient_each,
 ) -> list[Fit]:
-    """Those of the strategies under which the model fits, the least demanding first."""
+    """The strategies under which the model fits, the one with the smallest peak memory first."""
     found = []
     for strategy in strategies:
         try:
-            found.append(fit(strategy, strategy.plan(len(memory), micros), blocks, memory, room=room))
+            found.append(
+                fit(
+                    strategy,
+                    strategy.plan(len(memory), num_microbatches),
+                    blocks,
+                    memory,
+                    gradient_buffers=gradient_buffers,
+                )
+            )
         except UserError:
             continue
     return sorted(found, key=lambda one: max(one.bytes))
 
 
 def advice(fits: Sequence[Fit]) -> str:
-    """What to tell somebody whose model does not fit."""
+    """The hint in the error for a model that does not fit; ``fits``: strategies under which it would."""
     if not fits:
         return "no strategy fits on these devices; add devices or memory, or cut the batch into more shards"
     return f"it would fit with {', '.join(map(str, fits))}"
@@ -125,20 +138,23 @@ def _name(ranks: Sequence[int]) -> str:
     return f"device {listed}" if len(ranks) == 1 else f"each of devices {listed}"
 
 
-def _with(block: Block, gradients: int, updates: bool) -> Block:
-    """A block with room for so many gradients; the workers of a parameter server have no optimizer state."""
+def _with_buffers(block: Block, gradients: int, updates: bool) -> Block:
+    """The block with memory for ``gradients`` gradient buffers, and with optimizer state only if ``updates``.
+
+    The workers of a parameter server do not update weights, so they have no optimizer state.
+    """
     each = block.weight_bytes if block.gradient_bytes is None else block.gradient_bytes
     state = block.optimizer_bytes if updates else 0
     return replace(block, gradient_bytes=gradients * each, optimizer_bytes=state)
 
 
-def _serve(plan: Plan, blocks: Sequence[Block], memory: Memory, bytes_held: list[int]) -> None:
-    """Adds what the servers hold: equal slices of weights, gradients and optimizer state."""
+def _add_servers(plan: Plan, blocks: Sequence[Block], memory: Memory, rank_bytes: list[int]) -> None:
+    """Sets the memory of parameter servers: equal slices of weights, gradients and optimizer state."""
     state = sum(block.state_bytes for block in blocks)
     for rank, part in zip(plan.servers, split_evenly(state, max(1, len(plan.servers))), strict=False):
-        bytes_held[rank] = len(part)
-        cap = memory[rank]
-        if cap is not None and len(part) > cap:
+        rank_bytes[rank] = len(part)
+        limit = memory[rank]
+        if limit is not None and len(part) > limit:
             raise FailedPrecondition(
-                f"memory: the server on device {rank} needs {format_size(len(part))} and has {format_size(cap)}"
+                f"memory: the server on device {rank} needs {format_size(len(part))} and has {format_size(limit)}"
             )

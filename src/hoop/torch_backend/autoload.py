@@ -1,6 +1,6 @@
-"""What ``import torch`` runs of Hoop: enters the backend's name, so that a script only says ``backend="hoop"``.
+"""Registers the backend "hoop" when torch is imported, so that a script only names ``backend="hoop"``.
 
-Every program with torch pays for this file, so it loads nothing; the rest comes with the first group.
+``import torch`` runs this file in every program, so it imports nothing else of Hoop; the first process group does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def register() -> None:
-    """The entry point ``torch.backends``; never raises, whatever this torch was built without."""
+    """The entry point ``torch.backends``. It never raises, whatever this build of torch lacks."""
     try:
         c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
         if c10d is None:
@@ -20,21 +20,21 @@ def register() -> None:
                 return
             from torch.distributed import distributed_c10d as c10d
         c10d.Backend.register_backend("hoop", _create, extended_api=True, devices=["cpu"])
-    except Exception as error:  # a program that never asks for Hoop must not notice
+    except Exception as error:  # a program that does not use Hoop must not fail because of it
         import warnings
 
         warnings.warn(f"hoop: torch.distributed did not take the backend: {error}", stacklevel=2)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """A process group, when torch.distributed wants one; the torch's version is checked before anything is imported."""
+    """Creates a process group for torch.distributed; checks torch's version before importing anything else."""
     import warnings
 
     from hoop import torch_versions
 
-    untested = torch_versions.check(torch_versions.installed())
+    untested = torch_versions.check_version(torch_versions.installed_version())
     is_default_group = not options.global_ranks_in_group
-    if untested and is_default_group and options.group_rank == 0:  # one warning a job
+    if untested and is_default_group and options.group_rank == 0:  # one warning for each job
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
     from hoop.torch_backend.process_group import HoopProcessGroup
 

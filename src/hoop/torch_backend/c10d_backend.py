@@ -1,8 +1,8 @@
-"""The backend that c10d's C++ code finds in a HoopGroup.
+"""The ``Backend`` object that c10d's C++ code finds in a HoopProcessGroup.
 
-A HoopGroup is a ProcessGroup written in Python: torch's Python code and its C++ code (DDP's reducer, functional
-collectives) call the group's own methods. Since torch 2.15 C++ code also asks a group for its default ``Backend``
-and raises when there is none: the flight recorder does so for every new group.
+HoopProcessGroup is a ProcessGroup written in Python: torch's Python code and its C++ code (DDP's reducer, functional
+collectives) call the group's own methods. Since torch 2.15 C++ code also asks a group for its default ``Backend`` and
+raises when there is none: the flight recorder does so for every new group.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
-_Backend: Any = c10d.Backend  # its stub does not describe what a subclass in Python is called with
+_Backend: Any = c10d.Backend  # its type stub does not describe the constructor of a Python subclass
 
 
 class RegisteredBackend(_Backend):  # type: ignore[misc]
-    """Gives C++ code the name, rank and size of a HoopGroup. It runs no operation: those are the group's."""
+    """Gives C++ code the name, rank and size of a HoopProcessGroup. It runs no operation: the group does."""
 
-    # torch 2.15 looks these up in the subclass, and recurses without end where it finds its own property instead.
+    # torch 2.15 looks these up in the subclass; if it finds its own property instead, it recurses without end.
     supports_splitting = supports_coalescing = supports_shrinking = False
     supports_reconfigure = supports_window = _supports_time_estimate = False
 
@@ -27,7 +27,7 @@ class RegisteredBackend(_Backend):  # type: ignore[misc]
 
 
 def register(group: Any, rank: int, size: int) -> RegisteredBackend | None:
-    """Makes a RegisteredBackend the default backend of ``group``; the group must keep what this returns.
+    """Makes a RegisteredBackend the default backend of ``group``; the group must keep the returned object alive.
 
     Returns None with an older torch, whose ``Backend`` cannot be subclassed in Python. Its C++ code does not ask a
     Python group for a backend.

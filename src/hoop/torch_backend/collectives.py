@@ -1,11 +1,13 @@
-"""Every collective of torch.distributed as operations of Hoop's communicator.
+"""Every collective of torch.distributed, carried out as operations of Hoop's communicator.
 
-Each function runs on the group's lane, with every rank doing the same. Data that is only moved travels as bytes, so
-every type can. Where ranks have different amounts, plain messages take the place of the planned operation.
+``HoopProcessGroup`` makes a job of each function; a job runs in the thread that holds the work queue, and every rank
+runs the same job. Data that is only moved travels as bytes, so every dtype is possible. Where ranks contribute
+different numbers of elements, ``GroupLinks.exchange`` replaces the planned collective.
 
-Every operation is described as the call that torch's user made (``Described``): that is what ranks compare.
+Ranks compare the user's call, not the operations it is made of: a ``Described`` goes with each operation.
 
-A vector owns nothing: whatever tensor it lies in is held by a variable of the function until all has moved.
+The arrays passed to ``links`` do not own their memory. A local variable of each function holds the tensor until all
+bytes have moved.
 """
 
 from __future__ import annotations
@@ -22,87 +24,101 @@ from hoop.torch_backend.tensor_views import (
     Described,
     FlatTensors,
     TorchReduction,
+    as_contiguous,
     bytes_of,
     elements_of,
+    empty_array,
     is_plain,
-    sized,
     split,
-    to_send,
 )
 
 BYTES = dtype("uint8")
 Tensors = Sequence[torch.Tensor]
 
 
-# ---- moving
+# ---- collectives that only move data
 
 
 def broadcast(links: GroupLinks, tensor: torch.Tensor, root: int, timeout: float) -> None:
-    landing = ContiguousView(tensor)
+    view = ContiguousView(tensor)
     if links.rank == root:
-        landing.fill()
-    data = bytes_of(landing.flat)
-    what = Described("broadcast", tensor.dtype, tensor.numel(), root=f"from {root}")
-    links.run("broadcast", data.size, BYTES, data, data, timeout, root=root, what=what)
+        view.copy_in()
+    data = bytes_of(view.flat)
+    description = Described("broadcast", tensor.dtype, tensor.numel(), root=f"from {root}")
+    links.run("broadcast", data.size, BYTES, data, data, timeout, root=root, description=description)
     if links.rank != root:
-        landing.settle()
+        view.copy_back()
 
 
 def all_gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, timeout: float) -> None:
-    source, sizes = to_send(tensor), [output.numel() for output in outputs]
+    source, sizes = as_contiguous(tensor), [output.numel() for output in outputs]
     if len(set(sizes)) == 1:
-        row, what = FlatTensors(outputs, filled=False), Described("all_gather", tensor.dtype, tensor.numel())
-        given, into = bytes_of(source), bytes_of(row.flat)
-        links.run("all_gather", source.nbytes, BYTES, given, into, timeout, what=what)
-        row.settle()
+        target = FlatTensors(outputs, copy_in=False)
+        description = Described("all_gather", tensor.dtype, tensor.numel())
+        sent, received = bytes_of(source), bytes_of(target.flat)
+        links.run("all_gather", source.nbytes, BYTES, sent, received, timeout, description=description)
+        target.copy_back()
         return
-    landings = [ContiguousView(output) for output in outputs]
-    targets = [bytes_of(landing.flat) for landing in landings]
-    what = Described("all_gather", tensor.dtype, tuple(sizes))
-    links.exchange([bytes_of(source)] * links.size, targets, what, timeout)
-    for landing in landings:
-        landing.settle()
+    views = [ContiguousView(output) for output in outputs]
+    targets = [bytes_of(view.flat) for view in views]
+    description = Described("all_gather", tensor.dtype, tuple(sizes))
+    links.exchange([bytes_of(source)] * links.size, targets, description, timeout)
+    for view in views:
+        view.copy_back()
 
 
 def all_gather_single(links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, timeout: float) -> None:
-    landing, source = ContiguousView(output), to_send(tensor)
-    what = Described("all_gather", tensor.dtype, tensor.numel())
-    given, into = bytes_of(source), bytes_of(landing.flat)
-    links.run("all_gather", source.nbytes, BYTES, given, into, timeout, what=what)
-    landing.settle()
+    view, source = ContiguousView(output), as_contiguous(tensor)
+    description = Described("all_gather", tensor.dtype, tensor.numel())
+    sent, received = bytes_of(source), bytes_of(view.flat)
+    links.run("all_gather", source.nbytes, BYTES, sent, received, timeout, description=description)
+    view.copy_back()
 
 
 def gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, root: int, timeout: float) -> None:
-    source = to_send(tensor)
-    row = FlatTensors(outputs, filled=False) if links.rank == root else None
-    into = bytes_of(row.flat) if row is not None else sized(0)
-    what = Described("gather", tensor.dtype, tensor.numel(), root=f"to {root}")
-    links.run("gather", source.nbytes, BYTES, bytes_of(source), into, timeout, root=root, what=what)
-    if row is not None:
-        row.settle()
+    source = as_contiguous(tensor)
+    target = FlatTensors(outputs, copy_in=False) if links.rank == root else None
+    received = bytes_of(target.flat) if target is not None else empty_array(0)
+    description = Described("gather", tensor.dtype, tensor.numel(), root=f"to {root}")
+    links.run(
+        "gather",
+        source.nbytes,
+        BYTES,
+        bytes_of(source),
+        received,
+        timeout,
+        root=root,
+        description=description,
+    )
+    if target is not None:
+        target.copy_back()
 
 
 def scatter(links: GroupLinks, output: torch.Tensor, tensors: Tensors, root: int, timeout: float) -> None:
-    landing = ContiguousView(output)
-    row = FlatTensors(tensors, filled=True) if links.rank == root else None
-    source = bytes_of(row.flat) if row is not None else sized(0)
-    into = bytes_of(landing.flat)
-    what = Described("scatter", output.dtype, output.numel(), root=f"from {root}")
-    links.run("scatter", into.size, BYTES, source, into, timeout, root=root, what=what)
-    landing.settle()
+    view = ContiguousView(output)
+    blocks = FlatTensors(tensors, copy_in=True) if links.rank == root else None
+    sent = bytes_of(blocks.flat) if blocks is not None else empty_array(0)
+    received = bytes_of(view.flat)
+    description = Described("scatter", output.dtype, output.numel(), root=f"from {root}")
+    links.run("scatter", received.size, BYTES, sent, received, timeout, root=root, description=description)
+    view.copy_back()
 
 
 def all_to_all(
-    links: GroupLinks, outputs: Tensors, tensors: Tensors, timeout: float, what: Described | None = None
+    links: GroupLinks,
+    outputs: Tensors,
+    tensors: Tensors,
+    timeout: float,
+    description: Described | None = None,
 ) -> None:
-    """``what``: the call that it is part of."""
-    what = what or Described("all_to_all with splits", tensors[0].dtype)
-    landings = [ContiguousView(output) for output in outputs]
-    sources = [to_send(tensor) for tensor in tensors]
-    targets = [bytes_of(landing.flat) for landing in landings]
-    links.exchange([bytes_of(source) for source in sources], targets, what, timeout)
-    for landing in landings:
-        landing.settle()
+    """``description``: the call that it is part of; None: an all_to_all itself."""
+    description = description or Described("all_to_all with splits", tensors[0].dtype)
+    views = [ContiguousView(output) for output in outputs]
+    sources = [as_contiguous(tensor) for tensor in tensors]
+    targets = [bytes_of(view.flat) for view in views]
+    links.exchange([bytes_of(source) for source in sources], targets, description, timeout)
+    for view in views:
+        view.copy_back()
 
 
 def all_to_all_single(
@@ -110,151 +126,208 @@ def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,
     timeout: float,
-    what: Described | None = None,
+    description: Described | None = None,
 ) -> None:
-    """``what``: the call that it is part of."""
-    landing, source = ContiguousView(output), to_send(tensor)
+    """``description``: the call that it is part of; None: an all_to_all itself."""
+    view, source = ContiguousView(output), as_contiguous(tensor)
     block = source.nbytes // links.size
-    what = what or Described("all_to_all", tensor.dtype, tensor.numel())
-    links.run("all_to_all", block, BYTES, bytes_of(source), bytes_of(landing.flat), timeout, what=what)
-    landing.settle()
+    description = description or Described("all_to_all", tensor.dtype, tensor.numel())
+    sent, received = bytes_of(source), bytes_of(view.flat)
+    links.run("all_to_all", block, BYTES, sent, received, timeout, description=description)
+    view.copy_back()
 
 
 def barrier(links: GroupLinks, timeout: float) -> None:
-    links.run("barrier", 0, BYTES, sized(0), sized(0), timeout)
+    links.run("barrier", 0, BYTES, empty_array(0), empty_array(0), timeout)
 
 
-# ---- reducing
+# ---- collectives that reduce
 
 
 def all_reduce(
     links: GroupLinks,
     tensor: torch.Tensor,
-    how: TorchReduction,
+    reduction: TorchReduction,
     timeout: float,
-    what: Described | None = None,
+    description: Described | None = None,
 ) -> None:
-    """``what``: the call that it is part of."""
-    if how.as_is and how.element is not None and is_plain(tensor):
-        where = elements_of(tensor)
-        links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op, what=what)
+    """``description``: the call that it is part of; None: an all_reduce itself."""
+    if reduction.in_place and reduction.element is not None and is_plain(tensor):
+        data = elements_of(tensor)
+        links.run(
+            "all_reduce",
+            data.size,
+            reduction.element,
+            data,
+            data,
+            timeout,
+            op=reduction.op,
+            description=description,
+        )
         return
-    source = to_send(how.scaled(tensor))
-    landing = ContiguousView(tensor)
-    # Of a tensor that is not contiguous this is the text of the operation itself: other ranks' may be.
-    what = what or Described("all_reduce", tensor.dtype, tensor.numel(), how.name)
-    if not how.by_links or how.element is None:
-        landing.flat.copy_(how.fold(_gathered(links, source, what, timeout)))
+    source = as_contiguous(reduction.prescale(tensor))
+    view = ContiguousView(tensor)
+    # The same text as that of the operation above: the tensor may be contiguous on other ranks.
+    description = description or Described("all_reduce", tensor.dtype, tensor.numel(), reduction.name)
+    if not reduction.native or reduction.element is None:
+        view.flat.copy_(reduction.fold(_all_gather_list(links, source, description, timeout)))
     else:
-        given, into = elements_of(how.plain(source)), elements_of(how.plain(landing.flat))
-        links.run("all_reduce", into.size, how.element, given, into, timeout, op=how.op, what=what)
-    landing.settle()
+        sent = elements_of(reduction.native_view(source))
+        received = elements_of(reduction.native_view(view.flat))
+        links.run(
+            "all_reduce",
+            received.size,
+            reduction.element,
+            sent,
+            received,
+            timeout,
+            op=reduction.op,
+            description=description,
+        )
+    view.copy_back()
 
 
 def all_reduce_compressed(
-    links: GroupLinks, tensor: torch.Tensor, how: TorchReduction, name: str, timeout: float
+    links: GroupLinks, tensor: torch.Tensor, reduction: TorchReduction, compression: str, timeout: float
 ) -> None:
-    """Of a plain tensor of float32, which loses a little."""
-    assert how.element is not None, "what may be compressed has an element type"
-    where = elements_of(tensor)
-    links.run("all_reduce", where.size, how.element, where, where, timeout, op=how.op, compression=name)
+    """A lossy all_reduce of a plain float32 tensor."""
+    assert reduction.element is not None, "float32 has an element type"
+    data = elements_of(tensor)
+    links.run(
+        "all_reduce",
+        data.size,
+        reduction.element,
+        data,
+        data,
+        timeout,
+        op=reduction.op,
+        compression=compression,
+    )
 
 
-def begin_all_reduce(
-    links: GroupLinks, tensor: torch.Tensor, how: TorchReduction, timeout: float
+def try_all_reduce(
+    links: GroupLinks, tensor: torch.Tensor, reduction: TorchReduction, timeout: float
 ) -> Callable[[float], None] | None:
-    """``all_reduce`` of a plain tensor, for whoever may not wait: None if it is done, else how to go on."""
-    assert how.element is not None, "what is reduced as it is has an element type"
-    rest = links.begin_all_reduce(elements_of(tensor), how.element, how.op, timeout)
-    return None if rest is None else partial(_go_on, rest, tensor)
+    """``all_reduce`` of a plain tensor within 2 ms: None if it is done, else the job that finishes it."""
+    assert reduction.element is not None, "a reduction in place has an element type"
+    resume = links.try_all_reduce(elements_of(tensor), reduction.element, reduction.op, timeout)
+    return None if resume is None else partial(_resume, resume, tensor)
 
 
-def _go_on(rest: Callable[[], None], tensor: torch.Tensor, timeout: float) -> None:
-    """With the tensor held until all has moved; the time has run since the beginning."""
-    rest()
+def _resume(resume: Callable[[], None], tensor: torch.Tensor, timeout: float) -> None:
+    """Keeps ``tensor`` alive until all bytes have moved. Its timeout has counted since ``try_all_reduce``."""
+    resume()
 
 
-def all_reduce_coalesced(links: GroupLinks, tensors: Tensors, how: TorchReduction, timeout: float) -> None:
-    row = FlatTensors(tensors, filled=True)
+def all_reduce_coalesced(
+    links: GroupLinks, tensors: Tensors, reduction: TorchReduction, timeout: float
+) -> None:
+    joined = FlatTensors(tensors, copy_in=True)
     sizes = tuple(tensor.numel() for tensor in tensors)
-    what = Described("all_reduce_coalesced", tensors[0].dtype, sizes, how.name)
-    all_reduce(links, row.flat, how, timeout, what)
-    row.settle()
+    description = Described("all_reduce_coalesced", tensors[0].dtype, sizes, reduction.name)
+    all_reduce(links, joined.flat, reduction, timeout, description)
+    joined.copy_back()
 
 
 def reduce(
     links: GroupLinks,
     tensor: torch.Tensor,
     root: int,
-    how: TorchReduction,
+    reduction: TorchReduction,
     timeout: float,
-    what: Described | None = None,
+    description: Described | None = None,
 ) -> None:
-    """``what``: the call that it is part of."""
-    source = to_send(how.scaled(tensor))
+    """``description``: the call that it is part of; None: a reduce itself."""
+    source = as_contiguous(reduction.prescale(tensor))
     result = ContiguousView(tensor) if links.rank == root else None
-    what = what or Described("reduce", tensor.dtype, tensor.numel(), how.name, f"to {root}")
-    if not how.by_links or how.element is None:
-        every = _gathered(links, source, what, timeout)
+    description = description or Described(
+        "reduce", tensor.dtype, tensor.numel(), reduction.name, f"to {root}"
+    )
+    if not reduction.native or reduction.element is None:
+        tensors = _all_gather_list(links, source, description, timeout)
         if result is not None:
-            result.flat.copy_(how.fold(every))
+            result.flat.copy_(reduction.fold(tensors))
     else:
-        given = elements_of(how.plain(source))
-        into = elements_of(how.plain(result.flat)) if result is not None else given[:0]
-        links.run("reduce", given.size, how.element, given, into, timeout, op=how.op, root=root, what=what)
+        sent = elements_of(reduction.native_view(source))
+        received = elements_of(reduction.native_view(result.flat)) if result is not None else sent[:0]
+        links.run(
+            "reduce",
+            sent.size,
+            reduction.element,
+            sent,
+            received,
+            timeout,
+            op=reduction.op,
+            root=root,
+            description=description,
+        )
     if result is not None:
-        result.settle()
+        result.copy_back()
 
 
 def reduce_scatter(
-    links: GroupLinks, output: torch.Tensor, tensors: Tensors, how: TorchReduction, timeout: float
+    links: GroupLinks, output: torch.Tensor, tensors: Tensors, reduction: TorchReduction, timeout: float
 ) -> None:
     if len({tensor.numel() for tensor in tensors}) == 1:
-        row = FlatTensors(tensors, filled=True)
-        reduce_scatter_single(links, output, row.flat, how, timeout)
+        joined = FlatTensors(tensors, copy_in=True)
+        reduce_scatter_single(links, output, joined.flat, reduction, timeout)
         return
     sizes = tuple(tensor.numel() for tensor in tensors)
-    what = Described("reduce_scatter", output.dtype, sizes, how.name)
+    description = Described("reduce_scatter", output.dtype, sizes, reduction.name)
     for root, tensor in enumerate(tensors):
-        own = to_send(tensor).clone()
-        reduce(links, own, root, how, timeout, what)
+        own = as_contiguous(tensor).clone()
+        reduce(links, own, root, reduction, timeout, description)
         if root == links.rank:
             output.detach().copy_(own.view(output.shape))
 
 
 def reduce_scatter_single(
-    links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, how: TorchReduction, timeout: float
+    links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, reduction: TorchReduction, timeout: float
 ) -> None:
-    landing, source = ContiguousView(output), to_send(how.scaled(tensor))
-    what = Described("reduce_scatter", output.dtype, output.numel(), how.name)
-    if not how.by_links or how.element is None:
+    view, source = ContiguousView(output), as_contiguous(reduction.prescale(tensor))
+    description = Described("reduce_scatter", output.dtype, output.numel(), reduction.name)
+    if not reduction.native or reduction.element is None:
         blocks = torch.empty_like(source)
-        all_to_all_single(links, blocks, source, timeout, what)
-        total = how.fold(split(blocks.reshape(-1), [output.numel()] * links.size))
-        landing.flat.copy_(total.view(output.shape))
+        all_to_all_single(links, blocks, source, timeout, description)
+        total = reduction.fold(split(blocks.reshape(-1), [output.numel()] * links.size))
+        view.flat.copy_(total.view(output.shape))
     else:
-        into, given = elements_of(how.plain(landing.flat)), elements_of(how.plain(source))
-        links.run("reduce_scatter", into.size, how.element, given, into, timeout, op=how.op, what=what)
-    landing.settle()
+        received = elements_of(reduction.native_view(view.flat))
+        sent = elements_of(reduction.native_view(source))
+        links.run(
+            "reduce_scatter",
+            received.size,
+            reduction.element,
+            sent,
+            received,
+            timeout,
+            op=reduction.op,
+            description=description,
+        )
+    view.copy_back()
 
 
 def sparse_all_reduce(links: GroupLinks, tensor: torch.Tensor, timeout: float) -> None:
-    """Sums sparse tensors: everybody's indices and values, gathered and added."""
-    mine = tensor.detach().coalesce()
-    indices, values = mine.indices(), mine.values()
-    what = Described("sparse_all_reduce", tensor.dtype, tuple(tensor.shape), "sum")
-    lengths = [int(count) for count in _gathered(links, torch.tensor([values.shape[0]]), what, timeout)]
-    every_index = [torch.empty(indices.shape[0], length, dtype=torch.int64) for length in lengths]
-    every_value = [torch.empty(length, *values.shape[1:], dtype=values.dtype) for length in lengths]
-    all_to_all(links, every_index, [indices] * links.size, timeout, what)
-    all_to_all(links, every_value, [values] * links.size, timeout, what)
-    total = torch.sparse_coo_tensor(torch.cat(every_index, 1), torch.cat(every_value), tensor.shape)
-    with torch.no_grad():  # a detached sparse tensor would get the result for itself
+    """Sums sparse tensors: gathers the indices and values of all ranks and adds them."""
+    own = tensor.detach().coalesce()
+    indices, values = own.indices(), own.values()
+    description = Described("sparse_all_reduce", tensor.dtype, tuple(tensor.shape), "sum")
+    own_length = torch.tensor([values.shape[0]])
+    lengths = [int(count) for count in _all_gather_list(links, own_length, description, timeout)]
+    all_indices = [torch.empty(indices.shape[0], length, dtype=torch.int64) for length in lengths]
+    all_values = [torch.empty(length, *values.shape[1:], dtype=values.dtype) for length in lengths]
+    all_to_all(links, all_indices, [indices] * links.size, timeout, description)
+    all_to_all(links, all_values, [values] * links.size, timeout, description)
+    total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
+    with torch.no_grad():  # copying to a detached sparse tensor would not change the original
         tensor.copy_(total.coalesce())
 
 
-def _gathered(links: GroupLinks, tensor: torch.Tensor, what: Described, timeout: float) -> list[torch.Tensor]:
-    every = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
-    given, into = bytes_of(tensor), bytes_of(every)
-    links.run("all_gather", tensor.nbytes, BYTES, given, into, timeout, what=what)
-    return list(every)
+def _all_gather_list(
+    links: GroupLinks, tensor: torch.Tensor, description: Described, timeout: float
+) -> list[torch.Tensor]:
+    """The tensors of all ranks, which have the same shape, in rank order."""
+    gathered = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
+    sent, received = bytes_of(tensor), bytes_of(gathered)
+    links.run("all_gather", tensor.nbytes, BYTES, sent, received, timeout, description=description)
+    return list(gathered)

@@ -1,11 +1,12 @@
-"""DistributedDataParallel's gradients in fewer bytes: ``model.register_comm_hook(None, hooks.compressed("int8"))``.
+"""DDP communication hooks that compress gradients: ``model.register_comm_hook(None, ddp_hooks.compressed("int8"))``.
 
-Each bucket keeps what was not sent for its next step, so the model still sees all of every gradient, some of it later.
+The error of each bucket's compression is kept and added to the bucket of the next step (error feedback), so the model
+receives every gradient in full, some of it later.
 """
 
 from __future__ import annotations
 
-# No ``from __future__ import annotations``: DDP looks at the types in a hook's signature.
+# No ``from __future__ import annotations``: DDP compares the annotations of a hook's signature with types.
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,11 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def compressed(name: str) -> Hook:
-    """A hook that averages gradients by this compression: ``int8``, ``top_k:0.01``, ``powersgd``, ``float16``, …
+    """A hook that averages gradients with this compression: ``int8``, ``top_k:0.01``, ``powersgd``, ``float16``, …
 
-    The state that it is registered with is the group, which must be Hoop's; None is the default one.
+    The state that the hook is registered with is the process group, which must be Hoop's; None: the default group.
     """
-    compressor(name)  # raises if there is no such
+    compressor(name)  # raises if the name is unknown
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         group: Any = state if state is not None else dist.group.WORLD

@@ -1,6 +1,6 @@
-"""Hoop's errors as torch.distributed's too: who catches RuntimeError or DistBackendError catches them.
+"""Hoop's errors as subclasses of torch.distributed's DistBackendError, which is a RuntimeError.
 
-They have names of their own in this module because torch pickles what a future failed with.
+Each has a class in this module, because torch pickles the error of a failed future and must find its class by name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ class PeerLost(errors.PeerLost, DistBackendError):
 
 
 class DeadlineExceeded(errors.DeadlineExceeded, DistBackendError):
-    """A rank did not come in time."""
+    """A rank did not arrive before the deadline."""
 
 
 class LinkCorrupted(errors.LinkCorrupted, DistBackendError):
-    """What arrived is not what was sent."""
+    """Received bytes differ from the bytes that were sent."""
 
 
 class MembershipChanged(errors.MembershipChanged, DistBackendError):
-    """The operation belongs to an older group."""
+    """The operation belongs to an older generation of the group."""
 
 
 class InvalidArgument(errors.InvalidArgument, DistBackendError):
-    """A value that can never be right."""
+    """An argument that is wrong in every state of the group."""
 
 
 class CollectiveMismatch(errors.CollectiveMismatch, DistBackendError):
@@ -35,10 +35,10 @@ class CollectiveMismatch(errors.CollectiveMismatch, DistBackendError):
 
 
 class GroupError(errors.HoopError, DistBackendError):
-    """Anything else that Hoop raises on purpose."""
+    """Every other error that Hoop raises."""
 
 
-_KINDS = (
+_TORCH_ERRORS = (
     PeerLost,
     DeadlineExceeded,
     LinkCorrupted,
@@ -49,7 +49,7 @@ _KINDS = (
 )
 
 
-def for_torch(kind: type[errors.HoopError], message: str) -> errors.HoopError:
-    """An error that is of this kind and a DistBackendError."""
-    twin = next(twin for twin in _KINDS if issubclass(kind, twin.__mro__[1]))
-    return twin(message)
+def torch_error(kind: type[errors.HoopError], message: str) -> errors.HoopError:
+    """An error of this module that is an instance of ``kind`` (or of its nearest base listed here)."""
+    torch_class = next(one for one in _TORCH_ERRORS if issubclass(kind, one.__mro__[1]))
+    return torch_class(message)

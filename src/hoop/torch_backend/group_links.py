@@ -1,7 +1,8 @@
-"""One group's way to its other ranks: the communicator for collectives, the post for messages.
+"""One rank's connections in one process group: the communicator for collectives, the P2P engine for messages.
 
-What goes wrong is told here: the first error breaks the group and names the rank that was lost or waited for, by its
-number in the group and in the world; every later operation says so at once.
+This module also turns Hoop's errors into the errors that the user of torch.distributed sees. The first error breaks
+the group: it names the rank that died or was waited for, by its rank in the group and its global rank. Every later
+operation of the group fails at once with the same reason.
 """
 
 from __future__ import annotations
@@ -24,44 +25,45 @@ from hoop.errors import (
     PeerLost,
 )
 from hoop.memory.dtypes import DType
-from hoop.torch_backend.errors import for_torch
+from hoop.torch_backend.errors import torch_error
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.torch_backend.tensor_views import Array, Described
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 
-CULPRIT_SECONDS = 1.0
-"""How long an operation that lost a link waits for news of the rank that died, or left, first."""
+DEATH_REPORT_SECONDS = 1.0
+"""How long an operation that lost a link waits for the P2P engine to report which rank died or left first."""
 
-_OVER = "this process group is destroyed"
-_KEPT = 4096
-"""Operations that are found at once; then all are looked up anew."""
+INLINE_WAIT_SECONDS = 0.002
+"""How long an asynchronous all_reduce may block its caller. Ranks that train together usually arrive together; then
+finishing in the caller's thread is cheaper than a hand-over. After this time the work queue's thread waits instead."""
 
-
-SOON_SECONDS = 0.002
-"""How long the caller of an asynchronous operation may be kept: ranks that train together come together, and then it is
-cheaper to finish at once than to hand over to a thread. Later than that, the thread waits."""
+_DESTROYED = "this process group is destroyed"
+_CACHE_SIZE = 4096
+"""Entries of each cache of prepared operations and calls; a full cache is cleared."""
 T = TypeVar("T")
 
 
 class GroupLinks:
-    """A rank's communicator and post in one group."""
+    """A rank's communicator and P2P engine in one process group."""
 
     def __init__(
-        self, name: str, communicator: Communicator, post: P2PEngine, world: Sequence[int], timeout: float
+        self, name: str, communicator: Communicator, p2p: P2PEngine, world: Sequence[int], timeout: float
     ) -> None:
         self.name = name
         self.rank, self.size = communicator.rank, communicator.size
         self.world = tuple(world)
-        """The global rank of every rank of the group."""
+        """The global rank of each rank of the group."""
         self.timeout = timeout
-        self.post = post
+        """Default timeout of an operation, in seconds."""
+        self.p2p = p2p
         self._communicator = communicator
-        self.lane = communicator.lane
-        self._ready: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
+        self.work_queue = communicator.work_queue
+        self._prepared: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
         self._calls: dict[Described, Call] = {}
         self._broken: HoopError | None = None
-        post.on_death, post.named = self._lost, self.named
-        post.open()
+        """The error that broke the group; None while it works."""
+        p2p.on_peer_death, p2p.rank_label = self._on_peer_death, self.rank_label
+        p2p.start()
 
     # ---- operations
 
@@ -76,20 +78,24 @@ class GroupLinks:
         op: str = "sum",
         root: int = 0,
         compression: str = "",
-        what: Described | None = None,
+        description: Described | None = None,
     ) -> None:
-        """One planned operation of all ranks; ``what``: the call that it is made for, if not for itself."""
-        ready = self._operation(collective, count, kind, op, root, compression, what)
-        ready(source, destination, time.monotonic() + timeout)
+        """Runs one collective in the calling thread, which must hold the work queue.
 
-    def begin_all_reduce(
-        self, data: Array, kind: DType, op: str, timeout: float
-    ) -> Callable[[], None] | None:
-        """An all_reduce in place, if the others come soon; else how to go on with it."""
-        ready, now = self._operation("all_reduce", data.size, kind, op, 0), time.monotonic()
-        return ready.begin(data, data, now + min(SOON_SECONDS, timeout), now + timeout)
+        ``description``: the torch call that it is part of, which all ranks compare; None: the collective itself.
+        """
+        prepared = self._prepared_operation(collective, count, kind, op, root, compression, description)
+        prepared(source, destination, time.monotonic() + timeout)
 
-    def _operation(
+    def try_all_reduce(self, data: Array, kind: DType, op: str, timeout: float) -> Callable[[], None] | None:
+        """Runs an in-place all_reduce if the other ranks arrive within INLINE_WAIT_SECONDS.
+
+        Returns None if it is done, else the function that resumes it.
+        """
+        prepared, now = self._prepared_operation("all_reduce", data.size, kind, op, 0), time.monotonic()
+        return prepared.try_run(data, data, now + min(INLINE_WAIT_SECONDS, timeout), now + timeout)
+
+    def _prepared_operation(
         self,
         collective: str,
         count: int,
@@ -97,89 +103,106 @@ class GroupLinks:
         op: str,
         root: int,
         compression: str = "",
-        what: Described | None = None,
+        description: Described | None = None,
     ) -> PreparedOperation:
-        key = collective, count, kind.name, op, root, compression, what
-        ready = self._ready.get(key)
-        if ready is None:
-            if len(self._ready) >= _KEPT:
-                self._ready.clear()
+        key = collective, count, kind.name, op, root, compression, description
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= _CACHE_SIZE:
+                self._prepared.clear()
             operation = Operation(collective, count, kind, op, root=root, compression=compression)
-            ready = self._ready[key] = self._communicator.ready(operation, str(what) if what else "")
-        return ready
+            prepared = self._prepared[key] = self._communicator.prepared(
+                operation, str(description) if description else ""
+            )
+        return prepared
 
     def exchange(
-        self, sources: Sequence[Array], destinations: Sequence[Array], what: Described, timeout: float
+        self,
+        sources: Sequence[Array],
+        destinations: Sequence[Array],
+        description: Described,
+        timeout: float,
     ) -> None:
-        """Message i goes to rank i, of whatever length; all ranks must agree on ``what``."""
-        call = self._calls.get(what)
+        """Sends ``sources[i]`` to rank i, of any length; all ranks must pass the same ``description``."""
+        call = self._calls.get(description)
         if call is None:
-            if len(self._calls) >= _KEPT:
+            if len(self._calls) >= _CACHE_SIZE:
                 self._calls.clear()
-            call = self._calls[what] = self._communicator.call(str(what))
+            call = self._calls[description] = self._communicator.call(str(description))
         exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
 
-    def start(
-        self, work: PendingWork, job: Callable[[float], None], timeout: float, entered: bool = False
+    def submit(
+        self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False
     ) -> None:
-        """Attempts an operation behind those that were started before, and returns at once."""
-        try:
-            self.lane.start(work, partial(self.attempt, work.title, job, timeout), entered)
-        except PeerLost as error:
-            raise for_torch(PeerLost, f"{work.title}: {_OVER}") from error
+        """Queues a job behind the jobs submitted before it, and returns at once.
 
-    def attempt(self, title: str, job: Callable[[float], T], timeout: float) -> T:
-        """Runs an operation; what goes wrong on the way is told with names, and breaks the group."""
+        ``acquired``: the caller holds the work queue and passes on the rest of its operation, which runs next.
+        """
+        try:
+            self.work_queue.submit(work, partial(self.run_guarded, work.title, job, timeout), acquired)
+        except PeerLost as error:
+            raise torch_error(PeerLost, f"{work.title}: {_DESTROYED}") from error
+
+    def run_guarded(self, title: str, job: Callable[[float], T], timeout: float) -> T:
+        """Returns ``job(timeout)``; an error is raised as the user's error, and if ranks may now differ in how far
+        they are, it breaks the group."""
         if self._broken is not None:
-            raise for_torch(type(self._broken), f"{self.who}: {title} cannot run any more: {self._broken}")
+            raise torch_error(
+                type(self._broken), f"{self.own_label}: {title} cannot run any more: {self._broken}"
+            )
         try:
             return job(timeout)
         except (PeerError, MembershipChanged, CollectiveMismatch) as error:
-            raise self._explained(title, error, timeout) from error
+            raise self._diagnose(title, error, timeout) from error
         except HoopError as error:
-            raise for_torch(type(error), f"{self.who}: {title}: {error}") from error
-        except BaseException as error:  # an interrupt, perhaps: nobody knows how far it had come
+            raise torch_error(type(error), f"{self.own_label}: {title}: {error}") from error
+        except BaseException as error:  # for example an interrupt: the operation may have stopped anywhere
             self._break(PeerLost(f"{title} was broken off on this rank: {error!r}"))
             raise
 
     # ---- errors
 
     @property
-    def who(self) -> str:
-        return f"{self.named(self.rank)} of group {self.name!r}"
+    def own_label(self) -> str:
+        return f"{self.rank_label(self.rank)} of group {self.name!r}"
 
-    def named(self, rank: int) -> str:
+    def rank_label(self, rank: int) -> str:
         return f"rank {rank} (global rank {self.world[rank]})"
 
-    def _lost(self, peer: int, why: str) -> None:
-        """A peer is gone without a word; from the post's thread."""
-        self._break(PeerLost(f"{self.named(peer)} {why}"))
+    def _on_peer_death(self, peer: int, reason: str) -> None:
+        """Called by the P2P engine's thread when a peer's link ends without a goodbye."""
+        self._break(PeerLost(f"{self.rank_label(peer)} {reason}"))
 
     def _break(self, error: HoopError) -> None:
         self._broken = self._broken or error
         self._communicator.endpoint.abort(error)
 
-    def _explained(self, title: str, error: HoopError, timeout: float) -> HoopError:
-        absent = self.post.first_absent(CULPRIT_SECONDS) if isinstance(error, PeerLost) else None
-        if absent is not None and (reason := f"{self.named(absent[0])} {absent[1]}") not in str(error):
+    def _diagnose(self, title: str, error: HoopError, timeout: float) -> HoopError:
+        """Breaks the group and returns the user's error, which names the rank that died or left first."""
+        departed = self.p2p.first_departed(DEATH_REPORT_SECONDS) if isinstance(error, PeerLost) else None
+        if departed is not None and (reason := f"{self.rank_label(departed[0])} {departed[1]}") not in str(
+            error
+        ):
             error = PeerLost(f"{reason}; {error}")
         self._break(error)
-        return self.told(title, error, timeout)
+        return self.user_error(title, error, timeout)
 
-    def told(self, title: str, error: HoopError, timeout: float) -> HoopError:
-        """An error as the user gets it: who, what, and what happened."""
+    def user_error(self, title: str, error: HoopError, timeout: float) -> HoopError:
+        """The error as torch.distributed raises it: rank, operation, cause."""
         what = f"ran into its timeout of {timeout:g} s" if isinstance(error, DeadlineExceeded) else "failed"
-        return for_torch(type(error), f"{self.who}: {title} {what}: {error}{self._legend}")
+        return torch_error(type(error), f"{self.own_label}: {title} {what}: {error}{self._rank_mapping}")
 
     @property
-    def _legend(self) -> str:
-        """Which global ranks the group's are, where they differ."""
+    def _rank_mapping(self) -> str:
+        """The global ranks of the group as a note for errors; empty where they equal the group's ranks."""
         if self.world == tuple(range(self.size)):
             return ""
         return f" (ranks of this group are global ranks {', '.join(map(str, self.world))})"
 
+    # ---- closing
+
     def close(self) -> None:
-        """Says goodbye and closes every link; operations under way end with an error."""
-        self._broken = self._broken or PeerLost(_OVER)
-        self.post.close()
+        """Says goodbye to all peers and closes every link; pending operations fail."""
+        self._broken = self._broken or PeerLost(_DESTROYED)
+        self.p2p.close()
         self._communicator.close()

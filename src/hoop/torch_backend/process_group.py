@@ -1,15 +1,15 @@
-"""How an operation of a group is started: in the caller's thread where that is possible, else on the lane.
+"""The process group that torch.distributed creates for ``backend="hoop"``.
 
-synchronous     in the caller's thread, if it is its turn (1); else on the lane, and the caller waits
-asynchronous    on the lane (2); a small all_reduce in the caller's thread, as long as the others come soon (3)
+torch's Python code and its C++ code (DDP's reducer, functional collectives) call the same methods of the group. Each
+method checks its tensors in the caller's thread, so a wrong argument raises before any byte has moved. It then turns
+the call into one job. A job runs in one of three ways:
 
-torch.distributed's collectives, each checked where it is called and run on the group's lane.
+    synchronous call, work queue idle            (1) in the caller's thread
+    asynchronous all_reduce of at most 1 MiB,    (2) in the caller's thread for up to 2 ms; if the other ranks have not
+    work queue idle                                  arrived by then, the rest runs on the work queue
+    every other call                             (3) on the work queue; a synchronous caller waits for it
 
-torch's C++ (DDP, functional collectives) and its Python call the same methods; lists of one are torch's habit.
-
-The process group: how one begins and ends, its messages between two ranks, and what torch asks of it.
-
-Collectives are in ``collective_calls``; both turn a call into one job on the group's lane or one request to its post.
+Point-to-point messages (send, recv) do not use the work queue: they are requests to the group's ``P2PEngine``.
 """
 
 from __future__ import annotations
@@ -34,52 +34,87 @@ from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.tensor_views import (
     ContiguousView,
     TorchReduction,
+    as_contiguous,
     bytes_of,
-    check,
-    check_alike,
+    check_dense_cpu,
+    check_same,
     is_plain,
     only,
-    reduce_by,
+    reduction_for,
     split,
-    to_send,
 )
 from hoop.torch_backend.work import DONE, CoalescedWork, HoopWork
 from hoop.transport import Transport
 
-AT_ONCE_BYTES = 1 << 20
-"""Up to here an asynchronous all_reduce costs less than to hand it over to a thread."""
-_ProcessGroup: Any = ProcessGroup  # its stub does not describe what a subclass in Python is called with
+INLINE_ALL_REDUCE_BYTES = 1 << 20
+"""Up to this size running an asynchronous all_reduce in the caller's thread costs less than a thread hand-over."""
+Tensor = torch.Tensor
+Tensors = Sequence[torch.Tensor]
+_SUM = ReduceOptions().reduceOp
+_ProcessGroup: Any = ProcessGroup  # its type stub does not describe the constructor of a Python subclass
 
 
-class Starting(_ProcessGroup):  # type: ignore[misc]
-    """What every operation of a group goes through."""
+class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank of a torch.distributed process group whose operations run over Hoop's links.
+
+    Arguments that torch passes as lists of one tensor are accepted as a list or as the tensor itself.
+    """
 
     _links: GroupLinks
     _coalesced: list[Work] | None = None
-    _started = 0
+    """Works started since ``_start_coalescing``; None outside a coalescing block."""
+    _operations_started = 0
 
-    def _start(
+    # ---- construction
+
+    def __init__(
+        self, name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
+    ) -> None:
+        """``world``: the global rank of each rank of the group. Returns when every rank has published its address."""
+        super().__init__(rank, size)
+        self._registered = c10d_backend.register(self, rank, size)
+        self._name, self._description = name, "undefined"
+        self._store = store
+        self._links, transports = rendezvous.connect_group(name, store, rank, size, world, timeout)
+        self._barrier_numbers = itertools.count()
+        # Runs when the group is destroyed or garbage-collected, or the process ends (also a multiprocessing child).
+        self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
+        monitored_barrier.install(HoopProcessGroup)
+
+    @classmethod
+    def create(cls, options: Any) -> HoopProcessGroup:
+        """Creates a group from the options that torch.distributed passes to a registered backend."""
+        world = options.global_ranks_in_group or range(options.group_size)
+        rank, size = options.group_rank, options.group_size
+        return cls(options.group_id, options.store, rank, size, world, options.timeout)
+
+    # ---- dispatch: in the caller's thread or on the work queue
+
+    def _dispatch(
         self,
         title: str,
         options: Any,
         job: Callable[[float], None],
         results: Any,
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
     ) -> HoopWork:
-        """Runs a job now, if the caller waits for it anyway and it is its turn; else on the lane."""
-        self._started += 1
-        asynchronous, recorded = getattr(options, "asyncOp", True), profile.enabled()
-        timeout = self._seconds(options)
-        if not asynchronous and not recorded and self._links.lane.enter():
+        """Runs ``job(timeout)`` in the caller's thread (1) or on the work queue (3), and returns its work.
+
+        ``results``: the tensors that the work's future holds. ``inputs``: the tensors that the profiler records.
+        """
+        self._operations_started += 1
+        asynchronous, profiled = getattr(options, "asyncOp", True), profile.enabled()
+        timeout = self._timeout_of(options)
+        if not asynchronous and not profiled and self._links.work_queue.try_acquire():
             try:
-                self._links.attempt(title, job, timeout)
+                self._links.run_guarded(title, job, timeout)
             finally:
-                self._links.lane.leave()
+                self._links.work_queue.release()
             return DONE
         work = HoopWork(title, results)
-        end_event = profile.record(work, title, given) if recorded else None
+        end_event = profile.record(work, title, inputs) if profiled else None
         try:
-            self._links.start(work, job, timeout)
+            self._links.submit(work, job, timeout)
             if not asynchronous:
                 work.wait()
         finally:
@@ -89,161 +124,159 @@ class Starting(_ProcessGroup):  # type: ignore[misc]
             self._coalesced.append(work)
         return work
 
-    def _seconds(self, options: Any) -> float:
-        """A call's own time limit, or the group's."""
-        own = getattr(options, "timeout", None)
-        seconds = own.total_seconds() if own is not None else -1.0
-        return seconds if seconds > 0 else self._links.timeout
+    def _try_inline_all_reduce(
+        self, tensor: torch.Tensor, reduction: TorchReduction, options: Any, results: Any
+    ) -> Work | None:
+        """Tries to finish an asynchronous all_reduce in the caller's thread (2); None if it must be queued.
 
-    def _at_once(self, tensor: torch.Tensor, how: TorchReduction, opts: Any, results: Any) -> Work | None:
-        """An asynchronous all_reduce in the caller's thread, if it is its turn; what is left when others do not come
-        soon goes to the lane."""
+        If the other ranks do not arrive within 2 ms, the work queue runs the rest, ahead of all queued jobs.
+        """
         links = self._links
-        if profile.enabled() or not links.lane.enter():
+        if profile.enabled() or not links.work_queue.try_acquire():
             return None
-        self._started += 1
+        self._operations_started += 1
         work = HoopWork("all_reduce", results)
-        timeout, error, rest = self._seconds(opts), None, None
+        timeout, error, resume = self._timeout_of(options), None, None
         try:
-            rest = links.attempt(
-                "all_reduce", partial(collectives.begin_all_reduce, links, tensor, how), timeout
+            resume = links.run_guarded(
+                "all_reduce", partial(collectives.try_all_reduce, links, tensor, reduction), timeout
             )
         except Exception as raised:
             error = raised
         except BaseException:
-            links.lane.leave()
+            links.work_queue.release()
             raise
-        if rest is None:
-            links.lane.leave()
+        if resume is None:
+            links.work_queue.release()
             work.finish(error)
         else:
-            links.start(work, rest, timeout, entered=True)
+            links.submit(work, resume, timeout, acquired=True)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
+    def _timeout_of(self, options: Any) -> float:
+        """The timeout of a call in seconds; without one, the timeout of the group."""
+        own = getattr(options, "timeout", None)
+        seconds = own.total_seconds() if own is not None else -1.0
+        return seconds if seconds > 0 else self._links.timeout
 
-Tensor = torch.Tensor
-Tensors = Sequence[torch.Tensor]
-_SUM = ReduceOptions().reduceOp
+    def _reduction(self, title: str, options: Any, tensor: Tensor) -> TorchReduction:
+        return reduction_for(title, getattr(options, "reduceOp", _SUM), tensor.dtype)
 
-
-class CollectiveCalls(Starting):
-    """What all ranks of a group do together."""
-
-    def _how(self, title: str, options: Any, tensor: Tensor) -> TorchReduction:
-        return reduce_by(title, getattr(options, "reduceOp", _SUM), tensor.dtype)
-
-    # ---- reducing
+    # ---- collectives that reduce
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        listed = _listed(tensors)
+        listed = _as_list(tensors)
         tensor: Tensor = only("all_reduce", listed)
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
-        check("all_reduce", tensor)
-        how = self._how("all_reduce", opts, tensor)
+        check_dense_cpu("all_reduce", tensor)
+        reduction = self._reduction("all_reduce", opts, tensor)
         if (
             getattr(opts, "asyncOp", True)
-            and how.as_is
-            and tensor.nbytes <= AT_ONCE_BYTES
+            and reduction.in_place
+            and tensor.nbytes <= INLINE_ALL_REDUCE_BYTES
             and is_plain(tensor)
         ):
-            work = self._at_once(tensor, how, opts, listed)
+            work = self._try_inline_all_reduce(tensor, reduction, opts, listed)
             if work is not None:
                 return work
-        job = partial(collectives.all_reduce, self._links, tensor, how)
-        return self._start("all_reduce", opts, job, listed, listed)
+        job = partial(collectives.all_reduce, self._links, tensor, reduction)
+        return self._dispatch("all_reduce", opts, job, listed, listed)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
-        how = self._how("sparse_all_reduce", opts, tensor)
-        if how.name != "sum":
-            raise InvalidArgument(f"sparse_all_reduce: {how.name} of sparse tensors; only sum is possible")
+        reduction = self._reduction("sparse_all_reduce", opts, tensor)
+        if reduction.name != "sum":
+            raise InvalidArgument(
+                f"sparse_all_reduce: {reduction.name} of sparse tensors; only sum is possible"
+            )
         job = partial(collectives.sparse_all_reduce, self._links, tensor)
-        return self._start("sparse_all_reduce", opts, job, [tensor], [tensor])
+        return self._dispatch("sparse_all_reduce", opts, job, [tensor], [tensor])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        check("all_reduce_coalesced", *tensors)
-        check_alike("all_reduce_coalesced", tensors[0], tensors, sizes=False)
-        how = self._how("all_reduce_coalesced", opts, tensors[0])
-        job = partial(collectives.all_reduce_coalesced, self._links, tensors, how)
-        return self._start("all_reduce", opts, job, tensors, tensors)
+        check_dense_cpu("all_reduce_coalesced", *tensors)
+        check_same("all_reduce_coalesced", tensors[0], tensors, sizes=False)
+        reduction = self._reduction("all_reduce_coalesced", opts, tensors[0])
+        job = partial(collectives.all_reduce_coalesced, self._links, tensors, reduction)
+        return self._dispatch("all_reduce", opts, job, tensors, tensors)
 
     def allreduce_compressed(self, tensor: Tensor, compression: str, opts: Any = None) -> Work:
-        """An all_reduce that loses a little; torch.distributed has no such call, a hook of DDP's makes it."""
-        check("all_reduce", tensor)
-        how = self._how("all_reduce", opts, tensor)
-        if tensor.dtype is not torch.float32 or not is_plain(tensor) or how.name not in ("sum", "avg"):
+        """A lossy all_reduce. torch.distributed has no such call; ``ddp_hooks.compressed`` calls it."""
+        check_dense_cpu("all_reduce", tensor)
+        reduction = self._reduction("all_reduce", opts, tensor)
+        if tensor.dtype is not torch.float32 or not is_plain(tensor) or reduction.name not in ("sum", "avg"):
             raise InvalidArgument(
-                f"compression: only of sum and avg of a contiguous float32 tensor; this is {how.name} of {tensor.dtype}"
+                "compression: only of sum and avg of a contiguous float32 tensor; "
+                f"this is {reduction.name} of {tensor.dtype}"
             )
-        compressor(compression)  # raises if there is no such
-        job = partial(collectives.all_reduce_compressed, self._links, tensor, how, compression)
-        return self._start("all_reduce", opts, job, [tensor], [tensor])
+        compressor(compression)  # raises if the name is unknown
+        job = partial(collectives.all_reduce_compressed, self._links, tensor, reduction, compression)
+        return self._dispatch("all_reduce", opts, job, [tensor], [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
-        tensor: Tensor = only("reduce", _listed(tensors))
-        check("reduce", tensor)
-        how, root = self._how("reduce", opts, tensor), self._root("reduce", opts)
-        job = partial(collectives.reduce, self._links, tensor, root, how)
-        return self._start("reduce", opts, job, [tensor], [tensor])
+        tensor: Tensor = only("reduce", _as_list(tensors))
+        check_dense_cpu("reduce", tensor)
+        reduction, root = self._reduction("reduce", opts, tensor), self._root("reduce", opts)
+        job = partial(collectives.reduce, self._links, tensor, root, reduction)
+        return self._dispatch("reduce", opts, job, [tensor], [tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        output: Tensor = only("reduce_scatter", _listed(outputs))
-        tensors: Tensors = only("reduce_scatter", inputs) if _nested(inputs) else inputs
-        self._check_list("reduce_scatter", tensors)
-        check("reduce_scatter", output, *tensors)
-        check_alike("reduce_scatter", output, tensors, sizes=False)
-        check_alike("reduce_scatter", output, [tensors[self._links.rank]])
+        output: Tensor = only("reduce_scatter", _as_list(outputs))
+        tensors: Tensors = only("reduce_scatter", inputs) if _is_nested(inputs) else inputs
+        self._check_one_per_rank("reduce_scatter", tensors)
+        check_dense_cpu("reduce_scatter", output, *tensors)
+        check_same("reduce_scatter", output, tensors, sizes=False)
+        check_same("reduce_scatter", output, [tensors[self._links.rank]])
         job = partial(
             collectives.reduce_scatter,
             self._links,
             output,
             tensors,
-            self._how("reduce_scatter", opts, output),
+            self._reduction("reduce_scatter", opts, output),
         )
-        return self._start("reduce_scatter", opts, job, [output], tensors)
+        return self._dispatch("reduce_scatter", opts, job, [output], tensors)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         self._check_blocks("reduce_scatter_tensor", output, tensor)
-        how = self._how("reduce_scatter_tensor", opts, output)
-        job = partial(collectives.reduce_scatter_single, self._links, output, tensor, how)
-        return self._start("_reduce_scatter_base", opts, job, [output], [tensor])
+        reduction = self._reduction("reduce_scatter_tensor", opts, output)
+        job = partial(collectives.reduce_scatter_single, self._links, output, tensor, reduction)
+        return self._dispatch("_reduce_scatter_base", opts, job, [output], [tensor])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check_blocks("reduce_scatter_tensor_coalesced", output, tensor)
-        how = self._how("reduce_scatter_tensor_coalesced", opts, outputs[0])
+        reduction = self._reduction("reduce_scatter_tensor_coalesced", opts, outputs[0])
         jobs = [
-            partial(collectives.reduce_scatter_single, self._links, output, tensor, how)
+            partial(collectives.reduce_scatter_single, self._links, output, tensor, reduction)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start(
-            "reduce_scatter_tensor_coalesced", opts, partial(_one_by_one, jobs), outputs, inputs
+        return self._dispatch(
+            "reduce_scatter_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs
         )
 
-    # ---- moving
+    # ---- collectives that only move data
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
-        tensor: Tensor = only("broadcast", _listed(tensors))
-        check("broadcast", tensor)
+        tensor: Tensor = only("broadcast", _as_list(tensors))
+        check_dense_cpu("broadcast", tensor)
         job = partial(collectives.broadcast, self._links, tensor, self._root("broadcast", opts))
-        return self._start("broadcast", opts, job, [tensor], [tensor])
+        return self._dispatch("broadcast", opts, job, [tensor], [tensor])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        tensor: Tensor = only("all_gather", _listed(inputs))
-        tensors: Tensors = only("all_gather", outputs) if _nested(outputs) else outputs
-        self._check_list("all_gather", tensors)
-        check("all_gather", tensor, *tensors)
-        check_alike("all_gather", tensor, tensors, sizes=False)
-        check_alike("all_gather", tensor, [tensors[self._links.rank]])
+        tensor: Tensor = only("all_gather", _as_list(inputs))
+        tensors: Tensors = only("all_gather", outputs) if _is_nested(outputs) else outputs
+        self._check_one_per_rank("all_gather", tensors)
+        check_dense_cpu("all_gather", tensor, *tensors)
+        check_same("all_gather", tensor, tensors, sizes=False)
+        check_same("all_gather", tensor, [tensors[self._links.rank]])
         job = partial(collectives.all_gather, self._links, tensors, tensor)
-        return self._start("all_gather", opts, job, tensors, [tensor])
+        return self._dispatch("all_gather", opts, job, tensors, [tensor])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         self._check_blocks("all_gather_into_tensor", tensor, output)
         job = partial(collectives.all_gather_single, self._links, output, tensor)
-        return self._start("_all_gather_base", opts, job, [output], [tensor])
+        return self._dispatch("_all_gather_base", opts, job, [output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -252,54 +285,54 @@ class CollectiveCalls(Starting):
             partial(collectives.all_gather_single, self._links, output, tensor)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._start(
-            "all_gather_into_tensor_coalesced", opts, partial(_one_by_one, jobs), outputs, inputs
+        return self._dispatch(
+            "all_gather_into_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs
         )
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """Row r of the outputs is what rank r gave, tensor by tensor."""
-        self._check_list("all_gather_coalesced", outputs)
+        """``outputs[r][i]`` receives tensor i of rank r."""
+        self._check_one_per_rank("all_gather_coalesced", outputs)
         jobs = []
         for index, tensor in enumerate(inputs):
             column = [row[index] for row in outputs]
-            check("all_gather_coalesced", tensor, *column)
-            check_alike("all_gather_coalesced", tensor, column)
+            check_dense_cpu("all_gather_coalesced", tensor, *column)
+            check_same("all_gather_coalesced", tensor, column)
             jobs.append(partial(collectives.all_gather, self._links, column, tensor))
-        every = [tensor for row in outputs for tensor in row]
-        return self._start("all_gather", opts, partial(_one_by_one, jobs), every, inputs)
+        results = [tensor for row in outputs for tensor in row]
+        return self._dispatch("all_gather", opts, partial(_run_in_order, jobs), results, inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        tensor: Tensor = only("gather", _listed(inputs))
+        tensor: Tensor = only("gather", _as_list(inputs))
         root = self._root("gather", opts)
         tensors: Tensors = []
         if self._links.rank == root:
-            tensors = only("gather", outputs) if _nested(outputs) else outputs
-            self._check_list("gather", tensors)
-            check_alike("gather", tensor, tensors)
-        check("gather", tensor, *tensors)
+            tensors = only("gather", outputs) if _is_nested(outputs) else outputs
+            self._check_one_per_rank("gather", tensors)
+            check_same("gather", tensor, tensors)
+        check_dense_cpu("gather", tensor, *tensors)
         job = partial(collectives.gather, self._links, tensors, tensor, root)
-        return self._start("gather", opts, job, tensors, [tensor])
+        return self._dispatch("gather", opts, job, tensors, [tensor])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        output: Tensor = only("scatter", _listed(outputs))
+        output: Tensor = only("scatter", _as_list(outputs))
         root = self._root("scatter", opts)
         tensors: Tensors = []
         if self._links.rank == root:
-            tensors = only("scatter", inputs) if _nested(inputs) else inputs
-            self._check_list("scatter", tensors)
-            check_alike("scatter", output, tensors)
-        check("scatter", output, *tensors)
+            tensors = only("scatter", inputs) if _is_nested(inputs) else inputs
+            self._check_one_per_rank("scatter", tensors)
+            check_same("scatter", output, tensors)
+        check_dense_cpu("scatter", output, *tensors)
         job = partial(collectives.scatter, self._links, output, tensors, root)
-        return self._start("scatter", opts, job, [output], tensors)
+        return self._dispatch("scatter", opts, job, [output], tensors)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        self._check_list("all_to_all", outputs)
-        self._check_list("all_to_all", inputs)
-        check("all_to_all", *outputs, *inputs)
-        check_alike("all_to_all", inputs[0], [*inputs, *outputs], sizes=False)
-        check_alike("all_to_all", inputs[self._links.rank], [outputs[self._links.rank]])
+        self._check_one_per_rank("all_to_all", outputs)
+        self._check_one_per_rank("all_to_all", inputs)
+        check_dense_cpu("all_to_all", *outputs, *inputs)
+        check_same("all_to_all", inputs[0], [*inputs, *outputs], sizes=False)
+        check_same("all_to_all", inputs[self._links.rank], [outputs[self._links.rank]])
         job = partial(collectives.all_to_all, self._links, outputs, inputs)
-        return self._start("all_to_all", opts, job, outputs, inputs)
+        return self._dispatch("all_to_all", opts, job, outputs, inputs)
 
     def all_to_all_single(
         self,
@@ -309,23 +342,37 @@ class CollectiveCalls(Starting):
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        check("all_to_all_single", output, tensor)
-        check_alike("all_to_all_single", tensor, [output], sizes=False)
+        check_dense_cpu("all_to_all_single", output, tensor)
+        check_same("all_to_all_single", tensor, [output], sizes=False)
         if not output_splits and not input_splits:
-            check_alike("all_to_all_single", tensor, [output])
-            self._check_divides("all_to_all_single", tensor)
+            check_same("all_to_all_single", tensor, [output])
+            self._check_divisible("all_to_all_single", tensor)
             job = partial(collectives.all_to_all_single, self._links, output, tensor)
         else:
             sources = self._split("all_to_all_single", tensor, input_splits)
             targets = self._split("all_to_all_single", output, output_splits)
-            check_alike("all_to_all_single", sources[self._links.rank], [targets[self._links.rank]])
+            check_same("all_to_all_single", sources[self._links.rank], [targets[self._links.rank]])
             job = partial(collectives.all_to_all, self._links, targets, sources)
-        return self._start("all_to_all", opts, job, [output], [tensor])
+        return self._dispatch("all_to_all", opts, job, [output], [tensor])
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._start("barrier", opts, partial(collectives.barrier, self._links), [], [])
+        return self._dispatch("barrier", opts, partial(collectives.barrier, self._links), [], [])
 
-    # ---- checking
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that, if ranks are late, raises on every rank and names the late ranks on rank 0."""
+        seconds = self._links.timeout
+        if timeout is not None:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        monitored_barrier.monitored_barrier(self._links, next(self._barrier_numbers), seconds, wait_all_ranks)
+
+    # Names of these methods before torch 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- argument checks
 
     def _root(self, title: str, options: Any) -> int:
         root = getattr(options, "rootRank", 0)
@@ -333,87 +380,45 @@ class CollectiveCalls(Starting):
             raise InvalidArgument(f"{title}: root rank {root} is not in 0..{self._links.size - 1}")
         return int(root)
 
-    def _check_list(self, title: str, items: Sequence[Any]) -> None:
+    def _check_one_per_rank(self, title: str, items: Sequence[Any]) -> None:
         if len(items) != self._links.size:
             raise InvalidArgument(f"{title}: a list of {len(items)} tensors for {self._links.size} ranks")
 
-    def _check_blocks(self, title: str, one: Tensor, all_of_them: Tensor) -> None:
-        check(title, one, all_of_them)
-        check_alike(title, one, [all_of_them], sizes=False)
-        if all_of_them.numel() != one.numel() * self._links.size:
+    def _check_blocks(self, title: str, block: Tensor, whole: Tensor) -> None:
+        """Checks that ``whole`` is as large as one ``block`` for each rank."""
+        check_dense_cpu(title, block, whole)
+        check_same(title, block, [whole], sizes=False)
+        if whole.numel() != block.numel() * self._links.size:
             raise InvalidArgument(
-                f"{title}: {one.numel()} elements a rank and {self._links.size} ranks make "
-                f"{one.numel() * self._links.size}, the large tensor has {all_of_them.numel()}"
+                f"{title}: {block.numel()} elements a rank and {self._links.size} ranks make "
+                f"{block.numel() * self._links.size}, the large tensor has {whole.numel()}"
             )
 
-    def _check_divides(self, title: str, tensor: Tensor) -> None:
+    def _check_divisible(self, title: str, tensor: Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] % self._links.size:
             raise InvalidArgument(
                 f"{title}: dimension 0 of {tuple(tensor.shape)} does not divide by {self._links.size} ranks"
             )
 
     def _split(self, title: str, tensor: Tensor, sizes: Sequence[int]) -> Tensors:
+        """Splits dimension 0 by ``sizes``; without sizes, equally among the ranks."""
         if not sizes:
-            self._check_divides(title, tensor)
+            self._check_divisible(title, tensor)
             return tensor.detach().chunk(self._links.size) if tensor.numel() else [tensor] * self._links.size
-        self._check_list(title, sizes)
+        self._check_one_per_rank(title, sizes)
         if sum(sizes) != tensor.shape[0]:
             raise InvalidArgument(
                 f"{title}: split sizes {list(sizes)} do not sum up to dimension 0, {tensor.shape[0]}"
             )
         return split(tensor.detach(), sizes)
 
-    # What torch called them before 2.13.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
-
-def _listed(tensors: Any) -> Any:
-    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _nested(lists: Any) -> bool:
-    return bool(lists) and not isinstance(lists[0], torch.Tensor)
-
-
-def _one_by_one(jobs: Sequence[Callable[[float], None]], timeout: float) -> None:
-    for job in jobs:
-        job(timeout)
-
-
-class HoopProcessGroup(CollectiveCalls):
-    """Ranks that work together over Hoop's links."""
-
-    def __init__(
-        self, name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
-    ) -> None:
-        super().__init__(rank, size)
-        self._registered = c10d_backend.register(self, rank, size)
-        self._name, self._description = name, "undefined"
-        self._store = store
-        self._links, transports = rendezvous.meet(name, store, rank, size, world, timeout)
-        self._barriers = itertools.count()
-        # Runs when the group is destroyed or forgotten, or the process ends; in children of multiprocessing too.
-        self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
-        monitored_barrier.install(HoopProcessGroup)
-
-    @classmethod
-    def create(cls, options: Any) -> HoopProcessGroup:
-        """From what torch.distributed tells a backend."""
-        world = options.global_ranks_in_group or range(options.group_size)
-        rank, size = options.group_rank, options.group_size
-        return cls(options.group_id, options.store, rank, size, world, options.timeout)
-
-    # ---- messages
+    # ---- point-to-point messages
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Work:
         tensor = only("send", tensors)
-        check("send", tensor)
-        work = HoopWork("send", [tensor], apart=True)
-        return self._post(work, True, peer, tag, to_send(tensor), _nothing, tensors)
+        check_dense_cpu("send", tensor)
+        work = HoopWork("send", [tensor], future_thread=True)
+        return self._submit_p2p(work, True, peer, tag, as_contiguous(tensor), _no_copy_back, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive("recv", tensors, peer, tag)
@@ -423,36 +428,50 @@ class HoopProcessGroup(CollectiveCalls):
 
     def _receive(self, title: str, tensors: Tensors, peer: int | None, tag: int) -> Work:
         tensor = only(title, tensors)
-        check(title, tensor)
-        landing = ContiguousView(tensor)
-        work = HoopWork(title, [tensor], apart=True)
-        return self._post(work, False, peer, tag, landing.flat, landing.settle, tensors)
+        check_dense_cpu(title, tensor)
+        view = ContiguousView(tensor)
+        work = HoopWork(title, [tensor], future_thread=True)
+        return self._submit_p2p(work, False, peer, tag, view.flat, view.copy_back, tensors)
 
-    def _post(
+    def _submit_p2p(
         self,
         work: HoopWork,
-        sends: bool,
+        is_send: bool,
         peer: int | None,
         tag: int,
         flat: torch.Tensor,
-        settle: Callable[[], None],
+        copy_back: Callable[[], None],
         tensors: Tensors,
     ) -> Work:
+        """Submits a send or a receive of ``flat`` to the P2P engine; its thread finishes ``work``.
+
+        ``peer``: None receives from any rank. ``copy_back``: copies received bytes from ``flat`` to the user's tensor.
+        ``tensors``: the tensors that the profiler records.
+        """
         if peer is not None and not 0 <= peer < self._links.size:
             raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
         links, timeout = self._links, self._links.timeout
         end_event = profile.record(work, work.title, tensors) if profile.enabled() else None
 
-        def ended(error: HoopError | None, source: int) -> None:
+        def on_complete(error: HoopError | None, source: int) -> None:
             if error is None:
-                settle()
+                copy_back()
                 work.finish(None, source)
             else:
-                work.finish(links.told(work.title, error, timeout))
+                work.finish(links.user_error(work.title, error, timeout))
 
         deadline = time.monotonic() + timeout
-        links.post.request(
-            P2PRequest(sends, peer, MessageKind.MESSAGE, tag, bytes_of(flat), flat, deadline, ended)
+        links.p2p.submit(
+            P2PRequest(
+                is_send=is_send,
+                peer=peer,
+                kind=MessageKind.MESSAGE,
+                tag=tag,
+                data=bytes_of(flat),
+                owner=flat,
+                deadline=deadline,
+                on_complete=on_complete,
+            )
         )
         if end_event is not None:
             end_event()
@@ -460,14 +479,7 @@ class HoopProcessGroup(CollectiveCalls):
             self._coalesced.append(work)
         return work
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the ranks which did not come in time; raises on every rank then."""
-        seconds = self._links.timeout
-        if timeout is not None:
-            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        monitored_barrier.monitored_barrier(self._links, next(self._barriers), seconds, wait_all_ranks)
-
-    # ---- several calls as one
+    # ---- several calls as one work
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced = []
@@ -476,21 +488,19 @@ class HoopProcessGroup(CollectiveCalls):
         works, self._coalesced = self._coalesced or [], None
         return CoalescedWork("coalesced", works)
 
-    start_coalescing, end_coalescing = (
-        _start_coalescing,
-        _end_coalescing,
-    )  # as C++ calls them since torch 2.15
+    # The names that C++ calls since torch 2.15.
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
 
-    # ---- ending
+    # ---- closing
 
     def shutdown(self) -> None:
-        """Leaves the group; the others are told."""
+        """Leaves the group; peers receive a goodbye, so they do not count this rank as dead."""
         self._close()
 
     def abort(self) -> None:
         self._close()
 
-    # ---- what torch asks
+    # ---- properties that torch reads or sets
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._links.timeout = timeout.total_seconds()
@@ -542,19 +552,33 @@ class HoopProcessGroup(CollectiveCalls):
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._started
+        return self._operations_started
 
     def _set_sequence_number_for_group(self) -> None:
-        """Counted from the first operation on."""
+        """Does nothing: the group counts its operations from the first one."""
 
     def __repr__(self) -> str:
         return f"<hoop group {self._name!r}: rank {self._links.rank} of {self._links.size}>"
 
 
-def _nothing() -> None:
-    """A send has nothing to put anywhere."""
+def _as_list(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _is_nested(lists: Any) -> bool:
+    return bool(lists) and not isinstance(lists[0], torch.Tensor)
+
+
+def _run_in_order(jobs: Sequence[Callable[[float], None]], timeout: float) -> None:
+    for job in jobs:
+        job(timeout)
+
+
+def _no_copy_back() -> None:
+    """For a send, which receives nothing."""
 
 
 def _close(links: GroupLinks, transports: Sequence[Transport]) -> None:
+    """Not a method: the finalizer must not keep the group alive."""
     links.close()
-    rendezvous.give_back(transports)
+    rendezvous.release_transports(transports)

@@ -1,4 +1,4 @@
-"""Operations in torch's profiler: one event each, from the call to the end, with the shapes of its tensors."""
+"""Records operations in torch's profiler: one event each, from the call to the end, with its tensors' shapes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch._C import _autograd
 from hoop.torch_backend.work import HoopWork
 
 enabled = _autograd._profiler_enabled
-ENDS_IN_ANY_THREAD = torch.__version__ >= "2.12"  # compared as versions, not as text
-"""An older torch drops an event that another thread ends than the one that began it."""
+ENDS_IN_ANY_THREAD = torch.__version__ >= "2.12"  # TorchVersion compares as a version, not as text
+"""Whether an event may end in another thread than it began in; torch before 2.12 drops such an event."""
 
 
 def record(work: HoopWork, title: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
-    """Opens an event that ends with the work.
+    """Begins an event that ends when the work is finished.
 
-    With an older torch it returns the function that ends the event, for the caller's thread to call when the
-    operation has ended or has been handed over.
+    With torch before 2.12 it returns the function that ends the event. The caller's thread must call it when the
+    operation has finished or has been queued.
     """
     handle = _autograd._record_function_with_args_enter(f"hoop:{title}", *tensors)
 
@@ -27,5 +27,5 @@ def record(work: HoopWork, title: str, tensors: Sequence[torch.Tensor]) -> Calla
 
     if not ENDS_IN_ANY_THREAD:
         return end
-    work.on_end = end
+    work.on_finish = end
     return None

@@ -1,10 +1,11 @@
-"""Tensors as the plain vectors that links carry: contiguous, on the CPU, with their bytes in reach.
+"""Tensors as the flat, contiguous CPU vectors that links carry, and torch's reductions as Hoop's.
 
-Nothing is copied for a contiguous tensor. Any other is copied before it is sent, and after it has arrived.
+A contiguous tensor is used in place. Any other tensor is copied to contiguous memory before sending, and back after
+receiving.
 
-Reductions: torch's operators and types as those of Hoop, and what Hoop's links do not reduce, folded here.
-
-Everything is decided when the operation is called, so a mistake is the caller's error and nothing has moved.
+A reduction that Hoop's executors support (dtype and operator) runs there; any other is done by gathering all tensors
+and folding them with torch. All of this is decided when the operation is called, so a wrong argument raises in the
+caller before any byte has moved.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from hoop.memory.dtypes import DTYPES, DType, dtype
 
 Array = npt.NDArray[Any]
 ELEMENTS: dict[torch.dtype, DType] = {getattr(torch, name): kind for name, kind in DTYPES.items()}
-"""Types that Hoop reduces by itself."""
+"""The torch dtypes that Hoop's executors reduce."""
 _BYTE = np.dtype(np.uint8)
 
 
-def check(title: str, *tensors: torch.Tensor) -> None:
-    """Whether these can travel: dense and on the CPU."""
+def check_dense_cpu(title: str, *tensors: torch.Tensor) -> None:
+    """Raises InvalidArgument unless all tensors are dense and on the CPU."""
     for tensor in tensors:
         if tensor.layout is not torch.strided or not tensor.is_cpu:
             what = tensor.layout if tensor.layout is not torch.strided else f"on {tensor.device}"
             raise InvalidArgument(f"{title}: a tensor is {what}; Hoop moves dense tensors on the CPU")
 
 
-def check_alike(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], sizes: bool = True) -> None:
-    """Whether others have the same type, and as many elements."""
+def check_same(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], sizes: bool = True) -> None:
+    """Raises InvalidArgument unless ``others`` have the dtype of ``like`` and, with ``sizes``, its element count."""
     for index, other in enumerate(others):
         if other.dtype != like.dtype:
             raise InvalidArgument(f"{title}: tensor {index} is {other.dtype}, expected {like.dtype}")
@@ -50,129 +51,138 @@ def check_alike(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], 
 
 
 def only(title: str, items: Sequence[Any]) -> Any:
-    """The one item of torch's lists of one."""
+    """The item of a list of one; torch passes many arguments that way."""
     if len(items) != 1:
         raise InvalidArgument(f"{title}: {len(items)} tensors (or lists) where one is expected")
     return items[0]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory holds its elements, one after the other, as they are."""
+    """Whether the tensor's memory holds exactly its elements: contiguous, no lazy negation or conjugation."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def to_send(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy."""
+def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The detached tensor itself if it is plain, else a contiguous copy."""
     tensor = tensor.detach()
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def elements_of(tensor: torch.Tensor) -> Array:
-    """A contiguous tensor's elements as NumPy sees them: its memory, which the caller keeps by keeping the tensor."""
+    """A contiguous tensor's memory as an array of its dtype. It does not own the memory: keep the tensor alive."""
     count = tensor.numel()
     return (
-        _memory(tensor.data_ptr(), count, ELEMENTS[tensor.dtype].numpy) if count else sized(0, tensor.dtype)
+        _memory(tensor.data_ptr(), count, ELEMENTS[tensor.dtype].numpy)
+        if count
+        else empty_array(0, tensor.dtype)
     )
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
-    """A contiguous tensor's bytes: its memory, which the caller keeps by keeping the tensor."""
+    """A contiguous tensor's memory as an array of bytes. It does not own the memory: keep the tensor alive."""
     count = tensor.nbytes
-    return _memory(tensor.data_ptr(), count, _BYTE) if count else sized(0)
+    return _memory(tensor.data_ptr(), count, _BYTE) if count else empty_array(0)
 
 
 @functools.lru_cache(maxsize=1024)
 def _memory(address: int, count: int, kind: np.dtype[Any]) -> Array:
-    """Memory as a vector that owns nothing. ``Tensor.numpy()`` takes ten times as long, and more in a cold cache."""
+    """An array over an address. ``Tensor.numpy()`` takes ten times as long, and more with a cold cache."""
     memory: Any = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
     return np.frombuffer(memory, kind)
 
 
 def split(tensor: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Consecutive parts of dimension 0; the same memory."""
+    """Consecutive views of dimension 0."""
     return list(tensor.split(list(lengths)))  # type: ignore[no-untyped-call]
 
 
-def sized(count: int, kind: torch.dtype = torch.uint8) -> Array:
-    """New memory for so many elements."""
+def empty_array(count: int, kind: torch.dtype = torch.uint8) -> Array:
+    """A new array of ``count`` uninitialized elements."""
     return np.empty(count, ELEMENTS[kind].numpy)
 
 
 class Described(NamedTuple):
-    """A call of torch.distributed as all ranks must make it; its text is what they compare, and what errors name."""
+    """A call of torch.distributed, with the arguments that must be equal on all ranks.
+
+    Its text is what ranks compare and what mismatch errors show.
+    """
 
     title: str
     kind: torch.dtype
     elements: int | tuple[int, ...] = ()
-    """How many; of each tensor, where they may differ; nothing where ranks need not agree."""
+    """Elements of the tensor, or of each tensor of a list; empty where ranks may differ."""
     reduction: str = ""
     root: str = ""
     """``from 1`` or ``to 0``."""
 
     def __str__(self) -> str:
-        how = f" {self.reduction}" if self.reduction else ""
+        reduction = f" {self.reduction}" if self.reduction else ""
         counts = self.elements if isinstance(self.elements, tuple) else (self.elements,)
-        many = f"{' + '.join(map(str, counts))} " if counts else ""
+        elements = f"{' + '.join(map(str, counts))} " if counts else ""
         kind = str(self.kind).removeprefix("torch.")
-        return f"{self.title}{how} of {many}{kind}{' ' if self.root else ''}{self.root}"
+        return f"{self.title}{reduction} of {elements}{kind}{' ' if self.root else ''}{self.root}"
 
 
 class ContiguousView:
-    """Where results arrive: the tensor itself, or memory that is copied into it when all is there."""
+    """Contiguous memory for one tensor: the tensor itself if it is plain, else a buffer beside it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._target = tensor.detach()
-        self._apart = not is_plain(self._target)
-        self.flat = torch.empty(tensor.shape, dtype=tensor.dtype) if self._apart else self._target
+        self._tensor = tensor.detach()
+        self._is_copy = not is_plain(self._tensor)
+        self.flat = torch.empty(tensor.shape, dtype=tensor.dtype) if self._is_copy else self._tensor
 
-    def fill(self) -> None:
-        """What the tensor holds goes to where it is sent from."""
-        if self._apart:
-            self.flat.copy_(self._target)
+    def copy_in(self) -> None:
+        """Copies the tensor to ``flat``, before sending."""
+        if self._is_copy:
+            self.flat.copy_(self._tensor)
 
-    def settle(self) -> None:
-        """What arrived goes to the tensor."""
-        if self._apart:
-            self._target.copy_(self.flat)
+    def copy_back(self) -> None:
+        """Copies ``flat`` to the tensor, after receiving."""
+        if self._is_copy:
+            self._tensor.copy_(self.flat)
 
 
 class FlatTensors:
-    """A list of tensors as one contiguous piece of memory: n blocks in a row.
+    """A list of tensors as one contiguous block of memory.
 
-    Where they lie in a row already (chunks of one tensor), that is the memory.
+    Tensors that are adjacent in memory already (chunks of one tensor) are used in place; others get a buffer.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], filled: bool) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], copy_in: bool) -> None:
+        """``copy_in``: a buffer starts with the tensors' elements, else uninitialized."""
         self._tensors = [tensor.detach() for tensor in tensors]
         self._lengths = [tensor.numel() for tensor in tensors]
-        row = _as_row(self._tensors)
-        self._apart = row is None
-        self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype) if row is None else row
-        if self._apart and filled:
+        adjacent = _adjacent(self._tensors)
+        self._is_copy = adjacent is None
+        self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype) if adjacent is None else adjacent
+        if self._is_copy and copy_in:
             for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
                 part.view(tensor.shape).copy_(tensor)
 
-    def settle(self) -> None:
-        """What arrived goes to the tensors."""
-        if self._apart:
+    def copy_back(self) -> None:
+        """Copies ``flat`` to the tensors, after receiving."""
+        if self._is_copy:
             for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _as_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensors as one flat view, if they are plain and follow one another in one storage; else None."""
     first = tensors[0]
     expected = first.data_ptr()
     for tensor in tensors:
         if not is_plain(tensor) or tensor.data_ptr() != expected:
             return None
         expected += tensor.numel() * tensor.element_size()
-    base = first.untyped_storage()
+    storage = first.untyped_storage()
     start = first.storage_offset() * first.element_size()
     total = sum(tensor.numel() for tensor in tensors)
-    if start + total * first.element_size() > base.nbytes() or not total:
+    if start + total * first.element_size() > storage.nbytes() or not total:
         return None
     return first.as_strided((total,), (1,))
 
+
+# ---- reductions
 
 _NAMES: dict[Any, str] = {
     ReduceOp.SUM: "sum",
@@ -196,14 +206,15 @@ _FOLDS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_OF_TRUTHS = {"sum": "max", "prod": "min", "min": "min", "max": "max", "band": "min", "bor": "max"}
-"""What an operator means for booleans, as one of bytes that are 0 or 1."""
+_BOOL_OPS = {"sum": "max", "prod": "min", "min": "min", "max": "max", "band": "min", "bor": "max"}
+"""For each operator on booleans, the equivalent operator on bytes that are 0 or 1."""
 
 
 class TorchReduction:
-    """One operator on one type of tensor."""
+    """One torch reduction operator on one dtype, and how Hoop carries it out."""
 
     def __init__(self, title: str, op: Any, kind: torch.dtype) -> None:
+        """Raises InvalidArgument if torch defines no such reduction; ``title`` names the collective in the error."""
         self.name = _NAMES[op.op]
         self.factor: Any = op.__getstate__()[1] if self.name == "premul_sum" else None
         self.kind = kind
@@ -211,39 +222,40 @@ class TorchReduction:
         _check(title, self.name, kind)
         self.op = "sum" if self.name == "premul_sum" else self.name
         self.element: DType | None = ELEMENTS.get(kind)
+        """The dtype that Hoop's executors see; None if they cannot reduce it."""
         if self.complex:
-            # The sum of pairs is the pair of sums; nothing else is that simple.
+            # A complex sum is the sums of the real and imaginary parts; no other operator decomposes so simply.
             self.element = ELEMENTS.get(kind.to_real()) if self.op in ("sum", "avg") else None
         elif kind is torch.bool:
-            self.element = dtype("uint8") if self.name in _OF_TRUTHS else None
-            self.op = _OF_TRUTHS.get(self.name, self.name)
-        self.by_links = self.element is not None and self.op in OPERATIONS
-        """Whether Hoop's links reduce it; else tensors are gathered, and folded here."""
-        if not self.by_links:
+            self.element = dtype("uint8") if self.name in _BOOL_OPS else None
+            self.op = _BOOL_OPS.get(self.name, self.name)
+        self.native = self.element is not None and self.op in OPERATIONS
+        """Whether Hoop's executors reduce it; otherwise tensors are gathered and folded with torch."""
+        if not self.native:
             self._check_foldable(title)
-        self.as_is = self.by_links and self.factor is None and kind in ELEMENTS
-        """Whether a contiguous tensor is reduced where it lies, without any conversion."""
+        self.in_place = self.native and self.factor is None and kind in ELEMENTS
+        """Whether a contiguous tensor is reduced in its own memory, without any conversion."""
 
     def _check_foldable(self, title: str) -> None:
-        """Some types torch moves and converts, and nothing else."""
+        """Raises InvalidArgument for dtypes that torch can only move and convert."""
         one = torch.zeros(1).to(self.kind)
         try:
             self.fold([one, one])
         except RuntimeError as error:
             raise InvalidArgument(f"{title}: torch has no {self.name} of {self.kind}: {error}") from None
 
-    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank contributes: for PREMUL_SUM a multiple."""
+    def prescale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's contribution: for PREMUL_SUM the tensor times its factor, else the tensor."""
         return tensor * self.factor if self.factor is not None else tensor
 
-    def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor as the type that the links reduce; the same memory."""
+    def native_view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor's memory viewed as ``element``."""
         if self.complex:
             return torch.view_as_real(tensor)
         return tensor.view(torch.uint8) if self.kind is torch.bool else tensor
 
     def fold(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All ranks' tensors as one, in rank order."""
+        """Reduces all ranks' tensors with torch, in rank order."""
         total = fold_left(_FOLDS[self.name], tensors)
         if self.name != "avg":
             return total
@@ -253,22 +265,23 @@ class TorchReduction:
         return torch.div(total, size, rounding_mode="trunc")
 
 
-_made: dict[tuple[Any, torch.dtype], TorchReduction] = {}
+_reductions: dict[tuple[Any, torch.dtype], TorchReduction] = {}
 _sums: dict[torch.dtype, TorchReduction] = {}
 
 
-def reduce_by(title: str, op: Any, kind: torch.dtype) -> TorchReduction:
-    """An operator on a type; those without a factor of their own are made once, and sums found at once."""
+def reduction_for(title: str, op: Any, kind: torch.dtype) -> TorchReduction:
+    """The reduction of an operator on a dtype. Cached unless it has a factor; sums have a cache of their own, because
+    its key is cheaper to make."""
     if op == ReduceOp.SUM:
-        how = _sums.get(kind)
-        if how is None:
-            how = _sums[kind] = TorchReduction(title, op, kind)
-        return how
+        reduction = _sums.get(kind)
+        if reduction is None:
+            reduction = _sums[kind] = TorchReduction(title, op, kind)
+        return reduction
     key = (op.op, kind)
-    how = _made.get(key) or TorchReduction(title, op, kind)
-    if how.factor is None:
-        _made[key] = how
-    return how
+    reduction = _reductions.get(key) or TorchReduction(title, op, kind)
+    if reduction.factor is None:
+        _reductions[key] = reduction
+    return reduction
 
 
 def _check(title: str, name: str, kind: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What an operation returns: torch's Work, in Python."""
+"""The ``Work`` objects that a process group's operations return."""
 
 from __future__ import annotations
 
@@ -12,50 +12,57 @@ from torch.distributed import Work
 
 from hoop.collectives.work_queue import PendingWork
 from hoop.errors import DeadlineExceeded
-from hoop.torch_backend.errors import for_torch
+from hoop.torch_backend.errors import torch_error
 
 NO_TIMEOUT = timedelta(0)
 
 
 class HoopWork(PendingWork, Work):
-    """One operation, from its call to its end; finished once, by whichever thread ran it.
+    """One operation, from its call to its end. The thread that ran it finishes it once.
 
-    The future is made when someone asks for it: an ordinary ``all_reduce`` never does.
+    The future is created on the first ``get_future``: an ordinary ``all_reduce`` never needs one.
     """
 
-    def __init__(self, title: str, results: Any = None, apart: bool = False) -> None:
+    def __init__(self, title: str, results: Any = None, future_thread: bool = False) -> None:
+        """``results``: the value of the future. ``future_thread``: complete the future on a new thread."""
         Work.__init__(self)
         PendingWork.__init__(self, title)
-        self._apart = apart
+        self._future_thread = future_thread
         self._results = results
-        self._end: torch.futures.Future[None] | None = None
+        self._completion: torch.futures.Future[None] | None = None
+        """Completed by ``finish``; ``_future`` is derived from it."""
         self._future: torch.futures.Future[Any] | None = None
-        self.on_end: Callable[[], None] | None = None
+        self.on_finish: Callable[[], None] | None = None
 
-    # ---- from the thread that runs it
+    # ---- called by the thread that runs the operation
 
     def finish(self, error: BaseException | None = None, result: Any = -1) -> bool:
-        """Ends it, with the rank that a message came from: wakes who waits, then runs what was hung on the future."""
-        if self.on_end is not None:
-            self.on_end()
+        """Wakes the waiting threads, then runs the callbacks of the future; False if it was finished before.
+
+        ``result``: for a receive, the rank of the sender.
+        """
+        if self.on_finish is not None:
+            self.on_finish()
         if not super().finish(error, result):
             return False
         with self._lock:
-            end = self._end
-        if end is None:
+            completion = self._completion
+        if completion is None:
             return True
-        if self._apart:  # what hangs on it may wait for the very thread that ends it
-            threading.Thread(target=end.set_result, args=(None,), name="hoop-future", daemon=True).start()
+        if self._future_thread:  # a callback may wait for the very thread that runs this
+            threading.Thread(
+                target=completion.set_result, args=(None,), name="hoop-future", daemon=True
+            ).start()
         else:
-            end.set_result(None)
+            completion.set_result(None)
         return True
 
-    # ---- torch's side
+    # ---- torch.distributed.Work
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         seconds = timeout.total_seconds()
-        if not self._ended(seconds if seconds > 0 else -1):
-            raise for_torch(
+        if not self._wait_done(seconds if seconds > 0 else -1):
+            raise torch_error(
                 DeadlineExceeded,
                 f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; "
                 "it goes on",
@@ -91,21 +98,21 @@ class HoopWork(PendingWork, Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            # An exception raised in ``then`` fails the future for C++ too; ``set_exception`` would hand DDP's reducer
-            # the exception as if it were a tensor, and it crashes.
+            # An exception raised in ``then`` fails the future for C++ too. ``set_exception`` would hand DDP's reducer
+            # the exception as if it were a tensor, and the reducer would crash.
             if self._done and self._error is None:
                 self._future = torch.futures.Future()
                 self._future.set_result(self.result())
                 return self._future
-            end: torch.futures.Future[None] = torch.futures.Future()
-            self._future = future = end.then(self._outcome)
+            completion: torch.futures.Future[None] = torch.futures.Future()
+            self._future = future = completion.then(self._result_or_raise)
             done = self._done
-            self._end = None if done else end
+            self._completion = None if done else completion
         if done:
-            end.set_result(None)
+            completion.set_result(None)
         return future
 
-    def _outcome(self, end: torch.futures.Future[None]) -> list[torch.Tensor]:
+    def _result_or_raise(self, completion: torch.futures.Future[None]) -> list[torch.Tensor]:
         if self._error is not None:
             raise self._error
         return self.result()
@@ -132,9 +139,11 @@ class CoalescedWork(HoopWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda all_of_them: [one for each in all_of_them.value() for one in each.value()])
+        return futures.then(
+            lambda collected: [tensor for future in collected.value() for tensor in future.value()]
+        )
 
 
 DONE = HoopWork("done")
-"""For whoever waited already: torch then only asks whether it is over."""
+"""Returned by synchronous operations that have finished already; torch only asks it whether it is completed."""
 DONE.finish()

@@ -1,7 +1,7 @@
-"""How bytes get from one rank to another: one contract, one file a way.
+"""Transports: how one rank sends bytes to another. Every transport implements the contract in ``base.py``.
 
-A transport belongs to a process and is dialled at an address. From it a communicator gets an
-endpoint: one rank's links to the others at one generation.
+A process has one transport, which listens at an address. A communicator asks it for an endpoint: one rank's links to
+its peers at one generation.
 """
 
 from hoop.transport.base import Endpoint, PendingSend, Transport

@@ -1,12 +1,12 @@
-"""How the two ends of a link prove to each other that they have the cluster's key, without sending it.
+"""Mutual authentication of the two ends of a link: each proves that it has the cluster's key, without sending it.
 
-    dials                                          is dialled
+    dialling end                                   accepting end
     HELLO, 16 random bytes ─────────────────────▶                    (1)
-           ◀──── CHALLENGE, 16 random bytes, HMAC over both          (2) the dialled one has the key
-    HMAC over both ─────────────────────────────▶                    (3) so has the one that dials; then data
+           ◀──── CHALLENGE, 16 random bytes, HMAC over both          (2) proves that the accepting end has the key
+    HMAC over both ─────────────────────────────▶                    (3) proves that the dialling end has it; then data
 
-Both proofs cover the HELLO, so the link is the one that was asked for: this communicator, generation and rank. Nothing
-that was overheard is of use again. Without a key none of this happens, and a link begins as it always did.
+Both proofs cover the HELLO, so they hold for this communicator, generation and rank only. The random bytes of both ends
+prevent replay. Without a key there is no handshake: the link starts with a plain HELLO.
 """
 
 from __future__ import annotations
@@ -25,51 +25,62 @@ from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, check_start
 
 NONCE_BYTES = 16
 PROOF_BYTES = 32
-_LONGEST = 2048
-"""Bytes of a sentence with which a link is refused."""
+_MAX_ANSWER_BYTES = 2048
+"""Longest payload that is read of the answer to a HELLO; a refusal has a text."""
 
 
-def _proof(key: bytes, who: bytes, hello: bytes, nonces: bytes) -> bytes:
-    return hmac.new(key, b"hoop link v1 " + who + hello + nonces, hashlib.sha256).digest()
+def _proof(key: bytes, role: bytes, hello: bytes, nonces: bytes) -> bytes:
+    return hmac.new(key, b"hoop link v1 " + role + hello + nonces, hashlib.sha256).digest()
 
 
 @dataclass
 class Greeting:
-    """What a stranger says, read as it comes; there is never more of it here than its longest form."""
+    """The accepting end: parses what a new connection sends first, from bytes as they arrive.
+
+    It never stores more than the longest greeting.
+    """
 
     key: bytes
     hello: FrameHeader | None = None
-    """Whom it wants, once it has proved itself."""
-    legible: bool = False
-    """Whether what came is a frame as somebody made it; else it was damaged on the way, or never one."""
-    _heard: bytearray = field(default_factory=bytearray)
-    _wanted: int = HEADER_BYTES
+    """The first frame, once the dialling end has authenticated itself."""
+    parsed: bool = False
+    """Whether the first frame had a correct header checksum; if not, it was damaged, or not a frame."""
+    _received: bytearray = field(default_factory=bytearray)
+    _expected: int = HEADER_BYTES
     _nonce: bytes = b""
 
     @property
     def missing(self) -> int:
-        """How many bytes come before anything can be said: what follows is for the endpoint."""
-        return self._wanted - len(self._heard)
+        """How many bytes to read next; any further bytes on the connection belong to the endpoint."""
+        return self._expected - len(self._received)
 
-    def hear(self, data: bytes) -> bytes:
-        """Takes in what came, and returns what is to be answered; LinkCorrupted if this is no peer."""
-        self._heard += data
-        check_start(self._heard)
+    def feed(self, data: bytes) -> bytes:
+        """Adds received bytes and returns the answer to send; raises LinkCorrupted if this is no peer."""
+        self._received += data
+        check_start(self._received)
         if self.missing:
             return b""
-        head = bytes(self._heard[:HEADER_BYTES])
+        head = bytes(self._received[:HEADER_BYTES])
         hello = FrameHeader.unpack(head)
-        self.legible = True
-        if self._wanted == HEADER_BYTES:
+        self.parsed = True
+        if self._expected == HEADER_BYTES:
             return self._begin(hello)
-        nonces = bytes(self._heard[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES])
-        if self._wanted == HEADER_BYTES + NONCE_BYTES:  # (2)
+        nonces = bytes(self._received[HEADER_BYTES : HEADER_BYTES + NONCE_BYTES])
+        if self._expected == HEADER_BYTES + NONCE_BYTES:  # (2)
             self._nonce = os.urandom(NONCE_BYTES)
-            self._wanted += PROOF_BYTES
+            self._expected += PROOF_BYTES
             payload = self._nonce + _proof(self.key, b"dialled", head, nonces + self._nonce)
-            return FrameHeader(FrameKind.CHALLENGE, 0, 0, 0, 0, len(payload)).pack() + payload
+            challenge = FrameHeader(
+                FrameKind.CHALLENGE,
+                communicator=0,
+                generation=0,
+                source=0,
+                sequence=0,
+                length=len(payload),
+            )
+            return challenge.pack() + payload
         expected = _proof(self.key, b"dials", head, nonces + self._nonce)
-        if not hmac.compare_digest(expected, bytes(self._heard[-PROOF_BYTES:])):
+        if not hmac.compare_digest(expected, bytes(self._received[-PROOF_BYTES:])):
             raise LinkCorrupted(
                 "this link could not prove itself: both devices need the same token or certificates"
             )
@@ -88,38 +99,38 @@ class Greeting:
                 else "this device has no token and cannot prove itself: start it with the other one's"
             )
         if self.key:
-            self._wanted += NONCE_BYTES
+            self._expected += NONCE_BYTES
         else:
             self.hello = hello
         return b""
 
 
-def prove(
+def authenticate(
     sock: socket.socket,
     hello: FrameHeader,
     key: bytes,
-    bell: socket.socket,
+    wakeup: socket.socket,
     deadline: float,
     stop: Callable[[], bool],
 ) -> None:
-    """The dialling side, on a connected socket that does not block; on failure the socket is closed.
+    """The dialling end, on a connected non-blocking socket; closes the socket on failure.
 
-    TimeoutError at the deadline, InterruptedError when told to stop, PeerLost if the other side refuses or has not
-    the key.
+    Raises TimeoutError at the deadline, InterruptedError once ``stop`` is true, PeerLost if the other end refuses the
+    link or does not have the key.
     """
     try:
         head, nonce = replace(hello, length=NONCE_BYTES).pack(), os.urandom(NONCE_BYTES)
-        sock.send(head + nonce)  # (1): a fresh socket takes so little at once
-        answer = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, bell, deadline, stop))
-        said = read_exactly(sock, min(answer.length, _LONGEST), bell, deadline, stop)
+        sock.send(head + nonce)  # (1): small enough that a new socket accepts it at once
+        answer = FrameHeader.unpack(read_exactly(sock, HEADER_BYTES, wakeup, deadline, stop))
+        payload = read_exactly(sock, min(answer.length, _MAX_ANSWER_BYTES), wakeup, deadline, stop)
         if answer.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE):
-            raise PeerLost(f"it refused the link: {said.decode(errors='replace')}")
-        theirs, proof = said[:NONCE_BYTES], said[NONCE_BYTES:]
+            raise PeerLost(f"it refused the link: {payload.decode(errors='replace')}")
+        peer_nonce, proof = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
         if answer.kind != FrameKind.CHALLENGE or not hmac.compare_digest(
-            proof, _proof(key, b"dialled", head, nonce + theirs)
+            proof, _proof(key, b"dialled", head, nonce + peer_nonce)
         ):
             raise PeerLost("it could not prove that it belongs to this cluster: have both the same token?")
-        sock.send(_proof(key, b"dials", head, nonce + theirs))  # (3)
+        sock.send(_proof(key, b"dials", head, nonce + peer_nonce))  # (3)
     except LinkCorrupted as error:
         sock.close()
         raise PeerLost(f"it did not prove itself: {error}") from None
@@ -129,14 +140,16 @@ def prove(
 
 
 def read_exactly(
-    sock: socket.socket, size: int, bell: socket.socket, deadline: float, stop: Callable[[], bool]
+    sock: socket.socket, size: int, wakeup: socket.socket, deadline: float, stop: Callable[[], bool]
 ) -> bytes:
-    """The next ``size`` bytes of a socket that does not block; TimeoutError at the deadline, InterruptedError when told
-    to stop, PeerLost at the connection's end."""
+    """Reads ``size`` bytes from a non-blocking socket.
+
+    Raises TimeoutError at the deadline, InterruptedError once ``stop`` is true, PeerLost if the connection ends.
+    """
     data = b""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    poll.register(bell, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
     while len(data) < size:
         ready = dict(poll.poll(remaining(deadline) * 1000))
         if stop():
@@ -144,10 +157,10 @@ def read_exactly(
         if sock.fileno() in ready:
             more = sock.recv(size - len(data))
             if not more:
-                raise PeerLost("it hung up before it had proved itself")
+                raise PeerLost("it closed the connection before it had authenticated itself")
             data += more
         elif not ready:
             raise TimeoutError
         else:
-            bell.recv(64)  # a new link, or a wake-up: not for this wait
+            wakeup.recv(64)  # a new incoming link, or a wake-up: not for this wait
     return data

@@ -1,22 +1,15 @@
-"""What can be seen of a rank's links from outside, while it waits for them.
+"""The contract of every transport.
 
-A rank that computes for long and a link that has gone silent look alike to whoever waits. Two counters tell them apart:
-bytes that a link has taken at one end, and bytes that have come out of it at the other.
+An endpoint belongs to one rank, in one communicator, at one generation. One thread at a time uses it; ``wake``,
+``abort`` and ``close`` may be called from another thread. Messages between two ranks arrive whole and in sending order,
+or an error names the peer.
 
-The contract of every transport.
-
-An endpoint belongs to one rank, in one communicator, at one generation, and is used by one thread at
-a time (``abort`` and ``close`` may come from another). Between two ranks messages arrive in the order
-in which they were sent, whole, or an error names the peer.
-
-``send`` never waits for the receiver: what the link does not take at once is handed over later,
-while this rank waits for something else. So a plan that would finish with unlimited buffers
-finishes here too, whatever the sizes. The price is that the bytes must stay as they are until then;
-the ``PendingSend`` that ``send`` returns tells, and ``detach`` copies what is left for whoever cannot wait.
+``send`` never waits for the receiver. The endpoint sends the bytes that the link does not accept at once later, while
+this rank waits for something else. So a plan that would finish with unlimited buffers finishes here too, whatever the
+message sizes. The price: the caller must not change the buffer until then. ``send`` returns a ``PendingSend`` to check
+for that; ``PendingSend.detach`` copies the unsent bytes for a caller that cannot wait.
 
 All deadlines are values of ``time.monotonic()``.
-
-The rest of a message that a link has not taken yet.
 """
 
 from __future__ import annotations
@@ -28,39 +21,46 @@ from types import TracebackType
 
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, PeerLost
 from hoop.topology import Address
-from hoop.transport.calls import Call
+from hoop.transport.call_check import Call
 from hoop.transport.shm_segment import Bytes, ShmSegment
 
 
 class LinkStats:
-    """Of one endpoint; read from any thread. Ranks that share memory have no links, and nothing to see."""
+    """Counters of one endpoint's links, readable from any thread while its rank waits.
 
-    def __init__(self, moved: Callable[[int], tuple[int, int]] = lambda peer: (0, 0)) -> None:
-        self.moved = moved
-        """Bytes that the link to a peer has taken, and bytes that have come from it."""
-        self.waits_for: tuple[int, ...] = ()
-        """Peers of whom this rank needs something before it goes on."""
+    They distinguish a peer that computes for long from a link that is silent. An endpoint in shared memory has no
+    links: its counters stay 0.
+    """
+
+    def __init__(self, byte_counts: Callable[[int], tuple[int, int]] = lambda peer: (0, 0)) -> None:
+        self.byte_counts = byte_counts
+        """Bytes sent to a peer over its link, and bytes received from it."""
+        self.waiting_for: tuple[int, ...] = ()
+        """Peers that this rank waits for."""
         self.connecting = False
-        """Whether what it needs is that they take its connection."""
-        self.failed: int | None = None
-        """The peer to whom the link failed: not one who gave up for another's sake, and said so."""
-        self._seen: object = None
-        self._since = 0.0
+        """Whether this rank waits for them to accept its connection."""
+        self.failed_peer: int | None = None
+        """The peer whose link failed; not a peer that aborted because of another rank and reported so."""
+        self._last_state: object = None
+        self._last_change = 0.0
 
-    def stalled(self, now: float, patience: float) -> tuple[int, ...]:
-        """Asked again and again: those whom it has been waiting for, for so long, without a byte from any of them."""
-        peers = self.waits_for
-        seen = peers, self.connecting, self._came(peers)
-        if seen != self._seen:
-            self._seen, self._since = seen, now
-        return peers if now - self._since >= patience else ()
+    def stalled_peers(self, now: float, timeout: float) -> tuple[int, ...]:
+        """The peers that this rank has waited for, without a byte from any of them, for ``timeout`` seconds.
 
-    def _came(self, peers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self.moved(peer)[1] for peer in peers)
+        The caller polls this: the time counts from the first call that saw the current state.
+        """
+        peers = self.waiting_for
+        state = peers, self.connecting, self._bytes_received(peers)
+        if state != self._last_state:
+            self._last_state, self._last_change = state, now
+        return peers if now - self._last_change >= timeout else ()
+
+    def _bytes_received(self, peers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self.byte_counts(peer)[1] for peer in peers)
 
 
 class PendingSend(ABC):
-    """A message that the link has not taken whole yet."""
+    """A message that the link has not accepted completely yet."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class PendingSend(ABC):
 
     @abstractmethod
     def detach(self) -> None:
-        """Copies what is left, so that the caller may overwrite the original."""
+        """Copies the unsent bytes, so that the caller may overwrite the original."""
 
 
 class Endpoint(ABC):
@@ -79,14 +79,14 @@ class Endpoint(ABC):
         self.generation = generation
         self.rank = rank
         self.peers = tuple(peers)
-        self.names: Sequence[int] = range(len(self.peers))
-        """What errors call the ranks: their numbers in the whole communicator, where this endpoint is of a part."""
+        self.global_ranks: Sequence[int] = range(len(self.peers))
+        """Each rank's number in the whole communicator, for error texts, where this endpoint spans a part of it."""
         self.messages_sent = 0
         self.bytes_sent = 0
-        self.messages_damaged = 0
-        """Messages that did not come as they were sent; each was asked for again, or is told by an error."""
-        self.messages_repeated = 0
-        self.watch = LinkStats()
+        self.messages_corrupted = 0
+        """Messages received with a wrong checksum; each was requested again, or raised an error."""
+        self.messages_retransmitted = 0
+        self.link_stats = LinkStats()
 
     @property
     def size(self) -> int:
@@ -94,101 +94,102 @@ class Endpoint(ABC):
 
     @abstractmethod
     def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
-        """Starts a message to ``peer``; None when the link has taken all of it."""
+        """Starts a message to ``peer``; None if the link accepted all of it."""
 
     @abstractmethod
     def recv_into(self, peer: int, into: memoryview, deadline: float) -> None:
-        """The next message from ``peer``, which must be exactly as long as ``into``."""
+        """Receives the next message from ``peer``, which must be exactly as long as ``into``."""
 
     @abstractmethod
-    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
-        """Waits until some of these peers have a message, or are lost, and names them: ``recv_into`` tells which.
+    def wait_readable(self, peers: Sequence[int], deadline: float) -> list[int]:
+        """Waits until some of these peers have sent a message or are lost, and returns them.
 
-        Whoever is lost with messages pending for it is named as well, and they are dropped. Empty when ``wake`` was
-        called, a pending message moved on or the deadline passed, whichever came first.
+        ``recv_into`` then receives the message or raises. A lost peer that has pending messages is returned as well,
+        even if it is not in ``peers``, and its pending messages are dropped. The list is empty if ``wake`` was called,
+        a pending message made progress, or the deadline passed.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Makes ``senders`` return: the one under way, or else the next; from any thread."""
+        """Makes the current ``wait_readable``, or else the next one, return; callable from any thread."""
 
     @abstractmethod
     def flush(self, deadline: float) -> None:
-        """Returns when the links have taken every message."""
+        """Returns when the links have accepted every message."""
 
     @abstractmethod
-    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
-        """Before the first message of a collective: from now on messages are compared as parts of this call.
+    def begin_collective(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        """Called before the first message of a collective; later messages are checked to belong to this call.
 
-        ``resumed``: it is the collective that ended last, which is run in several parts.
+        ``resumed``: this continues the previous collective, which runs in several parts.
 
-        CollectiveMismatch, here or in a later wait, if another rank has begun another one. Where ranks share memory
-        they meet here and compare at once.
+        Raises CollectiveMismatch, here or in a later wait, if another rank has begun a different call. Ranks that
+        share memory have a barrier here and compare their calls at once.
         """
 
     @abstractmethod
-    def end(self) -> None:
-        """After the last message of a collective."""
+    def end_collective(self) -> None:
+        """Called after the last message of a collective."""
 
     @abstractmethod
-    def tell(self, error: CollectiveMismatch) -> None:
-        """Makes this error of this rank known to every rank that takes part in the same collective, or will."""
+    def broadcast_mismatch(self, error: CollectiveMismatch) -> None:
+        """Reports this rank's error to every rank that takes part in the same collective, or will."""
 
     @abstractmethod
     def abort(self, error: HoopError) -> None:
-        """Makes the wait that is under way, and every later call, raise ``error``."""
+        """Makes the current wait, and every later call, raise ``error``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Closes every link; peers that wait for this rank learn of it at once."""
+        """Closes every link; peers that wait for this rank raise at once."""
 
     def describe(self, peer: int) -> str:
-        return f"rank {self.names[peer]} at {self.peers[peer]}"
+        return f"rank {self.global_ranks[peer]} at {self.peers[peer]}"
 
-    def overdue(self, peer: int, doing: str) -> DeadlineExceeded:
+    def deadline_exceeded(self, peer: int, action: str) -> DeadlineExceeded:
         return DeadlineExceeded(
-            f"rank {self.names[self.rank]}: {doing} {self.describe(peer)} passed its deadline "
+            f"rank {self.global_ranks[self.rank]}: {action} {self.describe(peer)} passed its deadline "
             f"(communicator {self.communicator}, generation {self.generation})"
         )
 
 
 class SharedEndpoint(Endpoint):
-    """Links between ranks that see each other's memory."""
+    """Links between ranks that map each other's memory."""
 
-    mailboxes: list[ShmSegment]
-    """What each rank lays open, by rank."""
+    segments: list[ShmSegment]
+    """The shared-memory segment of each rank, by rank."""
     arenas: list[Bytes | None]
     """Each rank's device memory, where it shares one."""
-    publications: int
-    """How many vectors have been laid open; slots and stages are used in turn."""
+    publish_count: int
+    """How many vectors this rank has published in its segment; slots and stages alternate."""
 
     @abstractmethod
-    def gather(self, deadline: float) -> None:
-        """Returns when every peer's memory is there."""
+    def wait_for_peers(self, deadline: float) -> None:
+        """Returns when this rank has mapped every peer's memory."""
 
     @abstractmethod
-    def meet(self, deadline: float, call: Call | None = None) -> None:
-        """Returns when every rank has come; what they wrote before is there to read afterwards.
+    def barrier(self, deadline: float, call: Call | None = None) -> None:
+        """Returns when every rank has entered; memory that a rank wrote before is visible to all ranks afterwards.
 
-        With a ``call``, which all ranks must then give, CollectiveMismatch at every rank unless all gave the same.
+        With a ``call``, which all ranks must then pass, every rank raises CollectiveMismatch if any two calls differ.
         """
 
 
 class SpanningEndpoint(Endpoint):
-    """Links between ranks on several hosts, of which some share one."""
+    """Links between ranks on several hosts, where some ranks share a host."""
 
     hosts: tuple[int, ...]
     """The host of each rank, by rank."""
     local: SharedEndpoint | None
-    """Among the ranks of this host, who keep their order; None where this rank is alone on it."""
+    """The endpoint among the ranks of this host, in rank order; None if this rank is alone on its host."""
 
     @abstractmethod
-    def begin_links(self, call: Call, deadline: float) -> None:
-        """``begin`` without the meeting of the ranks of this host: the caller meets them with this call itself."""
+    def begin_collective_on_links(self, call: Call, deadline: float) -> None:
+        """``begin_collective`` without the barrier among the ranks of this host, which the caller runs itself."""
 
     @abstractmethod
-    def explained(self, error: PeerLost) -> PeerLost:
-        """The error, with what ranks of this host said of it before they went themselves."""
+    def with_local_cause(self, error: PeerLost) -> PeerLost:
+        """The error, extended by the abort reason that another rank of this host left in shared memory."""
 
 
 class Transport(ABC):
@@ -196,7 +197,7 @@ class Transport(ABC):
 
     scheme: str
     address: Address
-    """Where peers dial."""
+    """The address that peers dial."""
 
     @abstractmethod
     def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
@@ -220,7 +221,7 @@ def remaining(deadline: float) -> float:
 
 
 class PendingBuffers(PendingSend):
-    """Some pieces of memory, handed over from the front."""
+    """Buffers that a link sends in order."""
 
     def __init__(self, parts: list[memoryview]) -> None:
         self.parts = parts
@@ -233,11 +234,11 @@ class PendingBuffers(PendingSend):
         self.parts = [memoryview(bytes(part)) for part in self.parts]
 
     def prepare(self) -> None:
-        """Its turn has come to be handed over."""
+        """Called before the link sends from this message; a subclass makes its next frame here."""
 
-    def advance(self, taken: int) -> None:
-        """The link has taken so many bytes more."""
-        while self.parts and taken >= self.parts[0].nbytes:
-            taken -= self.parts.pop(0).nbytes
-        if taken:
-            self.parts[0] = self.parts[0][taken:]
+    def advance(self, sent: int) -> None:
+        """Drops the first ``sent`` bytes, which the link has accepted."""
+        while self.parts and sent >= self.parts[0].nbytes:
+            sent -= self.parts.pop(0).nbytes
+        if sent:
+            self.parts[0] = self.parts[0][sent:]

@@ -1,4 +1,4 @@
-"""TCP connections with which something can be made to go wrong: for tests, and not there unless installed."""
+"""Fault injection into TCP connections, for tests and chaos runs; no effect unless installed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from hoop.transport.tcp_socket import WRAPS
+from hoop.transport.tcp_socket import SOCKET_WRAPPERS
 
 
 class FaultySocket:
-    """A dialled connection whose bytes go through somebody's hands, after every checksum was made."""
+    """A dialled connection whose bytes are changed after the sender has computed every checksum."""
 
     def __init__(self, sock: socket.socket, faults: FaultyLinks) -> None:
         self._sock, self._faults = sock, faults
@@ -24,55 +24,58 @@ class FaultySocket:
             return len(data)
         if faults.drops:
             faults.drops -= 1
-            faults.happened += 1
+            faults.injected += 1
             self._sock.send(data[: len(data) // 2])
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._sock.close()  # which resets it
+            self._sock.close()  # resets the connection, because it lingers for 0 seconds
             raise ConnectionResetError(104, "Connection reset by peer")
-        changed = faults.outward(data)
+        changed = faults.on_send(data)
         if changed == data:
             return self._sock.send(data)
-        self._sock.setblocking(True)  # what was changed must leave as it is now
+        self._sock.setblocking(True)  # send all of it now: the caller would send an unsent rest unchanged
         self._sock.sendall(changed)
         self._sock.setblocking(False)
         return len(changed)
 
     def recv(self, size: int) -> bytes:
-        return self._faults.inward(self._sock.recv(size))
+        return self._faults.on_recv(self._sock.recv(size))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sock, name)
 
 
 class FaultyLinks:
-    """What goes wrong with the connections that this process dials."""
+    """The faults to inject into the connections that this process dials."""
 
     def __init__(self) -> None:
         self.flips = 0
-        """Bits still to be flipped, one a frame or piece of one."""
+        """Bits still to flip, at most one per call of ``sendmsg``."""
         self.drops = 0
-        """Connections still to be reset."""
+        """Connections still to reset."""
         self.partitioned = False
-        self.happened = 0
+        """Whether all bytes sent are dropped."""
+        self.injected = 0
+        """Faults injected so far."""
 
-    def outward(self, data: bytes) -> bytes:
+    def on_send(self, data: bytes) -> bytes:
+        """The bytes to send instead of ``data``."""
         if not self.flips or not data:
             return data
         self.flips -= 1
-        self.happened += 1
+        self.injected += 1
         changed = bytearray(data)
         changed[random.randrange(len(changed))] ^= 1 << random.randrange(8)
         return bytes(changed)
 
-    def inward(self, data: bytes) -> bytes:
-        """What comes back on a connection that was dialled: confirmations, last words."""
+    def on_recv(self, data: bytes) -> bytes:
+        """The bytes to return instead of ``data``: acknowledgements and closing frames."""
         return data
 
     def install(self) -> Callable[[], None]:
-        """From now on connections are dialled through this; returns the way out."""
+        """Wraps every connection dialled from now on; returns a function that stops this."""
 
         def wrap(sock: socket.socket) -> FaultySocket:
             return FaultySocket(sock, self)
 
-        WRAPS.append(wrap)
-        return lambda: WRAPS.remove(wrap)
+        SOCKET_WRAPPERS.append(wrap)
+        return lambda: SOCKET_WRAPPERS.remove(wrap)

@@ -1,7 +1,7 @@
-"""The transport between threads of one process: the contract in its plainest form.
+"""The transport between threads of one process: the contract in its simplest form.
 
-Every transport of a process is entered in one table by its address; a link is a queue. Messages are
-copied when they are sent, so nothing is ever pending.
+One table holds the state of all endpoints of the process, by address; a link is a queue. ``send`` copies the message,
+so no message is ever pending.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from collections.abc import Sequence
 from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, LinkCorrupted, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import Endpoint, PendingSend, Transport, remaining
-from hoop.transport.calls import Call, mismatch, wrong_length
+from hoop.transport.call_check import Call, length_mismatch_error, mismatch_error
 
 _Key = tuple[Address, int, int]
-"""Whose endpoint: address, communicator, generation."""
+"""Identifies an endpoint: address, communicator, generation."""
 
 
 class _Switchboard:
-    """Every inproc endpoint of this process, and the lock they share."""
+    """The state of every inproc endpoint of this process, and the lock they share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.queues: dict[tuple[_Key, int], deque[bytes]] = {}
+        """By receiver and sending rank."""
         self.closed: set[_Key] = set()
         self.calls: dict[_Key, tuple[int, Call]] = {}
-        """The collective under way at each endpoint, with its sequence number."""
+        """The current collective of each endpoint, with its sequence number."""
         self.mismatches: dict[_Key, tuple[int, CollectiveMismatch]] = {}
-        """What ends each endpoint, and from which collective on."""
+        """The error that ends each endpoint, and the first collective to which it applies."""
         self.next_port = 1
 
 
@@ -37,7 +38,7 @@ _BOARD = _Switchboard()
 
 
 class InprocTransport(Transport):
-    """The data plane of a thread that plays a device."""
+    """The data plane of a thread that acts as a device."""
 
     scheme = "inproc"
 
@@ -50,23 +51,23 @@ class InprocTransport(Transport):
         self._endpoints: dict[tuple[int, int, int], InprocEndpoint] = {}
 
     def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
-        seat = (communicator, generation, rank)
-        if seat in self._endpoints and not self._endpoints[seat].closed:
+        key = (communicator, generation, rank)
+        if key in self._endpoints and not self._endpoints[key].closed:
             raise InvalidArgument(
                 f"communicator {communicator}, generation {generation}: rank {rank} has an endpoint already"
             )
-        endpoint = self._endpoints[seat] = InprocEndpoint(communicator, generation, rank, peers)
+        endpoint = self._endpoints[key] = InprocEndpoint(communicator, generation, rank, peers)
         return endpoint
 
     def close(self) -> None:
         for endpoint in self._endpoints.values():
             endpoint.close()
         with _BOARD.changed:
-            # That it closed stays known: addresses are never used again.
-            for key in [key for key in _BOARD.queues if key[0][0] == self.address]:
-                del _BOARD.queues[key]
-            for told in [key for key in _BOARD.mismatches if key[0] == self.address]:
-                del _BOARD.mismatches[told]
+            # The entries of ``closed`` stay: addresses are never used again.
+            for queue_key in [key for key in _BOARD.queues if key[0][0] == self.address]:
+                del _BOARD.queues[queue_key]
+            for mismatch_key in [key for key in _BOARD.mismatches if key[0] == self.address]:
+                del _BOARD.mismatches[mismatch_key]
 
 
 class InprocEndpoint(Endpoint):
@@ -77,6 +78,7 @@ class InprocEndpoint(Endpoint):
         self._error: HoopError | None = None
         self._woken = False
         self._collectives = 0
+        """How many collectives have begun."""
 
     @property
     def closed(self) -> bool:
@@ -85,9 +87,11 @@ class InprocEndpoint(Endpoint):
     def _key(self, rank: int) -> _Key:
         return self.peers[rank], self.communicator, self.generation
 
+    # ---- sending and receiving
+
     def send(self, peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         if peer == self.rank:
-            raise InvalidArgument(f"rank {self.rank}: a message to oneself is a copy")
+            raise InvalidArgument(f"rank {self.rank}: a rank cannot send a message to itself")
         with _BOARD.changed:
             if self._error is not None:
                 raise self._error
@@ -103,26 +107,33 @@ class InprocEndpoint(Endpoint):
         with _BOARD.changed:
             queue = _BOARD.queues.setdefault((self._key(self.rank), peer), deque())
             _BOARD.changed.wait_for(
-                lambda: queue or self._trouble() or self._key(peer) in _BOARD.closed, remaining(deadline)
+                lambda: queue or self._current_error() or self._key(peer) in _BOARD.closed,
+                remaining(deadline),
             )
-            if (error := self._trouble()) is not None:
+            if (error := self._current_error()) is not None:
                 raise error
             if not queue:
                 if self._key(peer) in _BOARD.closed:
                     raise PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its links")
-                raise self.overdue(peer, "waiting for")
+                raise self.deadline_exceeded(peer, "waiting for")
             message = queue.popleft()
-            under_way = _BOARD.calls.get(self._key(self.rank))
+            current = _BOARD.calls.get(self._key(self.rank))
         if len(message) != into.nbytes:
-            if under_way is not None:
-                raise wrong_length(under_way[1], self.rank, peer, into.nbytes, str(len(message)))
+            if current is not None:
+                raise length_mismatch_error(current[1], self.rank, peer, into.nbytes, str(len(message)))
             raise LinkCorrupted(
                 f"rank {self.rank}: {self.describe(peer)} sent {len(message)} bytes, expected {into.nbytes}"
             )
         if message:
             into.cast("B")[:] = message
 
-    def senders(self, peers: Sequence[int], deadline: float) -> list[int]:
+    def flush(self, deadline: float) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- waiting
+
+    def wait_readable(self, peers: Sequence[int], deadline: float) -> list[int]:
         def ready() -> list[int]:
             queues = _BOARD.queues
             return [
@@ -143,40 +154,41 @@ class InprocEndpoint(Endpoint):
             self._woken = True
             _BOARD.changed.notify_all()
 
-    def begin(self, call: Call, deadline: float, resumed: bool = False) -> None:
-        """Compares it with what the others have begun; a rank that finds a difference ends the endpoints of all."""
+    # ---- collectives
+
+    def begin_collective(self, call: Call, deadline: float, resumed: bool = False) -> None:
+        """Compares the call with those of the peers that have begun; a rank that finds a mismatch aborts all ranks."""
         with _BOARD.changed:
             self._collectives += not resumed
             _BOARD.calls[self._key(self.rank)] = self._collectives, call
-            others = [(rank, _BOARD.calls.get(self._key(rank))) for rank in range(self.size)]
-            alike = [(rank, one[1]) for rank, one in others if one and one[0] == self._collectives]
-            if any(other.word != call.word for _, other in alike):
-                self._give_up(mismatch((rank, other.short) for rank, other in alike))
-            if (error := self._trouble()) is not None:
+            begun = [(rank, _BOARD.calls.get(self._key(rank))) for rank in range(self.size)]
+            same_sequence = [(rank, one[1]) for rank, one in begun if one and one[0] == self._collectives]
+            if any(other.fingerprint != call.fingerprint for _, other in same_sequence):
+                self._abort_all(mismatch_error((rank, other.short_text) for rank, other in same_sequence))
+            if (error := self._current_error()) is not None:
                 raise error
 
-    def _give_up(self, error: CollectiveMismatch) -> None:
+    def end_collective(self) -> None:
+        with _BOARD.changed:
+            _BOARD.calls.pop(self._key(self.rank), None)
+
+    def broadcast_mismatch(self, error: CollectiveMismatch) -> None:
+        with _BOARD.changed:
+            self._abort_all(error)
+
+    def _abort_all(self, error: CollectiveMismatch) -> None:
+        """Makes this collective fail at every rank. The caller holds the board's lock."""
         for rank in range(self.size):
             _BOARD.mismatches.setdefault(self._key(rank), (self._collectives, error))
         _BOARD.changed.notify_all()
 
-    def _trouble(self) -> HoopError | None:
-        """Why this endpoint is over; with the board's lock held."""
+    def _current_error(self) -> HoopError | None:
+        """The error that this endpoint raises, if any. The caller holds the board's lock."""
         if self._error is None and (found := _BOARD.mismatches.get(self._key(self.rank))):
             self._error = found[1] if found[0] <= self._collectives else None
         return self._error
 
-    def end(self) -> None:
-        with _BOARD.changed:
-            _BOARD.calls.pop(self._key(self.rank), None)
-
-    def tell(self, error: CollectiveMismatch) -> None:
-        with _BOARD.changed:
-            self._give_up(error)
-
-    def flush(self, deadline: float) -> None:
-        if self._error is not None:
-            raise self._error
+    # ---- closing
 
     def abort(self, error: HoopError) -> None:
         with _BOARD.changed:

@@ -1,4 +1,4 @@
-"""Transports by the scheme of their address."""
+"""Opens a transport by the scheme of its URI."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ KEYED: dict[str, Callable[[Address, bytes], Transport]] = {
     HybridTransport.scheme: lambda address, key: HybridTransport(address, key=key),
     TcpTransport.scheme: lambda address, key: TcpTransport(address, key=key),
 }
-"""Those that reach beyond this host, with links that prove that they have a key."""
+"""The transports that reach other hosts, with links that authenticate with a key."""
 
 
 def open_transport(uri: str, key: bytes = b"") -> Transport:
-    """A transport from ``tcp://127.0.0.1:0`` (port 0: any free one) or ``inproc://name:0``."""
+    """Opens the transport of a URI such as ``tcp://127.0.0.1:0`` (port 0: any free one) or ``inproc://name:0``.
+
+    ``key``: authenticates links to other hosts; empty: no authentication.
+    """
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
         raise InvalidArgument(f"transport: {uri!r} has no known scheme; known: {', '.join(sorted(SCHEMES))}")
@@ -39,6 +42,6 @@ def open_transport(uri: str, key: bytes = b"") -> Transport:
 
 
 def key_of_environment() -> bytes:
-    """The key of links between processes that were all started with one HOOP_TOKEN; empty where there is none."""
+    """The link key of processes that were all started with the same HOOP_TOKEN; empty without that variable."""
     text = os.environ.get("HOOP_TOKEN")
-    return Token.parse(text, "HOOP_TOKEN").links if text else b""
+    return Token.parse(text, "HOOP_TOKEN").link_key if text else b""

@@ -1,14 +1,14 @@
-"""A counting semaphore that processes of one host share: how they wake each other and order their memory.
+"""A counting semaphore in memory that processes of one host share: they wake each other and order their memory with it.
 
-Stores to shared memory carry no order on ARM: "write the data, then set a flag" is a race there. Posting a
-POSIX semaphore releases everything written before it, and taking it acquires that, on every machine; nothing
-here or above reads what a peer wrote without having taken a post that the peer made afterwards.
+Stores to shared memory carry no order on ARM: "write the data, then set a flag" is a race there. Posting a POSIX
+semaphore releases everything written before it, and acquiring it acquires that, on every machine. No code here or above
+reads a peer's memory without having acquired a post that the peer made after it wrote.
 
-CPython's own semaphore object (the one under ``multiprocessing``) is used directly, because a call of it costs
-a quarter of one through ctypes.
+The semaphore object of CPython (the one under ``multiprocessing``) is used directly, because a call of it costs a
+quarter of a call through ctypes.
 
-With glibc the semaphore lies in the shared memory segment of the rank that made it (``sem_init``). It has no name, so
-the kernel frees it with the last process that maps the segment, also after SIGKILL. Elsewhere (macOS has no
+With glibc the semaphore is stored in the shared-memory segment of the rank that made it (``sem_init``). It has no name,
+so the kernel frees it with the last process that maps the segment, also after SIGKILL. Elsewhere (macOS has no
 ``sem_init``) it has a name, which is removed as soon as every peer has opened it.
 """
 
@@ -28,17 +28,17 @@ Bytes = npt.NDArray[np.uint8]
 SEMAPHORE_BYTES = 64
 """The space of one semaphore in a segment: a cache line, so that two semaphores do not slow each other down."""
 _COUNTING = 1
-_MOST = 2**31 - 1
-_SLICE_S = 0.5
-"""Longest sleep in one go: the semaphore's own time-out follows the wall clock, which may jump."""
+_MAX_VALUE = 2**31 - 1
+_MAX_SLEEP_S = 0.5
+"""Longest sleep in one call: the semaphore's own timeout follows the wall clock, which may jump."""
 YIELDS = 100
 
 
 def _in_segment() -> bool:
-    """Whether semaphores can lie in a segment without a name.
+    """Whether semaphores can be stored in a segment, without a name.
 
-    CPython closes every semaphore object with ``sem_close``. glibc refuses that for a semaphore that ``sem_open`` did
-    not return, and nothing happens; other C libraries leave it undefined.
+    CPython closes every semaphore object with ``sem_close``. glibc refuses that, without effect, for a semaphore that
+    ``sem_open`` did not return; other C libraries leave it undefined.
     """
     try:
         return bool(os.confstr("CS_GNU_LIBC_VERSION"))
@@ -51,23 +51,23 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if _in_segment() else None
 
 
 class Semaphore:
-    """One semaphore, made by the rank that owns the segment and opened by a peer that maps it.
+    """One semaphore, created by the rank that owns the segment and opened by a peer that maps it.
 
     ``place`` is its ``SEMAPHORE_BYTES`` in the segment; the object keeps the mapping alive. ``name`` is used only where
-    semaphores cannot lie in a segment.
+    semaphores cannot be stored in a segment.
     """
 
     def __init__(self, lock: _multiprocessing.SemLock, name: str, place: Bytes | None) -> None:
         self.name = name
-        self.ring = lock.release
-        self.take = lock.acquire
-        """``take(False)``: whether there was a post to take."""
+        self.post = lock.release
+        self.acquire = lock.acquire
+        """``acquire(False)``: does not wait; whether there was a post to acquire."""
         self._place = place
 
     @classmethod
     def create(cls, place: Bytes, name: str) -> Semaphore:
         if _LIBC is None:
-            return cls(_multiprocessing.SemLock(_COUNTING, 0, _MOST, name, False), name, None)
+            return cls(_multiprocessing.SemLock(_COUNTING, 0, _MAX_VALUE, name, False), name, None)
         if _LIBC.sem_init(ctypes.c_void_p(_address(place)), 1, 0):
             number = ctypes.get_errno()
             raise OSError(number, f"sem_init: {os.strerror(number)}")
@@ -76,8 +76,8 @@ class Semaphore:
     @classmethod
     def open(cls, place: Bytes, name: str) -> Semaphore:
         if _LIBC is None:
-            return cls(_multiprocessing.SemLock._rebuild(0, _COUNTING, _MOST, name), name, None)
-        return cls(_multiprocessing.SemLock._rebuild(_address(place), _COUNTING, _MOST, None), "", place)
+            return cls(_multiprocessing.SemLock._rebuild(0, _COUNTING, _MAX_VALUE, name), name, None)
+        return cls(_multiprocessing.SemLock._rebuild(_address(place), _COUNTING, _MAX_VALUE, None), "", place)
 
     def unlink(self) -> None:
         """Removes its name, if it has one."""
@@ -86,23 +86,23 @@ class Semaphore:
                 _multiprocessing.sem_unlink(self.name)
 
     def wait(self, deadline: float, spins: int) -> bool:
-        """Takes a post, waiting for one until the deadline; false if none came.
+        """Acquires a post, waiting for one until the deadline; false if there was none.
 
-        First it looks again and again (for peers that run on other cores), letting others run every few looks (for
-        peers that need this one: whoever holds a core that its peer waits for waits for itself), then it sleeps.
+        It first spins, for peers that run on other cores. After every ``spins`` attempts it yields its core, for peers
+        that need it: a rank that spins on the core of the peer it waits for would delay itself. Then it sleeps.
         """
-        take = self.take
+        acquire = self.acquire
         for _ in range(YIELDS):
             for _ in range(spins):
-                if take(False):
+                if acquire(False):
                     return True
-            if take(False):
+            if acquire(False):
                 return True
             os.sched_yield()
         while (left := deadline - time.monotonic()) > 0:
-            if take(True, min(left, _SLICE_S)):
+            if acquire(True, min(left, _MAX_SLEEP_S)):
                 return True
-        return bool(take(False))
+        return bool(acquire(False))
 
 
 def _address(place: Bytes) -> int:
@@ -113,7 +113,7 @@ def _address(place: Bytes) -> int:
     return int(place.ctypes.data)
 
 
-def spins_for(ranks: int) -> int:
-    """How often to look before each yield: not at all where ranks share cores anyway."""
+def spins_before_yield(ranks: int) -> int:
+    """How often a rank polls before each yield: 0 where the ranks of this host share cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return 20 if ranks <= cores else 0

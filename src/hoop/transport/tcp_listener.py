@@ -1,9 +1,9 @@
-"""The transport between processes and hosts: plain TCP, one listener a process.
+"""The transport between processes and hosts: plain TCP, one listener per process.
 
-A connection says HELLO (who dials, for which communicator and generation) and is handed to that
-endpoint. The endpoint may not be there yet, because a peer's launch came first: then the connection
-waits in the lobby. A generation that has been superseded is refused with a sentence. The lobby and
-the time a stranger may take to say HELLO are bounded, so that nobody can fill this process up.
+A new connection sends a HELLO that names the dialling rank, the communicator and the generation. The listener's thread
+attaches it to that endpoint. The endpoint may not exist yet, because a peer's launch came first: then the connection
+waits in the list of pending connections. The listener refuses a superseded generation with a text. The number of
+pending connections and the time to send a HELLO are limited, so that no client can exhaust this process.
 """
 
 from __future__ import annotations
@@ -17,53 +17,56 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from crc32c import crc32c
+
 from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
-from hoop.transport.tcp_calls import MismatchFrame, nothing_under_way
-from hoop.transport.tcp_endpoint import LOOK_S, TcpEndpoint
-from hoop.transport.tcp_socket import DAMAGED, last_words
+from hoop.transport.tcp_call_check import MismatchFrame, no_collective_answer
+from hoop.transport.tcp_endpoint import REPLY_POLL_S, TcpEndpoint
+from hoop.transport.tcp_socket import HELLO_DAMAGED, closing_frame
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
-HELLO_SECONDS = 5.0
-LOBBY_SECONDS = 60.0
-LOBBY_LIMIT = 1024
+HELLO_TIMEOUT_S = 5.0
+PENDING_TIMEOUT_S = 60.0
+MAX_PENDING = 1024
 _BACKLOG = 512
 
 EndpointKey = tuple[int, int, int]
-"""Which endpoint: communicator, generation, rank."""
+"""Identifies an endpoint: communicator, generation, rank."""
 
 
 @dataclass
 class _PendingConnection:
-    """A connection that has not reached its endpoint yet."""
+    """A connection that is not attached to its endpoint yet."""
 
     sock: socket.socket
     until: float
+    """Deadline: for its HELLO, then for its endpoint to be created."""
     greeting: Greeting
-    letter: MismatchFrame | None = None
-    """What follows the greeting of a rank that has found a mismatch."""
+    report: MismatchFrame | None = None
+    """Follows the greeting if the dialling rank reports a mismatch."""
 
     @property
     def missing(self) -> int:
-        """Bytes that come before anything can be done."""
-        return self.greeting.missing if self.letter is None else self.letter.missing
+        """How many bytes to read next."""
+        return self.greeting.missing if self.report is None else self.report.missing
 
-    def hear(self, data: bytes) -> bytes:
-        """Takes in what came, and returns what is to be answered at once; LinkCorrupted if this is no peer."""
-        if self.letter is not None:
-            self.letter.hear(data)
+    def feed(self, data: bytes) -> bytes:
+        """Adds received bytes and returns the answer to send; raises LinkCorrupted if this is no peer."""
+        if self.report is not None:
+            self.report.feed(data)
             return b""
-        answer = self.greeting.hear(data)
+        answer = self.greeting.feed(data)
         if self.hello is not None and self.hello.kind == FrameKind.MISMATCH:
-            self.letter = MismatchFrame()
+            self.report = MismatchFrame()
         return answer
 
     @property
-    def understood(self) -> bool:
-        """Whether it has said all that it says before it is let in, or answered."""
-        return self.hello is not None and (self.letter is None or self.letter.complete)
+    def complete(self) -> bool:
+        """Whether everything has arrived that the listener reads: the greeting, and the report if one follows."""
+        return self.hello is not None and (self.report is None or self.report.complete)
 
     @property
     def hello(self) -> FrameHeader | None:
@@ -76,12 +79,12 @@ class TcpTransport(Transport):
     scheme = "tcp"
 
     def __init__(self, address: Address, checksums: bool = False, key: bytes = b"") -> None:
-        """With ``checksums`` every message carries one, and what a link has changed is sent again (``tcp_repeating``);
-        with a ``key`` both ends of a link prove that they have it."""
+        """``checksums``: every frame carries a CRC-32C, and damaged frames are sent again (``tcp_endpoint``).
+        ``key``: both ends of a link prove that they have it; empty: no authentication."""
         self.key = key
-        self.checksum = _crc32c() if checksums else None
+        self.checksum: Callable[[memoryview], int] | None = crc32c if checksums else None
         self.on_damage: Callable[[str], None] = lambda _: None
-        """Told of every message that did not come as it was sent."""
+        """Called with a text for every frame that arrived damaged."""
         try:
             self._listener = socket.create_server(
                 (address.host, address.port),
@@ -95,242 +98,233 @@ class TcpTransport(Transport):
         self._lock = threading.Lock()
         self._endpoints: dict[EndpointKey, TcpEndpoint] = {}
         self._newest: dict[int, int] = {}
+        """The newest generation of each communicator."""
         self._closed: OrderedDict[EndpointKey, bytes] = OrderedDict()
-        """Endpoints that were here, so that a peer that dials one late gets an answer; with that answer."""
-        self._early: OrderedDict[EndpointKey, MismatchFrame] = OrderedDict()
-        """Mismatches reported to endpoints that are not made yet, and delivered when they are: the rank that reported
-        one may have exited by then."""
-        self._lobby: list[_PendingConnection] = []
-        self._bell, self._ringer = socket.socketpair()
+        """Closed endpoints, with the answer for a peer that dials one of them late."""
+        self._early_reports: OrderedDict[EndpointKey, MismatchFrame] = OrderedDict()
+        """Mismatches reported to endpoints that do not exist yet, and delivered when they are created: the reporting
+        rank may have exited by then."""
+        self._pending: list[_PendingConnection] = []
+        """Connections that have sent a HELLO for an endpoint that does not exist yet."""
+        self._wakeup, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._bell, selectors.EVENT_READ)
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._closing = False
-        self._thread = threading.Thread(target=self._receive_visitors, name="hoop-tcp-listener", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="hoop-tcp-listener", daemon=True)
         self._thread.start()
 
     def endpoint(self, communicator: int, generation: int, rank: int, peers: Sequence[Address]) -> Endpoint:
-        seat = (communicator, generation, rank)
+        key = (communicator, generation, rank)
         with self._lock:
-            if seat in self._endpoints:
+            if key in self._endpoints:
                 raise InvalidArgument(
                     f"communicator {communicator}, generation {generation}: "
                     f"rank {rank} has an endpoint already"
                 )
-            endpoint = self._endpoints[seat] = _RegisteredEndpoint(
-                self, communicator, generation, rank, peers
+            endpoint = self._endpoints[key] = TcpEndpoint(
+                communicator,
+                generation,
+                rank,
+                peers,
+                checksum=self.checksum,
+                key=self.key,
+                on_damage=lambda text: self.on_damage(text),
+                on_close=self._forget,
             )
-            if generation > 1:  # nothing is older than the first
+            if generation > 1:  # no generation is older than the first
                 self._newest[communicator] = max(generation, self._newest.get(communicator, 0))
-            waiting = [visitor for visitor in self._lobby if _seat(visitor.hello) == seat]
-            stale = [visitor for visitor in self._lobby if _is_older(visitor.hello, communicator, generation)]
-            self._lobby = [visitor for visitor in self._lobby if visitor not in waiting + stale]
-            early = self._early.pop(seat, None)
-        if early is not None and early.header is not None:
-            endpoint.calls.hear(early.header.call, early.text)
-        if self.checksum:  # from now on it looks
-            self._ringer.send(b"!")
-        for visitor in waiting:
-            self._hand_over(visitor)
-        for visitor in stale:
-            assert visitor.hello is not None, "who waits in the lobby has said HELLO"
-            self._refuse(visitor, _over(visitor.hello, generation))
+            waiting = [one for one in self._pending if _endpoint_key(one.hello) == key]
+            stale = [one for one in self._pending if _is_older(one.hello, communicator, generation)]
+            self._pending = [one for one in self._pending if one not in waiting + stale]
+            early_report = self._early_reports.pop(key, None)
+        if early_report is not None and early_report.header is not None:
+            endpoint.call_check.receive_report(early_report.header.call, early_report.text)
+        if self.checksum:  # makes the listener's thread start to read acknowledgements
+            self._wakeup_writer.send(b"!")
+        for connection in waiting:
+            self._attach(connection)
+        for connection in stale:
+            assert connection.hello is not None, "a pending connection has sent its HELLO"
+            self._refuse(connection, _superseded(connection.hello, generation))
         return endpoint
 
-    def forget(self, endpoint: TcpEndpoint) -> None:
-        seat = (endpoint.communicator, endpoint.generation, endpoint.rank)
+    def _forget(self, endpoint: TcpEndpoint) -> None:
+        """Called by an endpoint that closes."""
+        key = (endpoint.communicator, endpoint.generation, endpoint.rank)
         with self._lock:
-            if self._endpoints.pop(seat, None) is not None:
-                self._closed[seat] = endpoint.calls.answer()
-                while len(self._closed) > LOBBY_LIMIT:
+            if self._endpoints.pop(key, None) is not None:
+                self._closed[key] = endpoint.call_check.answer_query()
+                while len(self._closed) > MAX_PENDING:
                     self._closed.popitem(last=False)
 
     # ---- the listener's thread
 
-    def _receive_visitors(self) -> None:
-        strangers: list[_PendingConnection] = []
+    def _serve(self) -> None:
+        greeting: list[_PendingConnection] = []  # those that have not sent a complete greeting yet
         while not self._closing:
-            ready = self._selector.select(self._patience(bool(strangers)))
+            ready = self._selector.select(self._select_timeout(bool(greeting)))
             for key, _ in ready:
                 if key.fileobj is self._listener:
-                    self._accept(strangers)
-                elif key.fileobj is self._bell:
-                    self._bell.recv(64)
-                elif isinstance(key.data, _PendingConnection) and self._listen_to(key.data):
-                    strangers.remove(key.data)
-            self._send_away_the_late(strangers)
+                    self._accept(greeting)
+                elif key.fileobj is self._wakeup:
+                    self._wakeup.recv(64)
+                elif isinstance(key.data, _PendingConnection) and self._read_greeting(key.data):
+                    greeting.remove(key.data)
+            self._refuse_expired(greeting)
             for endpoint in list(self._endpoints.values()) if self.checksum else ():
-                endpoint.look()
-        for visitor in strangers:
-            visitor.sock.close()
+                endpoint.handle_replies_in_background()
+        for connection in greeting:
+            connection.sock.close()
 
-    def _patience(self, strangers: bool) -> float | None:
+    def _select_timeout(self, any_greeting: bool) -> float | None:
         if self.checksum and self._endpoints:
-            return LOOK_S
-        return 1.0 if strangers or self._lobby else None
+            return REPLY_POLL_S
+        return 1.0 if any_greeting or self._pending else None
 
-    def _accept(self, strangers: list[_PendingConnection]) -> None:
+    def _accept(self, greeting: list[_PendingConnection]) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             sock, _ = self._listener.accept()
-            if len(strangers) >= LOBBY_LIMIT:
+            if len(greeting) >= MAX_PENDING:
                 sock.close()
                 return
             sock.setblocking(False)
-            visitor = _PendingConnection(sock, time.monotonic() + HELLO_SECONDS, Greeting(self.key))
-            strangers.append(visitor)
-            self._selector.register(sock, selectors.EVENT_READ, visitor)
+            connection = _PendingConnection(sock, time.monotonic() + HELLO_TIMEOUT_S, Greeting(self.key))
+            greeting.append(connection)
+            self._selector.register(sock, selectors.EVENT_READ, connection)
 
-    def _listen_to(self, visitor: _PendingConnection) -> bool:
-        """Reads a HELLO as it comes; true when this visitor is no stranger any more (or gone)."""
+    def _read_greeting(self, connection: _PendingConnection) -> bool:
+        """Reads the next bytes of a greeting; true when it is complete, or the connection has ended."""
         try:
-            # Exactly the greeting: what follows is for the endpoint, straight into memory.
-            data = visitor.sock.recv(visitor.missing)
+            # Exactly the greeting: the endpoint reads the following bytes straight into memory.
+            data = connection.sock.recv(connection.missing)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError:
             data = b""
         refusal = ""
         try:
-            if data and (answer := visitor.hear(data)):
-                visitor.sock.send(answer)  # so little, at the beginning, that a socket takes it at once
+            if data and (answer := connection.feed(data)):
+                connection.sock.send(answer)  # small enough that a new socket accepts it at once
         except LinkCorrupted as error:
             refusal = str(error)
         except OSError:
             data = b""
-        if data and not refusal and not visitor.understood:
+        if data and not refusal and not connection.complete:
             return False
-        self._selector.unregister(visitor.sock)
+        self._selector.unregister(connection.sock)
         if refusal:
-            self._refuse(visitor, refusal, messages=0 if visitor.greeting.legible else DAMAGED)
+            self._refuse(connection, refusal, messages=0 if connection.greeting.parsed else HELLO_DAMAGED)
             return True
         if not data:
-            visitor.sock.close()
+            connection.sock.close()
             return True
-        if visitor.hello is not None and visitor.hello.kind == FrameKind.HELLO:
-            self._welcome(visitor)
+        if connection.hello is not None and connection.hello.kind == FrameKind.HELLO:
+            self._route(connection)
         else:
-            self._answer(visitor)
+            self._answer(connection)
         return True
 
-    def _answer(self, visitor: _PendingConnection) -> None:
-        """To a question about a rank's collective, or to a verdict on it."""
-        hello, letter = visitor.hello, visitor.letter
-        assert hello is not None, "who is answered has asked"
+    def _answer(self, connection: _PendingConnection) -> None:
+        """Answers a query about a rank's collective, or a report of a mismatch in it."""
+        hello, report = connection.hello, connection.report
+        assert hello is not None, "an answered connection has sent its first frame"
         with self._lock:
-            seat = (hello.communicator, hello.generation, hello.sequence)
-            endpoint = self._endpoints.get(seat)
-            answer = self._closed.get(seat, nothing_under_way())
-            if endpoint is None and letter is not None and seat not in self._closed:
-                self._early[seat] = letter
-                while len(self._early) > LOBBY_LIMIT:
-                    self._early.popitem(last=False)
-        if endpoint is not None and letter is not None and letter.header is not None:
-            answer = endpoint.calls.hear(letter.header.call, letter.text)
+            key = (hello.communicator, hello.generation, hello.sequence)
+            endpoint = self._endpoints.get(key)
+            answer = self._closed.get(key, no_collective_answer())
+            if endpoint is None and report is not None and key not in self._closed:
+                self._early_reports[key] = report
+                while len(self._early_reports) > MAX_PENDING:
+                    self._early_reports.popitem(last=False)
+        if endpoint is not None and report is not None and report.header is not None:
+            answer = endpoint.call_check.receive_report(report.header.call, report.text)
         elif endpoint is not None:
-            answer = endpoint.calls.answer()
+            answer = endpoint.call_check.answer_query()
         with contextlib.suppress(OSError):
-            visitor.sock.send(answer)
-        visitor.sock.close()
+            connection.sock.send(answer)
+        connection.sock.close()
 
-    def _welcome(self, visitor: _PendingConnection) -> None:
-        hello = visitor.hello
-        assert hello is not None, "a visitor is welcomed after its HELLO"
+    def _route(self, connection: _PendingConnection) -> None:
+        """Attaches a connection to its endpoint, refuses it, or adds it to the pending ones."""
+        hello = connection.hello
+        assert hello is not None, "a routed connection has sent its HELLO"
         refusal = ""
         with self._lock:
             newest = self._newest.get(hello.communicator, 0)
-            known = _seat(hello) in self._endpoints
+            known = _endpoint_key(hello) in self._endpoints
             closed = self._closed.get((hello.communicator, hello.generation, hello.sequence), b"")
             if not known and hello.generation < newest:
-                refusal = _over(hello, newest)
+                refusal = _superseded(hello, newest)
             elif closed:
                 refusal = f"rank {hello.sequence} of communicator {hello.communicator} has closed its links"
-            elif not known and len(self._lobby) >= LOBBY_LIMIT:
-                refusal = f"{LOBBY_LIMIT} links wait here already"
+            elif not known and len(self._pending) >= MAX_PENDING:
+                refusal = f"{MAX_PENDING} links wait here already"
             elif not known:
-                visitor.until = time.monotonic() + LOBBY_SECONDS
-                self._lobby.append(visitor)
+                connection.until = time.monotonic() + PENDING_TIMEOUT_S
+                self._pending.append(connection)
         if closed and not known and FrameHeader.unpack(closed[:HEADER_BYTES]).kind == FrameKind.MISMATCH:
             with contextlib.suppress(OSError):
-                visitor.sock.send(closed)
-            visitor.sock.close()
+                connection.sock.send(closed)
+            connection.sock.close()
         elif refusal:
-            self._refuse(visitor, refusal, FrameKind.GOODBYE if closed else FrameKind.REFUSAL)
+            self._refuse(connection, refusal, FrameKind.GOODBYE if closed else FrameKind.REFUSAL)
         elif known:
-            self._hand_over(visitor)
+            self._attach(connection)
 
-    def _hand_over(self, visitor: _PendingConnection) -> None:
-        hello = visitor.hello
-        assert hello is not None, "a visitor is handed over after its HELLO"
+    def _attach(self, connection: _PendingConnection) -> None:
+        hello = connection.hello
+        assert hello is not None, "an attached connection has sent its HELLO"
         with self._lock:
             endpoint = self._endpoints.get((hello.communicator, hello.generation, hello.sequence))
         if endpoint is None or hello.source >= endpoint.size:
-            self._refuse(visitor, f"rank {hello.source} is not in communicator {hello.communicator}")
+            self._refuse(connection, f"rank {hello.source} is not in communicator {hello.communicator}")
             return
-        visitor.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        endpoint.attach(hello.source, visitor.sock)
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        endpoint.attach(hello.source, connection.sock)
 
     def _refuse(
-        self, visitor: _PendingConnection, reason: str, kind: FrameKind = FrameKind.REFUSAL, messages: int = 0
+        self,
+        connection: _PendingConnection,
+        reason: str,
+        kind: FrameKind = FrameKind.REFUSAL,
+        messages: int = 0,
     ) -> None:
         with contextlib.suppress(OSError):
-            visitor.sock.send(last_words(kind, reason, messages))
-        visitor.sock.close()
+            connection.sock.send(closing_frame(kind, reason, messages))
+        connection.sock.close()
 
-    def _send_away_the_late(self, strangers: list[_PendingConnection]) -> None:
+    def _refuse_expired(self, greeting: list[_PendingConnection]) -> None:
         now = time.monotonic()
-        for visitor in [visitor for visitor in strangers if visitor.until < now]:
-            strangers.remove(visitor)
-            self._selector.unregister(visitor.sock)
-            self._refuse(visitor, f"no HELLO within {HELLO_SECONDS:g} s")
+        for connection in [one for one in greeting if one.until < now]:
+            greeting.remove(connection)
+            self._selector.unregister(connection.sock)
+            self._refuse(connection, f"no HELLO within {HELLO_TIMEOUT_S:g} s")
         with self._lock:
-            late = [visitor for visitor in self._lobby if visitor.until < now]
-            self._lobby = [visitor for visitor in self._lobby if visitor.until >= now]
-        for visitor in late:
-            self._refuse(visitor, f"nobody took this link within {LOBBY_SECONDS:g} s")
+            expired = [one for one in self._pending if one.until < now]
+            self._pending = [one for one in self._pending if one.until >= now]
+        for connection in expired:
+            self._refuse(connection, f"no endpoint for this link within {PENDING_TIMEOUT_S:g} s")
+
+    # ---- closing
 
     def close(self) -> None:
         if self._closing:
             return
         self._closing = True
-        self._ringer.send(b"!")
+        self._wakeup_writer.send(b"!")
         self._thread.join()
         with self._lock:
             endpoints, self._endpoints = list(self._endpoints.values()), {}
-            lobby, self._lobby = self._lobby, []
+            pending, self._pending = self._pending, []
         for endpoint in endpoints:
             endpoint.close()
-        for sock in (*(visitor.sock for visitor in lobby), self._listener, self._bell, self._ringer):
+        for sock in (*(one.sock for one in pending), self._listener, self._wakeup, self._wakeup_writer):
             sock.close()
         self._selector.close()
 
 
-class _RegisteredEndpoint(TcpEndpoint):
-    """An endpoint that leaves its transport's table when it closes."""
-
-    def __init__(
-        self, transport: TcpTransport, communicator: int, generation: int, rank: int, peers: Sequence[Address]
-    ) -> None:
-        super().__init__(communicator, generation, rank, peers, transport.checksum, transport.key)
-        self._transport = transport
-
-    def _tell(self, text: str) -> None:
-        self._transport.on_damage(text)
-
-    def close(self) -> None:
-        self._transport.forget(self)
-        super().close()
-
-
-def _crc32c() -> Callable[[memoryview], int]:
-    try:
-        from crc32c import crc32c
-    except ImportError:
-        raise InvalidArgument("checksums: crc32c is not installed; pip install crc32c") from None
-    function: Callable[[memoryview], int] = crc32c
-    return function
-
-
-def _over(hello: FrameHeader, newest: int) -> str:
+def _superseded(hello: FrameHeader, newest: int) -> str:
     return f"generation {hello.generation} is over, communicator {hello.communicator} is at {newest}"
 
 
@@ -338,5 +332,5 @@ def _is_older(hello: FrameHeader | None, communicator: int, generation: int) -> 
     return hello is not None and hello.communicator == communicator and hello.generation < generation
 
 
-def _seat(hello: FrameHeader | None) -> EndpointKey | None:
+def _endpoint_key(hello: FrameHeader | None) -> EndpointKey | None:
     return (hello.communicator, hello.generation, hello.sequence) if hello else None

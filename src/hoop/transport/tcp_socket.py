@@ -1,4 +1,4 @@
-"""The sockets under a TCP link: the end that dialled, the end that was dialled, and how one ends."""
+"""The sockets of TCP links: the dialling end, the accepting end, and the closing frame between them."""
 
 from __future__ import annotations
 
@@ -20,161 +20,165 @@ from hoop.transport.base import PendingBuffers, remaining
 from hoop.transport.retransmit import RetransmitBuffer
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
-_AHEAD_BYTES = 4096
-"""Read at once in the hope of a header and all of a small message; of a large one so much is copied twice."""
-_SENTENCE_BYTES = 2048
-WRAPS: list[Callable[[Any], Any]] = []
-"""What every connection that is dialled is wrapped in: nothing, unless something is to go wrong (``faulty``)."""
-DAMAGED = 1
-"""The ``sequence`` of a REFUSAL of what was no HELLO: it may have been one when it was sent."""
+_READ_AHEAD_BYTES = 4096
+"""Read in one call, to get a header and all of a small message. This part of a large message is copied twice."""
+_MAX_REASON_BYTES = 2048
+SOCKET_WRAPPERS: list[Callable[[Any], Any]] = []
+"""Applied to every dialled connection; empty unless ``fault_injection`` is installed."""
+HELLO_DAMAGED = 1
+"""The ``sequence`` of a REFUSAL of a damaged first frame, which may have been a HELLO when it was sent."""
 GAVE_UP = "it gave up: "
-"""How a sentence begins that tells why an endpoint was aborted before it closed."""
+"""Prefix of the closing frame's text if the endpoint was aborted before it closed; the abort reason follows."""
 
 
 class OutgoingLink:
-    """The end that dialled: it sends frames, and hears what came of them, and the other end's last words."""
+    """The dialling end of a link: it sends frames, and reads acknowledgements and the peer's closing frame."""
 
-    def __init__(self, sock: socket.socket, kept: RetransmitBuffer | None = None) -> None:
+    def __init__(self, sock: socket.socket, retransmit_buffer: RetransmitBuffer | None = None) -> None:
         self.sock = sock
         self.sequence = 0
         self.queue: deque[PendingBuffers] = deque()
-        self.taken = 0
-        """Bytes that the socket has taken, but for the greeting."""
-        self.kept = kept
-        """What may have to be sent again; None: nothing is."""
-        self.again = False
-        """Whether it has to be."""
-        self.ended = False
-        self._said = bytearray()
-        self._heard: tuple[FrameHeader, str] | None = None
+        self.bytes_sent = 0
+        """Bytes that the socket has accepted, without the HELLO."""
+        self.retransmit_buffer = retransmit_buffer
+        """Unacknowledged frames; None without checksums, when nothing is retransmitted."""
+        self.retransmit_requested = False
+        self.eof = False
+        self._received = bytearray()
+        self._closing_frame: tuple[FrameHeader, str] | None = None
 
-    def push(self, most: int | None = None) -> bool:
-        """Hands over what the socket takes now, or about ``most`` bytes of it; whether it took any."""
+    def push(self, limit: int | None = None) -> bool:
+        """Sends as many bytes as the socket accepts now, or about ``limit`` of them; whether it accepted any."""
         moved = 0
-        while self.queue and (most is None or moved < most):
-            parcel = self.queue[0]
-            parcel.prepare()
-            if parcel.parts:
+        while self.queue and (limit is None or moved < limit):
+            message = self.queue[0]
+            message.prepare()
+            if message.parts:
                 try:
-                    sent = self.sock.sendmsg([part[:most] for part in parcel.parts])
+                    sent = self.sock.sendmsg([part[:limit] for part in message.parts])
                 except (BlockingIOError, InterruptedError):
                     break
                 moved += sent
-                self.taken += sent
-                parcel.advance(sent)
-            if parcel.done:
+                self.bytes_sent += sent
+                message.advance(sent)
+            if message.done:
                 self.queue.popleft()
         return moved > 0
 
-    def last_words(self) -> tuple[FrameHeader, str] | None:
-        """A REFUSAL, GOODBYE or MISMATCH with its sentence, if the other end said one."""
-        self.hear()
-        return self._heard
+    def closing_frame(self) -> tuple[FrameHeader, str] | None:
+        """The peer's REFUSAL, GOODBYE or MISMATCH with its text, if the peer sent one."""
+        self.read_replies()
+        return self._closing_frame
 
     @property
-    def over(self) -> bool:
-        """Whether the other end has gone, or said its last words."""
-        return self.ended or self._heard is not None
+    def closed_by_peer(self) -> bool:
+        """Whether the peer has closed the connection, or sent its closing frame."""
+        return self.eof or self._closing_frame is not None
 
-    def hear(self) -> None:
-        """Takes in what the other end has said so far. What was damaged on the way is passed over."""
-        while not self.over:
+    def read_replies(self) -> None:
+        """Reads and handles the frames that the peer has sent back so far; damaged frames are skipped."""
+        while not self.closed_by_peer:
             try:
-                data = self.sock.recv(HEADER_BYTES + _SENTENCE_BYTES)
+                data = self.sock.recv(HEADER_BYTES + _MAX_REASON_BYTES)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 data = b""
-            self.ended = not data
-            self._said += data
-            while len(self._said) >= HEADER_BYTES and self._heard is None:
-                self._understand(bytes(self._said[:HEADER_BYTES]))
-                del self._said[:HEADER_BYTES]
+            self.eof = not data
+            self._received += data
+            while len(self._received) >= HEADER_BYTES and self._closing_frame is None:
+                self._handle_reply(bytes(self._received[:HEADER_BYTES]))
+                del self._received[:HEADER_BYTES]
 
-    def _understand(self, said: bytes) -> None:
+    def _handle_reply(self, frame: bytes) -> None:
         try:
-            header = FrameHeader.unpack(said)
+            header = FrameHeader.unpack(frame)
         except LinkCorrupted:
             return
         if header.kind in (FrameKind.REFUSAL, FrameKind.GOODBYE, FrameKind.MISMATCH):
-            self._heard = header, self._said[HEADER_BYTES:].decode(errors="replace")
-        elif self.kept is not None and header.kind in (FrameKind.RECEIVED, FrameKind.AGAIN):
-            self.kept.confirm(header.sequence)
-        damaged_hello = header.kind == FrameKind.REFUSAL and header.sequence == DAMAGED
-        self.again = self.again or header.kind == FrameKind.AGAIN or damaged_hello
+            self._closing_frame = header, self._received[HEADER_BYTES:].decode(errors="replace")
+        elif self.retransmit_buffer is not None and header.kind in (FrameKind.ACK, FrameKind.RETRANSMIT):
+            self.retransmit_buffer.acknowledge(header.sequence)
+        hello_damaged = header.kind == FrameKind.REFUSAL and header.sequence == HELLO_DAMAGED
+        self.retransmit_requested = (
+            self.retransmit_requested or header.kind == FrameKind.RETRANSMIT or hello_damaged
+        )
 
 
 class IncomingLink:
-    """The end that was dialled: it receives frames."""
+    """The accepting end of a link: it receives frames."""
 
-    def __init__(self, sock: socket.socket, bell: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, wakeup: socket.socket) -> None:
         self.sock = sock
         self.sequence = 0
-        self.plain = False
-        """Whether its sender checks nothing, and so keeps nothing either."""
-        self.came = 0
-        """Bytes that were read."""
-        self.confirmed = 0
-        """Messages that came as they were sent."""
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self.unchecked = False
+        """Whether the sender uses no checksums, and so has nothing to retransmit."""
+        self.bytes_read = 0
+        self.acknowledged = 0
+        """How many frames arrived with a correct checksum."""
+        self._buffer = memoryview(bytearray(_READ_AHEAD_BYTES))
         self._start = 0
         self._stop = 0
-        self.readable = select.poll()
-        """For whoever waits for this link alone."""
-        self.readable.register(sock, select.POLLIN)
-        self.readable.register(bell, select.POLLIN)
+        self.poll = select.poll()
+        """For a wait for this link alone: its socket and the endpoint's wakeup socket."""
+        self.poll.register(sock, select.POLLIN)
+        self.poll.register(wakeup, select.POLLIN)
 
     @property
-    def ahead(self) -> int:
-        """Bytes that were read and not taken yet."""
+    def buffered(self) -> int:
+        """Bytes that were read ahead and not taken yet."""
         return self._stop - self._start
 
     @property
-    def arrived(self) -> int:
-        """Bytes that have come, those included that nobody has read yet."""
-        waiting = array("i", [0])
-        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
-            fcntl.ioctl(self.sock, termios.FIONREAD, waiting)
-        return self.came + waiting[0]
+    def bytes_received(self) -> int:
+        """Bytes that have arrived, including those still unread in the socket."""
+        unread = array("i", [0])
+        with contextlib.suppress(OSError, ValueError):  # another thread may close the socket
+            fcntl.ioctl(self.sock, termios.FIONREAD, unread)
+        return self.bytes_read + unread[0]
 
     def read_ahead(self) -> int:
-        """Reads what is there, up to a limit; 0 at the end of the link."""
-        if self._start:  # the beginning of a header, at most
-            rest = bytes(self._ahead[self._start : self._stop])
-            self._ahead[: len(rest)] = rest
+        """Reads the available bytes, up to a limit; returns how many, 0 at the end of the link."""
+        if self._start:  # the rest is at most the beginning of a header
+            rest = bytes(self._buffer[self._start : self._stop])
+            self._buffer[: len(rest)] = rest
             self._start, self._stop = 0, len(rest)
-        got = self.sock.recv_into(self._ahead[self._stop :])
+        got = self.sock.recv_into(self._buffer[self._stop :])
         self._stop += got
         return got
 
-    def take(self, most: int) -> memoryview:
-        """Bytes that were read ahead, good until the next ``read_ahead``."""
-        taken = self._ahead[self._start : min(self._start + most, self._stop)]
+    def take(self, limit: int) -> memoryview:
+        """At most ``limit`` bytes that were read ahead, valid until the next ``read_ahead``."""
+        taken = self._buffer[self._start : min(self._start + limit, self._stop)]
         self._start += taken.nbytes
         return taken
 
 
-def last_words(kind: FrameKind, sentence: str, messages: int = 0) -> bytes:
-    """What the dialled end says before it closes; ``messages``: how many it has sent on a link of its own."""
-    words = sentence.encode()[:_SENTENCE_BYTES]
-    return FrameHeader(kind, 0, 0, 0, messages, len(words)).pack() + words
+def closing_frame(kind: FrameKind, text: str, messages: int = 0) -> bytes:
+    """The last frame before a link closes; ``messages``: how many messages the closing rank sent on its own link."""
+    payload = text.encode()[:_MAX_REASON_BYTES]
+    header = FrameHeader(kind, communicator=0, generation=0, source=0, sequence=messages, length=len(payload))
+    return header.pack() + payload
 
 
 def connect(
-    address: Address, bell: socket.socket, deadline: float, stop: Callable[[], bool]
+    address: Address, wakeup: socket.socket, deadline: float, stop: Callable[[], bool]
 ) -> socket.socket:
-    """A connected, non-blocking socket; TimeoutError at the deadline, InterruptedError when told to stop."""
-    family, kind, protocol, _, place = socket.getaddrinfo(
+    """A connected, non-blocking socket. Raises TimeoutError at the deadline, InterruptedError once ``stop`` is true.
+
+    ``wakeup``: a socket whose input interrupts the wait, so that ``stop`` is called again.
+    """
+    family, kind, protocol, _, sockaddr = socket.getaddrinfo(
         address.host, address.port, type=socket.SOCK_STREAM
     )[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        code = sock.connect_ex(place)
+        code = sock.connect_ex(sockaddr)
         poll = select.poll()
         poll.register(sock, select.POLLOUT)
-        poll.register(bell, select.POLLIN)
+        poll.register(wakeup, select.POLLIN)
         while code in (errno.EINPROGRESS, errno.EWOULDBLOCK):
             ready = dict(poll.poll(remaining(deadline) * 1000))
             if stop():
@@ -184,12 +188,12 @@ def connect(
             elif not ready:
                 raise TimeoutError
             else:
-                bell.recv(64)  # a new link, or a wake-up: not for this wait
+                wakeup.recv(64)  # a new incoming link, or a wake-up: not for this wait
         if code:
             raise OSError(code, os.strerror(code))
     except BaseException:
         sock.close()
         raise
-    for wrap in WRAPS:
+    for wrap in SOCKET_WRAPPERS:
         sock = wrap(sock)
     return sock

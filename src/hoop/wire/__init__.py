@@ -1,5 +1,5 @@
-"""What crosses the wire: the lab's messages, Hoop's own, the frames of the data plane; and who may send them.
+"""The wire formats: gRPC services, data-plane frames, and the authentication of both.
 
-Only ``rpc``, ``guard``, ``credentials`` and ``etcd`` import gRPC; rooms that must do without it import ``frames``
-and ``tokens``.
+Only ``service``, ``auth`` and ``generated`` import gRPC or protobuf. Packages that must not load gRPC import
+``frames``, ``tokens``, ``tls`` and ``roles``.
 """

@@ -1,11 +1,9 @@
-"""The door of a server: who calls is known, and may call this, or the call ends before its message is read.
+"""Authentication of gRPC calls: the credentials of a process, and the check of every call to a server.
 
-With a token the caller presents its own in the metadata ``authorization: Bearer …``; with certificates the connection
-has shown whose it is. Deny by default: a method that stands in no table is nobody's.
-
-What a process proves itself with, and asks of others: nothing, a token, or certificates.
-
-Every channel between Hoop's processes and every server port is opened here, so there is no other way in or out.
+``Credentials`` are a token, certificates, or nothing. They open every channel between Hoop's processes and every
+server port; nothing else opens one. ``Guard`` checks each call before its message is read. With a token the caller
+sends the metadata ``authorization: Bearer …``; with certificates the TLS connection identifies the caller. Access is
+denied by default: a method that is missing from the table of roles cannot be called.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, 
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
 from hoop.wire.roles import ALLOWED, Role
-from hoop.wire.service import MARK
-from hoop.wire.tls import Certificates, name_of
+from hoop.wire.service import ERROR_CLASS_KEY
+from hoop.wire.tls import Certificates, certificate_name
 from hoop.wire.tokens import Token
 
-_HOW = (
+_AUTH_HELP = (
     "give the cluster's with --token-file FILE or HOOP_TOKEN; other programs send the metadata "
     "'authorization: Bearer TOKEN' with what `hoop token FILE --role client` wrote (SECURITY.md)"
 )
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks every call of a server against the table of roles."""
+    """A server interceptor that checks every call against the table of roles."""
 
     def __init__(self, token: Token | None) -> None:
-        """None: callers show a certificate."""
+        """``token`` None: callers are identified by their certificate."""
         self._token = token
 
     async def intercept_service(
@@ -46,65 +44,65 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if self._token is None:
             return _with_certificate(details.method, await continuation(details))
         try:
-            check(details.method, self._caller(self._token, details))
+            check_permission(details.method, self._caller_role(self._token, details))
         except HoopError as error:
-            return _refusal(error)
+            return _rejecting_handler(error)
         return await continuation(details)
 
-    def _caller(self, token: Token, details: grpc.HandlerCallDetails) -> Role:
+    def _caller_role(self, token: Token, details: grpc.HandlerCallDetails) -> Role:
         found = [value for key, value in details.invocation_metadata or () if key == "authorization"]
         if not found:
-            raise Unauthenticated(f"{details.method}: no token came with this call; {_HOW}")
+            raise Unauthenticated(f"{details.method}: no token came with this call; {_AUTH_HELP}")
         scheme, _, presented = str(found[0]).partition(" ")
-        role = token.recognised(presented.strip()) if scheme == "Bearer" else None
+        role = token.identify(presented.strip()) if scheme == "Bearer" else None
         if role is None:
-            raise Unauthenticated(f"{details.method}: this token is not of this cluster; {_HOW}")
+            raise Unauthenticated(f"{details.method}: this token is not of this cluster; {_AUTH_HELP}")
         return role
 
 
-def check(method: str, role: Role) -> None:
-    """Raises unless this role may call this method."""
+def check_permission(method: str, role: Role) -> None:
+    """Raise PermissionDenied unless ``role`` may call ``method``."""
     allowed = ALLOWED.get(method, frozenset())
     if role not in allowed:
-        who = " or ".join(f"a {one}" for one in sorted(allowed)) or "nobody"
-        raise PermissionDenied(f"{method}: a {role} may not call this, {who} may")
+        callers = " or ".join(f"a {one}" for one in sorted(allowed)) or "nobody"
+        raise PermissionDenied(f"{method}: a {role} may not call this, {callers} may")
 
 
-def _refusal(error: HoopError) -> Any:
-    async def refuse(_: Any, context: Any) -> None:
-        await _end(context, error)
+def _rejecting_handler(error: HoopError) -> Any:
+    async def reject(_: Any, context: Any) -> None:
+        await _abort(context, error)
 
-    # Of this kind no message is read before the answer, whatever the caller sends.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+    # A stream-stream handler reads no message before it answers, whatever the caller sends.
+    return grpc.stream_stream_rpc_method_handler(reject)
 
 
-async def _end(context: Any, error: HoopError) -> None:
-    await context.abort(grpc.StatusCode[error.code], str(error), ((MARK, type(error).__name__),))
+async def _abort(context: Any, error: HoopError) -> None:
+    await context.abort(grpc.StatusCode[error.code], str(error), ((ERROR_CLASS_KEY, type(error).__name__),))
 
 
 def _with_certificate(method: str, handler: Any) -> Any:
-    """The handler, for callers whose certificate names a role that may call it."""
+    """Wrap ``handler`` so that it first checks the role in the caller's certificate."""
     if handler is None:
         return None
 
-    async def allowed(context: Any) -> None:
+    async def check_certificate(context: Any) -> None:
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
         try:
             if len(names) != 1 or names[0] not in list(Role):
                 raise Unauthenticated(f"{method}: the certificate of {names} names no role of Hoop's")
-            check(method, Role(names[0]))
+            check_permission(method, Role(names[0]))
         except HoopError as error:
-            await _end(context, error)
+            await _abort(context, error)
 
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     inner = getattr(handler, kind)
 
     async def unary(request: Any, context: Any) -> Any:
-        await allowed(context)
+        await check_certificate(context)
         return await inner(request, context)
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        await allowed(context)
+        await check_certificate(context)
         async for response in inner(request, context):
             yield response
 
@@ -126,31 +124,31 @@ _HANDSHAKE_MS = 2000
 
 @dataclass(frozen=True)
 class Credentials:
-    """A process's role and its proof of it; with neither token nor certificates it asks for none either."""
+    """The role of a process and its proof. Without token and certificates its server accepts every caller."""
 
     role: Role
     token: Token | None = None
     certificates: Certificates | None = field(default=None, repr=False)
 
     @property
-    def asked(self) -> bool:
-        """Whether callers have to prove themselves."""
+    def required(self) -> bool:
+        """Whether this process's server authenticates its callers."""
         return self.token is not None or self.certificates is not None
 
     @property
     def link_key(self) -> bytes:
-        """What data links are authenticated with; empty: they are not."""
+        """Key that authenticates data links; empty: links are not authenticated."""
         source = self.certificates or self.token
-        return source.links if source is not None else b""
+        return source.link_key if source is not None else b""
 
-    # ---- as a caller
+    # ---- client side
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every call."""
+        """Metadata that is sent with every call."""
         if self.token is None or self.certificates is not None:
             return ()
-        return ((HEADER, f"Bearer {self.token.presented(self.role)}"),)
+        return ((HEADER, f"Bearer {self.token.credential(self.role)}"),)
 
     def channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.Channel:
         opened: grpc.Channel = self._open(grpc, address, to, options)
@@ -163,55 +161,60 @@ class Credentials:
     def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
         if self.certificates is None:
             return library.insecure_channel(_target(address), options=options)
-        held = self.certificates
-        secure = grpc.ssl_channel_credentials(held.authority, held.key, held.certificate)
-        patience = "grpc.min_reconnect_backoff_ms"  # how long a connection may take: a handshake takes longer
-        named: list[tuple[str, Any]] = [one for one in options if one[0] != patience]
-        named += [(patience, _HANDSHAKE_MS), ("grpc.ssl_target_name_override", name_of(to))]
-        return library.secure_channel(_target(address), secure, options=named)
+        tls = self.certificates
+        secure = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
+        # gRPC's name for the time limit of a connection attempt; a TLS handshake needs longer.
+        connect_timeout = "grpc.min_reconnect_backoff_ms"
+        tls_options: list[tuple[str, Any]] = [option for option in options if option[0] != connect_timeout]
+        tls_options += [
+            (connect_timeout, _HANDSHAKE_MS),
+            ("grpc.ssl_target_name_override", certificate_name(to)),
+        ]
+        return library.secure_channel(_target(address), secure, options=tls_options)
 
-    # ---- as a server
+    # ---- server side
 
     def interceptors(self) -> tuple[Guard, ...]:
-        """What every call to this process passes first."""
+        """Interceptors for a server of this process."""
         if self.certificates is not None:
             return (Guard(None),)
         return () if self.token is None else (Guard(self.token),)
 
-    def listen(self, server: grpc.aio.Server, address: Address) -> int:
-        """Opens a port, for calls that are encrypted where there are certificates."""
+    def add_port(self, server: grpc.aio.Server, address: Address) -> int:
+        """Open a server port and return its number; with certificates the port uses TLS."""
         if self.certificates is None:
             return int(server.add_insecure_port(str(address)))
-        held = self.certificates
+        tls = self.certificates
         secure = grpc.ssl_server_credentials(
-            [(held.key, held.certificate)], held.authority, require_client_auth=True
+            [(tls.key, tls.certificate)], tls.authority, require_client_auth=True
         )
         return int(server.add_secure_port(str(address), secure))
 
 
 def _target(address: Address | Addresses) -> str:
-    """In gRPC's words; of several places it takes the first that lets it in, and looks again when that is gone."""
-    each = address.each if isinstance(address, Addresses) else (address,)
-    if len(each) == 1:
-        return str(each[0])
-    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):  # a list is of one of them
+    """The gRPC target. Of several addresses gRPC takes the first that accepts, and tries again when that one fails."""
+    addresses = address.addresses if isinstance(address, Addresses) else (address,)
+    if len(addresses) == 1:
+        return str(addresses[0])
+    # One gRPC target holds addresses of one family only.
+    for family, scheme in ((socket.AF_INET, "ipv4"), (socket.AF_INET6, "ipv6")):
         try:
-            found = [
-                Address(str(place[0]), int(place[1]))
-                for one in each
-                for *_, place in socket.getaddrinfo(one.host, one.port, family, socket.SOCK_STREAM)
+            resolved = [
+                Address(str(sockaddr[0]), int(sockaddr[1]))
+                for one in addresses
+                for *_, sockaddr in socket.getaddrinfo(one.host, one.port, family, socket.SOCK_STREAM)
             ]
         except OSError as error:
             reason = error.strerror
             continue
-        return f"{scheme}:{','.join(map(str, found))}"
+        return f"{scheme}:{','.join(map(str, resolved))}"
     raise NotFound(f"{address}: neither IPv4 nor IPv6 leads to all of them: {reason}; name them alike")
 
 
-def find(
+def find_credentials(
     role: Role, token: str | None = None, token_file: Path | None = None, tls: Path | None = None
 ) -> Credentials:
-    """The credentials that were given, else those in the environment: HOOP_TLS, HOOP_TOKEN, HOOP_TOKEN_FILE."""
+    """Credentials from the arguments, else from the environment: HOOP_TLS, HOOP_TOKEN, HOOP_TOKEN_FILE."""
     given = [name for name, one in (("token", token), ("token file", token_file), ("tls", tls)) if one]
     if len(given) > 1:
         raise InvalidArgument(f"{' and '.join(given)}: give one of them")
@@ -223,12 +226,12 @@ def find(
     if tls:
         return Credentials(role, certificates=Certificates.load(tls, role))
     if token_file:
-        return checked(Credentials(role, Token.read(token_file)))
-    return checked(Credentials(role, Token.parse(token, "HOOP_TOKEN") if token else None))
+        return _check_role(Credentials(role, Token.read(token_file)))
+    return _check_role(Credentials(role, Token.parse(token, "HOOP_TOKEN") if token else None))
 
 
-def checked(credentials: Credentials) -> Credentials:
-    """The same, if its token is good for its role."""
+def _check_role(credentials: Credentials) -> Credentials:
+    """Return ``credentials``; raises InvalidArgument if the token is not valid for the role."""
     if credentials.token is not None:
-        credentials.token.presented(credentials.role)
+        credentials.token.credential(credentials.role)
     return credentials

@@ -1,4 +1,4 @@
-"""How Hoop's gRPC channels and servers are set up, and how long a caller knocks."""
+"""Options of Hoop's gRPC channels and servers, and the backoff of a caller that waits for a server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hoop.topology import Address, Addresses
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 STREAM_CHUNK_BYTES = 1024 * 1024
-"""What one message of a streamed copy carries; below every gRPC library's default limit of 4 MiB."""
+"""Payload of one message of a streamed copy; below every gRPC library's default message limit of 4 MiB."""
 
-STAGING = "hoop.staging."
-"""Buffers whose names begin so, and go on with a client's session, are freed with the client."""
+STAGING_PREFIX = "hoop.staging."
+"""Prefix of staging buffers. The client's session id follows; the buffers are freed when that client ends."""
 
 CONNECT_MS = 2000
-"""How long an attempt to connect may take, the first frame of the other side included: as long as a ping."""
+"""Limit of one connection attempt, up to the first frame from the server; the same as the limit of a ping."""
 
 Options = list[tuple[str, int]]
 
@@ -33,12 +33,12 @@ def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # gRPC's name for how long one attempt to connect may take. A server whose process waits for a core is not gone.
+        # gRPC's name for the limit of one connection attempt. A server whose process waits for a core is not dead.
         ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
-        # Well within the lease that a restarted coordinator gives its devices to come back.
+        # Well within the lease in which devices must reconnect to a restarted coordinator.
         ("grpc.max_reconnect_backoff_ms", 250),
         ("grpc.enable_http_proxy", 0),
-        # A subchannel of one's own: another channel's back-off is not ours.
+        # Otherwise channels to the same address share a subchannel and its backoff.
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
@@ -56,36 +56,39 @@ def server_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
 
 
 class Backoff:
-    """Tries with growing, jittered pauses until a deadline; the error at its end tells the whole story."""
+    """Exponential backoff with jitter and a deadline, for one server.
 
-    FIRST_S, LONGEST_S = 0.05, 1.0
+    The caller iterates over ``delays``, reports each failed attempt with ``record_failure`` and sleeps.
+    """
 
-    def __init__(self, whom: str, address: Address | Addresses, patience_s: float) -> None:
-        self.whom = whom
+    INITIAL_S, MAX_S = 0.05, 1.0
+
+    def __init__(self, peer: str, address: Address | Addresses, timeout_s: float) -> None:
+        self.peer = peer
         self.address = address
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self._started = time.monotonic()
-        self._tries = 0
+        self._attempts = 0
         self._reason = "no answer"
 
-    def heard(self, reason: str) -> None:
-        """Why the latest try failed."""
-        self._tries += 1
+    def record_failure(self, reason: str) -> None:
+        """Count a failed attempt; ``reason`` of the last one goes into the timeout error."""
+        self._attempts += 1
         self._reason = reason
 
-    def pauses(self) -> Iterator[float]:
-        """How long to wait before each next try; raises when the patience is at its end."""
+    def delays(self) -> Iterator[float]:
+        """Seconds to wait before each next attempt; raises DeadlineExceeded after ``timeout_s``."""
         for attempt in range(1000):
-            pause = min(self.FIRST_S * 2**attempt, self.LONGEST_S) * random.uniform(0.5, 1.0)
-            left = self._started + self.patience_s - time.monotonic()
-            if left <= 0:
+            delay = min(self.INITIAL_S * 2**attempt, self.MAX_S) * random.uniform(0.5, 1.0)
+            remaining = self._started + self.timeout_s - time.monotonic()
+            if remaining <= 0:
                 break
-            yield min(pause, left)
-        raise self.failure()
+            yield min(delay, remaining)
+        raise self.timeout_error()
 
-    def failure(self) -> DeadlineExceeded:
+    def timeout_error(self) -> DeadlineExceeded:
         waited = time.monotonic() - self._started
         return DeadlineExceeded(
-            f"{self.whom} at {self.address} did not answer within {waited:.1f} s "
-            f"({self._tries} tries): {self._reason}"
+            f"{self.peer} at {self.address} did not answer within {waited:.1f} s "
+            f"({self._attempts} tries): {self._reason}"
         )

@@ -1,7 +1,7 @@
-"""What a job's settings may be on the wire and in the journal: JSON of an object, at most 64 KiB.
+"""Validation of a job's settings on the wire and in the journal: a JSON object of at most 64 KiB.
 
-The coordinator keeps them for as long as it knows the job and sends them to every device that joins it. What the
-object holds is checked by ``engine.settings``, where it is used.
+The coordinator stores the settings with the job and sends them to every device that joins it. ``engine.settings``
+validates the fields.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_NAME_BYTES = 256
 
 
 def check_settings(text: str) -> dict[str, Any]:
-    """The settings as an object; raises what is wrong with them, with the remedy."""
+    """Parse the settings; raises InvalidArgument."""
     size = len(text.encode(errors="surrogatepass"))
     if size > MAX_SETTINGS_BYTES:
         raise InvalidArgument(
@@ -38,7 +38,7 @@ def check_settings(text: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def job_name(settings: str) -> str:
-    """What a job trains, out of its settings; a question mark where they do not say."""
+    """The name of the job in its settings, or ``?``."""
     try:
         name = check_settings(settings).get("job")
     except InvalidArgument:

@@ -1,7 +1,7 @@
-"""Who may call what: every method of every service stands in the table, or nobody may call it.
+"""The table of roles: which role may call which gRPC method. A method that is not in the table cannot be called.
 
-A device must not pass for the coordinator, nor a client for a device. The coordinator's own calls go to devices; a
-device calls the coordinator, and other devices to carry a stream; everything else is a client's.
+A device cannot act as the coordinator, nor a client as a device. The coordinator calls devices. A device calls the
+coordinator, and other devices to carry a stream. Clients call everything else.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a process is to the others."""
+    """The role of a process in the cluster."""
 
     COORDINATOR = "coordinator"
     DEVICE = "device"
     CLIENT = "client"
 
 
-# A service, a role that may call it, and the methods that it may call.
+# Columns: service, role, methods that the role may call.
 _TABLE = """
     hoop.v1.Coordinator     device       Join Attend Leave
     hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob Hold
@@ -32,7 +32,7 @@ _TABLE = """
 """
 
 
-def _read(table: str) -> dict[str, frozenset[Role]]:
+def _parse_table(table: str) -> dict[str, frozenset[Role]]:
     allowed: dict[str, frozenset[Role]] = {}
     for line in filter(None, map(str.split, table.splitlines())):
         service, role, *methods = line
@@ -42,5 +42,5 @@ def _read(table: str) -> dict[str, frozenset[Role]]:
     return allowed
 
 
-ALLOWED = _read(_TABLE)
-"""By a method's path, ``/hoop.v1.Device/Read``: the roles that may call it."""
+ALLOWED = _parse_table(_TABLE)
+"""Method path (``/hoop.v1.Device/Read``) to the roles that may call it."""

@@ -1,11 +1,8 @@
-"""Between Hoop's values and the messages that carry them.
+"""gRPC servers and stubs made from the service descriptors of the .proto files, and conversion of messages.
 
-gRPC from the .proto files alone: servers and stubs are made from the services' descriptors.
-
-So there is no generated gRPC code to keep in step with a gRPC version, and one place through which
-every call of every service passes. There, on the way in, bytes that are no message become
-INVALID_ARGUMENT; on the way out, a Hoop error becomes its status with its sentence, and anything else
-INTERNAL without a stack trace.
+There is no generated gRPC code that must match a gRPC version, and every call of every service passes through this
+module. A request that does not parse becomes INVALID_ARGUMENT. A Hoop error becomes its gRPC status with its text;
+any other exception becomes INTERNAL without a stack trace.
 """
 
 from __future__ import annotations
@@ -21,14 +18,14 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, named
+from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, error_from_name
 from hoop.events import Event
 from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 
 
-def describe(info: DeviceInfo) -> pb.DeviceDescription:
+def device_message(info: DeviceInfo) -> pb.DeviceDescription:
     return pb.DeviceDescription(
         device_id=info.device_id,
         address=str(info.address),
@@ -44,7 +41,7 @@ def describe(info: DeviceInfo) -> pb.DeviceDescription:
 
 
 def device_info(message: pb.DeviceDescription) -> DeviceInfo:
-    """Checked: what a device says of itself decides where others connect to."""
+    """Convert and validate a description that a device sent: other processes connect to its addresses."""
     if not 0 < message.min_address <= message.max_address < 2**63:
         raise InvalidArgument(
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
@@ -79,24 +76,24 @@ def event_message(event: Event) -> pb.Event:
 
 
 log = logging.getLogger("hoop")
-MARK = "hoop-error"
-"""The trailing metadata that names an error's class."""
-_ON_THE_WAY = (
+ERROR_CLASS_KEY = "hoop-error"
+"""Key of the trailing metadata that holds the class name of a Hoop error."""
+_TRANSPORT_STATUSES = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.UNKNOWN,
 )
-_NO_HOOP_SERVERS = (*_ON_THE_WAY[2:], grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
-_LONGEST = 1500
-"""Characters of a sentence. It travels in a header, percent-encoded, and a client takes 8 KiB of headers."""
+_NON_HOOP_STATUSES = (*_TRANSPORT_STATUSES[2:], grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL)
+_MAX_DETAILS = 1500
+"""Maximum characters of a status text. It is sent percent-encoded in a header; a client accepts 8 KiB of headers."""
 
 
 _CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
 
 
 def calling_host() -> str:
-    """The machine whose call is being answered, without its port; empty where none is."""
+    """Host of the caller that the current handler serves, without the port; empty outside a handler."""
     return _CALLER.get().rpartition(":")[0]
 
 
@@ -104,7 +101,7 @@ class Stub:
     """A service's methods on a channel (``grpc`` or ``grpc.aio``), by their names in the .proto file."""
 
     def __init__(self, channel: Any, service: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        """``metadata`` goes with every call: what the caller proves itself with."""
+        """``metadata`` is sent with every call; it carries the caller's credential."""
         for method in service.methods:
             kind = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"
             call = getattr(channel, kind)(
@@ -112,14 +109,14 @@ class Stub:
                 request_serializer=_message(method.input_type).SerializeToString,
                 response_deserializer=_message(method.output_type).FromString,
             )
-            setattr(self, method.name, _Presenting(call, metadata) if metadata else call)
+            setattr(self, method.name, _CallWithMetadata(call, metadata) if metadata else call)
 
-    def __getattr__(self, name: str) -> Any:  # only for names that the service does not have
+    def __getattr__(self, name: str) -> Any:  # reached only for names that the service does not have
         raise AttributeError(f"the service has no method {name}")
 
 
-class _Presenting:
-    """A method that is always called with the same metadata."""
+class _CallWithMetadata:
+    """A method that adds the same metadata to every call."""
 
     def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
         self._call, self._metadata = call, tuple(metadata)
@@ -132,9 +129,9 @@ class _Presenting:
 
 
 def handlers(service: Any, servicer: object) -> Any:
-    """The service, answered by ``servicer``: ``CommInit`` by ``await servicer.comm_init(request)``.
+    """The generic handler of a service: ``CommInit`` calls ``await servicer.comm_init(request)``.
 
-    A streaming request arrives as an async iterator; a streaming response is an async generator.
+    A streaming request is an async iterator; a streaming response is an async generator.
     """
     table = {
         method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods
@@ -143,30 +140,30 @@ def handlers(service: Any, servicer: object) -> Any:
 
 
 def status_of(error: grpc.RpcError) -> str:
-    """What came back with a failed call, or its status; printable, whatever the peer sent."""
-    return printable(error.details() or error.code().name, _LONGEST)
+    """The details of a failed call, else its status name, as printable text."""
+    return printable(error.details() or error.code().name, _MAX_DETAILS)
 
 
-def translate(error: grpc.RpcError, whom: str = "") -> HoopError:
-    """The Hoop error that a failed call stands for."""
+def translate(error: grpc.RpcError, peer: str = "") -> HoopError:
+    """Convert a failed call to a Hoop error; ``peer`` is the prefix of its text."""
     details = error.details() or "no reason given"
-    message = f"{whom}: {details}" if whom else details
-    if not _mark(error) and error.code() in _NO_HOOP_SERVERS:
+    message = f"{peer}: {details}" if peer else details
+    if not _error_class(error) and error.code() in _NON_HOOP_STATUSES:
         return PeerLost(f"{message} (no answer of a Hoop server: {error.code().name})")
-    if not _mark(error) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
+    if not _error_class(error) and error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit
         message += "; a server's is raised with --max-message"
-    return named(_mark(error) or error.code().name, message)
+    return error_from_name(_error_class(error) or error.code().name, message)
 
 
 def unreachable(error: grpc.RpcError) -> bool:
-    """Whether the call failed on its way, not by the other side's word."""
-    return not _mark(error) and error.code() in _ON_THE_WAY
+    """Whether the transport failed, rather than the server answering with an error."""
+    return not _error_class(error) and error.code() in _TRANSPORT_STATUSES
 
 
-def _mark(error: grpc.RpcError) -> str:
-    """The class of the Hoop error behind a status, where Hoop sent it."""
+def _error_class(error: grpc.RpcError) -> str:
+    """Class name of the Hoop error that a Hoop server sent; empty if the status is not from Hoop."""
     metadata: Any = error.trailing_metadata() or ()
-    return next((str(value) for key, value in metadata if key == MARK), "")
+    return next((str(value) for key, value in metadata if key == ERROR_CLASS_KEY), "")
 
 
 def _handler(method: Any, answer: Callable[..., Any]) -> Any:
@@ -181,10 +178,12 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
             ) from None
 
     async def parse_all(stream: Any) -> AsyncIterator[Any]:
-        async with aclosing(aiter(stream)) as messages:  # left open in the middle, it would keep the last one
+        async with aclosing(
+            aiter(stream)
+        ) as messages:  # an iterator left open would keep the last message alive
             async for data in messages:
                 message = parse(data)
-                del data  # while the message is worked on it need not be here twice
+                del data  # free the encoded bytes while the handler uses the message
                 yield message
 
     async def unary(request: Any, context: Any) -> Any:
@@ -192,11 +191,12 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
         try:
             return await answer(parse_all(request) if method.client_streaming else parse(request))
         except Exception as error:
-            ending = context.abort(*_ending(method, error))
-        # The context keeps what abort raises, and so the frames it passes through: without this the request, and
-        # whatever the error's own frames hold, would stay until Python looks for cycles.
+            status, details, metadata = _error_status(method, error)
+            aborting = context.abort(status, details, metadata)
+        # The context keeps the exception of abort(), and so the frames in its traceback. Without this `del` the request
+        # and the locals of the failed frames would stay alive until the garbage collector finds the cycle.
         del request, context
-        return await ending
+        return await aborting
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
@@ -204,14 +204,15 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
                 yield response
             return
         except Exception as error:
-            ending = context.abort(*_ending(method, error))
+            status, details, metadata = _error_status(method, error)
+            aborting = context.abort(status, details, metadata)
         del request, context
-        await ending
+        await aborting
 
     make = getattr(
         grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler"
     )
-    # No deserializer: gRPC answers a malformed message with a stack trace in the log and INTERNAL.
+    # No deserializer here: for a malformed message gRPC would log a stack trace and answer INTERNAL.
     return make(
         streaming if method.server_streaming else unary,
         request_deserializer=None,
@@ -219,13 +220,13 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
     )
 
 
-def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
-    """The status, the sentence and the metadata with which a call ends."""
+def _error_status(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
+    """Status code, text and trailing metadata for a handler's exception."""
     if isinstance(error, HoopError):
         code, text = grpc.StatusCode[error.code], str(error)
     elif isinstance(error, grpc.RpcError | asyncio.IncompleteReadError):
         code, text = grpc.StatusCode.CANCELLED, f"{method.name}: the caller went away"
-    elif type(error).__name__ in ("AbortError", "UsageError"):  # gRPC's own: already answered
+    elif type(error).__name__ in ("AbortError", "UsageError"):  # raised by gRPC after the call was answered
         raise error
     else:
         log.exception("%s failed: a bug in Hoop", method.full_name)
@@ -234,11 +235,11 @@ def _ending(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, Any]:
             f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}",
         )
     text = printable(text)
-    half = _LONGEST // (2 if text.isascii() else 6)
+    half = _MAX_DETAILS // (2 if text.isascii() else 6)
     if len(text) > 2 * half:
         text = f"{text[:half]} ... {text[-half:]}"
     kind = type(error) if isinstance(error, HoopError) else InternalError
-    return code, text, ((MARK, kind.__name__),)
+    return code, text, ((ERROR_CLASS_KEY, kind.__name__),)
 
 
 def _arity(streaming: bool) -> str:

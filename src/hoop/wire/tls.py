@@ -1,8 +1,8 @@
-"""Certificates: a process's own, its key, and the authority that all of the cluster trust.
+"""TLS files of a process: its certificate, its key, and the cluster's certificate authority.
 
-A certificate says what its holder is, not where: its name is its role (``device``, and ``device.hoop`` for whoever
-calls it), so it can be copied to any machine, and a device's does not pass for the coordinator's. ``hoop certs`` makes
-them.
+A certificate names a role, not a host: the common name is the role (``device``), and callers expect the server name
+``device.hoop``. The files can therefore be copied to any machine, and a device's certificate is not accepted as the
+coordinator's. ``hoop certs`` makes them.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from hoop.errors import InvalidArgument, NotFound
 from hoop.wire.roles import Role
 from hoop.wire.tokens import check_private
 
-AUTHORITY, CERTIFICATE, KEY, LINKS = "ca.pem", "cert.pem", "key.pem", "links.key"
-"""The files in a role's folder; ``links.key`` is for devices only."""
+AUTHORITY, CERTIFICATE, KEY, LINK_KEY = "ca.pem", "cert.pem", "key.pem", "links.key"
+"""File names in a role's folder; only devices have ``links.key``."""
 
 
-def name_of(role: Role) -> str:
-    """What a caller expects to find in the certificate of whom it calls."""
+def certificate_name(role: Role) -> str:
+    """The server name that a caller expects in the certificate of a server with this role."""
     return f"{role}.hoop"
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """What a process needs to speak TLS in its role."""
+    """The TLS files of one role."""
 
     authority: bytes
     certificate: bytes
     key: bytes = field(repr=False)
-    links: bytes = field(default=b"", repr=False)
-    """The key with which data links prove themselves."""
+    link_key: bytes = field(default=b"", repr=False)
+    """Key that authenticates data links."""
 
     @classmethod
     def load(cls, folder: Path, role: Role) -> Certificates:
-        """From a role's folder, or from what ``hoop certs`` made, where each role has one."""
+        """Load from a role's folder, or from the output folder of ``hoop certs``, which has one folder a role."""
         folder = folder / role if (folder / role).is_dir() else folder
 
         def content(name: str) -> bytes:
             path = folder / name
             try:
-                if name in (KEY, LINKS):
+                if name in (KEY, LINK_KEY):
                     check_private(path, path.stat())
                 return path.read_bytes()
             except OSError as error:
@@ -50,12 +50,12 @@ class Certificates:
                     f"--tls {folder}: {name}: {error.strerror}; make a folder a role with: hoop certs DIR"
                 ) from None
 
-        links = b""
+        link_key = b""
         if role is Role.DEVICE:
-            text = content(LINKS).strip()
+            text = content(LINK_KEY).strip()
             if not re.fullmatch(rb"[0-9a-f]{64}", text):
                 raise InvalidArgument(
-                    f"{folder / LINKS}: not a key; make the certificates again: hoop certs DIR"
+                    f"{folder / LINK_KEY}: not a key; make the certificates again: hoop certs DIR"
                 )
-            links = bytes.fromhex(text.decode())
-        return cls(content(AUTHORITY), content(CERTIFICATE), content(KEY), links)
+            link_key = bytes.fromhex(text.decode())
+        return cls(content(AUTHORITY), content(CERTIFICATE), content(KEY), link_key)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hoop.collectives.ordered_all_reduce import linked_plan
 from hoop.collectives.plan import verify
-from hoop.collectives.shard_tree import Leaf, MergePlan, Node, Sum, expression, merge_plan
+from hoop.collectives.shard_tree import Leaf, MergePlan, Node, Sum, merge_plan, sum_expression
 from hoop.errors import InvalidArgument
 
 
@@ -25,7 +25,7 @@ def shares(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 def held(one: MergePlan, values: np.ndarray) -> np.ndarray:
     """What a rank's slots hold after it has computed its shards and merged."""
     slots = np.full((one.slots, values.shape[1]), np.nan, np.float32)
-    for shard, landing in zip(one.order, one.landings, strict=True):
+    for shard, landing in zip(one.order, one.slot_merges, strict=True):
         slots[landing.slot] = values[shard]
         for into, other in landing.merges:
             slots[into] += slots[other]
@@ -44,9 +44,9 @@ def test_any_share_gives_the_bits_of_one_rank(case: tuple[int, list[list[int]]])
     shards, orders = case
     values = np.random.default_rng(shards).normal(size=(shards, 33)).astype(np.float32) * np.float32(1e3)
     alone = merge_plan(range(shards), shards)
-    wanted = evaluate(expression([alone], shards), [held(alone, values)])
+    wanted = evaluate(sum_expression([alone], shards), [held(alone, values)])
     holdings = [merge_plan(order, shards) for order in orders]
-    found = evaluate(expression(holdings, shards), [held(one, values) for one in holdings])
+    found = evaluate(sum_expression(holdings, shards), [held(one, values) for one in holdings])
     assert found.tobytes() == wanted.tobytes()
 
 
@@ -54,7 +54,7 @@ def test_a_different_tree_gives_other_bits() -> None:
     """The test above can fail: adding from left to right is not the tree."""
     values = np.random.default_rng(0).normal(size=(8, 1000)).astype(np.float32)
     alone = merge_plan(range(8), 8)
-    tree = evaluate(expression([alone], 8), [held(alone, values)])
+    tree = evaluate(sum_expression([alone], 8), [held(alone, values)])
     line = values[0].copy()
     for value in values[1:]:
         line += value
@@ -82,14 +82,14 @@ def test_what_is_no_share_is_refused(order: list[int]) -> None:
 @pytest.mark.parametrize("orders", [[[0, 1]], [[0, 1, 2], [2, 3]]])
 def test_every_shard_must_be_there_once(orders: list[list[int]]) -> None:
     with pytest.raises(InvalidArgument, match="each must be there once"):
-        expression([merge_plan(order, 4) for order in orders], 4)
+        sum_expression([merge_plan(order, 4) for order in orders], 4)
 
 
 @given(shares(), st.integers(0, 40))
 def test_the_plan_over_links_is_sound(case: tuple[int, list[list[int]]], count: int) -> None:
     shards, orders = case
     holdings = [merge_plan(order, shards) for order in orders]
-    total = expression(holdings, shards)
+    total = sum_expression(holdings, shards)
     plans = [linked_plan(total, holdings, count, rank) for rank in range(len(orders))]
     assert verify(plans) == []
 
@@ -98,7 +98,7 @@ def test_the_plan_over_links_is_sound(case: tuple[int, list[list[int]]], count: 
 def test_even_shares_send_what_a_ring_sends(ranks: int) -> None:
     count = 64 * ranks
     holdings = [merge_plan(range(rank * 2, rank * 2 + 2), 2 * ranks) for rank in range(ranks)]
-    total = expression(holdings, 2 * ranks)
+    total = sum_expression(holdings, 2 * ranks)
     for rank in range(ranks):
         plan = linked_plan(total, holdings, count, rank)
         assert plan.messages == 2 * (ranks - 1)

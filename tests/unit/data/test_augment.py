@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hoop.data import Augment, ImageData, SampleOrder, shard
-from hoop.data.images import cropped, flips, offsets
+from hoop.data.images import crop_images, draw_flips, draw_offsets
 from hoop.errors import InvalidArgument
 
 RANDOM = np.random.default_rng(0)
@@ -21,8 +21,8 @@ def data(augment: Augment | None = BOTH) -> ImageData:
 def naive(image: np.ndarray, sample: int, *, epoch: int, seed: int) -> np.ndarray:
     """One sample by itself, pixel by pixel."""
     one = np.array([sample])
-    (top,), (left,) = offsets(one, 2, epoch=epoch, seed=seed)
-    (flip,) = flips(one, epoch=epoch, seed=seed)
+    (top,), (left,) = draw_offsets(one, 2, epoch=epoch, seed=seed)
+    (flip,) = draw_flips(one, epoch=epoch, seed=seed)
     out = np.zeros_like(image)
     for y in range(8):
         for x in range(8):
@@ -61,8 +61,8 @@ def test_seed_and_epoch_each_change_it() -> None:
 
 def test_draws_are_even() -> None:
     samples = np.arange(90_000)
-    assert abs(flips(samples, epoch=0, seed=0).mean() - 0.5) < 0.01
-    top, left = offsets(samples, 4, epoch=0, seed=0)
+    assert abs(draw_flips(samples, epoch=0, seed=0).mean() - 0.5) < 0.01
+    top, left = draw_offsets(samples, 4, epoch=0, seed=0)
     counts = np.bincount(top * 9 + left, minlength=81)
     assert len(counts) == 81
     assert abs(counts - 90_000 / 81).max() < 200
@@ -70,7 +70,7 @@ def test_draws_are_even() -> None:
 
 def test_an_image_in_the_middle_is_not_moved() -> None:
     middle = np.full(64, 2)
-    assert np.array_equal(cropped(IMAGES, middle, middle, 2), IMAGES)
+    assert np.array_equal(crop_images(IMAGES, middle, middle, 2), IMAGES)
 
 
 def test_the_dataset_itself_is_not_changed() -> None:

@@ -148,7 +148,7 @@ def test_a_broken_gzip_is_refused(place: Path) -> None:
 )
 def test_what_is_no_idx_file_is_refused(data: bytes) -> None:
     with pytest.raises(FailedPrecondition, match=r"x\.idx is not an IDX file"):
-        mnist.parsed(data, "x.idx")
+        mnist.parse_idx(data, "x.idx")
 
 
 def test_an_incomplete_folder_is_passed_over(place: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.data import SampleOrder, shard
-from hoop.data.sampler import ORDER, key_of, random_draws
+from hoop.data.sampler import ORDER, make_key, random_draws
 from hoop.errors import InvalidArgument, OutOfRange
 
 orders = st.builds(SampleOrder, seed=st.integers(0, 2**64 - 1), length=st.integers(1, 300))
@@ -20,7 +20,7 @@ def test_the_hash_is_splitmix64() -> None:
     # The first outputs of the published generator from state 0: the state goes up by the golden ratio.
     golden = 0x9E3779B97F4A7C15
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert [key_of((step * golden) % 2**64) for step in range(3)] == published
+    assert [make_key((step * golden) % 2**64) for step in range(3)] == published
     assert random_draws(np.arange(3)).tolist() == published
 
 

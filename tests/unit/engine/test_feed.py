@@ -55,7 +55,7 @@ def play(feed: DataFeed, source: Counted, batch_size: int, epochs: int) -> None:
 def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int, reads: int) -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
-    feed.room = room
+    feed.cache_bytes = room
     play(feed, source, SAMPLES, 3)
     assert source.reads == reads
 
@@ -64,7 +64,7 @@ def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int,
 def test_smaller_batches_are_never_kept(batch_size: int) -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
-    feed.room = 1 << 20
+    feed.cache_bytes = 1 << 20
     play(feed, source, batch_size, 2)
     assert source.reads == 2 * MICROS * SampleOrder(1, SAMPLES).steps(batch_size)
 
@@ -72,7 +72,7 @@ def test_smaller_batches_are_never_kept(batch_size: int) -> None:
 def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
     source = data(Augment(flip=True))
     feed = DataFeed(source, 1, 8)
-    feed.room = 1 << 20
+    feed.cache_bytes = 1 << 20
     play(feed, source, SAMPLES, 3)
     assert source.reads == 3 * MICROS
 
@@ -80,11 +80,11 @@ def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
 def test_several_micro_batches_are_kept_as_one() -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
-    feed.room = 1 << 20
+    feed.cache_bytes = 1 << 20
     for epoch in range(3):
         samples = SampleOrder(1, SAMPLES).indices(epoch, 0, SAMPLES)
         feed.begin(Position(epoch, 0, epoch), samples, MICROS)
-        inputs, _ = feed.joint([1, 2])
+        inputs, _ = feed.read_batched([1, 2])
         assert torch.equal(inputs, ImageData.batch(source, samples[7:22], epoch=0, seed=1)[0])
         feed.release(1)
     assert source.reads == 1

@@ -10,14 +10,14 @@ import torch
 
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher
 from hoop.engine.fault_tolerance.local_persistence import (
-    KEPT,
+    LOG_STEPS,
     StepLog,
     load_from_arena,
     newest_state,
-    remembered,
+    read_step_log,
 )
-from hoop.engine.fault_tolerance.replication import claimed
-from hoop.engine.fault_tolerance.state_slices import LiveSlice, described
+from hoop.engine.fault_tolerance.replication import allocate_shard
+from hoop.engine.fault_tolerance.state_slices import LiveSlice, specs_of
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
@@ -36,8 +36,8 @@ def kept(arena: Arena, *steps: int) -> None:
     """Copies of these steps, as mirrors keep them."""
     vectors = StateVectors(arena, "job1.", RUN)
     for turn, step in enumerate(steps):
-        part = claimed(vectors, f"own{turn}", described(STATE))
-        part.take([LiveSlice(one.name, 0, one.elements + step) for one in STATE], step)
+        part = allocate_shard(vectors, f"own{turn}", specs_of(STATE))
+        part.copy_from([LiveSlice(one.name, 0, one.elements + step) for one in STATE], step)
 
 
 def test_the_newest_that_is_whole_is_found(arena: Arena) -> None:
@@ -73,9 +73,9 @@ def test_another_runs_state_is_only_freed(arena: Arena) -> None:
 def test_a_snapshot_is_believed_by_its_own_checksum(arena: Arena) -> None:
     for run, steps in (("another run", 9), (RUN, 4)):
         keepsakes = SnapshotPublisher(arena, "job1.", lambda told: None, run)
-        keepsakes.add({"weight": torch.ones(3)}, steps, 4, False, 1, 0)
+        keepsakes.publish({"weight": torch.ones(3)}, steps, 4, False, 1, 0)
     assert [one.step for one in load_from_arena(arena, "job1.", RUN)] == [4]
-    keepsakes.add({"weight": torch.ones(3)}, 8, 4, False, 1, 0)
+    keepsakes.publish({"weight": torch.ones(3)}, 8, 4, False, 1, 0)
     buffer = arena.buffer("job1.snapshot1")
     arena.view(buffer.address + buffer.size - 1, 1)[0] ^= 1
     assert load_from_arena(arena, "job1.", RUN) == []
@@ -83,11 +83,11 @@ def test_a_snapshot_is_believed_by_its_own_checksum(arena: Arena) -> None:
 
 def test_what_was_not_told_is_written_down(arena: Arena) -> None:
     evidence = Provenance(2)
-    for step in range(KEPT + 10):
-        evidence.note(step, torch.tensor([step, 1, 2, 3], dtype=torch.float32).numpy())
+    for step in range(LOG_STEPS + 10):
+        evidence.record(step, torch.tensor([step, 1, 2, 3], dtype=torch.float32).numpy())
     diary = StepLog(StateVectors(arena, "job1.", RUN), evidence)
-    for done in range(1, KEPT + 10):
-        diary.note(done, [done / 3])
-    rows = remembered(arena, "job1.", RUN)
-    assert sorted(rows) == list(range(10, KEPT + 10))
+    for done in range(1, LOG_STEPS + 10):
+        diary.append(done, [done / 3])
+    rows = read_step_log(arena, "job1.", RUN)
+    assert sorted(rows) == list(range(10, LOG_STEPS + 10))
     assert rows[40] == [40 / 3, 39.0, 1.0, 2.0, 3.0], "to the bit"

@@ -10,7 +10,7 @@ import torch
 
 from hoop.engine.fault_tolerance.replication import Replica, ReplicaLayout, replica_layout
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
-from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
+from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
 
@@ -27,7 +27,7 @@ def test_updates_that_are_made_again_give_the_same_bits(tmp_path: Path, optimize
         return random.standard_normal(TRAINED + BUFFERS).astype(np.float32)
 
     weights, total = drawn(), drawn()
-    moments = [torch.zeros(TRAINED) for _ in range(settings.slots)]
+    moments = [torch.zeros(TRAINED) for _ in range(settings.num_moments)]
     counter, frozen = torch.tensor([7]), torch.randn(3)
     flat = FlatState(weights, TRAINED, moments, total)
     state = [
@@ -37,28 +37,28 @@ def test_updates_that_are_made_again_give_the_same_bits(tmp_path: Path, optimize
     ]
     state += [LiveSlice(f"moment{index}", 0, one[10:100]) for index, one in enumerate(moments)]
     image, arrays = replica_layout([flat], ["counter"], state)
-    update = updating(settings, torch.from_numpy(weights[:TRAINED]), moments)
+    update = make_update(settings, torch.from_numpy(weights[:TRAINED]), moments)
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         mirror = Replica(
-            ReplicaLayout.heard(vars(image)), StateVectors(arena, "test."), "mirror", settings, True
+            ReplicaLayout.from_json(vars(image)), StateVectors(arena, "test."), "mirror", settings, True
         )
         coming = iter([one for one in arrays if one.nbytes])
 
         def receive(into: memoryview) -> None:
             into[:] = next(coming).data
 
-        mirror.take(receive, 0)
+        mirror.receive_state(receive, 0)
         for step in range(STEPS):
             total[:] = drawn()
             mirror.totals[0][:] = total
-            mirror.counts[:] = (counter + 1).numpy().view(np.uint8)
-            mirror.due(step + 1, 0.01)
-            before = [part.step for part in mirror.apart()]
-            go_on(update, weights, TRAINED, total, 0.01, step)
+            mirror.counters[:] = (counter + 1).numpy().view(np.uint8)
+            mirror.schedule_update(step + 1, 0.01)
+            before = [part.step for part in mirror.clone_versions()]
+            apply_update(update, weights, TRAINED, total, 0.01, step)
             counter += 1
             assert before == [step, step + 1]
-            assert mirror.part.step == step + 1
-            for one, (piece, _) in zip(state, image.pieces, strict=True):
-                assert mirror.part[piece].tobytes() == one.elements.numpy().tobytes(), (step, one.name)
-        assert not mirror.go_on()
+            assert mirror.shard.step == step + 1
+            for one, (piece, _) in zip(state, image.slices, strict=True):
+                assert mirror.shard[piece].tobytes() == one.elements.numpy().tobytes(), (step, one.name)
+        assert not mirror.apply_update()
         del mirror

@@ -16,9 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
+from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.errors import FailedPrecondition
-from hoop.files import remove_leftovers, replacing, write_bytes
+from hoop.files import atomic_write, remove_partial_files, write_bytes
+from hoop.job_events import CheckpointWritten, Warned
 from hoop.runs.checkpoint_store import (
     CheckpointWriter,
     Snapshot,
@@ -30,7 +31,7 @@ from hoop.runs.checkpoint_store import (
 )
 
 TENSORS = {"0.weight": torch.arange(6.0).reshape(2, 3), "optimizer.moment0.0.weight": torch.zeros(2, 3)}
-WHOLE = packed(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
+WHOLE = serialize(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
 WITHIN_S = 30.0
 
 
@@ -39,21 +40,21 @@ def keeping(folder: Path, keep: int = 3, **more: object) -> CheckpointWriter:
 
 
 def offered(keeper: CheckpointWriter, *steps: int, size: int = 4) -> list[str]:
-    """Hands over one after the other; the kinds of what came of them."""
+    """Offers snapshots one after the other; returns the kinds of the events."""
     for step in steps:
         keeper.offer(Snapshot(step, {"w": torch.full((size,), float(step))}, {"steps": step}))
         keeper.flush(WITHIN_S)
-    return [one["kind"] for one in keeper.news()]
+    return [one.kind for one in keeper.new_events()]
 
 
 # ---- what is read
 
 
 def test_what_was_packed_comes_back() -> None:
-    tensors, metadata = unpacked(WHOLE)
+    tensors, metadata = deserialize(WHOLE)
     assert metadata["steps"] == 7
     assert all(torch.equal(tensors[name], one) for name, one in TENSORS.items())
-    assert packed(tensors, metadata) == WHOLE
+    assert serialize(tensors, metadata) == WHOLE
 
 
 def test_every_flipped_bit_and_every_missing_byte_is_noticed_and_the_file_named() -> None:
@@ -61,10 +62,10 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed_and_the_file_named(
         damaged = bytearray(WHOLE)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FailedPrecondition, match=r"^here/x: "):
-            unpacked(bytes(damaged), "here/x")
+            deserialize(bytes(damaged), "here/x")
     for length in range(len(WHOLE)):
         with pytest.raises(FailedPrecondition, match=r"^here/x: torn: .*\d+ "):
-            unpacked(WHOLE[:length], "here/x")
+            deserialize(WHOLE[:length], "here/x")
 
 
 def test_a_file_without_a_checksum_is_refused() -> None:
@@ -72,7 +73,7 @@ def test_a_file_without_a_checksum_is_refused() -> None:
 
     for metadata in ({"hoop": '{"steps": 7}'}, {"hoop": '{"steps": 7, "sha256": 5}'}, {"hoop": "[]"}, {}):
         with pytest.raises(FailedPrecondition, match="not a checkpoint of Hoop's"):
-            unpacked(safetensors.torch.save({"w": torch.ones(2)}, metadata))
+            deserialize(safetensors.torch.save({"w": torch.ones(2)}, metadata))
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,7 +83,7 @@ def test_no_bytes_make_the_reader_fail_otherwise(noise: bytes, low: int, high: i
     for data in (noise, len(noise).to_bytes(8, "little") + noise, WHOLE[:low] + noise + WHOLE[high:]):
         if data != WHOLE:
             with pytest.raises(FailedPrecondition, match=r"^here/x: "):
-                unpacked(data, "here/x")
+                deserialize(data, "here/x")
 
 
 def test_the_one_before_is_used_and_the_damaged_one_named_and_set_aside(tmp_path: Path) -> None:
@@ -127,11 +128,11 @@ def test_a_full_disk_costs_that_checkpoint_and_nothing_else(tmp_path: Path) -> N
     with files_of_at_most(2000):
         keeper.offer(Snapshot(2, {"w": torch.ones(1000)}, {"steps": 2}))
         keeper.flush(WITHIN_S)
-    (told,) = keeper.news()
-    assert told["kind"] == "warning"
-    assert told["file"] == str(tmp_path / name_of(2))
-    assert "File too large" in told["text"]
-    assert "training goes on, the newest is step-00000001.safetensors" in told["text"]
+    (event,) = keeper.new_events()
+    assert isinstance(event, Warned)
+    assert event.file == str(tmp_path / name_of(2))
+    assert "File too large" in event.text
+    assert "training goes on, the newest is step-00000001.safetensors" in event.text
     assert [path.name for path in tmp_path.iterdir()] == [name_of(1)], "something half written is left"
     assert offered(keeper, 3, size=1000) == ["checkpoint"]
     keeper.close(WITHIN_S)
@@ -164,13 +165,13 @@ def test_a_slow_disk_holds_nobody_up_and_what_gives_way_is_said(tmp_path: Path) 
     for step in (1, 2, 3):
         keeper.offer(Snapshot(step, TENSORS, {"steps": step}))  # returns while the first is being written
         assert begun.wait(WITHIN_S)
-    (told,) = keeper.news()
-    assert told["kind"] == "warning"
-    assert told["text"].startswith(f"{tmp_path / name_of(2)}: is not written: the disk is slower")
+    (event,) = keeper.new_events()
+    assert isinstance(event, Warned)
+    assert event.text.startswith(f"{tmp_path / name_of(2)}: is not written: the disk is slower")
     go_on.set()
     keeper.flush(WITHIN_S)
     keeper.close(WITHIN_S)
-    assert [one["steps"] for one in keeper.news()] == [1, 3]
+    assert [one.steps for one in keeper.new_events() if isinstance(one, CheckpointWritten)] == [1, 3]
     assert sorted(one.name for one in tmp_path.iterdir()) == [name_of(1), name_of(3)]
 
 
@@ -181,7 +182,7 @@ def written_and_killed(folder: Path, share: float) -> None:
         if path.name == name_of(1):
             write_bytes(path, data)
         elif share <= 1:
-            with replacing(path) as file:
+            with atomic_write(path) as file:
                 file.write(data[: int(share * len(data))])
                 file.flush()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -202,5 +203,5 @@ def test_killed_while_it_writes_old_or_new_is_loaded(tmp_path: Path, share: floa
     found = newest_checkpoint(tmp_path)
     assert (found.path.name, found.passed_over) == (name_of(loaded), ())
     assert read(found.path)[0]["w"].tolist() == [float(loaded)] * 4
-    assert len(remove_leftovers(tmp_path)) == (loaded == 1)
+    assert len(remove_partial_files(tmp_path)) == (loaded == 1)
     assert all(step_of(one) > 0 for one in tmp_path.iterdir())

@@ -9,13 +9,13 @@ import pytest
 from hoop import files
 from hoop.errors import ResourceExhausted
 from hoop.plan.faults import parse_faults
-from hoop.runs.run_recorder import DiskFullWarning
+from hoop.runs.run_recorder import DiskFullInjector
 
 
 def test_one_checkpoint_finds_no_room_and_the_next_does(tmp_path: Path) -> None:
     told: list[str] = []
     done = 0
-    full = DiskFullWarning(parse_faults("disk-full@step=5; kill@rank=1"), lambda: done, told.append)
+    full = DiskFullInjector(parse_faults("disk-full@step=5; kill@rank=1"), lambda: done, told.append)
     old, path = b"old", tmp_path / "step-5.safetensors"
     try:
         files.write_bytes(path, old)
@@ -29,4 +29,4 @@ def test_one_checkpoint_finds_no_room_and_the_next_does(tmp_path: Path) -> None:
         full.close()
     assert told == ["disk-full@step=5"]
     assert path.read_bytes() == b"newer"
-    assert files.BEFORE_WRITING == []
+    assert files.BEFORE_WRITE_HOOKS == []

@@ -41,7 +41,7 @@ INPUTS, TARGETS = torch.randn(6, 2), torch.zeros(6, dtype=torch.int64)
 def test_data_in_every_form(data: Any, sizes: tuple[int, int], evaluated: str) -> None:
     found = splits_from(data)
     assert (len(found.train), len(found.test)) == sizes
-    assert found.evaluated == evaluated
+    assert found.evaluated_split == evaluated
 
 
 def test_data_that_is_none_is_named() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.data.sampler import SampleOrder, shard
-from hoop.engine.fault_tolerance.checkpoint import packed, unpacked
+from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.errors import FailedPrecondition, NotFound, ResourceExhausted
 from hoop.files import write_bytes
@@ -43,7 +43,7 @@ def run(out: Path, entries: list[Entry], *checkpoints: int) -> Path:
     """A run's folder with these lines, and checkpoints of these steps."""
     ledger = Ledger(out / NAME)
     for entry in entries:
-        ledger.note([entry])
+        ledger.append([entry])
         if entry.get("step") in checkpoints:
             keep(out, entry["step"], ledger.hash_at(entry["step"]))
     ledger.close()
@@ -51,7 +51,7 @@ def run(out: Path, entries: list[Entry], *checkpoints: int) -> Path:
 
 
 def keep(out: Path, step: int, named: str | None) -> None:
-    data = packed({"w": torch.ones(3)}, {"steps": step, "ledger": named})
+    data = serialize({"w": torch.ones(3)}, {"steps": step, "ledger": named})
     write_bytes(out / FOLDER / name_of(step), data)
 
 
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_does_not_belong_is_named(tmp_path: Path, how: str) ->
         data[-1] ^= 4
         path.write_bytes(data)
     else:
-        named = unpacked(path.read_bytes())[1]["ledger"]
+        named = deserialize(path.read_bytes())[1]["ledger"]
         path.unlink()
         keep(tmp_path, 5, named) if how == "of another step" else keep(tmp_path, 6, "0" * 32)
     wanted = {
@@ -203,7 +203,7 @@ def test_a_run_goes_on_where_its_checkpoint_says_and_a_torn_line_goes(tmp_path: 
         with pytest.raises(FailedPrecondition, match=f"step {resumed['steps']} does not have the hash"):
             Ledger(path, resumed)
     ledger = Ledger(path, {"steps": 6, "ledger": named[6]})
-    ledger.note([begun(6), fed(7), fed(8)])
+    ledger.append([begun(6), fed(7), fed(8)])
     ledger.close()
     found = audit(tmp_path)
     assert (found.violation, found.steps, found.repeated) == (None, 8, 1)
@@ -211,18 +211,18 @@ def test_a_run_goes_on_where_its_checkpoint_says_and_a_torn_line_goes(tmp_path: 
 
 def test_what_a_full_disk_does_not_take_is_held_back_and_no_line_is_lost(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
-    ledger.note(UNDISTURBED[:3])
+    ledger.append(UNDISTURBED[:3])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / NAME).stat().st_size + 50, limits[1]))
     try:
         with pytest.raises(ResourceExhausted, match="cannot write"):
-            ledger.note(UNDISTURBED[3:5])
+            ledger.append(UNDISTURBED[3:5])
         with pytest.raises(ResourceExhausted, match="the ledger comes first"):
             ledger.sync()
         assert len(list(lines(tmp_path / NAME))) == 3
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    ledger.note(UNDISTURBED[5:])
+    ledger.append(UNDISTURBED[5:])
     ledger.close()
     assert audit(tmp_path).steps == 7
 
@@ -265,12 +265,12 @@ def test_a_sum_of_shards_shows_who_is_in_it_how_often() -> None:
     mark(slots[2], 1, 9, 0x000002)
     mark(slots[3], 3, 65535, 0xFFFFFF)
     evidence = Provenance(4)
-    evidence.note(11, slots.sum(axis=0))
-    assert evidence.told(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
-    evidence.note(11, slots[4])  # the step was done again
-    assert evidence.told(11, 1) == [([0, 0, 0, 0], "0" * 24)]
+    evidence.record(11, slots.sum(axis=0))
+    assert evidence.as_events(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
+    evidence.record(11, slots[4])  # the step was done again
+    assert evidence.as_events(11, 1) == [([0, 0, 0, 0], "0" * 24)]
     for slot in slots:
-        evidence.note(12, slot, more=True)
-    assert evidence.told(12, 1)[0][0] == [7, -2, 0, 65535]
+        evidence.record(12, slot, more=True)
+    assert evidence.as_events(12, 1)[0][0] == [7, -2, 0, 65535]
     evidence.forget(12)
-    assert json.dumps(evidence.told(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])
+    assert json.dumps(evidence.as_events(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from hoop import job_events as ev
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
+from hoop.job_events import Observed
 from hoop.runs.checkpoint_store import newest_checkpoint
 from hoop.runs.run_recorder import RunRecorder, saved_settings
 
-STEPS: dict[str, Any] = {
-    "kind": "steps",
-    "first": 0,
-    "loss": [2.0, 1.0],
-    "seconds": [0.1, 0.1],
-    "time": 1.0,
-    "fed": [None, None],
-}
+STEPS = ev.Steps(first=0, loss=[2.0, 1.0], seconds=[0.1, 0.1], rate=0.1, fed=[None, None])
+EVALUATED = ev.Evaluated(steps=2, epoch=1, loss=0.5, accuracy=0.75, split="test")
 KEPT = 3
-EVALUATED = {
-    "kind": "evaluated",
-    "steps": 2,
-    "epoch": 1,
-    "split": "test",
-    "loss": 0.5,
-    "accuracy": 0.75,
-    "time": 2.0,
-}
 
 
 def recording(out: Path, start: int = 0) -> RunRecorder:
@@ -77,9 +64,10 @@ def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(
     tmp_path: Path, split: str, other: str
 ) -> None:
-    one, evaluated = recording(tmp_path), {**EVALUATED, "split": split}
-    for told in (STEPS, evaluated, {**STEPS, "first": 2}, {**evaluated, "steps": 4, "accuracy": 0.9}):
-        one.note(told)
+    one, evaluated = recording(tmp_path), replace(EVALUATED, split=split)
+    later = replace(STEPS, first=2), replace(evaluated, steps=4, accuracy=0.9)
+    for event in (STEPS, evaluated, *later):
+        one.record(Observed(event, time=1.0))
     one.close()
     again = recording(tmp_path, start=3)
     assert again.last_evaluation() == {"split": split, "loss": 0.5, "accuracy": 0.75}

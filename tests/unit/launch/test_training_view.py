@@ -1,28 +1,39 @@
-"""What a person sees of a training."""
+"""The output of ``hoop train``."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from hoop import job_events as ev
 from hoop.cli.training_view import View
 
-STARTED: dict[str, Any] = {
-    "kind": "started",
-    "steps": 20,
-    "done": 0,
-    "steps_an_epoch": 10,
-    "parameters": 109386,
-    "stages": ["blocks 0..2 on ranks 0, 1"],
-    "devices": 2,
-    "batch_size": 256,
-    "start_seconds": 3.2,
-}
-STEPS = [{"kind": "steps", "first": first, "loss": [2.0, 1.0]} for first in range(0, 10, 2)]
-EVALUATED = {"kind": "evaluated", "epoch": 1, "steps": 10, "split": "test", "loss": 0.25, "accuracy": 0.935}
+STARTED = ev.Started(
+    steps=20,
+    done=0,
+    steps_an_epoch=10,
+    samples=2560,
+    parameters=109386,
+    stages=["blocks 0..2 on ranks 0, 1"],
+    seconds=3.2,
+    data="",
+    same="",
+    devices=2,
+    batch_size=256,
+)
+
+
+def steps(first: int, *losses: float) -> ev.Steps:
+    return ev.Steps(first, list(losses), [0.1] * len(losses), rate=0.1, fed=[None] * len(losses))
+
+
+STEPS = [steps(first, 2.0, 1.0) for first in range(0, 10, 2)]
+EVALUATED = ev.Evaluated(steps=10, epoch=1, loss=0.25, accuracy=0.935, split="test")
 RESULT: dict[str, Any] = {
     "accuracy": 0.935,
     "split": "test",
@@ -39,7 +50,7 @@ RESULT: dict[str, Any] = {
 }
 
 
-def shown(terminal: bool, events: list[dict[str, Any]]) -> str:
+def shown(terminal: bool, events: Sequence[ev.JobEvent]) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150, color_system=None, highlight=False)
     with View(console) as view:
@@ -58,7 +69,7 @@ def test_without_a_terminal_there_are_lines_and_nothing_that_moves() -> None:
 
 
 def test_figures_of_the_training_data_are_never_called_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(False, [STARTED, *STEPS, {**EVALUATED, "split": "train"}])
+    text = shown(False, [STARTED, *STEPS, replace(EVALUATED, split="train")])
     assert "training loss 0.2500  training accuracy 93.50%" in text
     assert "test" not in text
     View().summary({**RESULT, "split": "train"}, None)
@@ -66,22 +77,22 @@ def test_figures_of_the_training_data_are_never_called_the_tests(capsys: pytest.
 
 
 def test_on_a_terminal_progress_lives() -> None:
-    text = shown(True, [STARTED, *STEPS, EVALUATED, {"kind": "steps", "first": 10, "loss": [0.5]}])
+    text = shown(True, [STARTED, *STEPS, EVALUATED, steps(10, 0.5)])
     for figure in ("epoch 2/2", "step 11/20", "loss 0.5000", "accuracy 93.50%", "samples/s", "2 devices"):
         assert figure in text
 
 
 def test_a_loss_and_how_it_goes_on_are_told() -> None:
-    lost = {"kind": "lost", "device": 2, "text": "closed"}
-    recovered = {"kind": "recovered", "step": 3, "ranks": 1, "pause_s": 0.42, "text": "…"}
-    text = shown(False, [dict(STARTED), lost, recovered])
+    lost = ev.DeviceLost(device=2, text="closed")
+    recovered = ev.Recovered(step=3, pause_s=0.42, text="…", missing=[], ranks=1, generation=2)
+    text = shown(False, [STARTED, lost, recovered])
     assert "device 2 was lost: closed" in text
     assert "step 3: goes on with 1 device, 0.4 s later" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_stages_are_shown_where_there_are_several(terminal: bool) -> None:
-    text = shown(terminal, [{**STARTED, "stages": ["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"]}])
+    text = shown(terminal, [replace(STARTED, stages=["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"])])
     assert "stage 1: blocks 2..2 on ranks 1" in text
 
 

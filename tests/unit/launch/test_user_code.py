@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import nn, randn
 
+from hoop.engine.user_code import blaming_user_code
 from hoop.errors import InternalError, InvalidArgument, UserError
-from hoop.runs.user_code import blaming_user_code
 
 
 def test_what_went_through_the_users_code_is_the_users() -> None:
@@ -42,7 +42,7 @@ def test_hoops_own_errors_pass() -> None:
 def test_everything_else_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if this file were one of the libraries.
     monkeypatch.setattr(
-        "hoop.runs.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))
+        "hoop.engine.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))
     )
     with (
         pytest.raises(InternalError, match=r"a bug in Hoop, in x: .*JSONDecodeError"),

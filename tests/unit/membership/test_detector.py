@@ -14,60 +14,63 @@ from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 CONFIG = DetectorConfig(heartbeat_s=0.125, lease_s=1.5, failures=3, window=5)  # exact in binary
 
 
-def calls(text: str, pulse: HeartbeatHistory | None = None) -> HeartbeatHistory:
-    """A pulse after these calls, ``x`` for a failed one."""
-    pulse = pulse or HeartbeatHistory(100.0)
+def calls(text: str, history: HeartbeatHistory | None = None) -> HeartbeatHistory:
+    """A history after these calls, ``x`` for a failed one."""
+    history = history or HeartbeatHistory(100.0)
     for one in text:
-        pulse = pulse.called(one != "x", CONFIG)
-    return pulse
+        history = history.with_call(one != "x", CONFIG)
+    return history
 
 
 def test_silence_is_forgiven_to_the_end_of_the_lease() -> None:
-    pulse = HeartbeatHistory(100.0)
-    assert pulse.silence(100.0, CONFIG) == pulse.silence(101.5, CONFIG) == ""
-    assert pulse.silence(101.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
+    history = HeartbeatHistory(100.0)
+    assert history.silence_verdict(100.0, CONFIG) == history.silence_verdict(101.5, CONFIG) == ""
+    assert history.silence_verdict(101.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
 
 
 def test_a_heartbeat_renews_the_lease() -> None:
-    pulse = HeartbeatHistory(100.0).beat(101.0)
-    assert pulse.silence(102.5, CONFIG) == ""
-    assert pulse.silence(102.6, CONFIG)
+    history = HeartbeatHistory(100.0).with_heartbeat(101.0)
+    assert history.silence_verdict(102.5, CONFIG) == ""
+    assert history.silence_verdict(102.6, CONFIG)
 
 
 def test_a_device_that_joined_has_time_for_its_first_heartbeat() -> None:
-    pulse = HeartbeatHistory.joined(100.0, CONFIG)
-    assert pulse.silence(105.0, CONFIG) == ""
-    assert pulse.silence(105.25, CONFIG) == "no heartbeat within 5.2 s after it joined"
-    assert pulse.beat(101.0).silence(102.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
+    history = HeartbeatHistory.joined(100.0, CONFIG)
+    assert history.silence_verdict(105.0, CONFIG) == ""
+    assert history.silence_verdict(105.25, CONFIG) == "no heartbeat within 5.2 s after it joined"
+    assert (
+        history.with_heartbeat(101.0).silence_verdict(102.75, CONFIG)
+        == "no heartbeat for 1.8 s (lease 1.5 s)"
+    )
 
 
 def test_the_watchers_absence_does_not_count_before_the_first_heartbeat_either() -> None:
-    pulse = HeartbeatHistory.joined(100.0, CONFIG).excused(60.0, 161.0)
-    assert pulse.silence(165.0, CONFIG) == ""
-    assert pulse.silence(165.25, CONFIG)
+    history = HeartbeatHistory.joined(100.0, CONFIG).discount_pause(60.0, 161.0)
+    assert history.silence_verdict(165.0, CONFIG) == ""
+    assert history.silence_verdict(165.25, CONFIG)
 
 
 def test_a_long_lease_is_the_time_for_the_first_heartbeat_too() -> None:
     patient = DetectorConfig(lease_s=20.0)
-    assert HeartbeatHistory.joined(100.0, patient).silence(120.0, patient) == ""
-    assert HeartbeatHistory.joined(100.0, patient).silence(120.5, patient)
+    assert HeartbeatHistory.joined(100.0, patient).silence_verdict(120.0, patient) == ""
+    assert HeartbeatHistory.joined(100.0, patient).silence_verdict(120.5, patient)
 
 
 def test_a_late_heartbeat_does_not_take_back_time() -> None:
-    assert HeartbeatHistory(100.0).beat(101.0).beat(100.5).last_beat == 101.0
+    assert HeartbeatHistory(100.0).with_heartbeat(101.0).with_heartbeat(100.5).last_heartbeat == 101.0
 
 
-def test_a_pulse_is_not_changed_but_replaced() -> None:
-    pulse = HeartbeatHistory(100.0)
-    pulse.beat(200.0)
-    pulse.called(False, CONFIG)
-    pulse.excused(5.0, 200.0)
-    assert pulse == HeartbeatHistory(100.0)
+def test_a_history_is_not_changed_but_replaced() -> None:
+    history = HeartbeatHistory(100.0)
+    history.with_heartbeat(200.0)
+    history.with_call(False, CONFIG)
+    history.discount_pause(5.0, 200.0)
+    assert history == HeartbeatHistory(100.0)
 
 
 @pytest.mark.parametrize("history", ["", "...", "x", "xx", "x.x", "xx...", "xx....xx", "xxx...", ".x.x."])
 def test_fewer_than_x_failures_of_the_last_y_are_forgiven(history: str) -> None:
-    assert calls(history).failures(CONFIG) == ""
+    assert calls(history).call_verdict(CONFIG) == ""
 
 
 @pytest.mark.parametrize(
@@ -81,36 +84,38 @@ def test_fewer_than_x_failures_of_the_last_y_are_forgiven(history: str) -> None:
     ],
 )
 def test_x_failures_of_the_last_y_are_the_end(history: str, verdict: str) -> None:
-    assert calls(history).failures(CONFIG) == verdict
+    assert calls(history).call_verdict(CONFIG) == verdict
 
 
 def test_each_witness_is_heard_alone() -> None:
-    beating = calls("xxx").beat(200.0)
-    assert "calls failed" in beating.failures(CONFIG), "it sends heartbeats, but serves nobody"
-    assert beating.silence(200.0, CONFIG) == ""
+    beating = calls("xxx").with_heartbeat(200.0)
+    assert "calls failed" in beating.call_verdict(CONFIG), "it sends heartbeats, but serves nobody"
+    assert beating.silence_verdict(200.0, CONFIG) == ""
     answering = calls(".....")
-    assert "no heartbeat" in answering.silence(200.0, CONFIG), "silence is not outweighed by old answers"
-    assert answering.failures(CONFIG) == ""
+    assert "no heartbeat" in answering.silence_verdict(200.0, CONFIG), (
+        "silence is not outweighed by old answers"
+    )
+    assert answering.call_verdict(CONFIG) == ""
 
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_the_window_holds_the_last_calls_and_no_more(outcomes: list[bool]) -> None:
-    pulse = HeartbeatHistory(0.0)
+    history = HeartbeatHistory(0.0)
     for ok in outcomes:
-        pulse = pulse.called(ok, CONFIG)
-    assert pulse.calls == tuple(outcomes[-5:])
-    assert bool(pulse.failures(CONFIG)) == (outcomes[-5:].count(False) >= 3)
+        history = history.with_call(ok, CONFIG)
+    assert history.calls == tuple(outcomes[-5:])
+    assert bool(history.call_verdict(CONFIG)) == (outcomes[-5:].count(False) >= 3)
 
 
 def test_the_watchers_absence_excuses_silence() -> None:
-    pulse = HeartbeatHistory(100.0).excused(60.0, 161.0)
-    assert pulse.silence(161.5, CONFIG) == ""
-    assert pulse.silence(161.6, CONFIG)
-    assert calls("xxx").excused(60.0, 161.0).failures(CONFIG), "but not failures"
+    history = HeartbeatHistory(100.0).discount_pause(60.0, 161.0)
+    assert history.silence_verdict(161.5, CONFIG) == ""
+    assert history.silence_verdict(161.6, CONFIG)
+    assert calls("xxx").discount_pause(60.0, 161.0).call_verdict(CONFIG), "but not failures"
 
 
 def test_an_excuse_ends_now() -> None:
-    assert HeartbeatHistory(100.0).excused(60.0, 130.0).last_beat == 130.0
+    assert HeartbeatHistory(100.0).discount_pause(60.0, 130.0).last_heartbeat == 130.0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from roster import CONFIG, NOW, after, announced, cluster, dead, recorded, stops
 
 from hoop.membership import events as m
-from hoop.membership.state import WINDOW_S, State
+from hoop.membership.state import RELINK_WINDOW_S, State
 from hoop.membership.state_machine import step
 
 LONG_ENOUGH = CONFIG.lease_s / 6
@@ -84,7 +84,7 @@ def test_where_new_links_helped_the_next_failure_is_a_first_one_again_but_not_fo
 
 def test_a_minute_later_it_is_a_first_one_again() -> None:
     state, _ = failed(THREE, NOW, (1, 2))
-    _, instructions = failed(again(state), NOW + WINDOW_S + 1, (1, 2))
+    _, instructions = failed(again(state), NOW + RELINK_WINDOW_S + 1, (1, 2))
     assert announced(instructions) == ["links_failed"]
 
 
@@ -127,7 +127,7 @@ def test_an_evicted_device_is_forgiven_the_second_time_after_twice_as_long() -> 
             state, _ = failed(state, now + later, (1, 2))
             state = again(state)
         assert state.communicator(1).members == (1, 3)
-        over = now + 2 + LONG_ENOUGH + times * WINDOW_S
+        over = now + 2 + LONG_ENOUGH + times * RELINK_WINDOW_S
         state, instructions = ticked(state, over - 1)
         assert instructions == ()
         state, instructions = ticked(state, over)
@@ -149,6 +149,6 @@ def test_whatever_is_complained_of_few_generations_come_of_it_within_a_minute(
             state = again(state)
             if works:
                 state = after(state, m.LinkWorked(1, state.communicator(1).generation))
-    assert now - NOW < WINDOW_S
+    assert now - NOW < RELINK_WINDOW_S
     assert state.communicator(1).generation <= 1 + 3 * 10 + 4
     assert state.communicator(1).members

@@ -18,7 +18,7 @@ class Job:
 
     def __init__(self, *device_ids: int, planned: bool = True) -> None:
         self.state = after(cluster(*device_ids), m.Created(device_ids))
-        self.view = jm.JobView(1, planned=planned, grace_s=60.0)
+        self.view = jm.JobView(1, planned=planned, restart_grace_s=60.0)
         self.now = NOW
         for key in device_ids:
             self.told(jm.TaskFound(key, "a", 1))
@@ -117,7 +117,7 @@ def evicted(job: Job) -> None:
         (assign,) = job.cluster(complaint, *beats, m.Tick(job.now + 0.5))
         job.now += 0.5
         released = job.assigned(assign)
-    assert job.state.trouble(1).out
+    assert job.state.link_faults_of(1).evicted_until
     assert released == (jm.Release(2, False),)
 
 
@@ -134,7 +134,7 @@ def test_an_evicted_device_may_come_back_at_once_where_its_state_is_needed() -> 
         found = job.told(jm.TaskWaiting(key, "a", job.generation, "second was lost", "PeerLost"))
     assert jm.Readmit(2) in found
     job.state = after(job.state, m.Readmitted(1, 2))
-    assert not job.state.trouble(1).out
+    assert not job.state.link_faults_of(1).evicted_until
     assert job.told(jm.DeviceArrived(2)) == (jm.Invite(2),)
     assert job.told(jm.TaskReady(2, "a")) == (jm.Assign(joining=(2,)),)
 

@@ -70,7 +70,7 @@ class Membership(RuleBasedStateMachine):
                 assert stop.lost_device == (now.broken_by if now is not None and broke else 0)
         for further in (stop for left in told.values() for stop in left):
             number = further.communicator_id
-            if new.trouble(number).closed > old.trouble(number).closed:
+            if new.link_faults_of(number).decided_generation > old.link_faults_of(number).decided_generation:
                 assert further.lost_device in (
                     0,
                     new.communicators[number].broken_by,
@@ -126,11 +126,11 @@ class Membership(RuleBasedStateMachine):
         self.now += seconds
         if watched:
             self.send(m.Tick(self.now))
-            pulses = [one.pulse for one in self.state.members.values() if one.usable]
-            heard = min((self.now - one.last_beat for one in pulses), default=0.0)
+            pulses = [one.heartbeats for one in self.state.members.values() if one.usable]
+            heard = min((self.now - one.last_heartbeat for one in pulses), default=0.0)
             for one in pulses:
-                allowed = CONFIG.first_beat_s if one.first_beat_until else CONFIG.lease_s
-                silent = self.now - max(one.last_beat, one.excused_until)
+                allowed = CONFIG.first_heartbeat_s if one.first_heartbeat_until else CONFIG.lease_s
+                silent = self.now - max(one.last_heartbeat, one.excused_until)
                 assert silent <= allowed or heard > CONFIG.lease_s / 2
 
     @rule(members=st.lists(device_ids, max_size=4).map(tuple))
@@ -181,7 +181,7 @@ class Membership(RuleBasedStateMachine):
         chosen = data.draw(st.sampled_from(pairs))
         low, high = sorted(chosen.members)[:2]
         if (
-            self.state.trouble(chosen.id).closed >= chosen.generation
+            self.state.link_faults_of(chosen.id).decided_generation >= chosen.generation
         ):  # another pair's failure decided this one
             self.send(m.Rebuilt(chosen.id))
         for _ in range(2):

@@ -77,7 +77,7 @@ def test_joining_again_after_death_mends_no_communicator() -> None:
 
 def test_joining_again_starts_with_a_clean_record() -> None:
     state = after(cluster(1), *[m.CallReported(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
-    assert state.member(1).pulse.calls == ()
+    assert state.member(1).heartbeats.calls == ()
     assert after(state, m.Tick(NOW + 5)).member(1).usable
 
 
@@ -195,7 +195,7 @@ def test_the_lease_begins_with_the_first_heartbeat() -> None:
 def test_an_excuse_does_not_reach_into_the_future() -> None:
     now = NOW + 100
     state = after(cluster(1, 2), m.Tick(NOW + 0.1), m.Heartbeat(1, "a", now), m.Tick(now + 0.1))
-    assert state.member(1).pulse.last_beat <= now + 0.1
+    assert state.member(1).heartbeats.last_heartbeat <= now + 0.1
     for tenths in range(2, 40):
         state = after(state, m.Heartbeat(2, "a", now + tenths / 10), m.Tick(now + tenths / 10))
     assert state.member(1).health == Health.DEAD
@@ -338,7 +338,7 @@ def test_nothing_more_is_asked_of_who_is_gone(gone: m.MembershipEvent) -> None:
 
 def test_a_call_that_worked_is_remembered_and_changes_nothing_else() -> None:
     state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.CallReported(1, "", NOW))
-    assert state.member(1).pulse.calls == (True,)
+    assert state.member(1).heartbeats.calls == (True,)
     assert state.member(1).health == Health.SUSPECT, "only a heartbeat clears it"
     assert instructions == ()
 

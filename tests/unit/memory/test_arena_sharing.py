@@ -209,10 +209,10 @@ def test_a_killed_device_comes_back_with_its_bytes(path: Path, python: Python) -
 
 def test_a_device_killed_in_the_middle_of_create(path: Path, python: Python) -> None:
     program = (
-        "import os, signal, sys\nfrom hoop.memory import Arena\nfrom hoop.memory.arena import Header\n"
-        "save = Header.save\n"
+        "import os, signal, sys\nfrom hoop.memory import Arena\nfrom hoop.memory.arena import BufferTable\n"
+        "save = BufferTable.save\n"
         "def die(self, spans):\n    save(self, spans)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "Header.save = die\n"
+        "BufferTable.save = die\n"
         "Arena.create(sys.argv[1], 65536)\n"
     )
     child = python(program, path)

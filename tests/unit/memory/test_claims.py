@@ -9,7 +9,7 @@ import pytest
 
 import hoop.memory.commit_record as claims_module
 from hoop.memory import Arena
-from hoop.memory.commit_record import NO_STEP, CommitRecord, boot, commit_records
+from hoop.memory.commit_record import NO_STEP, CommitRecord, boot_id, commit_records
 
 RUN = "a run"
 
@@ -43,12 +43,12 @@ def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
 
 def test_another_run_job_or_boot_is_not_believed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     CommitRecord(arena, "job1.state", RUN, {}).step = 3
-    assert boot(), "this machine says which of its lives this is"
+    assert boot_id(), "this machine says which of its lives this is"
     assert found(arena, "another run") == found(arena, "") == []
     assert not list(commit_records(arena, "job2.", RUN))
-    monkeypatch.setattr(claims_module, "boot", lambda: "after a reboot")
+    monkeypatch.setattr(claims_module, "boot_id", lambda: "after a reboot")
     assert found(arena) == []
-    monkeypatch.setattr(claims_module, "boot", lambda: "")
+    monkeypatch.setattr(claims_module, "boot_id", lambda: "")
     assert found(arena) == []
 
 

@@ -15,7 +15,7 @@ from hoop.data.mnist import mnist
 from hoop.errors import NotFound
 from hoop.lab.papers.catalog import STUDIES, study_named
 from hoop.lab.papers.experiment import busy_cores
-from hoop.lab.papers.findings import Findings, How, Verdict, rows, stored_claims
+from hoop.lab.papers.findings import Findings, How, Verdict, make_table, stored_claims
 from hoop.lab.papers.mnist_pipeline import listing_3
 from hoop.lab.papers.predicted import all_reduce_seconds
 from hoop.lab.papers.subset import subset_of
@@ -29,7 +29,7 @@ KEPT = ROOT / "docs" / "papers"
 def test_claims_come_back_from_what_was_written(tmp_path: Path) -> None:
     found = Findings(limits=["two cores"])
     found.claim("faster", paper="83 ms | 8 ms", ours="9 ms", how="measured", verdict="in part", why="<why>")
-    found.section("Speed", "prose", rows([{"nodes": 1, "a step": 0.5}], "Steps", a_step="s"))
+    found.section("Speed", "prose", make_table([{"nodes": 1, "a step": 0.5}], "Steps", a_step="s"))
     found.page("title", "lead", {"command": "hoop reproduce x"}).write(tmp_path)
     report = json.loads((tmp_path / "report.json").read_text())
     (claim,) = stored_claims(report)

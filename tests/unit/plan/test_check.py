@@ -90,7 +90,7 @@ def test_two_stages_that_do_not_work(ranks: list[str], complaint: str) -> None:
         ([SERVED[0], "0V@0 0A 0T@0 0U"], "rank 1: 0A adds up nothing"),
         ([SERVED[0], "0V@0 0A 0T@0 0U"], "rank 1: 0T@0 comes after the gradients are added up"),
         ([SERVED[0], "0T@0 0V@0 0A 0U"], "rank 0: waits for ever at 0G@1"),
-        ([SERVED[0], "0V@0 0T@0 0F0 0A 0U"], "rank 1: 0F0 is nothing that a server does"),
+        ([SERVED[0], "0V@0 0T@0 0F0 0A 0U"], "rank 1: 0F0 is no instruction of a server"),
         ([SERVED[0], "0V@0 0T@0 1A 0U"], "rank 1: 1A is of slice 1"),
     ],
 )
@@ -148,7 +148,7 @@ def test_any_single_change_is_seen(data: st.DataObject) -> None:
         line.insert(at, line[at])
     ranks = [*whole.ranks]
     ranks[rank] = tuple(line)
-    assert check(Plan(whole.micros, whole.holders, tuple(ranks), whole.servers))
+    assert check(Plan(whole.num_microbatches, whole.holders, tuple(ranks), whole.servers))
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
@@ -169,7 +169,7 @@ def test_traffic_counts_bytes_and_messages() -> None:
     assert traffic(plan_of(TWO_STAGES, [[0], [1]]), [10], [100, 200]) == [RankTraffic(10, 1, 10, 0)] * 2
     assert traffic(plan_of(TWO_REPLICAS, [[0, 1]], 2), [], [100]) == [RankTraffic(100, 2, 0, 100)] * 2
     assert traffic(plan_of(SERVED, [[0]], servers=(1,)), [], [100]) == [RankTraffic(100, 1, 0, 100)] * 2
-    with pytest.raises(InvalidArgument, match="weight_bytes: 1 of them for 2"):
+    with pytest.raises(InvalidArgument, match="weight_bytes: 1 values for 2"):
         traffic(plan_of(TWO_STAGES, [[0], [1]]), [10], [100])
-    with pytest.raises(InvalidArgument, match="output_bytes: 0 of them for 2"):
+    with pytest.raises(InvalidArgument, match="output_bytes: 0 values for 2"):
         traffic(plan_of(TWO_STAGES, [[0], [1]]), [], [100, 200])

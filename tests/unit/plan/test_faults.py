@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.plan.faults import KINDS, Fault, check_reachable, parse_faults
+from hoop.plan.faults import FAULT_FIELDS, Fault, check_reachable, parse_faults
 from hoop.plan.instructions import InstructionKind
 from hoop.strategies.catalog import parse
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAULT_FIELDS)
 def test_a_fault_reads_back_as_it_is_written(kind: str) -> None:
-    instruction = "send-output" if "instruction" in KINDS[kind] else ""
+    instruction = "send-output" if "instruction" in FAULT_FIELDS[kind] else ""
     fault = Fault(kind, step=7, instruction=instruction)
     assert parse_faults(str(fault)) == (fault,)
     assert parse_faults(f" {fault} ; {fault};") == (fault, fault)
@@ -80,9 +80,9 @@ def test_a_fault_that_can_happen_passes(strategy: str, devices: int, fault: str)
             "data",
             4,
             "kill@rank=9",
-            r"rank 9 is not there, the job begins with ranks 0\.\.3.* or use 10 devices",
+            r"rank 9 does not exist, the job begins with ranks 0\.\.3.* or use 10 devices",
         ),
-        ("data", 4, "slow@rank=1; stop@rank=4,step=2", "stop@rank=4.*: rank 4 is not there"),
+        ("data", 4, "slow@rank=1; stop@rank=4,step=2", "stop@rank=4.*: rank 4 does not exist"),
         ("data", 4, "kill@step=15", r"step 15 never comes, the job has 14 steps; name one of 1\.\.14"),
         ("data", 4, "disk-full@step=15", "step 15 never comes"),
         (
@@ -124,4 +124,4 @@ def test_a_job_without_steps_or_links_has_no_faults_of_theirs() -> None:
         check_reachable(parse_faults("kill@rank=0"), plan, 0)
     for kind in ("corrupt", "drop", "partition"):
         with pytest.raises(InvalidArgument, match=f"{kind} needs TCP connections"):
-            check_reachable(parse_faults(f"{kind}@rank=0"), plan, STEPS, linked=False)
+            check_reachable(parse_faults(f"{kind}@rank=0"), plan, STEPS, has_tcp_links=False)

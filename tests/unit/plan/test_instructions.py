@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import PER_MICRO, RECEIVES, SENDS, WITH_PEER, Instruction, InstructionKind
-from hoop.plan.plan import Plan, split_by, split_evenly
+from hoop.plan.plan import Plan, split_by_speed, split_evenly
 
 numbers = st.integers(0, 5000)
 
@@ -33,11 +33,11 @@ def test_letters_are_distinct() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "is none"),
-        ("F", "is none"),
-        ("2X0", "is none"),
-        ("2F0 ", "is none"),
-        ("-1F0", "is none"),
+        ("", "is not an instruction"),
+        ("F", "is not an instruction"),
+        ("2X0", "is not an instruction"),
+        ("2F0 ", "is not an instruction"),
+        ("-1F0", "is not an instruction"),
         ("2F", "lacks a micro-batch"),
         ("2A0", "has a micro-batch"),
         ("2T1@3", "has a micro-batch"),
@@ -62,14 +62,14 @@ def test_malformed_text_is_named(text: str, complaint: str) -> None:
 )
 def test_the_other_end_of_a_message(rank: int, text: str, peer: int, mirrored: str) -> None:
     one = Instruction.parse(text)
-    other = one.mirrored(rank)
+    other = one.counterpart(rank)
     assert (one.peer, str(other)) == (peer, mirrored)
-    assert other.mirrored(peer) == one
+    assert other.counterpart(peer) == one
 
 
 def test_what_computes_has_no_other_end() -> None:
     with pytest.raises(KeyError):
-        Instruction.parse("2F0").mirrored(0)
+        Instruction.parse("2F0").counterpart(0)
 
 
 def test_every_send_has_one_receive() -> None:
@@ -122,7 +122,7 @@ def test_grid_with_and_without_messages() -> None:
 
 @given(st.integers(0, 60), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
 def test_shares_are_contiguous_and_finish_together(items: int, speeds: list[float]) -> None:
-    parts = split_by(items, speeds)
+    parts = split_by_speed(items, speeds)
     assert [item for part in parts for item in part] == list(range(items))
     end = max(len(part) / speed for part, speed in zip(parts, speeds, strict=True))
     # Whoever is done earliest could not have taken one more and been done before the last.
@@ -131,10 +131,10 @@ def test_shares_are_contiguous_and_finish_together(items: int, speeds: list[floa
 
 @given(st.integers(0, 60), st.integers(1, 9))
 def test_equal_speeds_are_even_shares(items: int, parts: int) -> None:
-    assert split_by(items, [2.0] * parts) == split_evenly(items, parts)
+    assert split_by_speed(items, [2.0] * parts) == split_evenly(items, parts)
 
 
 @pytest.mark.parametrize("speed", [0, -1, float("nan"), float("inf")])
 def test_a_speed_that_is_none_is_named(speed: float) -> None:
     with pytest.raises(InvalidArgument, match=r"speeds: .* of part 1"):
-        split_by(4, [1.0, speed])
+        split_by_speed(4, [1.0, speed])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.plan.partition import Block, StageCut, StageDevice, cut, overfull, partition
+from hoop.plan.partition import Block, StageCut, StageDevice, over_capacity, partition, partition_at
 
 SMALL = st.integers(0, 9)
 
@@ -29,7 +29,7 @@ def every_cut(blocks: Sequence[Block], places: Sequence[StageDevice]) -> list[li
     found = []
     for cuts in itertools.combinations(range(1, len(blocks)), len(places) - 1):
         try:
-            found.append(cut(blocks, places, cuts))
+            found.append(partition_at(blocks, places, cuts))
         except FailedPrecondition:
             continue
     return found
@@ -61,7 +61,7 @@ def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
         return
     stages = partition(blocks, places)
     assert [block for stage in stages for block in stage.blocks] == list(range(len(blocks)))
-    assert overfull(stages) == []
+    assert over_capacity(stages) == []
     assert merit(blocks, stages) == pytest.approx(min(merit(blocks, other) for other in others))
 
 
@@ -84,7 +84,7 @@ def test_memory_moves_the_cut() -> None:
 def test_stages_of_one_device_share_its_memory() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10) for at in range(4)]
     ring = [StageDevice("a", memory=40), StageDevice("b", memory=40)] * 2
-    assert overfull(partition(blocks, ring)) == []
+    assert over_capacity(partition(blocks, ring)) == []
     with pytest.raises(FailedPrecondition, match="a needs 40 B and has 39 B"):
         partition(blocks, [StageDevice("a", memory=39), StageDevice("b", memory=40)] * 2)
 
@@ -95,7 +95,7 @@ def test_shared_memory_that_binds_still_finds_a_cut() -> None:
     more = [*blocks, Block("b4", 1.0, weight_bytes=40, gradient_bytes=0)]
     places = [StageDevice("a", memory=80), StageDevice("b", memory=50), StageDevice("a", memory=80)]
     stages = partition(more, places)
-    assert overfull(stages) == []
+    assert over_capacity(stages) == []
     assert [stage.blocks for stage in stages] == [range(1), range(1, 4), range(4, 5)]
 
 
@@ -116,15 +116,15 @@ def test_what_does_not_fit_is_said_with_numbers() -> None:
 def test_cuts_by_hand_are_checked(cuts: list[int]) -> None:
     blocks = [Block(f"b{at}", 1.0) for at in range(4)]
     with pytest.raises(InvalidArgument, match="cuts: "):
-        cut(blocks, [StageDevice("a"), StageDevice("b"), StageDevice("c")], cuts)
+        partition_at(blocks, [StageDevice("a"), StageDevice("b"), StageDevice("c")], cuts)
 
 
 def test_cuts_by_hand_must_fit() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10) for at in range(4)]
     places = [StageDevice("a", memory=20), StageDevice("b")]
-    assert [stage.blocks for stage in cut(blocks, places, [1])] == [range(1), range(1, 4)]
+    assert [stage.blocks for stage in partition_at(blocks, places, [1])] == [range(1), range(1, 4)]
     with pytest.raises(FailedPrecondition, match=r"cuts: \[2\] does not fit: a needs 40 B and has 20 B"):
-        cut(blocks, places, [2])
+        partition_at(blocks, places, [2])
 
 
 def test_more_stages_than_blocks_is_said() -> None:

@@ -27,14 +27,14 @@ def whole(*statuses: RankStatus) -> RecoveryPlan:
     return agree(statuses, {WHOLE.name: WHOLE.elements})
 
 
-def stays(done: int, computed: tuple[int, ...] = (), ended: int = EPOCH) -> RankStatus:
+def stays(done: int, computed: tuple[int, ...] = (), epoch_end: int = EPOCH) -> RankStatus:
     offers = [(done, [WHOLE])] if done > NO_STATE else []
-    return RankStatus(done + 100, done, ended, True, offers, computed)
+    return RankStatus(done + 100, done, epoch_end, True, offers, computed)
 
 
-def returns(done: int, ended: int = 0) -> RankStatus:
+def returns(done: int, epoch_end: int = 0) -> RankStatus:
     offers = [(done, [WHOLE])] if done > NO_STATE else []
-    return RankStatus(done + 200, done, ended, False, offers)
+    return RankStatus(done + 200, done, epoch_end, False, offers)
 
 
 def holds(done: int, *pieces: SliceSpec, stays: bool = True, later: tuple[SliceSpec, ...] = ()) -> RankStatus:
@@ -52,8 +52,8 @@ def test_a_rank_returns_to_where_the_others_are() -> None:
     assert (found.new, found.returned, found.root) == ((), (1,), 0)
     assert [found.source_of(rank) for rank in range(3)] == ["", OWN_ARENA, ""]
     assert found.missing_shards(SHARDS) == [2]
-    assert found.ended == EPOCH, "one that returns does not know better than those that stayed"
-    assert not found.restarted
+    assert found.epoch_end == EPOCH, "one that returns does not know better than those that stayed"
+    assert not found.all_restarted
 
 
 def test_a_rank_that_is_a_step_behind_catches_up_and_one_that_returns_too_late_gets_all() -> None:
@@ -71,9 +71,9 @@ def test_a_rank_that_returns_ahead_of_those_that_stayed_goes_back_with_them() ->
 
 
 def test_all_return() -> None:
-    found = whole(returns(11), returns(NO_STATE), returns(12, ended=EPOCH))
+    found = whole(returns(11), returns(NO_STATE), returns(12, epoch_end=EPOCH))
     assert found.done == (NO_STATE, NO_STATE, 12)
-    assert (found.root, found.returned, found.restarted, found.ended) == (2, (2,), True, EPOCH)
+    assert (found.root, found.returned, found.all_restarted, found.epoch_end) == (2, (2,), True, EPOCH)
 
 
 def test_a_rank_that_was_overwritten_halfway_has_nothing() -> None:
@@ -113,7 +113,7 @@ def test_what_is_missing_is_named() -> None:
 
 
 def test_a_run_that_has_only_begun_loses_nothing() -> None:
-    found = agree([RankStatus(1, 0, 0, True, [], begins=True)], PARTS)
+    found = agree([RankStatus(1, 0, 0, True, [], fresh_start=True)], PARTS)
     assert (found.step, found.sources) == (0, {})
 
 

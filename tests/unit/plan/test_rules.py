@@ -25,20 +25,20 @@ PLAN = Plan(2, ((0,), (1,)), (FIRST, SECOND))
 def test_a_list_waits_for_what_it_receives() -> None:
     rule: Rule = ListRule(SECOND)
     assert rule.next() is None
-    rule.arrived(SECOND[4])  # the second input, first
+    rule.on_message(SECOND[4])  # the second input, first
     assert rule.next() is None
-    rule.arrived(SECOND[0])
+    rule.on_message(SECOND[0])
     taken = []
     while (one := rule.next()) is not None:
         taken.append(one)
     assert tuple(taken) == SECOND
     assert rule.finished
-    assert rule.version(0) is None
+    assert rule.weight_version(0) is None
 
 
 def test_a_message_is_taken_once() -> None:
     rule = ListRule(line("0G@1 0F0 0G@1"))
-    rule.arrived(line("0G@1")[0])
+    rule.on_message(line("0G@1")[0])
     assert [rule.next(), rule.next(), rule.next()] == [*line("0G@1 0F0"), None]
     assert not rule.finished
 

@@ -57,7 +57,7 @@ def test_resuming_takes_away_what_came_after(tmp_path: Path) -> None:
     with MetricsLog(path) as log:
         log.log(4)
     assert steps(path) == [1, 2, 2, 3, 4]
-    MetricsLog.anew(path).close()
+    MetricsLog.create(path).close()
     assert steps(path) == []
     MetricsLog.resume(tmp_path / "none.jsonl", 5).close()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hoop.report.palette import KINDS
 from hoop.report.spans import COMMUNICATE, COMPUTE, Span
-from hoop.report.timeline import MOST_ROWS, TimelineChart, kind_of
+from hoop.report.timeline import MAX_ROWS, TimelineChart, kind_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -77,7 +77,7 @@ def test_many_devices_and_spans_stay_a_picture() -> None:
     spans = [Span(f"device {d}", "F", "forward", i, 0.9) for d in range(80) for i in range(2000)]
     svg = TimelineChart("many", spans).svg()
     shown = words(ET.fromstring(svg))
-    assert f"{MOST_ROWS} of 80 devices shown" in shown
+    assert f"{MAX_ROWS} of 80 devices shown" in shown
     assert {"device 0", "device 79"} <= set(shown)
     assert len(svg) < 200_000, "spans too narrow to be seen are drawn together"
 

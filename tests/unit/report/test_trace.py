@@ -82,14 +82,14 @@ def test_a_trace_can_be_written_at_any_moment(tmp_path: Path) -> None:
 
 def test_above_the_limit_events_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with Trace(most_events=3) as trace:
+    with Trace(max_events=3) as trace:
         trace.spans(Span("d", str(index), "forward", index, 1) for index in range(10))
         trace.write(path)
     assert [e["name"] for e in events(path, "X")] == ["0", "1", "2"]
     assert trace.dropped == 7
     assert json.loads(path.read_text())["otherData"] == {"dropped_events": 7}
-    with pytest.raises(InvalidArgument, match="most_events: 0"):
-        Trace(most_events=0)
+    with pytest.raises(InvalidArgument, match="max_events: 0"):
+        Trace(max_events=0)
 
 
 def test_a_full_disk_costs_events_but_not_the_run(tmp_path: Path) -> None:

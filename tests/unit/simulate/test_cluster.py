@@ -84,23 +84,23 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
 def test_what_a_byte_costs_depends_on_the_size() -> None:
     machine = Machine(copy_s=9.0, add_s=2.0, copy_at=((16, 1.0), (64, 3.0)))
     assert [machine.copy(size) for size in (8, 16, 32, 64, 128)] == [8, 16, 2 * 32, 3 * 64, 3 * 128]
-    assert machine.copy(16, of=64) == 3 * 16
+    assert machine.copy(16, vector_size=64) == 3 * 16
     assert machine.add(10) == 20
     assert machine.message(64) == machine.message_s + 3 * 64
     assert Machine(message_s=1, byte_s=0.5).message(4) == 3
 
 
 def test_a_line_goes_through_its_points() -> None:
-    assert LinearCost.through([(10, 3.0), (20, 4.0)]) == LinearCost(2.0, 0.1)
-    assert LinearCost.through([(10, 3.0), (20, 2.0)]) == LinearCost(3.0, 0.0)  # noise: never negative
-    assert LinearCost.through([(10, 1.0), (20, 4.0)]).fixed == 0.0
+    assert LinearCost.through_points([(10, 3.0), (20, 4.0)]) == LinearCost(2.0, 0.1)
+    assert LinearCost.through_points([(10, 3.0), (20, 2.0)]) == LinearCost(3.0, 0.0)  # noise: never negative
+    assert LinearCost.through_points([(10, 1.0), (20, 4.0)]).fixed == 0.0
 
 
 def test_costs_come_with_hoop() -> None:
-    assert {"mnist", "lenet"} <= set(cost_model.names())
-    for name in cost_model.names():
-        costs = cost_model.shipped(name)
+    assert {"mnist", "lenet"} <= set(cost_model.shipped_recipes())
+    for name in cost_model.shipped_recipes():
+        costs = cost_model.shipped_costs(name)
         assert costs.blocks, name
         assert "shipped" in costs.source
     with pytest.raises(NotFound, match="hoop calibrate nothing"):
-        cost_model.shipped("nothing")
+        cost_model.shipped_costs("nothing")

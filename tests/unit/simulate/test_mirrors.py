@@ -8,12 +8,12 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.simulate.cluster import Cluster, Link
-from hoop.simulate.cost_model import FREE, BlockCost, Costs, LinearCost
+from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
 from hoop.simulate.result import SimulationResult
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
-MACHINE = replace(FREE, copy_s=1.0, byte_s=0.5, message_s=2.0)
+MACHINE = replace(FREE_MACHINE, copy_s=1.0, byte_s=0.5, message_s=2.0)
 BLOCK = BlockCost(
     "b", LinearCost(1.0), LinearCost(2.0), weight_bytes=10, optimizer_bytes=20, gradient_bytes=10
 )
@@ -22,7 +22,7 @@ COSTS = replace(Costs((BLOCK,) * 4, 1, MACHINE), update_s=0.1)
 
 def run(spec: str, devices: int, mirror: bool, hosts: int = 1, **host: object) -> SimulationResult:
     cluster = Cluster.even(devices, devices // hosts, Link(1e30), **host)
-    return simulate(parse(spec), COSTS, cluster, micros=4, mirror=mirror)
+    return simulate(parse(spec), COSTS, cluster, num_microbatches=4, mirror=mirror)
 
 
 def more(spec: str, devices: int, hosts: int = 1) -> tuple[float, float, list[int]]:

@@ -10,10 +10,10 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.plan.plan import traffic
 from hoop.plan.unit_clock import run_rules
 from hoop.simulate.cluster import Cluster, Host, Link
-from hoop.simulate.cost_model import FREE, BlockCost, Costs, LinearCost, Machine
+from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost, Machine
 from hoop.simulate.rank import Outage, SimulatedStragglers
 from hoop.simulate.simulation import simulate
-from hoop.strategies.catalog import every, parse
+from hoop.strategies.catalog import all_strategies, parse
 
 FAST = Link(1e30)
 UNITS = Costs.uniform(8, 1.0, 2.0, weight_bytes=4000, output_bytes=1000)
@@ -24,15 +24,15 @@ def on(devices: int, link: Link = FAST, per_host: int = 1, **host: object) -> Cl
 
 
 def test_one_device_computes_one_thing_after_the_other() -> None:
-    outcome = simulate(parse("data"), UNITS, on(1), micros=4)
-    assert outcome.step_seconds == outcome.alone_seconds == 4 * 8 * 3
+    outcome = simulate(parse("data"), UNITS, on(1), num_microbatches=4)
+    assert outcome.step_seconds == outcome.single_device_seconds == 4 * 8 * 3
     assert (outcome.speedup, outcome.efficiency, outcome.idle_fraction) == (1.0, 1.0, 0.0)
 
 
 def test_a_message_costs_its_sender_the_link_and_its_receiver() -> None:
-    machine = replace(FREE, message_s=0.25, copy_s=0.001)
+    machine = replace(FREE_MACHINE, message_s=0.25, copy_s=0.001)
     costs = Costs.uniform(2, 1.0, 2.0, output_bytes=1000, machine=machine)
-    outcome = simulate(parse("pipeline:gpipe"), costs, on(2, Link(500.0, 10.0)), micros=1)
+    outcome = simulate(parse("pipeline:gpipe"), costs, on(2, Link(500.0, 10.0)), num_microbatches=1)
     # forward 1, send 0.25 + 1, wire 2, latency 10, receive 1.25, forward 1, backward 2, the same back, backward 2;
     # then all ask each other whether to stop: there and back
     assert outcome.step_seconds == pytest.approx(1 + 14.5 + 3 + 14.5 + 2 + 2 * (2 * 0.25 + 10))
@@ -50,15 +50,15 @@ def test_a_message_costs_its_sender_the_link_and_its_receiver() -> None:
     ],
 )
 def test_bubbles_are_those_of_the_formulas(spec: str, bubble: float) -> None:
-    outcome = simulate(parse(spec), UNITS, on(4), micros=8)
-    busy = outcome.alone_seconds / 4
+    outcome = simulate(parse(spec), UNITS, on(4), num_microbatches=8)
+    busy = outcome.single_device_seconds / 4
     assert outcome.step_seconds == pytest.approx(busy * (1 + bubble))
     assert outcome.idle_fraction == pytest.approx(bubble / (1 + bubble))
 
 
-@pytest.mark.parametrize("strategy", every(4), ids=lambda one: one.spec)
+@pytest.mark.parametrize("strategy", all_strategies(4), ids=lambda one: one.spec)
 def test_bytes_are_those_of_the_plan(strategy) -> None:
-    outcome = simulate(strategy, UNITS, on(4), micros=4, steps=1, all_reduce="ring")
+    outcome = simulate(strategy, UNITS, on(4), num_microbatches=4, steps=1, all_reduce="ring")
     plan = outcome.plan
     ends = [*outcome.cuts[1:], 8]
     outputs = [1000] * plan.stages
@@ -68,14 +68,14 @@ def test_bytes_are_those_of_the_plan(strategy) -> None:
     assert [one.messages for one in outcome.accounts] == [one.messages for one in expected]
 
 
-@pytest.mark.parametrize("strategy", every(4), ids=lambda one: one.spec)
+@pytest.mark.parametrize("strategy", all_strategies(4), ids=lambda one: one.spec)
 def test_time_falls_with_bandwidth_and_rises_with_latency(strategy) -> None:
     machine = Machine()
     costs = Costs.uniform(8, 1e-3, 2e-3, weight_bytes=40_000, output_bytes=10_000, machine=machine)
 
     def seconds(bandwidth: float, latency: float) -> float:
         link = Link(bandwidth, latency)
-        return simulate(strategy, costs, on(4, link), micros=8, steps=2).step_seconds
+        return simulate(strategy, costs, on(4, link), num_microbatches=8, steps=2).step_seconds
 
     by_bandwidth = [seconds(one, 1e-4) for one in (1e6, 1e7, 1e8, 1e9)]
     by_latency = [seconds(1e8, one) for one in (0.0, 1e-4, 1e-3, 1e-2)]
@@ -89,7 +89,7 @@ def test_the_same_question_has_the_same_answer(spec: str) -> None:
 
     def run(seed: int) -> list[float]:
         chance = SimulatedStragglers(0.3, 4.0, seed)
-        outcome = simulate(parse(spec), costs, on(4), micros=8, steps=3, stragglers=chance)
+        outcome = simulate(parse(spec), costs, on(4), num_microbatches=8, steps=3, stragglers=chance)
         return [span.start for one in outcome.accounts for span in one.spans]
 
     assert run(7) == run(7) != run(8)
@@ -101,7 +101,7 @@ def test_the_same_question_has_the_same_answer(spec: str) -> None:
 def test_rules_do_what_they_do_on_paper(spec: str) -> None:
     """The same rules as the engine's, asked in the same way as ``rehearse`` asks them."""
     strategy, units = parse(spec), Costs.uniform(8, 1.0, 2.0)
-    outcome = simulate(strategy, units, on(4), micros=6, steps=3)
+    outcome = simulate(strategy, units, on(4), num_microbatches=6, steps=3)
     if strategy.synchronous:  # a step at a time
         told = [
             [str(span.what) for span in one.spans if "wait" not in str(span.what)] for one in outcome.accounts
@@ -121,29 +121,31 @@ def cost(outcome, blocks):
 
 
 def test_devices_that_share_a_core_take_turns() -> None:
-    apart = simulate(parse("data"), UNITS, on(4, per_host=4), micros=4)
-    shared = simulate(parse("data"), UNITS, on(4, per_host=4, cores=2), micros=4)
+    apart = simulate(parse("data"), UNITS, on(4, per_host=4), num_microbatches=4)
+    shared = simulate(parse("data"), UNITS, on(4, per_host=4, cores=2), num_microbatches=4)
     assert shared.step_seconds == pytest.approx(2 * apart.step_seconds)
-    three = simulate(parse("data"), UNITS, on(3, per_host=3, cores=2), micros=3)
+    three = simulate(parse("data"), UNITS, on(3, per_host=3, cores=2), num_microbatches=3)
     assert [one.seconds["idle"] for one in three.accounts] == pytest.approx([0, 24, 0])
 
 
 def test_a_pipeline_gains_less_from_cores_that_it_leaves_idle() -> None:
     """While one device waits, the other on its core has it for itself."""
-    shared = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4, cores=2), micros=8)
-    apart = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4), micros=8)
+    shared = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4, cores=2), num_microbatches=8)
+    apart = simulate(parse("pipeline:1f1b"), UNITS, on(4, per_host=4), num_microbatches=8)
     assert apart.step_seconds < shared.step_seconds < 2 * apart.step_seconds
 
 
 def test_crowded_cores_are_slower() -> None:
-    crowded = Costs.uniform(1, 1.0, 2.0, machine=replace(FREE, crowding=1.5))
-    assert simulate(parse("data"), crowded, on(1, per_host=2, cores=2), micros=2).step_seconds == 6
-    assert simulate(parse("data"), crowded, on(2, per_host=2, cores=2), micros=2).step_seconds == 4.5
+    crowded = Costs.uniform(1, 1.0, 2.0, machine=replace(FREE_MACHINE, crowding=1.5))
+    assert simulate(parse("data"), crowded, on(1, per_host=2, cores=2), num_microbatches=2).step_seconds == 6
+    assert (
+        simulate(parse("data"), crowded, on(2, per_host=2, cores=2), num_microbatches=2).step_seconds == 4.5
+    )
 
 
 def test_faster_devices_get_more_shards() -> None:
     cluster = Cluster((Host(1, speed=3.0), Host(1)), FAST)
-    outcome = simulate(parse("data"), UNITS, cluster, micros=8)
+    outcome = simulate(parse("data"), UNITS, cluster, num_microbatches=8)
     assert [len(outcome.plan.computed_by(rank, 0)) for rank in range(2)] == [6, 2]
     assert outcome.step_seconds == pytest.approx(2 * 8 * 3)
 
@@ -151,9 +153,9 @@ def test_faster_devices_get_more_shards() -> None:
 def test_devices_of_a_host_share_its_nic() -> None:
     costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4000)
     slow = Link(1000.0)
-    alone = simulate(parse("data"), costs, on(4, slow), micros=4)
-    shared = simulate(parse("data"), costs, on(4, slow, per_host=2), micros=4)
-    own = simulate(parse("data"), costs, on(4, Link(1000.0, shared=False), per_host=2), micros=4)
+    alone = simulate(parse("data"), costs, on(4, slow), num_microbatches=4)
+    shared = simulate(parse("data"), costs, on(4, slow, per_host=2), num_microbatches=4)
+    own = simulate(parse("data"), costs, on(4, Link(1000.0, shared=False), per_host=2), num_microbatches=4)
     assert alone.step_seconds == pytest.approx(2 * 3 * 1.0)  # two rounds, three messages of 1000 bytes each
     assert shared.step_seconds == pytest.approx(
         2 * 4 * 1.0
@@ -167,7 +169,14 @@ def test_devices_of_a_host_share_its_nic() -> None:
 def test_counting_a_sum_is_executing_it(algorithm: str, link: Link, size: int) -> None:
     costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4 * 40 * 16 * 5 * 100, machine=Machine(step_s=0))
     found = [
-        simulate(parse("data"), costs, on(size, link), micros=size, all_reduce=algorithm, most_messages=most)
+        simulate(
+            parse("data"),
+            costs,
+            on(size, link),
+            num_microbatches=size,
+            all_reduce=algorithm,
+            max_messages=most,
+        )
         for most in (10**9, 0)
     ]
     assert found[0].step_seconds == pytest.approx(found[1].step_seconds, rel=0.02)
@@ -177,15 +186,19 @@ def test_counting_a_sum_is_executing_it(algorithm: str, link: Link, size: int) -
 
 def test_several_shards_as_one_pay_the_fixed_part_once() -> None:
     line = LinearCost(2.0, 0.5)
-    costs = Costs((BlockCost("b", line, line),), 4, FREE, joint=3)
-    outcome = simulate(parse("data"), costs, on(1), micros=4)
+    costs = Costs((BlockCost("b", line, line),), 4, FREE_MACHINE, joint=3)
+    outcome = simulate(parse("data"), costs, on(1), num_microbatches=4)
     assert outcome.step_seconds == 2 * (2 * 2.0 + 4 * 4 * 0.5)  # groups of 3 and 1; forward and backward
-    assert simulate(parse("ps:asp"), costs, on(2), micros=4, steps=1).step_seconds == 2 * 4 * (2.0 + 2.0)
+    assert simulate(parse("ps:asp"), costs, on(2), num_microbatches=4, steps=1).step_seconds == 2 * 4 * (
+        2.0 + 2.0
+    )
 
 
 def test_an_outage_stops_one_device_and_who_waits_for_it() -> None:
-    quiet = simulate(parse("pipeline:1f1b"), UNITS, on(4), micros=8)
-    away = simulate(parse("pipeline:1f1b"), UNITS, on(4), micros=8, outages=[Outage(2, 10.0, 100.0)])
+    quiet = simulate(parse("pipeline:1f1b"), UNITS, on(4), num_microbatches=8)
+    away = simulate(
+        parse("pipeline:1f1b"), UNITS, on(4), num_microbatches=8, outages=[Outage(2, 10.0, 100.0)]
+    )
     assert quiet.step_seconds + 80 < away.step_seconds < quiet.step_seconds + 101
 
 
@@ -195,36 +208,38 @@ def test_asynchronous_workers_do_not_wait_for_a_slow_one() -> None:
     for mode in ("bsp", "asp", "ssp"):
         # Even shares: who is slow stays behind.
         outcome = simulate(
-            parse(f"ps:{mode}"), UNITS, on(4), micros=6, steps=8, outages=[Outage(0, 0.0, 400.0)]
+            parse(f"ps:{mode}"), UNITS, on(4), num_microbatches=6, steps=8, outages=[Outage(0, 0.0, 400.0)]
         )
         progress[mode] = [len([at for at in one.steps if at <= 400]) for one in outcome.accounts[:3]]
     assert progress["bsp"] == [0, 1, 1]
     assert progress["asp"] == [0, 8, 8]
     assert progress["ssp"] == [0, 4, 4]  # at most 3 ahead of the slowest when they begin
-    assert simulate(parse("ps:asp"), UNITS, cluster, micros=6, steps=2).updates == sorted(
-        simulate(parse("ps:asp"), UNITS, cluster, micros=6, steps=2).updates
+    assert simulate(parse("ps:asp"), UNITS, cluster, num_microbatches=6, steps=2).updates == sorted(
+        simulate(parse("ps:asp"), UNITS, cluster, num_microbatches=6, steps=2).updates
     )
 
 
 def test_memory_is_counted_and_a_model_that_does_not_fit_is_refused() -> None:
     costs = Costs.uniform(8, weight_bytes=1000, activation_bytes=10)
-    outcome = simulate(parse("pipeline:1f1b"), costs, on(4), micros=8)
+    outcome = simulate(parse("pipeline:1f1b"), costs, on(4), num_microbatches=8)
     assert list(outcome.memory) == [2 * 2000 + held * 20 for held in (4, 3, 2, 1)]
     with pytest.raises(FailedPrecondition, match="needs 15"):
-        simulate(parse("data"), costs, on(4, memory=5000), micros=8)
+        simulate(parse("data"), costs, on(4, memory=5000), num_microbatches=8)
 
 
 def test_what_cannot_be_simulated_is_named() -> None:
-    with pytest.raises(InvalidArgument, match="all_reduce: 'star' is none"):
-        simulate(parse("data"), UNITS, on(2), micros=2, all_reduce="star")
+    with pytest.raises(InvalidArgument, match="all_reduce: 'star' is unknown"):
+        simulate(parse("data"), UNITS, on(2), num_microbatches=2, all_reduce="star")
     with pytest.raises(InvalidArgument, match="outage"):
-        simulate(parse("data"), UNITS, on(2), micros=2, outages=[Outage(5, 0.0, 1.0)])
+        simulate(parse("data"), UNITS, on(2), num_microbatches=2, outages=[Outage(5, 0.0, 1.0)])
 
 
 @pytest.mark.parametrize("spec", ["data", "hybrid:replicas=128", "pipeline:1f1b"])
 def test_a_thousand_devices(spec: str) -> None:
     costs = Costs.uniform(1024, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
-    micros = 1024 if spec != "pipeline:1f1b" else 8
-    outcome = simulate(parse(spec), costs, on(1024, Link(1e9, 1e-5), per_host=8), micros=micros)
+    num_microbatches = 1024 if spec != "pipeline:1f1b" else 8
+    outcome = simulate(
+        parse(spec), costs, on(1024, Link(1e9, 1e-5), per_host=8), num_microbatches=num_microbatches
+    )
     assert outcome.devices == len(outcome.memory) == 1024
     assert 0 < outcome.efficiency < 1

@@ -20,9 +20,9 @@ def shake(rules: Sequence[Rule], chance: st.DataObject) -> list[list[Instruction
         for rank, one in asked:
             lines[rank].append(one)
             if one.kind in SENDS:
-                links.setdefault((rank, one.peer), []).append(one.mirrored(rank))
+                links.setdefault((rank, one.peer), []).append(one.counterpart(rank))
         if not asked and not moves:
             return lines
         if moves and (not asked or chance.draw(st.booleans())):
             pair = chance.draw(st.sampled_from(moves))
-            rules[pair[1]].arrived(links[pair].pop(0))
+            rules[pair[1]].on_message(links[pair].pop(0))

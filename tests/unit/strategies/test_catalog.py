@@ -7,7 +7,7 @@ import pytest
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.plan.partition import Block
 from hoop.strategies.base import Strategy
-from hoop.strategies.catalog import STRATEGIES, every, parse
+from hoop.strategies.catalog import STRATEGIES, all_strategies, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
 from hoop.strategies.memory_fit import advice, fit, fitting_strategies
@@ -44,18 +44,21 @@ def test_typed_strategies(text: str, strategy: Strategy) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "strategy: '' is none; choose data, ps, ring, pipeline, hybrid"),
-        ("dat", "strategy: 'dat' is none; choose data, ps, ring, pipeline, hybrid"),
+        ("", "strategy: '' is unknown; choose data, ps, ring, pipeline, hybrid"),
+        ("dat", "strategy: 'dat' is unknown; choose data, ps, ring, pipeline, hybrid"),
         ("data:fast", "strategy: data knows no 'fast'; it takes nothing"),
         ("ps:fast", "strategy: ps knows no 'fast'; it takes bsp, asp, ssp, servers=…, mode=…, staleness=…"),
-        ("ps:mode=fast", "mode: 'fast' is none; choose bsp, asp, ssp"),
+        ("ps:mode=fast", "mode: 'fast' is unknown; choose bsp, asp, ssp"),
         ("ps:workers=3", "strategy: ps has no field 'workers'; it has servers, mode, staleness"),
         ("ps:servers=x", "servers: 'x' is not a whole number"),
         ("ps:servers=-1", "servers: '-1' is not a whole number"),
         ("ps:servers=²", "servers: '²' is not a whole number"),
         ("ring:asynchronous=maybe", "asynchronous: 'maybe' is neither true nor false"),
         ("ring:sync,async", "strategy: asynchronous of ring is given twice, in 'ring:sync,async'"),
-        ("pipeline:schedule=fast", "schedule: 'fast' is none; choose 1f1b, gpipe, interleaved, zero-bubble"),
+        (
+            "pipeline:schedule=fast",
+            "schedule: 'fast' is unknown; choose 1f1b, gpipe, interleaved, zero-bubble",
+        ),
         ("pipeline:slices=0", "slices: 0; a device holds at least 1"),
         ("hybrid:replicas=0", "replicas: 0; there is at least 1"),
     ],
@@ -74,9 +77,9 @@ def test_hybrids_that_do_not_divide() -> None:
 
 def test_the_catalog_has_every_strategy() -> None:
     assert list(STRATEGIES) == ["data", "ps", "ring", "pipeline", "hybrid"]
-    assert {strategy.name for strategy in every(4)} == set(STRATEGIES)
-    assert {strategy.name for strategy in every(1)} == {"data", "ring", "pipeline"}
-    assert [s.replicas for s in every(12) if isinstance(s, Hybrid)] == [2, 3, 4, 6]
+    assert {strategy.name for strategy in all_strategies(4)} == set(STRATEGIES)
+    assert {strategy.name for strategy in all_strategies(1)} == {"data", "ring", "pipeline"}
+    assert [s.replicas for s in all_strategies(12) if isinstance(s, Hybrid)] == [2, 3, 4, 6]
 
 
 def blocks(count: int = 8, activation: int = 0) -> list[Block]:
@@ -106,10 +109,10 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
     assert str(error.value) == (
         "memory: each of devices 0, 1, 2, 3 needs 32 MiB and has 10 MiB, in one stage of 8 blocks"
     )
-    fits = fitting_strategies(every(4), blocks(), memory, 8)
+    fits = fitting_strategies(all_strategies(4), blocks(), memory, 8)
     assert {one.strategy.name for one in fits} == {"ring", "pipeline"}
     assert advice(fits).startswith("it would fit with ring:sync,slices=1 (at most 8 MiB a device), ")
-    assert advice(fitting_strategies(every(4), blocks(), [MIB] * 4, 8)).startswith(
+    assert advice(fitting_strategies(all_strategies(4), blocks(), [MIB] * 4, 8)).startswith(
         "no strategy fits on these devices"
     )
 
@@ -133,5 +136,5 @@ def test_cuts_follow_speed_and_hand() -> None:
     assert [stage.blocks for stage in hand.stages] == [range(1), range(1, 8)]
     with pytest.raises(InvalidArgument, match="stages: 2 are more than the model's 1 blocks"):
         fit(Pipeline(), plan, blocks(1), [None] * 2)
-    with pytest.raises(InvalidArgument, match="memory: 3 of them for 2 devices"):
+    with pytest.raises(InvalidArgument, match="memory: 3 values for 2 devices"):
         fit(Pipeline(), plan, blocks(), [None] * 3)

@@ -6,7 +6,7 @@ import pytest
 
 from hoop.errors import FailedPrecondition
 from hoop.plan.validation import check
-from hoop.strategies.catalog import parse, usable
+from hoop.strategies.catalog import parse, plan_for_devices
 
 BLOCKS = 5
 
@@ -28,7 +28,7 @@ BLOCKS = 5
     ],
 )
 def test_as_many_as_it_can_use(spec: str, devices: int, goes_on_as: str, used: int) -> None:
-    strategy, plan = usable(parse(spec), devices, 8, BLOCKS)
+    strategy, plan = plan_for_devices(parse(spec), devices, 8, BLOCKS)
     assert strategy.spec == goes_on_as
     assert plan.size == devices
     busy = {rank for ranks in plan.holders for rank in ranks} | set(plan.servers)
@@ -41,4 +41,4 @@ def test_too_few() -> None:
     with pytest.raises(
         FailedPrecondition, match=r"ps:mode=asp,servers=2 cannot go on with 1 of its devices: .*take 2"
     ):
-        usable(parse("ps:asp,servers=2"), 1, 8, BLOCKS)
+        plan_for_devices(parse("ps:asp,servers=2"), 1, 8, BLOCKS)

@@ -11,7 +11,7 @@ from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.plan.unit_clock import run_rules, units
+from hoop.plan.unit_clock import run_rules, unit_cost
 from hoop.strategies.parameter_server import ParameterServer
 
 
@@ -103,7 +103,7 @@ def last_step_begun(strategy: ParameterServer, steps: int) -> int:
     _, rules = rules_of(strategy, 3, 2, steps)
 
     def cost(rank: int, one: Instruction) -> float:
-        return units(rank, one) * (100 if rank == 1 else 1)
+        return unit_cost(rank, one) * (100 if rank == 1 else 1)
 
     line = run_rules(rules, cost)[2]
     first_push_of_slow = line.index(Instruction(InstructionKind.TAKE, 0, peer=1))
@@ -120,13 +120,13 @@ def test_later_steps_number_their_micro_batches_on() -> None:
     _, rules = rules_of(ParameterServer(mode="asp"), 3, 4, 2)
     line = run_rules(rules)[1]
     assert [one.micro for one in line if one.kind is InstructionKind.FORWARD] == [2, 3, 6, 7]
-    assert rules[2].version(0) is None
+    assert rules[2].weight_version(0) is None
 
 
 @pytest.mark.parametrize(
     ("choice", "complaint"),
     [
-        ({"mode": "fast"}, "mode: 'fast' is none; choose bsp, asp, ssp"),
+        ({"mode": "fast"}, "mode: 'fast' is unknown; choose bsp, asp, ssp"),
         ({"servers": 0}, "servers: 0"),
         ({"staleness": -1}, "staleness: -1"),
     ],

@@ -34,12 +34,12 @@ def test_a_backward_that_is_ready_goes_first() -> None:
     rule = RingModel(limit=2).rule(plan, 0)
     assert rule is not None
     assert drain(rule) == ["0L0", "0F0", "0>0@1", "0L1", "0F1", "0>1@1"]  # two may be held
-    rule.arrived(Instruction.parse("0(0@1"))
+    rule.on_message(Instruction.parse("0(0@1"))
     assert drain(rule) == ["0(0@1", "0B0", "0L2", "0F2", "0>2@1"]
-    rule.arrived(Instruction.parse("0(1@1"))
-    rule.arrived(Instruction.parse("0(2@1"))
+    rule.on_message(Instruction.parse("0(1@1"))
+    rule.on_message(Instruction.parse("0(2@1"))
     assert drain(rule) == ["0(1@1", "0(2@1", "0B1", "0B2", "0L3", "0F3", "0>3@1"]
-    rule.arrived(Instruction.parse("0(3@1"))
+    rule.on_message(Instruction.parse("0(3@1"))
     assert not rule.finished
     assert drain(rule) == ["0(3@1", "0B3", "0A", "0U"]
     assert rule.finished
@@ -47,19 +47,19 @@ def test_a_backward_that_is_ready_goes_first() -> None:
 
 def test_a_synchronous_step_waits_for_the_flush() -> None:
     plan, (first, _) = rules_of(RingModel(limit=9), 2, 1, 2)
-    assert plan.micros == 1
+    assert plan.num_microbatches == 1
     assert drain(first) == ["0L0", "0F0", "0>0@1"]  # the second step's weights are not there yet
-    first.arrived(Instruction.parse("0(0@1"))
+    first.on_message(Instruction.parse("0(0@1"))
     assert drain(first) == ["0(0@1", "0B0", "0A", "0U", "0L1", "0F1", "0>1@1"]
-    assert [first.version(micro) for micro in range(2)] == [0, 1]
+    assert [first.weight_version(micro) for micro in range(2)] == [0, 1]
 
 
 def test_an_asynchronous_step_is_one_update_behind() -> None:
     _, (first, _) = rules_of(RingModel(limit=9, asynchronous=True), 2, 1, 4)
     assert drain(first) == ["0L0", "0F0", "0>0@1", "0L1", "0F1", "0>1@1"]
-    first.arrived(Instruction.parse("0(0@1"))
+    first.on_message(Instruction.parse("0(0@1"))
     assert drain(first) == ["0(0@1", "0B0", "0A", "0U", "0L2", "0F2", "0>2@1"]
-    assert [first.version(micro) for micro in range(4)] == [0, 0, 1, 2]
+    assert [first.weight_version(micro) for micro in range(4)] == [0, 0, 1, 2]
 
 
 @given(st.builds(RingModel, st.integers(1, 3), st.none() | st.integers(1, 4), st.booleans()), st.data())
@@ -73,12 +73,12 @@ def test_whatever_the_links_do_nobody_waits_for_ever(ring: RingModel, data: st.D
     assert not timeline(held).stuck
     for rank, line in enumerate(lines):
         first = plan.held_by(rank)[0]
-        assert in_flight(held, rank, first) <= ring.may_hold(rank, devices)
+        assert in_flight(held, rank, first) <= ring.max_in_flight(rank, devices)
         updates = 0
         for one in line:
             updates += one == Instruction(InstructionKind.UPDATE, first)
             if one.kind in {InstructionKind.FORWARD, InstructionKind.BACKWARD}:
-                version = rules[rank].version(one.micro)
+                version = rules[rank].weight_version(one.micro)
                 assert version is not None
                 # The weights of that version are there: the newest, or (asynchronously) the ones before.
                 assert updates - version in ({0, 1} if ring.asynchronous else {0})

@@ -12,7 +12,7 @@ from hoop.plan.rules import ListRule
 from hoop.plan.unit_clock import run_rules, timeline
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
-from hoop.strategies.catalog import every, parse
+from hoop.strategies.catalog import all_strategies, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.strategies.hybrid import Hybrid
 from hoop.strategies.parameter_server import ParameterServer
@@ -51,7 +51,7 @@ def test_every_plan_checks(strategy: Strategy, devices: int, micros: int, data: 
         return
     plan = strategy.plan(devices, micros, speeds)
     assert check(plan) == []
-    assert (plan.size, plan.micros, plan.stages) == (devices, micros, strategy.stages(devices))
+    assert (plan.size, plan.num_microbatches, plan.stages) == (devices, micros, strategy.stages(devices))
     assert Plan.from_json(plan.to_json()) == plan
     assert strategy.plan(devices, micros, speeds) == plan
 
@@ -59,7 +59,7 @@ def test_every_plan_checks(strategy: Strategy, devices: int, micros: int, data: 
 @pytest.mark.parametrize("devices", range(1, 9))
 @pytest.mark.parametrize("micros", range(1, 17))
 def test_one_of_each_checks(devices: int, micros: int) -> None:
-    for strategy in every(devices):
+    for strategy in all_strategies(devices):
         assert check(strategy.plan(devices, micros)) == [], strategy.spec
 
 
@@ -99,13 +99,13 @@ def test_specs_are_read_back(strategy: Strategy) -> None:
     assert strategy.versions == (2 if strategy.name == "ring" and not strategy.synchronous else 1)
 
 
-@pytest.mark.parametrize("strategy", every(4), ids=lambda strategy: strategy.spec)
+@pytest.mark.parametrize("strategy", all_strategies(4), ids=lambda strategy: strategy.spec)
 def test_sizes_that_are_none_are_named(strategy: Strategy) -> None:
     with pytest.raises(InvalidArgument, match="devices: 0"):
         strategy.plan(0, 4)
-    with pytest.raises(InvalidArgument, match="micros: 0"):
+    with pytest.raises(InvalidArgument, match="num_microbatches: 0"):
         strategy.plan(4, 0)
-    with pytest.raises(InvalidArgument, match="speeds: 3 of them for 4 devices"):
+    with pytest.raises(InvalidArgument, match="speeds: 3 values for 4 devices"):
         strategy.plan(4, 4, [1, 1, 1])
 
 

@@ -1,7 +1,7 @@
-"""Carries out the faults that are placed at this rank.
+"""Fault injection: carries out the faults that ``Settings.faults`` places at this rank.
 
-It sees a worker's instructions before they are run; a worker that nothing is to befall is not looked at, and pays
-nothing.
+The injector is a hook that the executor calls before every instruction. An executor without faults has no hook and
+pays nothing.
 """
 
 from __future__ import annotations
@@ -12,56 +12,55 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.progress_reporter import Emit
-from hoop.plan.faults import OF_LINKS, Fault
+from hoop.job_events import Emit, FaultInjected
+from hoop.plan.faults import LINK_FAULTS, Fault
 from hoop.plan.instructions import Instruction
 from hoop.transport.fault_injection import FaultyLinks
 
-TOLD_S = 1.0
-"""A process that is to die tells of it first; if nobody has listened so long, nobody does."""
+FLUSH_TIMEOUT_S = 1.0
+"""How long a process that is about to die waits until its ``fault`` event has been sent."""
 
 
 class FaultInjector:
-    """What befalls one rank; each fault once."""
+    """The faults of one rank. Each happens once."""
 
-    def __init__(self, faults: Sequence[Fault], emit: Emit, heard: Callable[[float], bool]) -> None:
-        """``heard`` waits so many seconds until all that was emitted has left this process."""
-        self._due = list(faults)
-        self._emit, self._heard = emit, heard
-        self._worker: PlanExecutor | None = None
+    def __init__(self, faults: Sequence[Fault], emit: Emit, flush_events: Callable[[float], bool]) -> None:
+        """``flush_events(timeout_s)``: waits until all emitted events have left this process."""
+        self._pending = list(faults)
+        self._emit, self._flush_events = emit, flush_events
+        self._executor: PlanExecutor | None = None
         self._factor = 1.0
         self._links = FaultyLinks()
-        if any(fault.kind in OF_LINKS for fault in faults):
+        if any(fault.kind in LINK_FAULTS for fault in faults):
             self._links.install()
 
-    def befall(self, worker: PlanExecutor) -> None:
-        """Looks before every instruction of this worker."""
-        self._worker = worker
-        worker.before(self._look)
-        self._slow()
+    def attach(self, executor: PlanExecutor) -> None:
+        """Hooks into this executor; called again for each new executor after the model is partitioned anew."""
+        self._executor = executor
+        executor.add_instruction_hook(self._before_instruction)
+        self._apply_slowdown()
 
-    def _look(self, step: int, instruction: Instruction) -> None:
-        for fault in list(self._due):
+    def _before_instruction(self, step: int, instruction: Instruction) -> None:
+        for fault in list(self._pending):
             if fault.is_due(step, instruction.kind):
-                self._due.remove(fault)
-                told = {"fault": str(fault), "step": step, "before": str(instruction)}
-                self._emit({"kind": "fault", **told})
-                self._happen(fault)
+                self._pending.remove(fault)
+                self._emit(FaultInjected(str(fault), step, before=str(instruction)))
+                self._inject(fault)
 
-    def _happen(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault.kind:
             case "kill":
-                self._heard(TOLD_S)
+                self._flush_events(FLUSH_TIMEOUT_S)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                self._heard(TOLD_S)
-                if fault.seconds:  # somebody must be left to end it
-                    again = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
-                    subprocess.Popen(["/bin/sh", "-c", again], start_new_session=True)
+                self._flush_events(FLUSH_TIMEOUT_S)
+                if fault.seconds:  # a stopped process cannot continue itself: another process must
+                    command = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
+                    subprocess.Popen(["/bin/sh", "-c", command], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "slow":
                 self._factor = fault.factor
-                self._slow()
+                self._apply_slowdown()
             case "corrupt":
                 self._links.flips += 1
             case "drop":
@@ -69,6 +68,6 @@ class FaultInjector:
             case "partition":
                 self._links.partitioned = True
 
-    def _slow(self) -> None:
-        if self._worker is not None and self._factor > 1:
-            self._worker.drag = self._factor - 1
+    def _apply_slowdown(self) -> None:
+        if self._executor is not None and self._factor > 1:
+            self._executor.extra_slowdown = self._factor - 1

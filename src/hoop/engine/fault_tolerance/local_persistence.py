@@ -1,22 +1,25 @@
-"""What the last steps came to, in the arena: should all devices die at once, what none had told yet is not lost.
+"""State in the arena for a device that is killed and restarted on it: the step log, the state, and how both are read.
 
-| step | loss (a float64 in two elements) | what the update was made of (``evidence``) |      a row a step, in turn;
-                                                                                           the step is written last
+``StepLog``: the losses of the last steps, which may not have been emitted yet if all devices are killed at once.
 
-What a device that is restarted on its arena finds there of the run it took part in, and what of it can be believed.
+    | step | loss (a float64 in two elements) | provenance |        one row per step, a ring buffer;
+                                                                   the step is written last
 
-    claims      the mirrors of the last two steps, or a replica's state as it lies: of the step that the claim names
-    snapshots   checkpoints' parts, by their own checksums; the only ones that are believed after a reboot too
+``InPlaceState``: data parallel, where a device has one state, which the update changes in place. A commit record marks
+it invalid meanwhile, because a kill may come in the middle of an update:
 
-All of it is copied out, and the arena's buffers are freed: what is trained from now on needs the room.
+    record: no step ── update: weights, optimizer state ── copy buffers and counters ── record: this step
 
-Data parallel: the one state that a device has is changed where it lies, and a kill may come in the middle.
+Weights and optimizer state change only in an update. Buffers and counters change in every forward, which undoes the
+change, so their values after the step are copied to separate vectors. Each step writes the record twice and computes no
+checksum: state between the two writes is known to be invalid.
 
-    claim: no step ── update: weights, optimizer state ── buffers and counters copied ── claim: this step
+``load_from_arena`` reads, after a restart, what is valid of the run:
 
-Weights and optimizer state change in an update alone. Buffers and counters change in every forward (and are put back),
-so what they are after the step is copied beside. Two words a step are written for it, and no checksum: what is between
-them is torn, and known to be.
+    commit records   ``DoubleBufferedState``'s last two states, or ``InPlaceState``'s state: of the step in the record
+    snapshots        this rank's checkpoint parts, by their checksums; only these are still valid after a reboot
+
+It copies everything to private memory and frees the arena's buffers, which the new training needs.
 """
 
 from __future__ import annotations
@@ -28,8 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hoop.engine.fault_tolerance.checkpoint import MOMENT, RUN, SNAPSHOT, unpacked
-from hoop.engine.fault_tolerance.state_slices import LiveSlice, StateShard, described, part_of, rows, size_of
+from hoop.engine.fault_tolerance.checkpoint import MOMENT, RUN_KEY, SNAPSHOT, deserialize
+from hoop.engine.fault_tolerance.state_slices import (
+    LiveSlice,
+    StateShard,
+    bytes_of,
+    shard_of_tensors,
+    specs_of,
+    state_rows,
+)
 from hoop.engine.job import names_of
 from hoop.engine.setup import TrainingSetup
 from hoop.engine.stage.provenance import Provenance
@@ -40,201 +50,220 @@ from hoop.memory.commit_record import NO_STEP, SUFFIX, CommitRecord, commit_reco
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.recovery import NO_STATE, SliceSpec
 
-KEPT = 256
-"""Steps that are remembered: more than are done between two times that they are told, four times a second."""
+# ---- the step log
+
+LOG_STEPS = 256
+"""Rows of the log: more steps than are done between two reports, which are emitted four times a second."""
 _NAME = "diary"
-_BEFORE = 3
-"""Elements of a row before the evidence."""
+_HEADER_ELEMENTS = 3
+"""Elements of a row before the provenance."""
 
 
 class StepLog:
-    """The rows that one rank writes: where it knows the losses."""
+    """Ring buffer of the last steps' losses and provenance, written by each rank that knows the losses."""
 
-    def __init__(self, vectors: StateVectors, evidence: Provenance) -> None:
-        self._evidence = evidence
-        claim = vectors.claim(_NAME, ())
-        self._rows = vectors.new(_NAME, KEPT * (_BEFORE + evidence.places)).reshape(KEPT, -1)
-        claim.step = 0
+    def __init__(self, vectors: StateVectors, provenance: Provenance) -> None:
+        self._provenance = provenance
+        record = vectors.commit_record(_NAME, ())
+        self._rows = vectors.new(_NAME, LOG_STEPS * (_HEADER_ELEMENTS + provenance.width)).reshape(
+            LOG_STEPS, -1
+        )
+        record.step = 0
 
-    def note(self, done: int, losses: Sequence[float]) -> None:
-        """The last of so many steps, before anything says that they are done."""
+    def append(self, done: int, losses: Sequence[float]) -> None:
+        """Writes the rows of the last ``len(losses)`` steps up to ``done``; called before the steps are committed."""
         for step, loss in enumerate(losses, start=done - len(losses) + 1):
-            row = self._rows[step % KEPT]
+            row = self._rows[step % LOG_STEPS]
             row[0] = 0
-            row[1:_BEFORE] = np.array([loss]).view(np.float32)
-            row[_BEFORE:] = self._evidence.row(step - 1)
+            row[1:_HEADER_ELEMENTS] = np.array([loss]).view(np.float32)
+            row[_HEADER_ELEMENTS:] = self._provenance.row(step - 1)
             row[0] = step
 
 
-def remembered(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]:
-    """What the device that had this memory before wrote down of this run."""
+def read_step_log(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]:
+    """Loss and provenance by step, from the log that the killed process wrote for this run."""
     found: dict[int, list[float]] = {}
     buffers = {one.name: one for one in arena.buffers()}
     for name, _, _ in commit_records(arena, prefix, run):
         buffer = buffers.get(name.removesuffix(SUFFIX))
         if name.endswith(_NAME + SUFFIX) and buffer is not None:
-            rows = arena.array(buffer.address, FLOAT32, buffer.size // 4).reshape(KEPT, -1)
+            rows = arena.array(buffer.address, FLOAT32, buffer.size // 4).reshape(LOG_STEPS, -1)
             for row in rows[rows[:, 0] > 0]:
-                loss = row[1:_BEFORE].view(np.float64)
-                found[int(row[0])] = [*loss.tolist(), *row[_BEFORE:].tolist()]
+                loss = row[1:_HEADER_ELEMENTS].view(np.float64)
+                found[int(row[0])] = [*loss.tolist(), *row[_HEADER_ELEMENTS:].tolist()]
     return found
 
 
+# ---- reading the state after a restart
+
+
 def load_from_arena(arena: Arena, prefix: str, run: str) -> list[StateShard]:
-    """The parts of this run's state that were whole, the newest first; buffers of these names are gone then."""
+    """Valid shards of this run's state, newest first, in private memory. Frees all buffers named ``prefix``…"""
     buffers = {one.name: one for one in arena.buffers() if one.name.startswith(prefix)}
-    found = [_copied(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)]
+    found = [
+        _load_committed(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)
+    ]
     found += [
-        _sealed(arena, one, run) for name, one in buffers.items() if name[len(prefix) :].startswith(SNAPSHOT)
+        _load_snapshot(arena, one, run)
+        for name, one in buffers.items()
+        if name[len(prefix) :].startswith(SNAPSHOT)
     ]
     for name in buffers:
         arena.free(name)
-    parts = [one for one in found if one is not None and one.pieces]
-    return sorted(parts, key=lambda one: one.step, reverse=True)
+    shards = [one for one in found if one is not None and one.slices]
+    return sorted(shards, key=lambda one: one.step, reverse=True)
 
 
-def _copied(
+def _load_committed(
     arena: Arena, buffers: Mapping[str, ArenaBuffer], step: int, about: Mapping[str, Any]
 ) -> StateShard | None:
     rows = about["rows"]
-    pieces = [SliceSpec(*row[:4]) for row in rows]
-    part = StateShard(pieces, np.empty(size_of(pieces), np.uint8), step)
-    for piece, (*_, name, offset) in zip(pieces, rows, strict=True):
-        if name not in buffers or offset + piece.bytes > buffers[name].size:
+    specs = [SliceSpec(*row[:4]) for row in rows]
+    shard = StateShard(specs, np.empty(bytes_of(specs), np.uint8), step)
+    for spec, (*_, name, offset) in zip(specs, rows, strict=True):
+        if name not in buffers or offset + spec.bytes > buffers[name].size:
             return None
-        part[piece][:] = np.frombuffer(arena.view(buffers[name].address + offset, piece.bytes), np.uint8)
-    return part
+        shard[spec][:] = np.frombuffer(arena.view(buffers[name].address + offset, spec.bytes), np.uint8)
+    return shard
 
 
-def _sealed(arena: Arena, buffer: ArenaBuffer, run: str) -> StateShard | None:
+def _load_snapshot(arena: Arena, buffer: ArenaBuffer, run: str) -> StateShard | None:
     try:
-        tensors, metadata = unpacked(arena.read(buffer.address, buffer.size), buffer.name)
+        tensors, metadata = deserialize(arena.read(buffer.address, buffer.size), buffer.name)
     except FailedPrecondition:
         return None
-    return part_of(tensors, int(metadata["steps"])) if run and metadata.get(RUN) == run else None
+    return shard_of_tensors(tensors, int(metadata["steps"])) if run and metadata.get(RUN_KEY) == run else None
 
 
-def filled(
-    wanted: Mapping[str, Tensor], part: StateShard, made: Collection[str] = ()
+def tensors_from_shard(
+    targets: Mapping[str, Tensor], shard: StateShard, untrained: Collection[str] = ()
 ) -> dict[str, Tensor] | None:
-    """These tensors as they are in a part, or None where it has not all of them, or others.
+    """Tensors like ``targets`` with the shard's values; None if the shard lacks one or has another size.
 
-    ``made``: those that stay as they are where it has none.
+    ``untrained``: names of tensors that keep the value in ``targets`` if the shard lacks them.
     """
-    known = {one.name: one for one in part.pieces if not one.low}
+    known = {one.name: one for one in shard.slices if not one.low}
     found = {}
-    for name, like in wanted.items():
-        piece = known.get(name)
-        if piece is None and name in made:
+    for name, like in targets.items():
+        spec = known.get(name)
+        if spec is None and name in untrained:
             found[name] = like
             continue
-        if piece is None or (piece.elements, piece.bytes) != (
+        if spec is None or (spec.elements, spec.bytes) != (
             like.numel(),
             like.numel() * like.element_size(),
         ):
             return None
-        found[name] = torch.from_numpy(part[piece]).view(like.dtype).view(like.shape)
+        found[name] = torch.from_numpy(shard[spec]).view(like.dtype).view(like.shape)
     return found
 
 
 def newest_state(
-    wanted: Mapping[str, Tensor], parts: Sequence[StateShard], made: Collection[str] = ()
+    targets: Mapping[str, Tensor], shards: Sequence[StateShard], untrained: Collection[str] = ()
 ) -> tuple[int, dict[str, Tensor]] | None:
-    """Of parts in their order, the first that has all of these."""
-    tensors = ((one.step, filled(wanted, one, made)) for one in parts)
+    """Step and tensors of the first shard that has all ``targets``; see ``tensors_from_shard``."""
+    tensors = ((one.step, tensors_from_shard(targets, one, untrained)) for one in shards)
     return next(((step, one) for step, one in tensors if one is not None), None)
 
+
+# ---- data parallel: the state in place
 
 _STAGE = "stage0."
 
 
 class InPlaceState:
-    """A replica's state, as its arena tells of it."""
+    """Data parallel: keeps the commit record of this rank's state in step with the state, round every update.
+
+    It replaces the executor's handler of ``UPDATE``. The trainer makes it; recovery calls ``invalidate`` and
+    ``commit`` when it overwrites the state otherwise. Without persistent memory every call is a no-op.
+    """
 
     def __init__(
         self,
-        ready: TrainingSetup,
+        setup: TrainingSetup,
         vectors: StateVectors,
-        left: Sequence[StateShard],
+        arena_shards: Sequence[StateShard],
         resumed: bool,
-        outlives: bool,
+        persistent_memory: bool,
     ) -> None:
-        """``left``: what the device found in its arena, the newest first; ``resumed``: from a checkpoint.
+        """``arena_shards``: what ``load_from_arena`` found. ``persistent_memory``: see ``RankContext``.
 
-        ``outlives``: the arena is there for who is restarted on it; otherwise nothing is written for them. What is not
-        trained is as the model is made, and needs no copy; but for a run that was resumed.
+        Untrained parameters have the values that the model is made with, so they need no copy; they do if the run was
+        ``resumed`` from a checkpoint, or if the arena had copies of them.
         """
-        self._ready, self.worker, self._left = ready, ready.worker, left
-        self._claim: CommitRecord | None = None
-        held, names = ready.worker.held[0], names_of(ready.model)
-        layout = held.layout
+        self._setup, self.executor, self._arena_shards = setup, setup.executor, arena_shards
+        self._record: CommitRecord | None = None
+        stage, names = setup.executor.stage_states[0], names_of(setup.model)
+        layout = stage.layout
         frozen = [LiveSlice(names[id(one)], 0, one.detach().contiguous().view(-1)) for one in layout.frozen]
-        self._made = {one.name for one in frozen}
-        if not outlives:
+        self._untrained = {one.name for one in frozen}
+        if not persistent_memory:
             return
-        told: list[StateRow] = []
-        for place, one in zip(layout.places, layout.parameters, strict=False):
-            name, size, start = names[id(one)], one.numel(), 4 * place
-            told.append((name, 0, size, 4 * size, f"{_STAGE}weights", start))
-            for index in range(len(held.moments)):
+        rows: list[StateRow] = []
+        for offset, one in zip(layout.offsets, layout.parameters, strict=False):
+            name, size, start = names[id(one)], one.numel(), 4 * offset
+            rows.append((name, 0, size, 4 * size, f"{_STAGE}weights", start))
+            for index in range(len(stage.moments)):
                 moment = f"{MOMENT}{index}.{name}"
-                told.append((moment, 0, size, 4 * size, f"{_STAGE}moment{index}", start))
+                rows.append((moment, 0, size, 4 * size, f"{_STAGE}moment{index}", start))
         trained = len(layout.parameters)
-        for place, buffer in zip(layout.places[trained:], layout.buffers, strict=True):
-            start, size = 4 * (place - layout.trained), buffer.numel()
-            told.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
-        self._buffers = vectors.new("buffers", layout.state - layout.trained)
-        self._moving = [LiveSlice(names[id(one)], 0, one.view(-1)) for one in layout.counters]
-        known = {piece.name for part in left for piece in part.pieces}
+        for offset, buffer in zip(layout.offsets[trained:], layout.buffers, strict=True):
+            start, size = 4 * (offset - layout.trained), buffer.numel()
+            rows.append((names[id(buffer)], 0, size, 4 * size, "buffers", start))
+        self._buffers_copy = vectors.new("buffers", layout.state - layout.trained)
+        self._counters = [LiveSlice(names[id(one)], 0, one.view(-1)) for one in layout.counters]
+        known = {spec.name for shard in arena_shards for spec in shard.slices}
         self._frozen = [one for one in frozen if resumed or one.name in known]
-        self._counters = _room(vectors, "counters", self._moving)
-        self._fixed = _room(vectors, "fixed", self._frozen)
-        told += rows(self._counters.pieces, "counters") + rows(self._fixed.pieces, "fixed")
-        self._claim = vectors.claim("state", told)
-        self._diary = StepLog(vectors, ready.role.evidence)
-        self._update = self.worker._handlers[InstructionKind.UPDATE]
-        self.worker.handle({InstructionKind.UPDATE: self._claimed})
+        self._counters_copy = _allocate(vectors, "counters", self._counters)
+        self._frozen_copy = _allocate(vectors, "fixed", self._frozen)
+        rows += state_rows(self._counters_copy.slices, "counters") + state_rows(
+            self._frozen_copy.slices, "fixed"
+        )
+        self._record = vectors.commit_record("state", rows)
+        self._step_log = StepLog(vectors, setup.role.provenance)
+        self._update = self.executor._handlers[InstructionKind.UPDATE]
+        self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
 
-    def _claimed(self, instruction: Instruction) -> None:
-        self.torn()
+    def _update_and_commit(self, instruction: Instruction) -> None:
+        self.invalidate()
         self._update(instruction)
-        tail = self.worker.held[0].tail
-        self._diary.note(self.worker.updated, [float(tail[LOSS]) / float(tail[SAMPLES])])
-        self.whole(self.worker.updated)
+        tail = self.executor.stage_states[0].tail
+        self._step_log.append(self.executor.steps_updated, [float(tail[LOSS]) / float(tail[SAMPLES])])
+        self.commit(self.executor.steps_updated)
 
-    def torn(self) -> None:
-        """From now on it is of no step."""
-        if self._claim is not None:
-            self._claim.step = NO_STEP
+    def invalidate(self) -> None:
+        """Called before the state is changed: a device that is killed now leaves no valid state."""
+        if self._record is not None:
+            self._record.step = NO_STEP
 
-    def whole(self, step: int) -> int:
-        """What is there is the state after so many steps."""
-        if self._claim is None:
+    def commit(self, step: int) -> int:
+        """Called when the state is that after ``step``, complete; returns ``step``."""
+        if self._record is None:
             return step
-        self.torn()
-        held = self.worker.held[0]
-        if self._fixed.step == NO_STEP:
-            self._fixed.take(self._frozen, step)
-        if self._buffers.size:
-            self._buffers[:] = held.state_array[held.layout.trained :]
-        if self._moving:
-            self._counters.take(self._moving, step)
-        self._claim.step = step
+        self.invalidate()
+        stage = self.executor.stage_states[0]
+        if self._frozen_copy.step == NO_STEP:
+            self._frozen_copy.copy_from(self._frozen, step)
+        if self._buffers_copy.size:
+            self._buffers_copy[:] = stage.state_array[stage.layout.trained :]
+        if self._counters:
+            self._counters_copy.copy_from(self._counters, step)
+        self._record.step = step
         return step
 
-    def take_up(self) -> int:
-        """Goes on from the newest of what the device left in its arena; the steps done with it, or ``NO_STATE``."""
-        role, model = self._ready.role, self._ready.model
-        found = newest_state(role.wanted(model), self._left, self._made)
+    def load_newest(self) -> int:
+        """Restores the newest state that the arena had; returns its step, or ``NO_STATE``."""
+        role, model = self._setup.role, self._setup.model
+        found = newest_state(role.restore_targets(model), self._arena_shards, self._untrained)
         if found is None:
             return NO_STATE
         step, tensors = found
         role.restore(model, tensors, step)
-        self.worker.updated = step
+        self.executor.steps_updated = step
         return step
 
 
-def _room(vectors: StateVectors, name: str, state: Sequence[LiveSlice]) -> StateShard:
-    pieces = described(state)
-    count = size_of(pieces)
-    return StateShard(pieces, vectors.new(name, count // 4).view("uint8")[:count])
+def _allocate(vectors: StateVectors, name: str, state: Sequence[LiveSlice]) -> StateShard:
+    specs = specs_of(state)
+    count = bytes_of(specs)
+    return StateShard(specs, vectors.new(name, count // 4).view("uint8")[:count])

@@ -1,10 +1,18 @@
-"""What a rank that holds a part of the model does so that the run survives the loss of a device, and goes on after it.
+"""Keeps the state of a partitioned model alive: replicates it, commits steps, and reshards after a membership change.
 
-    steps     ── keep, commit ──▶ mirrors: the state at another rank, which is a step further when all have met
-    a loss    ── cut_anew: what is whole is set aside, the model is cut for those who are left, the state travels
-    all there ── let_go: what was set aside is not needed any more
+The trainer of a rank that holds a part of the model calls, in this order:
 
-Until then it is: a second loss in the middle of it finds everything as it was.
+    start, set_live              once: the state that the run begins with
+    ensure_replicated            before steps: the state has a replica at another rank
+    begin_steps
+    commit                       after steps: replicas get the steps' gradients, all ranks synchronize, updates apply
+    ── a rank is lost ──
+    reshard                      the model is partitioned for the ranks there are now, and the state moves
+    ensure_replicated, synchronize, confirm
+                                 every rank has its new shard, replicated; the saved copies can go
+
+``reshard`` copies every consistent version of the state out of the arena first, and keeps the copies until the next
+``confirm`` or ``commit``. A second loss during recovery therefore finds the same versions as the first.
 """
 
 from __future__ import annotations
@@ -16,13 +24,13 @@ import numpy as np
 from torch import Tensor
 
 from hoop.collectives.object_collectives import any_rank
+from hoop.collectives.rank_context import RankContext
 from hoop.data.dataset import Splits
 from hoop.engine.fault_tolerance.local_persistence import StepLog
 from hoop.engine.fault_tolerance.recovery import agree_on_recovery, collect
-from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replicator, follows
-from hoop.engine.fault_tolerance.state_slices import StateShard, part_of, whole_state
+from hoop.engine.fault_tolerance.replication import DoubleBufferedState, Replicator, replicates_gradients
+from hoop.engine.fault_tolerance.state_slices import StateShard, shard_of_tensors, whole_state
 from hoop.engine.job import Job
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
@@ -32,7 +40,7 @@ from hoop.plan.recovery import NO_STATE, RankStatus, RecoveryPlan
 
 
 class ShardedStateManager:
-    """One rank's copies, and its way to another part of the model."""
+    """One rank's shard of the training state, its replicas and copies, and its way to another shard."""
 
     def __init__(
         self,
@@ -40,158 +48,190 @@ class ShardedStateManager:
         job: Job,
         data: Splits,
         vectors: StateVectors,
-        evidence: Provenance,
-        left: Sequence[StateShard] = (),
+        provenance: Provenance,
+        arena_shards: Sequence[StateShard] = (),
     ) -> None:
-        """``left``: what a device that was restarted found in its arena."""
-        self._settings, self._job, self._data, self._evidence = settings, job, data, evidence
-        self._ready: TrainingSetup | None = None
+        """``arena_shards``: state that a restarted device found in its arena."""
+        self._settings, self._job, self._data, self._provenance = settings, job, data, provenance
+        self._setup: TrainingSetup | None = None
         self._vectors = [vectors]
-        self._beside = vectors.beside("beside.")
-        self._diary: StepLog | None = None
-        self._mirrors: Replicator | None = None
-        self._own: DoubleBufferedState | None = None
-        self._live = self._next = NO_STEP
-        """The step that what is held is of, and the one that it will be of once all have met."""
-        self._aside = list(left)
-        self._begins, self._new, self._left_out, self._turn = False, True, False, 0
+        """Of each partitioning so far; the last ones are in use."""
+        self._log_vectors = vectors.child("beside.")
+        self._step_log: StepLog | None = None
+        self._replicator: Replicator | None = None
+        self._own_copies: DoubleBufferedState | None = None
+        self._live_step = self._pending_step = NO_STEP
+        """Step of the live state; step it will have after the pending commit."""
+        self._saved = list(arena_shards)
+        """Consistent versions of state that this rank can offer, in private memory."""
+        self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
 
     @property
-    def turn(self) -> int:
-        """How often the model was cut anew; the same at every rank."""
-        return self._turn
+    def reshard_count(self) -> int:
+        """How often the model was partitioned anew; the same at every rank."""
+        return self._reshard_count
 
-    def begin(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """The run begins: with a checkpoint's tensors, after its step; or, where there are none, as models are made."""
-        self._begins, self._new = not tensors, False
+    # ---- steps
+
+    def start(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Called at the start of a run: with a checkpoint's tensors and step, or with none for the initial model."""
+        self._fresh_start, self._joining = not tensors, False
         if tensors:
-            self._aside = [part_of(tensors, step)]
+            self._saved = [shard_of_tensors(tensors, step)]
 
-    def hold(self, ready: TrainingSetup, step: int) -> None:
-        """What this rank holds, as it is after so many steps."""
-        self._ready, self._live = ready, step
+    def set_live(self, setup: TrainingSetup, step: int) -> None:
+        """The live state is that of ``setup``, after ``step`` steps."""
+        self._setup, self._live_step = setup, step
 
-    def keep(self, world: RankContext) -> None:
-        """Before steps: what is held is held elsewhere too; every rank must call it."""
-        if not self._settings.mirror or world.reseated is None:
-            return  # nobody wants it, or nobody could go on with it
-        ready = self._ready
-        assert ready is not None, "there is a state to be kept"
-        if self._mirrors is None:
-            self._mirrors = Replicator(world, self._vectors[-1], ready.role, ready.model, self._settings)
-            self._mirrors.keep(self._live, 0.0)
-            ready.worker.owed.puts_off = follows(ready.role)
-            if world.outlives:
-                self._own = DoubleBufferedState(self._vectors[-1], ready.role, ready.model)
-                self._own.take(self._live)
+    def ensure_replicated(self, context: RankContext) -> None:
+        """Collective. Make sure my state is replicated before training goes on.
+
+        Does nothing if the user switched mirrors off, or if the run is not elastic and could not use them.
+        """
+        if not self._settings.mirror or context.wait_reassignment is None:
+            return
+        setup = self._setup
+        assert setup is not None, "there is a live state"
+        if self._replicator is None:
+            self._replicator = Replicator(context, self._vectors[-1], setup.role, setup.model, self._settings)
+            self._replicator.replicate(self._live_step, 0.0)
+            setup.executor.deferred_updates.enabled = replicates_gradients(setup.role)
+            if context.persistent_memory:
+                self._own_copies = DoubleBufferedState(self._vectors[-1], setup.role, setup.model)
+                self._own_copies.save(self._live_step)
 
     def begin_steps(self) -> None:
-        """What is held changes from now on, unless that is put off."""
-        if self._mirrors is not None and self._ready is not None and not follows(self._ready.role):
-            self._mirrors.set_aside(self._live)
-            self._live = NO_STEP
+        """Called before steps. If updates do not wait for the commit, the live state is invalid until then."""
+        if (
+            self._replicator is not None
+            and self._setup is not None
+            and not replicates_gradients(self._setup.role)
+        ):
+            self._replicator.save_own_state(self._live_step)
+            self._live_step = NO_STEP
 
     def commit(
-        self, world: RankContext, stop: bool, done: int, steps: int, losses: Sequence[float] | None
+        self, context: RankContext, stop: bool, done: int, steps: int, losses: Sequence[float] | None
     ) -> tuple[bool, list[float]]:
-        """After so many steps: mirrors get what these did, all ranks meet, and then it is done; returns as ``meet``."""
-        ready = self._ready
-        assert ready is not None, "there were steps"
-        if follows(ready.role):
-            self._next = done
+        """Collective. Replicate the last ``steps`` steps up to ``done``, synchronize, then apply deferred updates.
+
+        Arguments and result: see ``synchronize``. If it raises, either no rank has updated, or every rank can.
+        """
+        setup = self._setup
+        assert setup is not None, "there were steps"
+        if replicates_gradients(setup.role):
+            self._pending_step = done
         else:
-            self._live = done
-        if self._mirrors is not None:
-            self._mirrors.keep(done, ready.worker.rate)
-        met = self.meet(world, stop, done, steps, losses)
-        ready.worker.owed.settle()
-        self._live, self._next = done, NO_STEP
-        if world.outlives and met[1]:
-            self._diary = self._diary or StepLog(self._beside, self._evidence)
-            self._diary.note(done, met[1])
-        if self._own is not None:
-            self._own.take(done)
-        if self._mirrors is not None:
-            ready.worker.post.meanwhile = self._mirrors.go_on
-        self.let_go()
-        return met
+            self._live_step = done
+        if self._replicator is not None:
+            self._replicator.replicate(done, setup.executor.rate)
+        agreed = self.synchronize(context, stop, done, steps, losses)
+        setup.executor.deferred_updates.apply_all()
+        self._live_step, self._pending_step = done, NO_STEP
+        if context.persistent_memory and agreed[1]:
+            self._step_log = self._step_log or StepLog(self._log_vectors, self._provenance)
+            self._step_log.append(done, agreed[1])
+        if self._own_copies is not None:
+            self._own_copies.save(done)
+        if self._replicator is not None:
+            setup.executor.channel.idle_work = self._replicator.apply_updates
+        self.release()
+        return agreed
 
-    def meet(
-        self, world: RankContext, stop: bool, done: int, steps: int = 0, losses: Sequence[float] | None = None
+    def synchronize(
+        self,
+        context: RankContext,
+        stop: bool,
+        done: int,
+        steps: int = 0,
+        losses: Sequence[float] | None = None,
     ) -> tuple[bool, list[float]]:
-        """All ranks: whether anybody wants to stop, and what one knew of the last steps (``losses``) all know then."""
-        evidence = self._evidence
-        told = np.zeros((steps, 1 + evidence.places))
+        """Collective. Returns whether any rank wants to ``stop``, and the losses of the last ``steps`` steps.
+
+        ``losses``: given by the one rank that knows them, None elsewhere; that rank also gives the steps' provenance.
+        """
+        provenance = self._provenance
+        rows = np.zeros((steps, 1 + provenance.width))
         if losses is not None:
-            told[: len(losses), 0], told[:, 1:] = losses, evidence.rows(done - steps, steps)
-        stops = any_rank(world.communicator, stop, told, self._settings.timeout_s)
-        evidence.adopt(done - steps, told[:, 1:])
-        return stops, told[:, 0].tolist()
+            rows[: len(losses), 0], rows[:, 1:] = losses, provenance.rows(done - steps, steps)
+        stops = any_rank(context.communicator, stop, rows, self._settings.timeout_s)
+        provenance.set_rows(done - steps, rows[:, 1:])
+        return stops, rows[:, 0].tolist()
 
-    def cut_anew(
-        self, world: RankContext, done: int, ended: int, stopped: bool
+    # ---- a membership change
+
+    def reshard(
+        self, context: RankContext, done: int, epoch_end: int, stopped: bool
     ) -> tuple[TrainingSetup, RecoveryPlan]:
-        """The part of the model that is this rank's now, with the newest state that can be had."""
+        """Collective. Partition the model for the ranks of ``context``; get my shard of the newest complete state.
+
+        ``done``, ``epoch_end``, ``stopped``: for ``RankStatus``. Raises ``StateLost`` if no step is complete. After any
+        error it can be called again, for the next generation.
+        """
         settings, timeout = self._settings, self._settings.timeout_s
-        self._make_room()
-        self._vectors.append(self._vectors[0].beside(f"cut{len(self._vectors)}."))
-        ready = prepare(world, settings, self._job, self._data, self._vectors[-1], anew=True)
-        parts = [(one.step, one.pieces) for one in self._aside]
-        if self._new:
-            # Later than any before, should nobody remember which: there was one a generation at most.
-            self._turn = world.communicator.endpoint.generation
-        self._left_out = self._left_out or world.left_out
-        if self._new:  # all that an arena or a checkpoint holds was done by all ranks
-            done = max((one.step for one in self._aside), default=NO_STATE)
-        mine = RankStatus(
-            world.device,
+        self._save_and_free()
+        self._vectors.append(self._vectors[0].child(f"cut{len(self._vectors)}."))
+        setup = prepare(context, settings, self._job, self._data, self._vectors[-1], resharding=True)
+        offers = [(one.step, one.slices) for one in self._saved]
+        if self._joining:
+            # Later than any count so far, should no survivor know it: there was at most one per generation.
+            self._reshard_count = context.communicator.endpoint.generation
+        self._left_out = self._left_out or context.left_out
+        if self._joining:  # arenas and checkpoints contain only steps that all ranks have done
+            done = max((one.step for one in self._saved), default=NO_STATE)
+        status = RankStatus(
+            context.device,
             done,
-            ended,
-            stays=not self._new and not self._left_out,
-            offers=parts,
+            epoch_end,
+            survived=not self._joining and not self._left_out,
+            offers=offers,
             stopped=stopped,
-            turn=self._turn,
-            begins=self._begins,
+            reshard_count=self._reshard_count,
+            fresh_start=self._fresh_start,
         )
-        whole = whole_state(ready.model, settings.optimizer.slots)
-        plan = agree_on_recovery(world.communicator, mine, whole, timeout)
+        whole = whole_state(setup.model, settings.optimizer.num_moments)
+        plan = agree_on_recovery(context.communicator, status, whole, timeout)
         if plan.sources:
-            wanted = ready.role.wanted(ready.model)
-            found, whence = collect(world.communicator, plan, self._aside, wanted, timeout)
-            ready.role.restore(ready.model, found, plan.step)
-            plan = replace(plan, source="" if mine.stays else whence)
-        if self._ready is not None:
-            ready.worker.clock.add(self._ready.worker.clock)
-            ready.worker.sent = self._ready.worker.bytes_sent
-        self.hold(ready, plan.step)
-        return ready, plan
+            targets = setup.role.restore_targets(setup.model)
+            found, source = collect(context.communicator, plan, self._saved, targets, timeout)
+            setup.role.restore(setup.model, found, plan.step)
+            plan = replace(plan, source="" if status.survived else source)
+        if self._setup is not None:
+            setup.executor.profiler.prepend(self._setup.executor.profiler)
+            setup.executor.extra_bytes_sent = self._setup.executor.bytes_sent
+        self.set_live(setup, plan.step)
+        return setup, plan
 
-    def _make_room(self) -> None:
-        """What is whole goes out of the arena, as it is and as it may be: who was lost may have said that it is."""
-        ready = self._ready
-        if ready is not None and self._live != NO_STEP:
-            self._aside.append(StateShard.of(ready.role.state(ready.model), self._live))
-        if ready is not None and self._next != NO_STEP:
-            ready.worker.owed.settle()
-            self._aside.append(StateShard.of(ready.role.state(ready.model), self._next))
-        self._live = self._next = NO_STEP
-        if self._mirrors is not None:
-            self._aside += self._mirrors.apart()
-            self._mirrors = self._own = None
-        if ready is not None:
-            ready.worker.close()
+    def _save_and_free(self) -> None:
+        """Copy every consistent version of the state out of the arena before freeing it.
+
+        That is the committed one, and the pending one, which a lost rank may have committed.
+        """
+        setup = self._setup
+        if setup is not None and self._live_step != NO_STEP:
+            self._saved.append(StateShard.copy_of(setup.role.live_slices(setup.model), self._live_step))
+        if setup is not None and self._pending_step != NO_STEP:
+            setup.executor.deferred_updates.apply_all()
+            self._saved.append(StateShard.copy_of(setup.role.live_slices(setup.model), self._pending_step))
+        self._live_step = self._pending_step = NO_STEP
+        if self._replicator is not None:
+            self._saved += self._replicator.clone_versions()
+            self._replicator = self._own_copies = None
+        if setup is not None:
+            setup.executor.close()
         for vectors in self._vectors:
-            # One who was thought dead may still write to where totals went.
-            vectors.free(but="total")
+            # A rank that was presumed dead may still write to the old total buffers.
+            vectors.free(keep_suffix="total")
 
-    def go_on(self, plan: RecoveryPlan) -> None:
-        """Every rank has kept what it has now."""
-        self._new, self._left_out, self._turn = False, False, plan.turn
-        self.let_go()
+    def confirm(self, plan: RecoveryPlan) -> None:
+        """Called when every rank has its new shard, replicated: this rank is a survivor in the next recovery."""
+        self._joining, self._left_out, self._reshard_count = False, False, plan.reshard_count
+        self.release()
 
-    def let_go(self) -> None:
-        self._aside = []
+    def release(self) -> None:
+        """Drop the saved versions."""
+        self._saved = []
 
     def close(self) -> None:
-        for vectors in [*self._vectors, self._beside]:
+        for vectors in [*self._vectors, self._log_vectors]:
             vectors.free()

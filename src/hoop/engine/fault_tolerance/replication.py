@@ -1,30 +1,29 @@
-"""Where a device's memory outlives it: what it held after the last two steps, for who is restarted on it.
+"""Replication: every rank's state is also kept by another rank, its holder, so that the loss of a device loses nothing.
 
-Each copy names its step in the arena, and none while it is written; ranks are a step apart at most. So should all be
-killed at once, there is a step of which each has its part whole.
+    rank 0 ── this step's summed gradient ──▶ rank 1 ── … ──▶ rank 2 ── … ──▶ rank 0      (1) replicate
+                                all ranks synchronize                                     (2) commit
+    each rank updates its own state and, while it waits for messages, its replica         (3) apply
 
-A rank's state as its holder keeps it: the same vectors, one after the other, so that the same update fits them.
+No rank updates before all ranks have synchronized, and at that point every holder has the gradient. So when a device is
+lost, either no rank has updated, and every state exists as of before the step, at its owner or at the holder; or every
+rank can update, and every state exists as of after the step. ``plan/recovery.py`` decides which.
 
-    | weights | moment 0 | moment 1 |   of each stage, or of a server's slice   | counters, what is not trained |
+A replica has the same vectors as its owner, so the same update works on them:
 
-It is sent whole once. From then on the holder is sent what each step's update is made with, the summed gradient (a
-third of Adam's state), and makes the update itself, when it has nothing else to do: every element is updated by itself,
-by the same kernel, so the bits are the same.
+    | weights | moment 0 | moment 1 |   per stage, or per server shard   | counters, untrained tensors |
 
-What keeps a state alive whose device dies: a mirror of it at another rank, its holder.
+The owner sends all of it once. After that it sends the summed gradient of each step (a third of Adam's state), and the
+holder repeats the update. Every element is updated by itself, by the same kernel, so the bits are equal.
 
-    rank 0 ── this step's summed gradient ──▶ rank 1 ── … ──▶ rank 2 ── … ──▶ rank 0      (1) a step is computed
-                                    all ranks meet                                        (2) it is done, everywhere
-    each updates what it holds; and, while it waits for something else, its mirror        (3)
+Ranks of asynchronous strategies synchronize only every ``stride`` steps, and updates do not wait. Each rank keeps a
+copy of its state at the last synchronization and sends its whole state at the next one, alternating between two
+replicas.
 
-Nobody updates before all have met, and who has come there has another's gradient. So when a device is lost, either
-nobody has updated, and every state is whole as it was before the step, here or in a mirror; or everybody can, and every
-state is whole as it is after it. ``plan.recovery`` finds out which.
+State that several ranks hold anyway (the replicas of a hybrid) is not sent.
 
-Where ranks meet only every so many steps (asynchronous strategies) updates do not wait: each keeps a copy of what it
-had when all last met, and sends all of its state when they meet again, to where the mirror before the last one was.
-
-What several ranks hold anyway, the replicas of a hybrid, need not travel.
+``ShardedStateManager`` (``manager.py``) calls this module. If the arena survives the process, the manager also keeps
+the rank's own last two states there, with commit records (``DoubleBufferedState``). Ranks are at most one step apart,
+so if all devices are killed at once, there is a step of which every rank has its shard.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ import torch
 from torch import nn
 
 from hoop.collectives.object_collectives import all_gather_object
+from hoop.collectives.rank_context import RankContext
 from hoop.collectives.reduction import Array
 from hoop.config import format_size
 from hoop.engine.fault_tolerance.state_slices import (
@@ -47,16 +47,15 @@ from hoop.engine.fault_tolerance.state_slices import (
     FlatState,
     LiveSlice,
     StateShard,
-    aligned,
-    described,
-    rows,
-    size_of,
+    align,
+    bytes_of,
+    specs_of,
+    state_rows,
 )
 from hoop.engine.job import names_of
-from hoop.engine.rank_context import RankContext
 from hoop.engine.roles.base import RankRole
 from hoop.engine.settings import Settings
-from hoop.engine.stage.optimizer import OptimizerSettings, go_on, updating
+from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
 from hoop.memory.commit_record import NO_STEP
@@ -67,261 +66,270 @@ from hoop.plan.replica_placement import replica_holders, replica_shares
 from hoop.strategies.memory_fit import Fit
 from hoop.transport.base import SharedEndpoint
 
-COPIES = 2
-
-
-class DoubleBufferedState:
-    """The copies that one rank keeps of its own state."""
-
-    def __init__(self, vectors: StateVectors, role: RankRole, model: nn.Module) -> None:
-        self._role, self._model = role, model
-        pieces = described(role.state(model))
-        self._parts = [claimed(vectors, f"own{turn}", pieces) for turn in range(COPIES)]
-
-    def take(self, step: int) -> None:
-        """What is held now is the state after so many steps."""
-        self._parts.append(self._parts.pop(0))
-        self._parts[-1].take(self._role.state(self._model), step)
-
-
-def claimed(vectors: StateVectors, name: str, pieces: Sequence[SliceSpec]) -> StateShard:
-    """Room for these, of which the arena says what is in it."""
-    claim = vectors.claim(name, rows(pieces, name))  # before there is anything that it could be wrong about
-    return StateShard(pieces, vectors.new(name, size_of(pieces) // 4).view(np.uint8), claim=claim)
-
-
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 Receive = Callable[[memoryview], None]
 
 
+def replicates_gradients(role: RankRole) -> bool:
+    """True if updates wait until all ranks synchronize, so that a holder can repeat them from gradients alone."""
+    return role.stride == 1
+
+
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Where everything is in it: plain values, which can be told."""
+    """Where each part of a rank's state is in its replica, in bytes. Plain values: the owner sends it as JSON."""
 
     vectors: list[tuple[int, int]]
-    """Each one's place and bytes, in the order they are sent."""
+    """Offset and size of each vector, in the order of sending."""
     flats: list[tuple[int, int, int]]
-    """Of each stage: the number of its first vector, its elements, and how many of them are trained."""
-    pieces: list[tuple[SliceSpec, int]]
-    """With their places."""
+    """Per stage: index of its first vector (the weights), elements of the weights, how many of them are trained."""
+    slices: list[tuple[SliceSpec, int]]
+    """Slices of the state, with offsets."""
     counters: list[tuple[int, int]]
-    """Their places and bytes."""
+    """Offset and size of each counter."""
 
     @classmethod
-    def heard(cls, said: dict[str, Any]) -> ReplicaLayout:
-        pieces = [(SliceSpec(*piece), place) for piece, place in said["pieces"]]
-        return cls(**{**said, "pieces": pieces})
+    def from_json(cls, message: dict[str, Any]) -> ReplicaLayout:
+        slices = [(SliceSpec(*spec), offset) for spec, offset in message["slices"]]
+        return cls(**{**message, "slices": slices})
 
     @property
     def size(self) -> int:
-        return sum(aligned(count) for _, count in self.vectors)
+        return sum(align(count) for _, count in self.vectors)
 
 
 def replica_layout(
     flats: Sequence[FlatState], counters: Sequence[str], state: Sequence[LiveSlice]
 ) -> tuple[ReplicaLayout, list[Bytes]]:
-    """What a rank holds: where it goes in an image, and the vectors that go there; ``counters`` by name."""
+    """The layout of a replica of this state, and the vectors to send, in order. ``counters``: names of tensors."""
     arrays: list[Bytes] = []
     firsts = []
     for flat in flats:
         firsts.append((len(arrays), len(flat.weights), flat.trained))
         arrays += [flat.weights.view(np.uint8), *(one.numpy().view(np.uint8) for one in flat.moments)]
-    vectors, spans, pieces = [], [], []
+    vectors, spans, slices = [], [], []
     end = 0
 
     def add(array: Bytes, start: int) -> None:
         nonlocal end
         vectors.append((end, array.nbytes))
         spans.append((start, start + array.nbytes, end))
-        end += aligned(array.nbytes)
+        end += align(array.nbytes)
 
-    def place_of(address: int) -> int | None:
+    def offset_of(address: int) -> int | None:
         return next((at + address - low for low, high, at in spans if low <= address < high), None)
 
     for array in arrays:
         add(array, array.__array_interface__["data"][0])
-    for one, piece in zip(state, described(state), strict=True):
-        place = place_of(one.elements.data_ptr())
-        if place is None:  # no update goes over it
-            place = end
+    for one, spec in zip(state, specs_of(state), strict=True):
+        offset = offset_of(one.elements.data_ptr())
+        if offset is None:  # a tensor outside the flat vectors, which no update changes
+            offset = end
             arrays.append(one.elements.detach().view(torch.uint8).numpy())
             add(arrays[-1], one.elements.data_ptr())
-        pieces.append((piece, place))
-    named = {piece.name: (place, piece.bytes) for piece, place in pieces}
-    return ReplicaLayout(vectors, firsts, pieces, [named[name] for name in counters]), arrays
+        slices.append((spec, offset))
+    named = {spec.name: (offset, spec.bytes) for spec, offset in slices}
+    return ReplicaLayout(vectors, firsts, slices, [named[name] for name in counters]), arrays
 
 
 class Replica:
-    """Another rank's state, kept here; and what brings it a step further, once that has come."""
+    """Another rank's state, kept at this rank, with at most one received update that is not applied yet."""
 
     def __init__(
         self,
-        image: ReplicaLayout,
+        layout: ReplicaLayout,
         vectors: StateVectors,
         name: str,
         optimizer: OptimizerSettings,
-        follows: bool,
+        incremental: bool,
     ) -> None:
-        """``follows``: it will be brought further; otherwise it comes whole each time."""
-        self._image = image
-        self._data: Bytes = vectors.new(name, image.size // 4).view(np.uint8)
-        pieces, places = [one for one, _ in image.pieces], [place for _, place in image.pieces]
-        self.part = StateShard(pieces, self._data, places=places)
+        """``incremental``: gradients will come, and updates are repeated here; otherwise whole states will come."""
+        self._layout = layout
+        self._data: Bytes = vectors.new(name, layout.size // 4).view(np.uint8)
+        specs, offsets = [one for one, _ in layout.slices], [offset for _, offset in layout.slices]
+        self.shard = StateShard(specs, self._data, offsets=offsets)
         self._updates = []
         self.totals: list[Floats] = []
-        """Where a step's gradients are put …"""
-        for number, (first, elements, trained) in enumerate(image.flats if follows else ()):
+        """Receive buffers: the summed gradient of each stage …"""
+        for number, (first, elements, trained) in enumerate(layout.flats if incremental else ()):
             weights = self._vector(first)
-            assert len(weights) == elements, "an image is laid out as it was told"
+            assert len(weights) == elements, "the owner's layout is consistent"
             self.totals.append(vectors.new(f"{name}.total{number}", elements))
-            moments = [torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.slots)]
-            update = updating(optimizer, torch.from_numpy(weights[:trained]), moments)
+            moments = [
+                torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.num_moments)
+            ]
+            update = make_update(optimizer, torch.from_numpy(weights[:trained]), moments)
             self._updates.append((update, weights, trained))
-        self.counts: Bytes = np.empty(sum(count for _, count in image.counters), np.uint8)
-        """… and what its counters are then."""
-        self._due: tuple[int, float] | None = None
+        self.counters: Bytes = np.empty(sum(count for _, count in layout.counters), np.uint8)
+        """… and the counters after the step."""
+        self._pending: tuple[int, float] | None = None
 
     def _vector(self, number: int) -> Floats:
-        place, count = self._image.vectors[number]
-        return self._data[place : place + count].view(np.float32)
+        offset, count = self._layout.vectors[number]
+        return self._data[offset : offset + count].view(np.float32)
 
-    def take(self, receive: Receive, step: int) -> None:
-        """All of it comes, as it is after so many steps."""
-        self.part.step = NO_STEP
-        for place, count in self._image.vectors:
+    def receive_state(self, receive: Receive, step: int) -> None:
+        """Receives the owner's whole state after ``step``. Invalid until all of it has arrived."""
+        self.shard.step = NO_STEP
+        for offset, count in self._layout.vectors:
             if count:
-                receive(self._data[place : place + count].data)
-        self.part.step = step
+                receive(self._data[offset : offset + count].data)
+        self.shard.step = step
 
-    def due(self, step: int, rate: float) -> None:
-        """What the update to this step is made with has come."""
-        assert self.part.step == step - 1, "a mirror goes on step by step"
-        self._due = step, rate
+    def schedule_update(self, step: int, rate: float) -> None:
+        """Called when ``totals`` and ``counters`` have been received: the update to ``step`` can be applied."""
+        assert self.shard.step == step - 1, "a replica advances step by step"
+        self._pending = step, rate
 
-    def go_on(self) -> bool:
-        """Makes the update that is due; whether there was one."""
-        if self._due is None:
+    def apply_update(self) -> bool:
+        """Applies the pending update; returns False if there is none."""
+        if self._pending is None:
             return False
-        (step, rate), self._due = self._due, None
-        self.part.step = NO_STEP
+        (step, rate), self._pending = self._pending, None
+        self.shard.step = NO_STEP
         for (update, weights, trained), total in zip(self._updates, self.totals, strict=True):
-            go_on(update, weights, trained, total, rate, step - 1)
+            apply_update(update, weights, trained, total, rate, step - 1)
         at = 0
-        for place, count in self._image.counters:
-            self._data[place : place + count] = self.counts[at : at + count]
+        for offset, count in self._layout.counters:
+            self._data[offset : offset + count] = self.counters[at : at + count]
             at += count
-        self.part.step = step
+        self.shard.step = step
         return True
 
-    def apart(self) -> list[StateShard]:
-        """What is whole, in memory of its own: as it is, and as it will be."""
-        found = [self.part.apart()] if self.part.step != NO_STEP else []
-        return found + ([self.part.apart()] if self.go_on() else [])
+    def clone_versions(self) -> list[StateShard]:
+        """Copies of every consistent version in private memory: the present one, and that after the pending update."""
+        found = [self.shard.clone()] if self.shard.step != NO_STEP else []
+        return found + ([self.shard.clone()] if self.apply_update() else [])
 
 
 class Replicator:
-    """The mirrors that one rank holds, and what it does for its own."""
+    """Sends this rank's state to its holder, and keeps the replicas that this rank holds.
+
+    The manager makes it before the first step after each (re)partitioning, and calls:
+
+        replicate         every commit: collective, between the step's reduction and its update
+        apply_updates     whenever this rank waits for messages, and before the next ``replicate``
+        save_own_state    asynchronous strategies: before steps that update without synchronizing
+        clone_versions    after a membership change: everything that is consistent, out of the arena
+    """
 
     def __init__(
-        self, world: RankContext, vectors: StateVectors, role: RankRole, model: nn.Module, settings: Settings
+        self,
+        context: RankContext,
+        vectors: StateVectors,
+        role: RankRole,
+        model: nn.Module,
+        settings: Settings,
     ) -> None:
-        """All ranks must make theirs together."""
-        self._endpoint, self._timeout = world.communicator.endpoint, settings.timeout_s
-        self._role, self._model, self._follows = role, model, follows(role)
-        holding = replica_holders(world.size, world.hosts)
-        self._holder = holding[world.rank]
-        image, arrays = self._imaged()
-        self._sends = role.travels and self._holder != world.rank and bool(arrays)
-        told = all_gather_object(world.communicator, vars(image) if self._sends else None, self._timeout)
-        self._theirs = {
+        """Collective: ranks exchange layouts."""
+        self._endpoint, self._timeout = context.communicator.endpoint, settings.timeout_s
+        self._role, self._model, self._incremental = role, model, replicates_gradients(role)
+        holders = replica_holders(context.size, context.hosts)
+        self._holder = holders[context.rank]
+        layout, arrays = self._layout()
+        self._sends = role.needs_replication and self._holder != context.rank and bool(arrays)
+        layouts = all_gather_object(
+            context.communicator, vars(layout) if self._sends else None, self._timeout
+        )
+        self._replicas = {
             owner: [
                 Replica(
-                    ReplicaLayout.heard(said),
+                    ReplicaLayout.from_json(message),
                     vectors,
                     f"mirror{owner}.{turn}",
                     settings.optimizer,
-                    self._follows,
+                    self._incremental,
                 )
-                for turn in range(1 if self._follows else 2)
+                for turn in range(1 if self._incremental else 2)
             ]
-            for owner, said in enumerate(told)
-            if said is not None and holding[owner] == world.rank
+            for owner, message in enumerate(layouts)
+            if message is not None and holders[owner] == context.rank
         }
-        seen = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
-        self._seen: list[Bytes] = [one for one in seen if one is not None]
-        """Everybody's memory, where all see it."""
-        if len(self._seen) < world.size:
-            self._seen = []
-        self._own: StateShard | None = None
-        if not self._follows:
-            pieces = described(role.state(model))
-            data: Bytes = vectors.new("own", size_of(pieces) // 4).view(np.uint8)
-            self._own = StateShard(pieces, data)
-        self._begun = False
+        """By owner: one replica, or two that are overwritten in turn; the newest is last."""
+        arenas = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
+        self._arenas: list[Bytes] = [one for one in arenas if one is not None]
+        """Every rank's arena, if all of them are mapped here; else empty."""
+        if len(self._arenas) < context.size:
+            self._arenas = []
+        self._own_copy: StateShard | None = None
+        if not self._incremental:
+            specs = specs_of(role.live_slices(model))
+            data: Bytes = vectors.new("own", bytes_of(specs) // 4).view(np.uint8)
+            self._own_copy = StateShard(specs, data)
+        self._sent_state = False
 
-    def _imaged(self) -> tuple[ReplicaLayout, list[Bytes]]:
+    def _layout(self) -> tuple[ReplicaLayout, list[Bytes]]:
         names = names_of(self._model)
         counters = [names[id(one)] for one, _ in self._role.counters()]
-        return replica_layout(self._role.flats(), counters, self._role.state(self._model))
+        return replica_layout(self._role.flat_states(), counters, self._role.live_slices(self._model))
 
-    def keep(self, step: int, rate: float) -> None:
-        """(1): what was made since the last time is at the holder too, and another's here; every rank must call it."""
+    def replicate(self, step: int, rate: float) -> None:
+        """Collective. Send this step's gradients to my replica holder; receive those of the replicas I hold.
+
+        The first call, and every call of an asynchronous strategy, sends the whole state after ``step`` instead.
+        Otherwise ``step`` is the step under way, whose update with learning rate ``rate`` no rank has applied yet.
+        """
         deadline = time.monotonic() + self._timeout
-        changes = self._begun and self._follows
-        self.go_on()
+        gradients = self._sent_state and self._incremental
+        self.apply_updates()
         if self._sends:
-            for array in self._changes() if changes else self._imaged()[1]:
+            for array in self._outgoing() if gradients else self._layout()[1]:
                 if array.nbytes:
                     self._endpoint.send(self._holder, array.view(np.uint8).data, deadline)
-        for owner, turns in self._theirs.items():
+        for owner, replicas in self._replicas.items():
             receive = partial(self._endpoint.recv_into, owner, deadline=deadline)
-            if changes:
-                self._hear(owner, turns[0], receive)
-                turns[0].due(step, rate)
+            if gradients:
+                self._receive_gradients(owner, replicas[0], receive)
+                replicas[0].schedule_update(step, rate)
             else:
-                turns.append(turns.pop(0))
-                turns[-1].take(receive, step)
+                replicas.append(replicas.pop(0))
+                replicas[-1].receive_state(receive, step)
         self._endpoint.flush(deadline)
-        self._begun = True
+        self._sent_state = True
 
-    def _changes(self) -> list[Array]:
-        """What the holder is told: gradients, or where they are in memory that it sees; and what is counted."""
-        totals = [one.total for one in self._role.flats()]
-        counts = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
-        if self._seen:
-            self._role.worker.sent += sum(one.nbytes for one in totals)
-            start = _address(self._seen[self._endpoint.rank])
+    def _outgoing(self) -> list[Array]:
+        """This step's gradients, or their offsets in this rank's arena if the holder has it mapped; then counters."""
+        totals = [one.total for one in self._role.flat_states()]
+        counters = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
+        if self._arenas:
+            self._role.executor.extra_bytes_sent += sum(one.nbytes for one in totals)
+            start = _address(self._arenas[self._endpoint.rank])
             totals = [np.array([_address(one) - start for one in totals], np.int64)]
-        return totals + ([np.concatenate(counts)] if counts else [])
+        return totals + ([np.concatenate(counters)] if counters else [])
 
-    def _hear(self, owner: int, mirror: Replica, receive: Receive) -> None:
-        """The same, from the other side."""
-        places = np.empty(len(mirror.totals) if self._seen else 0, np.int64)
-        if places.size:
-            receive(places.view(np.uint8).data)
-            for place, total in zip(places.tolist(), mirror.totals, strict=True):
-                np.copyto(total, self._seen[owner][place : place + total.nbytes].view(np.float32))
-        for total in mirror.totals if not self._seen else ():
+    def _receive_gradients(self, owner: int, replica: Replica, receive: Receive) -> None:
+        """The receiving side of ``_outgoing``."""
+        offsets = np.empty(len(replica.totals) if self._arenas else 0, np.int64)
+        if offsets.size:
+            receive(offsets.view(np.uint8).data)
+            for offset, total in zip(offsets.tolist(), replica.totals, strict=True):
+                np.copyto(total, self._arenas[owner][offset : offset + total.nbytes].view(np.float32))
+        for total in replica.totals if not self._arenas else ():
             if total.size:
                 receive(total.view(np.uint8).data)
-        if mirror.counts.size:
-            receive(mirror.counts.data)
+        if replica.counters.size:
+            receive(replica.counters.data)
 
-    def go_on(self) -> None:
-        """(3): mirrors are updated with what has come for them."""
-        for turns in self._theirs.values():
-            turns[-1].go_on()
+    def apply_updates(self) -> None:
+        """Applies the pending update of each replica."""
+        for replicas in self._replicas.values():
+            replicas[-1].apply_update()
 
-    def set_aside(self, step: int) -> None:
-        """Steps begin that change what is held here before all meet again."""
-        if self._own is not None and self._own.step != step:
-            self._own.take(self._role.state(self._model), step)
+    def save_own_state(self, step: int) -> None:
+        """Asynchronous strategies: copies this rank's state after ``step``, before steps change it."""
+        if self._own_copy is not None and self._own_copy.step != step:
+            self._own_copy.copy_from(self._role.live_slices(self._model), step)
 
-    def apart(self) -> list[StateShard]:
-        """All that is whole, in memory of its own."""
-        found = [one for turns in self._theirs.values() for mirror in turns for one in mirror.apart()]
-        if self._own is not None and self._own.step != NO_STEP:
-            found.append(self._own.apart())
+    def clone_versions(self) -> list[StateShard]:
+        """Copies of every consistent version of the replicas, and of ``save_own_state``'s copy, in private memory."""
+        found = [
+            one
+            for replicas in self._replicas.values()
+            for replica in replicas
+            for one in replica.clone_versions()
+        ]
+        if self._own_copy is not None and self._own_copy.step != NO_STEP:
+            found.append(self._own_copy.clone())
         return found
 
 
@@ -329,20 +337,46 @@ def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def follows(role: RankRole) -> bool:
-    """Whether updates can wait until all ranks meet, and mirrors are made by doing them again."""
-    return role.stride == 1
+COPIES = 2
 
 
-def check_room(
+class DoubleBufferedState:
+    """The last two versions of this rank's own state, in the arena, for a device that is restarted on it.
+
+    A version's commit record has no step while the version is written, so a killed device leaves at least one valid
+    version.
+    """
+
+    def __init__(self, vectors: StateVectors, role: RankRole, model: nn.Module) -> None:
+        self._role, self._model = role, model
+        specs = specs_of(role.live_slices(model))
+        self._shards = [allocate_shard(vectors, f"own{turn}", specs) for turn in range(COPIES)]
+
+    def save(self, step: int) -> None:
+        """Overwrites the older version with the live state, which is that after ``step``."""
+        self._shards.append(self._shards.pop(0))
+        self._shards[-1].copy_from(self._role.live_slices(self._model), step)
+
+
+def allocate_shard(vectors: StateVectors, name: str, specs: Sequence[SliceSpec]) -> StateShard:
+    """Allocates a buffer for these slices, with a commit record."""
+    # The record comes first: it says "no step" before there are bytes that it could be wrong about.
+    record = vectors.commit_record(name, state_rows(specs, name))
+    return StateShard(specs, vectors.new(name, bytes_of(specs) // 4).view(np.uint8), record=record)
+
+
+def check_memory(
     plan: Plan,
     fit: Fit,
     blocks: Sequence[Block],
     memory: Sequence[int],
     hosts: Sequence[Hashable] = (),
-    outlives: bool = False,
+    persistent_memory: bool = False,
 ) -> None:
-    """Raises where mirrors, and copies for a device's next life, do not fit beside what is trained."""
+    """Raises ``FailedPrecondition`` if a rank's replicas and persistent copies do not fit beside its training state.
+
+    ``memory``: free bytes of each rank's arena.
+    """
     copies = [0] * plan.size
     each = zip(replica_shares(plan, fit.stages, blocks), replica_holders(plan.size, hosts), strict=True)
     for rank, (share, holder) in enumerate(each):
@@ -351,11 +385,11 @@ def check_room(
         else:
             copies[holder] += 2 * share.state * (holder != rank)
             copies[rank] += share.state
-        copies[rank] += COPIES * share.state * outlives
-    for rank, (held, room) in enumerate(zip(fit.bytes, memory, strict=True)):
-        if held + copies[rank] > room:
+        copies[rank] += COPIES * share.state * persistent_memory
+    for rank, (needed, free) in enumerate(zip(fit.bytes, memory, strict=True)):
+        if needed + copies[rank] > free:
             raise FailedPrecondition(
-                f"memory: device {rank} needs {format_size(held)}, and {format_size(copies[rank])} for mirrors of what "
-                f"others hold, and has {format_size(room)}; without mirrors (--no-mirror) it fits, and the loss of a "
-                "device ends the run"
+                f"memory: device {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for mirrors of "
+                f"other devices' state, and has {format_size(free)}; without mirrors (--no-mirror) it fits, but the "
+                "loss of a device ends the run"
             )

@@ -1,9 +1,11 @@
-"""Parts of a training state as it was after some step: pieces of named tensors, one after the other in a vector.
+"""Slices of a training state: contiguous elements of named tensors, as they were after one step.
 
     0.1.weight [0, 784)   0.1.bias [0, 30)   optimizer.moment0.0.1.weight [0, 784)   …
 
-Names are a snapshot's, so whatever cut, strategy or number of devices comes next finds what it needs. A piece is a
-whole tensor, or the elements of it that a parameter server keeps.
+A ``SliceSpec`` (``plan/recovery.py``) describes a slice, a ``LiveSlice`` is its tensor in use, a ``StateShard`` holds
+copies of several slices. Tensors have the names of a checkpoint, so another partition of the model, another strategy
+or another number of ranks finds the slices it needs. A slice is a whole tensor, or the elements of it that one
+parameter server owns.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _ALIGN = 64
 
 
 class LiveSlice(NamedTuple):
-    """A piece where it is computed with: elements of a tensor from ``low`` on."""
+    """A slice of the live state: ``elements`` of tensor ``name`` from element ``low`` on."""
 
     name: str
     low: int
@@ -37,106 +39,105 @@ class LiveSlice(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """Weights and optimizer state as the vectors that an update goes over."""
+    """One stage's weights and optimizer state, as the flat vectors that an update works on."""
 
     weights: Array
     trained: int
-    """How many of them are updated; what shards did to the rest, buffers, is added."""
+    """The optimizer updates the first ``trained`` elements of ``weights``; to the rest, buffers, the total is added."""
     moments: list[Tensor]
     total: Array
-    """What the update of this step is made with."""
+    """The step's summed gradient, followed by the summed changes of the buffers."""
 
 
-def described(state: Iterable[LiveSlice]) -> list[SliceSpec]:
+def specs_of(state: Iterable[LiveSlice]) -> list[SliceSpec]:
     return [
         SliceSpec(one.name, one.low, one.elements.numel(), one.elements.numel() * one.elements.element_size())
         for one in state
     ]
 
 
-def size_of(pieces: Sequence[SliceSpec]) -> int:
-    """Bytes of a part of these."""
-    return sum(aligned(one.bytes) for one in pieces)
+def bytes_of(slices: Sequence[SliceSpec]) -> int:
+    """Bytes of a ``StateShard`` of these slices, with alignment."""
+    return sum(align(one.bytes) for one in slices)
 
 
-def aligned(count: int) -> int:
-    """So many bytes, up to where the next ones may begin."""
+def align(count: int) -> int:
     return -(-count // _ALIGN) * _ALIGN
 
 
-def rows(pieces: Sequence[SliceSpec], vector: str) -> list[StateRow]:
-    """Where each lies in the vector of a part of these."""
-    starts = itertools.accumulate((size_of([one]) for one in pieces), initial=0)
-    return [(*one, vector, start) for one, start in zip(pieces, starts, strict=False)]
+def state_rows(slices: Sequence[SliceSpec], vector: str) -> list[StateRow]:
+    """For a commit record: the offset of each slice in a shard of them, which is stored in ``vector``."""
+    starts = itertools.accumulate((bytes_of([one]) for one in slices), initial=0)
+    return [(*one, vector, start) for one, start in zip(slices, starts, strict=False)]
 
 
-def part_of(tensors: Mapping[str, Tensor], step: int) -> StateShard:
-    """Whole tensors, in memory of their own."""
-    return StateShard.of(
+def shard_of_tensors(tensors: Mapping[str, Tensor], step: int) -> StateShard:
+    """Copies whole tensors into a new shard."""
+    return StateShard.copy_of(
         [LiveSlice(name, 0, one.detach().contiguous().view(-1)) for name, one in tensors.items()], step
     )
 
 
 class StateShard:
-    """Some pieces, as they were after one step."""
+    """Copies of some slices after one step, in one byte vector."""
 
     def __init__(
         self,
-        pieces: Sequence[SliceSpec],
+        slices: Sequence[SliceSpec],
         data: Bytes,
         step: int = NO_STEP,
-        places: Sequence[int] | None = None,
-        claim: CommitRecord | None = None,
+        offsets: Sequence[int] | None = None,
+        record: CommitRecord | None = None,
     ) -> None:
-        """``places``: where each piece begins; without, they lie one after the other.
+        """``offsets``: first byte of each slice in ``data``; None: one after the other, aligned.
 
-        ``claim``: where the step is written down too, for who is restarted on the arena that this lies in.
+        ``record``: commit record in the arena, for a device that is restarted on it; it always has this shard's step.
         """
-        self.pieces, self.data, self._claim = list(pieces), data, claim
+        self.slices, self.data, self._record = list(slices), data, record
         self.step = step
-        ends = itertools.accumulate((size_of([one]) for one in self.pieces), initial=0)
-        self._places = dict(zip(self.pieces, places or ends, strict=False))
+        ends = itertools.accumulate((bytes_of([one]) for one in self.slices), initial=0)
+        self._offsets = dict(zip(self.slices, offsets or ends, strict=False))
 
     @property
     def step(self) -> int:
-        """After which step it was so; ``NO_STEP`` while it is being written, and before."""
+        """The shard holds the state after this step; ``NO_STEP`` if it was never written or is being written."""
         return self._step
 
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        if self._claim is not None:
-            self._claim.step = step
+        if self._record is not None:
+            self._record.step = step
 
-    def take(self, state: Sequence[LiveSlice], step: int) -> None:
-        """Becomes what this rank holds now."""
+    def copy_from(self, state: Sequence[LiveSlice], step: int) -> None:
+        """Overwrites the shard with the live state after ``step``. Invalid while it is written."""
         self.step = NO_STEP
-        for piece, live in zip(self.pieces, state, strict=True):
-            self[piece][:] = live.elements.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        for spec, live in zip(self.slices, state, strict=True):
+            self[spec][:] = live.elements.detach().contiguous().view(-1).view(torch.uint8).numpy()
         self.step = step
 
-    def __contains__(self, piece: SliceSpec) -> bool:
-        return piece in self._places
+    def __contains__(self, spec: SliceSpec) -> bool:
+        return spec in self._offsets
 
-    def __getitem__(self, piece: SliceSpec) -> Bytes:
-        start = self._places[piece]
-        return self.data[start : start + piece.bytes]
+    def __getitem__(self, spec: SliceSpec) -> Bytes:
+        start = self._offsets[spec]
+        return self.data[start : start + spec.bytes]
 
-    def apart(self) -> StateShard:
-        """A copy in memory of its own: the vector is needed for something else."""
-        return StateShard(self.pieces, self.data.copy(), self.step, list(self._places.values()))
+    def clone(self) -> StateShard:
+        """A copy in private memory, for when the arena's buffer is needed otherwise."""
+        return StateShard(self.slices, self.data.copy(), self.step, list(self._offsets.values()))
 
     @classmethod
-    def of(cls, state: Sequence[LiveSlice], step: int) -> StateShard:
-        """What a rank holds now, in memory of its own."""
-        pieces = described(state)
-        part = cls(pieces, np.empty(size_of(pieces), np.uint8))
-        part.take(state, step)
-        return part
+    def copy_of(cls, state: Sequence[LiveSlice], step: int) -> StateShard:
+        """Copies the live state after ``step`` into private memory."""
+        slices = specs_of(state)
+        shard = cls(slices, np.empty(bytes_of(slices), np.uint8))
+        shard.copy_from(state, step)
+        return shard
 
 
 def whole_state(model: nn.Module, moments: int) -> dict[str, int]:
-    """Each tensor of a whole training state, and how many elements it has."""
+    """Name and number of elements of every tensor in a model's training state, with ``moments`` per parameter."""
     found = {}
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for tensor_id, name in names_of(model).items():

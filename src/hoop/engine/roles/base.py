@@ -1,11 +1,13 @@
-"""What a rank is in a job: how it goes on by a few steps, what it tells, and what it gives to a checkpoint.
+"""The role of a rank in a job: how it runs steps, and which state it has for checkpoints and replication.
 
-Role      holds stages and runs its plan's list                    data parallel, pipelines, hybrids
-Ring      holds stages and decides by what its neighbours deliver  ring.py
-Served    holds a copy of the model; servers keep the weights      served.py
-Server    keeps a slice of the weights and of the optimizer        server.py
+RankRole              holds stages and runs the plan's list            data parallel, pipelines, hybrids
+StandbyRole           holds nothing, ready to replace a lost rank
+RingRole              holds stages and follows a rule                  ring.py
+AsynchronousRingRole  the same without a flush between steps           ring.py
+ServerClientRole      holds a copy of the model; servers update it     parameter_server.py
+ParameterServerRole   holds a slice of weights and optimizer state     parameter_server.py
 
-A rank for which the strategy has no use at the moment: it keeps in step, so that it can take a lost one's place.
+``setup.py`` selects the role of a rank. The trainer calls ``advance``; checkpoints and replication use the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from hoop.engine.stage.state import LOSS
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step to be done: where it is in the data, its samples, its learning rate."""
+    """A step to run: its position in the data, its samples (the global batch), its learning rate."""
 
     position: Position
     samples: Indices
@@ -36,120 +38,124 @@ class StepWork:
 
 
 class RankRole:
-    """A rank that holds stages and runs its plan's list, once a step."""
+    """A rank that holds stages and runs the plan's list of instructions once per step."""
 
     stride = 1
-    """Steps between two moments at which all ranks are done with everything, and may agree to stop."""
+    """Steps between two synchronisation points. Only there are all ranks at the same step, and may agree to stop."""
 
-    evidence: Provenance
-    """Given by ``testify``, before the first step."""
+    provenance: Provenance
+    """Set by ``attach_provenance``, before the first step."""
 
-    def __init__(self, worker: PlanExecutor) -> None:
-        self.worker = worker
-        for held in worker.held.values():
-            held.device = worker.world.device or worker.rank + 1
+    def __init__(self, executor: PlanExecutor) -> None:
+        self.executor = executor
+        for stage_state in executor.stage_states.values():
+            stage_state.device_id = executor.context.device or executor.rank + 1
 
-    def testify(self, evidence: Provenance) -> None:
-        """Notes there what updates are made of, where this rank knows the losses."""
-        self.evidence = evidence
-        for stage, held in self.worker.held.items():
-            held.evidence = evidence if stage == self.worker.last else None
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank tells the figures: one that knows the loss."""
-        return self.worker.plan.holders[-1][0] == self.worker.rank
+    def attach_provenance(self, provenance: Provenance) -> None:
+        """Record the provenance of updates there, if this rank has the last stage, and so knows the losses."""
+        self.provenance = provenance
+        for stage, stage_state in self.executor.stage_states.items():
+            stage_state.provenance = provenance if stage == self.executor.last_stage else None
 
     @property
-    def parts(self) -> int:
-        """How many ranks give a part of a checkpoint."""
-        return len({ranks[0] for ranks in self.worker.plan.holders})
+    def is_reporter(self) -> bool:
+        """True if this rank emits the metrics of steps; one rank does, which knows the loss."""
+        return self.executor.plan.holders[-1][0] == self.executor.rank
 
     @property
-    def hears(self) -> bool:
-        """Whether the sum of the gradients tells this rank that somebody wants to stop."""
-        return self.worker.plan.stages == 1
+    def num_checkpoint_parts(self) -> int:
+        """Number of ranks that contribute a part of a checkpoint."""
+        return len({ranks[0] for ranks in self.executor.plan.holders})
+
+    @property
+    def sees_stop_vote(self) -> bool:
+        """True if this rank learns from the tail of the summed gradient whether any rank has asked to stop."""
+        return self.executor.plan.stages == 1
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
-        """Does these steps; returns their mean losses where this rank knows them."""
-        worker = self.worker
+        """Run these steps; returns their mean losses, or an empty list if this rank does not know them.
+
+        ``stop``: this rank asks all ranks to stop.
+        """
+        executor = self.executor
         losses = []
         for work in works:
-            worker.rate = work.rate
-            worker.step(work.position, work.samples, stop)
-            last = worker.held.get(worker.last)
+            executor.rate = work.rate
+            executor.step(work.position, work.samples, stop)
+            last = executor.stage_states.get(executor.last_stage)
             if last is not None:
                 losses.append(float(last.tail[LOSS]) / len(work.samples))
         return losses
 
     def refresh(self) -> None:
-        """Makes copies of weights that are kept elsewhere new; every rank must call it."""
+        """Update copies of weights that other ranks own. Collective; called before evaluations and checkpoints."""
 
-    def tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """This rank's part of a checkpoint, or None; every rank must call it, after ``refresh``."""
-        worker = self.worker
-        holders = enumerate(worker.plan.holders)
-        mine = [worker.held[stage] for stage, ranks in holders if ranks[0] == worker.rank]
+    def checkpoint_tensors(self, model: nn.Module) -> dict[str, Tensor] | None:
+        """Return this rank's part of a checkpoint, or None. Collective; called after ``refresh``."""
+        executor = self.executor
+        holders = enumerate(executor.plan.holders)
+        mine = [executor.stage_states[stage] for stage, ranks in holders if ranks[0] == executor.rank]
         return tensors_of(mine, names_of(model)) if mine else None
 
     def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
-        """Goes on from a checkpoint, made after ``done`` steps."""
-        restore(list(self.worker.held.values()), model, tensors)
+        """Load the state of a checkpoint that was made after ``done`` steps."""
+        restore(list(self.executor.stage_states.values()), model, tensors)
 
-    # ---- for the case that a device is lost (mirrors, recut)
+    # ---- for fault tolerance (replication.py, recovery.py, local_persistence.py)
 
-    def state(self, model: nn.Module) -> list[LiveSlice]:
-        """What this rank alone can give, or its replicas, so that others can go on: whole tensors, or slices."""
-        worker = self.worker
+    def live_slices(self, model: nn.Module) -> list[LiveSlice]:
+        """Return this rank's part of the training state, which only it and its replicas have: tensors, or slices."""
+        executor = self.executor
         names = names_of(model)
-        found = tensors_of(worker.held.values(), names)
-        for stage, held in worker.held.items():
-            if not worker.plan.computed_by(worker.rank, stage):  # who computes nothing does not count
-                for one in held.layout.counters:
+        found = tensors_of(executor.stage_states.values(), names)
+        for stage, stage_state in executor.stage_states.items():
+            # Without shards, this rank's counters do not advance.
+            if not executor.plan.computed_by(executor.rank, stage):
+                for one in stage_state.layout.counters:
                     del found[names[id(one)]]
         return [LiveSlice(name, 0, one.contiguous().view(-1)) for name, one in found.items()]
 
-    def flats(self) -> list[FlatState]:
-        """The weights that are updated here, stage by stage."""
-        held = self.worker.held.values()
+    def flat_states(self) -> list[FlatState]:
+        """Return the vectors that this rank's updates work on, stage by stage."""
+        stage_states = self.executor.stage_states.values()
         return [
             FlatState(one.state_array, one.layout.trained, one.moments, one.total[: one.layout.state])
-            for one in held
+            for one in stage_states
         ]
 
     def counters(self) -> list[tuple[Tensor, Tensor]]:
-        """What is counted here, and what it will be once the step under way is done."""
-        found, plan = [], self.worker.plan
-        for stage, held in self.worker.held.items():
-            if held.layout.counters and plan.computed_by(self.worker.rank, stage):
-                later = {id(one): one + added for one, added in held.counted()}
-                found += [(one, later.get(id(one), one)) for one in held.layout.counters]
+        """Return the counters of this rank, each with its value after the current step."""
+        found, plan = [], self.executor.plan
+        for stage, stage_state in self.executor.stage_states.items():
+            if stage_state.layout.counters and plan.computed_by(self.executor.rank, stage):
+                later = {id(one): one + added for one, added in stage_state.counter_increments()}
+                found += [(one, later.get(id(one), one)) for one in stage_state.layout.counters]
         return found
 
-    def wanted(self, model: nn.Module) -> dict[str, Tensor]:
-        """What ``restore`` needs, as it is now."""
-        return tensors_of(self.worker.held.values(), names_of(model))
+    def restore_targets(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors that ``restore`` loads, with their current values."""
+        return tensors_of(self.executor.stage_states.values(), names_of(model))
 
     @property
-    def travels(self) -> bool:
-        """Whether nobody else has what this rank has."""
-        return not all(len(ranks) > 1 for ranks in self.worker.plan.holders)
+    def needs_replication(self) -> bool:
+        """True if no other rank has this rank's state: not every stage has several holders."""
+        return not all(len(ranks) > 1 for ranks in self.executor.plan.holders)
 
     def deadline(self) -> float:
-        return time.monotonic() + self.worker.settings.timeout_s
+        return time.monotonic() + self.executor.settings.timeout_s
 
 
 class StandbyRole(RankRole):
-    """Holds nothing but its neighbour's mirror."""
+    """A rank that the strategy does not use. It keeps in step and may hold a replica, ready to replace a lost rank."""
 
-    def __init__(self, worker: PlanExecutor, stride: int) -> None:
-        super().__init__(worker)
+    def __init__(self, executor: PlanExecutor, stride: int) -> None:
+        super().__init__(executor)
         self.stride = stride
 
     @property
-    def hears(self) -> bool:
+    def sees_stop_vote(self) -> bool:
         return False
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
-        self.worker.post.endpoint.flush(self.deadline())  # which notices that a seat is over
+        self.executor.channel.endpoint.flush(self.deadline())  # raises if the generation has ended
         return []

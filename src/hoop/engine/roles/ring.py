@@ -1,12 +1,12 @@
-"""A device of the ring: it runs its rule on what its neighbours deliver.
+"""The ring strategy on one rank: a rule decides the next instruction from the messages of the neighbours.
 
-Synchronously a rule spans one step. Asynchronously it spans several, and two of them are under way at a time: each
-with samples, numbers and weights of its own.
+Synchronous: a rule spans one step. Asynchronous: a rule spans ``ASYNC_STRIDE`` steps, and two steps are in flight at a
+time, each with its own samples, micro-batch numbers and weight version.
 
-    micro-batch of the span     0 1 2 3 | 4 5 6 7 | 8 9 …        4 a step
-    on links and in memory      0 1 2 3 | 4 5 6 7 | 0 1 …        numbered within two steps
-    slots of gradients          a       | b       | a            b = a where a device holds one stage: it adds up a step
-                                                                 before the next one's first gradient
+    micro-batch of the rule     0 1 2 3 | 4 5 6 7 | 8 9 …        4 per step
+    on links and in memory      0 1 2 3 | 4 5 6 7 | 0 1 …        numbered modulo two steps
+    gradient slots              a       | b       | a            b = a if a rank holds one stage: it reduces a step
+                                                                 before the first gradient of the next step
 """
 
 from __future__ import annotations
@@ -22,182 +22,192 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.roles.base import RankRole, StepWork
-from hoop.engine.roles.parameter_server import SPAN
-from hoop.engine.roles.rule_executor import RuleExecutor, due
+from hoop.engine.roles.parameter_server import ASYNC_STRIDE
+from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
 from hoop.engine.stage.state import LOSS, StateVectors
-from hoop.engine.stage.weight_versions import KEPT, WeightVersions
+from hoop.engine.stage.weight_versions import NUM_VERSIONS, WeightVersions
 from hoop.errors import InternalError
 from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, InstructionKind
 from hoop.plan.rules import Rule
 from hoop.strategies.base import Strategy
 
-_NOTHING = torch.empty(0)
+_EMPTY = torch.empty(0)
 
 
 class RingRole(RankRole):
-    """One device of a synchronous ring."""
+    """A rank of a synchronous ring."""
 
-    def __init__(self, worker: PlanExecutor, strategy: Strategy) -> None:
-        super().__init__(worker)
+    def __init__(self, executor: PlanExecutor, strategy: Strategy) -> None:
+        super().__init__(executor)
         self._strategy = strategy
 
     @property
-    def hears(self) -> bool:
+    def sees_stop_vote(self) -> bool:
         return False
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
         losses = []
         for work in works:
-            self.worker.rate = work.rate
-            self.worker.begin(work.position, work.samples)
-            self._follow(self._rule(1), 1)
+            self.executor.rate = work.rate
+            self.executor.begin(work.position, work.samples)
+            self._run_rule(self._rule(1), 1)
             losses += self._loss(work)
         return losses
 
     def _rule(self, steps: int) -> Rule:
-        rule = self._strategy.rule(self.worker.plan, self.worker.rank, steps)
-        assert rule is not None, "a ring is run by rules"
+        rule = self._strategy.rule(self.executor.plan, self.executor.rank, steps)
+        assert rule is not None, "a ring has rules"
         return rule
 
-    def _follow(self, rule: Rule, steps: int) -> None:
-        worker = self.worker
+    def _run_rule(self, rule: Rule, steps: int) -> None:
+        executor = self.executor
         RuleExecutor(
             rule,
-            worker.post,
-            due(worker.plan, worker.rank, steps),
+            executor.channel,
+            expected_messages(executor.plan, executor.rank, steps),
             self._execute,
-            worker.clock,
-            worker.settings.timeout_s,
-            named=self._named,
-            chooses=True,
+            executor.profiler,
+            executor.settings.timeout_s,
+            renumber=self._renumber,
+            receive_all=True,
         ).run()
 
     def _loss(self, work: StepWork) -> list[float]:
-        last = self.worker.held.get(self.worker.last)
+        last = self.executor.stage_states.get(self.executor.last_stage)
         return [] if last is None else [float(last.tail[LOSS]) / len(work.samples)]
 
-    def _named(self, message: Instruction) -> Instruction:
+    def _renumber(self, message: Instruction) -> Instruction:
         return message
 
-    def _execute(self, one: Instruction) -> None:
-        """As the worker does it; but for a micro-batch without samples an empty message is sent: rules wait for it."""
-        worker = self.worker
-        if one.kind not in WITH_PEER or not worker.feed.empty(one.micro):
-            worker.do(one)
-        elif one.kind in SENDS:
-            worker.post.send(one, _NOTHING, self.deadline())
+    def _execute(self, instruction: Instruction) -> None:
+        """Execute an instruction; for a micro-batch without samples, send an empty message: rules wait for it."""
+        executor = self.executor
+        if instruction.kind not in WITH_PEER or not executor.feed.empty(instruction.micro):
+            executor.execute(instruction)
+        elif instruction.kind in SENDS:
+            executor.channel.send(instruction, _EMPTY, self.deadline())
         else:
-            worker.post.expect(one, self.deadline())
+            executor.channel.expect(instruction, self.deadline())
 
 
 class AsynchronousRingRole(RingRole):
-    """One device of a ring without flushes: weights are one update old, whatever the timing."""
+    """A rank of a ring without a flush between steps: weights are always one update old, whatever the timing."""
 
-    stride = SPAN
+    stride = ASYNC_STRIDE
 
     def __init__(
-        self, worker: PlanExecutor, strategy: Strategy, data: Dataset, vectors: StateVectors
+        self, executor: PlanExecutor, strategy: Strategy, data: Dataset, vectors: StateVectors
     ) -> None:
-        super().__init__(worker, strategy)
-        plan, settings = worker.plan, worker.settings
-        self._micros = plan.micros
-        self._window = KEPT * plan.micros
-        rows = -(-settings.batch_size // plan.micros)
-        later = (LaterFeed(data, settings.seed, rows, turn * plan.micros) for turn in range(1, KEPT))
-        self._feeds = [worker.feed, *later]
+        super().__init__(executor, strategy)
+        plan, settings = executor.plan, executor.settings
+        self._num_microbatches = plan.num_microbatches
+        self._window = NUM_VERSIONS * plan.num_microbatches
+        """Micro-batches in flight at most; micro-batch numbers on links are modulo this."""
+        rows = -(-settings.batch_size // plan.num_microbatches)
+        more_feeds = (
+            LaterFeed(data, settings.seed, rows, lane * plan.num_microbatches)
+            for lane in range(1, NUM_VERSIONS)
+        )
+        self._feeds = [executor.feed, *more_feeds]
         self._versions: dict[int, WeightVersions] = {}
-        self._totals: dict[int, list[int]] = {}
-        for stage, held in worker.held.items():
-            each = merge_plan(plan.computed_by(worker.rank, stage), plan.micros)
-            shift = each.slots if len(worker.held) > 1 else 0
-            held.arrange(_repeated(each, plan.micros, shift))
-            (_, slot), *others = each.nodes
-            assert not others, "who computes every shard of a stage holds their sum"
-            self._totals[stage] = [slot + turn * shift for turn in range(KEPT)]
-            self._versions[stage] = WeightVersions(held, vectors, settings.optimizer, f"stage{stage}.")
-        worker.handle({InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update})
-        self._came: Counter[tuple[InstructionKind, int]] = Counter()
-        self._updated: Counter[int] = Counter()
-        self._steps: list[int] = []
+        self._total_slots: dict[int, list[int]] = {}
+        for stage, stage_state in executor.stage_states.items():
+            one_step = merge_plan(plan.computed_by(executor.rank, stage), plan.num_microbatches)
+            shift = one_step.slots if len(executor.stage_states) > 1 else 0
+            stage_state.allocate_slots(_repeat_merge_plan(one_step, plan.num_microbatches, shift))
+            (_, slot), *others = one_step.nodes
+            assert not others, "a rank that computes all shards of a stage holds their sum in one node"
+            self._total_slots[stage] = [slot + lane * shift for lane in range(NUM_VERSIONS)]
+            self._versions[stage] = WeightVersions(stage_state, vectors, settings.optimizer, f"stage{stage}.")
+        executor.register_handlers(
+            {InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update}
+        )
+        self._received: Counter[tuple[InstructionKind, int]] = Counter()
+        self._updates_made: Counter[int] = Counter()
+        self._steps_in_flight: list[int] = []
         self._works: Sequence[StepWork] = ()
         self._losses: list[float] = []
 
     def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
-        self._came.clear()
-        self._updated.clear()
+        self._received.clear()
+        self._updates_made.clear()
         self._works, self._losses = works, []
-        self._steps = [-1] * KEPT
-        self._now = self._rule(len(works))
-        self._follow(self._now, len(works))
+        self._steps_in_flight = [-1] * NUM_VERSIONS
+        self._current_rule = self._rule(len(works))
+        self._run_rule(self._current_rule, len(works))
         for versions in self._versions.values():
-            versions.settle()
+            versions.reset()
         return self._losses
 
-    def _named(self, message: Instruction) -> Instruction:
-        """With its number in the span: micro-batches come in order."""
+    def _renumber(self, message: Instruction) -> Instruction:
+        """Give a message its micro-batch number in the rule. Micro-batches arrive in order."""
         key = message.kind, message.stage
-        micro = self._came[key]
-        self._came[key] += 1
+        micro = self._received[key]
+        self._received[key] += 1
         if micro % self._window != message.micro:
             raise InternalError(
-                f"rank {self.worker.rank}: {message} came where {micro % self._window} was due"
+                f"rank {self.executor.rank}: received {message}, expected micro-batch {micro % self._window}"
             )
         return message._replace(micro=micro)
 
-    def _execute(self, one: Instruction) -> None:
-        if one.micro < 0:
-            self.worker.do(one)
+    def _execute(self, instruction: Instruction) -> None:
+        if instruction.micro < 0:
+            self.executor.execute(instruction)
             return
-        self._enter(one.micro // self._micros)
-        if one.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD):
-            version = self._now.version(one.micro)
-            assert version is not None, "a ring says which weights"
-            self._versions[one.stage].use(version)
-        super()._execute(one._replace(micro=one.micro % self._window))
+        self._enter_step(instruction.micro // self._num_microbatches)
+        if instruction.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD):
+            version = self._current_rule.weight_version(instruction.micro)
+            assert version is not None, "the rule of a ring states the weight version"
+            self._versions[instruction.stage].use(version)
+        super()._execute(instruction._replace(micro=instruction.micro % self._window))
 
-    def _enter(self, step: int) -> None:
-        """What follows is of this step."""
-        turn = step % KEPT
-        self.worker.flow.feed = self._feeds[turn]
-        if self._steps[turn] != step:
-            self._steps[turn] = step
-            self.worker.begin(self._works[step].position, self._works[step].samples)
+    def _enter_step(self, step: int) -> None:
+        """Select the feed of a step of the rule, for the next instruction; begin the step if it is new."""
+        lane = step % NUM_VERSIONS
+        self.executor.activations.feed = self._feeds[lane]
+        if self._steps_in_flight[lane] != step:
+            self._steps_in_flight[lane] = step
+            self.executor.begin(self._works[step].position, self._works[step].samples)
 
-    def _reduce(self, one: Instruction) -> None:
-        held = self.worker.held[one.stage]
-        held.total = held.slots[self._totals[one.stage][self._updated[one.stage] % KEPT]]
+    def _reduce(self, instruction: Instruction) -> None:
+        stage_state = self.executor.stage_states[instruction.stage]
+        stage_state.total = stage_state.slots[
+            self._total_slots[instruction.stage][self._updates_made[instruction.stage] % NUM_VERSIONS]
+        ]
 
-    def _update(self, one: Instruction) -> None:
-        work = self._works[self._updated[one.stage]]
-        self._updated[one.stage] += 1
-        self._versions[one.stage].update(work.rate, work.position.done)
-        if one.stage == self.worker.last:
+    def _update(self, instruction: Instruction) -> None:
+        work = self._works[self._updates_made[instruction.stage]]
+        self._updates_made[instruction.stage] += 1
+        self._versions[instruction.stage].update(work.rate, work.position.done)
+        if instruction.stage == self.executor.last_stage:
             self._losses += self._loss(work)
 
 
 class LaterFeed(DataFeed):
-    """A feed whose micro-batches are numbered from ``first`` on."""
+    """The feed of the second step in flight: its micro-batches are numbered from ``first`` on."""
 
     def __init__(self, data: Dataset, seed: int, rows: int, first: int) -> None:
         super().__init__(data, seed, rows)
         self._first = first
 
-    def begin(self, position: Position, samples: Indices, micros: int) -> None:
-        super().begin(position, samples, micros)
+    def begin(self, position: Position, samples: Indices, num_microbatches: int) -> None:
+        super().begin(position, samples, num_microbatches)
         self._samples = [*[np.empty(0, np.int64)] * self._first, *self._samples]
 
     def seed(self, micro: int) -> int:
         return super().seed(micro - self._first)
 
 
-def _repeated(each: MergePlan, micros: int, shift: int) -> MergePlan:
-    """The same for the shards of the next step, in slots further on."""
-    order, landings = [], []
-    for turn in range(KEPT):
-        order += [micro + turn * micros for micro in each.order]
-        by = turn * shift
-        landings += [
-            SlotMerge(one.slot + by, tuple((into + by, other + by) for into, other in one.merges))
-            for one in each.landings
+def _repeat_merge_plan(one_step: MergePlan, num_microbatches: int, shift: int) -> MergePlan:
+    """Extend the merge plan of a step to all steps in flight: the slots of each are ``shift`` after the previous."""
+    order, slot_merges = [], []
+    for lane in range(NUM_VERSIONS):
+        order += [micro + lane * num_microbatches for micro in one_step.order]
+        offset = lane * shift
+        slot_merges += [
+            SlotMerge(one.slot + offset, tuple((into + offset, other + offset) for into, other in one.merges))
+            for one in one_step.slot_merges
         ]
-    return MergePlan(tuple(order), tuple(landings), each.nodes, each.slots + (KEPT - 1) * shift)
+    return MergePlan(
+        tuple(order), tuple(slot_merges), one_step.nodes, one_step.slots + (NUM_VERSIONS - 1) * shift
+    )

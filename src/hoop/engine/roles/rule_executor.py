@@ -1,11 +1,11 @@
-"""Executes a rule: what comes in is told to it, and what it says next is done.
+"""Executes a rule: passes received messages to it, and executes the instruction that it returns.
 
-    links ──▶ receive ──▶ rule.arrived      (1) as messages come, each kept until its receive is executed
+    links ──▶ receive ──▶ rule.on_message   (1) stores each message until its receive instruction is executed
               rule.next ──▶ execute         (2)
               None ──▶ wait for a message   (3) idle
 
-Ranks that are done with a rule go on with collectives over the same links. So from each peer exactly as many messages
-are taken as it has for this rank: the plan's, times the steps.
+Ranks that have finished a rule continue with collectives over the same links. So each rank receives exactly as many
+messages from a peer as the peer sends in the rule: those of the plan, times the number of steps.
 """
 
 from __future__ import annotations
@@ -19,84 +19,86 @@ from hoop.engine.tensor_channel import TensorChannel, TensorReceiver
 from hoop.errors import InternalError
 from hoop.plan.instructions import RECEIVES, Instruction, InstructionKind
 from hoop.plan.plan import Plan
-from hoop.plan.rules import Rule, in_turn
+from hoop.plan.rules import Rule, round_robin
 
 _COMPUTES = frozenset({InstructionKind.FORWARD, InstructionKind.BACKWARD})
 
 
-def due(plan: Plan, rank: int, steps: int) -> Counter[int]:
-    """How many messages come from each peer in so many steps: a rule changes their order, not their number."""
+def expected_messages(plan: Plan, rank: int, steps: int) -> Counter[int]:
+    """Return the number of messages from each peer in ``steps`` steps. A rule changes their order, not their number."""
     each = Counter(one.peer for one in plan.ranks[rank] if one.kind in RECEIVES)
     return Counter({peer: count * steps for peer, count in each.items()})
 
 
 class RuleExecutor:
-    """A rule, the links it listens to, and what executes it."""
+    """Runs one rule on one rank, over the links of ``channel``."""
 
     def __init__(
         self,
         rule: Rule,
-        post: TensorChannel,
-        coming: Counter[int],
+        channel: TensorChannel,
+        expected: Counter[int],
         execute: Callable[[Instruction], None],
-        clock: InstructionProfiler,
+        profiler: InstructionProfiler,
         timeout_s: float,
         *,
-        landing: TensorReceiver | None = None,
-        named: Callable[[Instruction], Instruction] = lambda message: message,
-        chooses: bool = False,
+        receiver: TensorReceiver | None = None,
+        renumber: Callable[[Instruction], Instruction] = lambda message: message,
+        receive_all: bool = False,
     ) -> None:
-        """``chooses``: what the rule does next depends on all that has come, so it is told before each choice.
+        """``expected``: messages from each peer until the rule is finished. ``receiver``: tensors to receive into.
 
-        Otherwise one message is taken in at a time. ``landing`` is where it goes; ``named`` gives it its number in the
-        rule.
+        ``renumber``: maps a message to the numbering of the rule. ``receive_all``: receive all messages that have
+        arrived before each choice of the rule, which depends on them; otherwise one message at a time.
         """
-        self._rule, self._post, self._coming = rule, post, coming
-        self._execute, self._clock, self._timeout_s = execute, clock, timeout_s
-        self._landing, self._named, self._chooses = landing, named, chooses
-        self._served = -1
+        self._rule, self._channel, self._expected = rule, channel, expected
+        self._execute, self._profiler, self._timeout_s = execute, profiler, timeout_s
+        self._receiver, self._renumber, self._receive_all = receiver, renumber, receive_all
+        self._last_peer = -1
 
     def run(self) -> None:
-        """Until the rule is finished and the links have taken all that it sent."""
-        rule, clock = self._rule, self._clock
+        """Run the rule until it is finished, then flush the links."""
+        rule, profiler = self._rule, self._profiler
         while True:
-            one = rule.next()  # (2)
-            if one is None:
+            instruction = rule.next()  # (2)
+            if instruction is None:
                 if rule.finished:
                     break
                 self._wait()  # (3)
                 continue
             started = now()
-            self._execute(one)
-            clock.note(one, started, now())
-            if self._chooses and self._coming and one.kind in _COMPUTES:
-                self._receive(self._post.ready(list(self._coming)))
-        if self._coming:
-            raise InternalError(f"a rule is finished and messages of ranks {sorted(self._coming)} are not in")
-        self._post.endpoint.flush(time.monotonic() + self._timeout_s)
+            self._execute(instruction)
+            profiler.record(instruction, started, now())
+            if self._receive_all and self._expected and instruction.kind in _COMPUTES:
+                self._receive(self._channel.ready_peers(list(self._expected)))
+        if self._expected:
+            raise InternalError(
+                f"a rule is finished and messages from ranks {sorted(self._expected)} are outstanding"
+            )
+        self._channel.endpoint.flush(time.monotonic() + self._timeout_s)
 
     def _wait(self) -> None:
-        endpoint, peers = self._post.endpoint, list(self._coming)
+        endpoint, peers = self._channel.endpoint, list(self._expected)
         if not peers:
-            raise InternalError(f"rank {endpoint.rank}: a rule waits and nobody has anything to send")
-        self._post.idle()
+            raise InternalError(f"rank {endpoint.rank}: a rule waits, and no message is expected")
+        self._channel.run_idle_work()
         started, deadline = now(), time.monotonic() + self._timeout_s
-        while not (found := endpoint.senders(peers, deadline)):
+        while not (found := endpoint.wait_readable(peers, deadline)):
             if time.monotonic() >= deadline:
-                raise endpoint.overdue(peers[0], "waiting for")
-        self._clock.waited(started, now())
+                raise endpoint.deadline_exceeded(peers[0], "waiting for")
+        self._profiler.record_wait(started, now())
         self._receive(found)
 
     def _receive(self, peers: list[int]) -> None:  # (1)
-        if not self._chooses and peers:
-            self._served = in_turn(peers, self._served)
-            peers = [self._served]
+        if not self._receive_all and peers:
+            self._last_peer = round_robin(peers, self._last_peer)
+            peers = [self._last_peer]
         for peer in peers:
             started = now()
-            message, tensor = self._post.receive(peer, time.monotonic() + self._timeout_s, self._landing)
-            self._post.keep(message, tensor)
-            self._coming[peer] -= 1
-            if not self._coming[peer]:
-                del self._coming[peer]
-            self._clock.received(message, started, now())
-            self._rule.arrived(self._named(message))
+            message, tensor = self._channel.receive(peer, time.monotonic() + self._timeout_s, self._receiver)
+            self._channel.store_early(message, tensor)
+            self._expected[peer] -= 1
+            if not self._expected[peer]:
+                del self._expected[peer]
+            self._profiler.record_receive(message, started, now())
+            self._rule.on_message(self._renumber(message))

@@ -1,31 +1,31 @@
-"""A GPU as a rank uses it: which one, how it is made to compute the same bits each time, and the way up to it.
+"""Stages on a GPU: selection of the GPU, deterministic kernels, CUDA graphs, and a stage state with a device copy.
 
-cpu      none
-cuda     the GPUs of the host, dealt out to the job's devices on it; several devices may share one
-auto     cuda where every device of the job has it, else none: all ranks compute alike
-mirror   all that is done for a GPU, with the copy in host memory: for tests where there is none
+**Accelerator.** The setting ``accelerator`` selects it:
 
-A stage on a GPU whose forward and backward were recorded once and are played back.
+    cpu      none
+    cuda     the GPUs of the host, distributed over the job's devices on it; several devices may share a GPU
+    auto     cuda if every device of the job has it, otherwise none: all ranks compute on the same kind
+    mirror   the same code path as for a GPU, with the device copy in host memory: for tests without a GPU
 
-A model of some hundred small kernels takes the processor longer to launch than the GPU to compute. A CUDA graph is
-launched as one. It computes at fixed addresses, so every micro-batch that is under way at a time has a lane of its own:
+**CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
+graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:
 
-    inputs ─copy─▶ lane.inputs ─ forward graph ─▶ lane.outputs       (kept for the backward: the lane's memory)
+    inputs ─copy─▶ lane.inputs ─ forward graph ─▶ lane.outputs       (activations stay in the lane's memory)
     gradient ─copy─▶ lane.gradient ─ backward graph ─▶ lane.row ─copy─▶ the slot's row; the input's gradient
 
-Shards that are not whole (of an epoch's last batch) are computed without a graph, at every rank alike, and so is what
-cannot be recorded: blocks that draw random numbers, and modules whose code is not known to do the same each time.
+A shard with fewer samples (of an epoch's last batch) is computed without a graph, on every rank alike. So are stages
+that cannot be captured: blocks that draw random numbers, and modules whose code may launch other kernels each time.
 
-A stage that is computed on a GPU: its state stays in the arena, and a twin of its blocks has a copy up there.
+**GpuStageState.** The state of the stage stays in the arena. A copy of its blocks on the GPU computes it:
 
-    arena   weights ──(1)──▶ GPU   weights of the twin           (1) a step begins: one copy, from pinned memory
-                                   forward, backward             (2) a row a gradient slot, as in the arena; rows that
-                                   rows ◀─(2)                        are complete halves of a node are added up there
-    arena   slots ◀──(3)──── GPU   a node's row                  (3) once the rank's shards of a node are in: one copy
+    arena   weights ──(1)──▶ GPU   weights of the copy           (1) a step begins: one copy, from pinned memory
+                                   forward, backward             (2) one row per gradient slot, as in the arena; the GPU
+                                   rows ◀─(2)                        merges the rows of complete tree nodes
+    arena   slots ◀──(3)──── GPU   a node's row                  (3) the rank's shards of a node are complete: one copy
 
-So collectives, updates, recovery and checkpoints find in the arena what they find without a GPU. A step moves the
-weights up once and a gradient down once for each node that the rank holds (one, where its shards lie in a row),
-however many shards it computes.
+Collectives, updates, recovery and checkpoints use the arena, as without a GPU. A step uploads the weights once, and
+downloads one gradient for each tree node that the rank holds (one node if its shards are consecutive), however many
+shards it computes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan, SlotMerge
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
-from hoop.engine.stage.autograd import After, AutogradStage, Stage, Views
+from hoop.engine.stage.autograd import AutogradStage, OnSegment, Stage, Views
 from hoop.engine.stage.provenance import mark
 from hoop.engine.stage.state import (
     HITS,
     LOSS,
-    NOTHING,
+    NO_METRICS,
     SAMPLES,
     TAIL,
-    Figures,
+    ShardMetrics,
     StageState,
     StateLayout,
     StateVectors,
-    adopt,
-    computing,
+    bind_tensors,
+    make_stage,
 )
 from hoop.errors import FailedPrecondition
 from hoop.memory.dtypes import dtype
@@ -68,62 +68,62 @@ from hoop.plan.plan import Plan
 
 
 class Accelerator:
-    """Where a rank computes, if not on its cores."""
+    """The GPU that a rank computes on; sets up deterministic kernels when it is made."""
 
     def __init__(self, device: torch.device, tf32: bool = False) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
         if self.cuda:
-            torch.cuda.set_device(device)  # of this thread
-            _be_deterministic(tf32)
-            self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            torch.cuda.set_device(device)  # for this thread
+            _enable_determinism(tf32)
+            self._upload_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def up(self, tensor: Tensor) -> Tensor:
-        """A copy there. The original may be written over at once, and nothing that is being computed is waited for."""
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU. The caller may overwrite the original at once; does not wait for computations."""
         if tensor.device == self.device:
             return tensor
         if not self.cuda:
             return tensor.to(self.device)
-        with torch.cuda.stream(self._uploads):
+        with torch.cuda.stream(self._upload_stream):
             copy = tensor.to(self.device)
-        computing = torch.cuda.current_stream(self.device)
-        computing.wait_stream(self._uploads)
-        copy.record_stream(computing)
+        compute_stream = torch.cuda.current_stream(self.device)
+        compute_stream.wait_stream(self._upload_stream)
+        copy.record_stream(compute_stream)
         return copy
 
-    def staging(self, count: int) -> Tensor:
-        """Host memory that a GPU copies from and to without help."""
+    def pinned_buffer(self, count: int) -> Tensor:
+        """Allocate pinned host memory, which the GPU copies from and to asynchronously."""
         return torch.zeros(count, pin_memory=self.cuda)
 
-    def wait(self) -> None:
-        """Until everything is computed and copied."""
+    def synchronize(self) -> None:
+        """Wait until all computations and copies are done."""
         if self.cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def accelerator_of(world: RankContext, settings: Settings) -> Accelerator | None:
-    """What this rank computes on; every rank must ask, and all get the same kind or the same error."""
+def select_accelerator(context: RankContext, settings: Settings) -> Accelerator | None:
+    """Select the accelerator of this rank. Collective: all ranks get the same kind, or the same error."""
     if settings.accelerator == "cpu":
         return None
     if settings.accelerator == "mirror":
         return Accelerator(torch.device("cpu"))
-    problem = _problem()
-    mine, seen = np.array([bool(problem)], np.int32), np.zeros(world.size, np.int32)
-    world.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, seen, settings.timeout_s)
-    without = [rank for rank, lacks in enumerate(seen.tolist()) if lacks]
+    problem = _cuda_problem()
+    mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)
+    context.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, gathered, settings.timeout_s)
+    without = [rank for rank, has_problem in enumerate(gathered.tolist()) if has_problem]
     if without and settings.accelerator == "auto":
         return None
     if without:
         raise FailedPrecondition(
-            f"accelerator: cuda was asked for, and rank {', '.join(map(str, without))} of {world.size} has none"
+            f"accelerator: cuda was asked for, and rank {', '.join(map(str, without))} of {context.size} has none"
             f"{f': {problem}' if problem else ''}; or use --accelerator auto or cpu"
         )
-    index, _ = world.neighbours
+    index, _ = context.local_rank_and_size
     return Accelerator(torch.device("cuda", index % torch.cuda.device_count()), settings.tf32)
 
 
-def _problem() -> str:
-    """Why this process cannot use CUDA, with the remedy; empty if it can."""
+def _cuda_problem() -> str:
+    """Return why this process cannot use CUDA, with a remedy; empty if it can."""
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is built without CUDA; install one that is built with it (pytorch.org)"
     if torch.cuda._is_in_bad_fork():
@@ -137,9 +137,9 @@ def _problem() -> str:
     return ""
 
 
-def _be_deterministic(tf32: bool) -> None:
-    """The same kernels for the same shapes, none that add in the order of arrival; what has no such kernel warns."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts
+def _enable_determinism(tf32: bool) -> None:
+    """Select deterministic kernels: the same for the same shapes, without atomic sums. Others only warn."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is initialised
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = True
@@ -147,13 +147,13 @@ def _be_deterministic(tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
-_KNOWN = ("torch.nn.", "hoop.models.")
+_KNOWN_MODULES = ("torch.nn.", "hoop.models.")
 _TRIAL = -1
-"""The number of a micro-batch that is none."""
+"""Micro-batch number for warm-up and capture."""
 
 
 class OutputRow(list[Tensor]):
-    """The gradients of a stage's parameters, and the vector they are views of."""
+    """Views of the gradients of a stage's parameters, with the vector that they are views of."""
 
     def __init__(self, whole: Tensor, views: Sequence[Tensor], trained: int) -> None:
         super().__init__(views)
@@ -161,9 +161,9 @@ class OutputRow(list[Tensor]):
 
 
 def capturable(blocks: nn.Module) -> bool:
-    """Whether these are modules of PyTorch's or Hoop's own: what they launch depends on shapes alone."""
+    """True if all modules are PyTorch's or Hoop's, without hooks: the kernels they launch depend on shapes only."""
     return all(
-        type(one).__module__.startswith(_KNOWN)
+        type(one).__module__.startswith(_KNOWN_MODULES)
         and not (one._forward_hooks or one._forward_pre_hooks or one._backward_hooks)
         for one in blocks.modules()
         if type(one) is not nn.ModuleList
@@ -172,19 +172,19 @@ def capturable(blocks: nn.Module) -> bool:
 
 @dataclass
 class _GraphLane:
-    """Memory and graphs of one micro-batch at a time."""
+    """The graphs, and their memory, for one micro-batch in flight."""
 
     inputs: Tensor
     outputs: Tensor
     gradient: Tensor
     row: OutputRow
-    returned: Tensor | None
+    input_gradient: Tensor | None
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
 
 
 class CudaGraphStage(Stage):
-    """Plays back what another stage computes."""
+    """Captures forward and backward of an ``AutogradStage`` as CUDA graphs, and replays them."""
 
     def __init__(
         self,
@@ -192,105 +192,111 @@ class CudaGraphStage(Stage):
         blocks: nn.Module,
         rows: int,
         wants_input: bool,
-        row: Callable[[], OutputRow],
+        new_row: Callable[[], OutputRow],
     ) -> None:
-        """``rows``: samples of a whole shard; ``row`` makes room for a gradient."""
-        self._inner, self._blocks, self._wants_input, self._new_row = inner, blocks, wants_input, row
+        """``rows``: samples of a full shard. ``new_row``: allocates a row for a gradient."""
+        self._inner, self._blocks, self._wants_input, self._new_row = inner, blocks, wants_input, new_row
         self._rows = rows
-        self._free: list[_GraphLane] = []
-        self._under_way: dict[int, _GraphLane] = {}
-        self._possible: bool | None = None
-        """Unknown until it was tried."""
+        self._free_lanes: list[_GraphLane] = []
+        self._lanes_in_flight: dict[int, _GraphLane] = {}
+        self._can_capture: bool | None = None
+        """None until the warm-up."""
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
-        lane = self._lane(inputs)
+        lane = self._acquire_lane(inputs)
         if lane is None:
             return self._inner.forward(micro, inputs, seed)
         lane.inputs.copy_(inputs)
         lane.forward.replay()
-        self._under_way[micro] = lane
+        self._lanes_in_flight[micro] = lane
         return lane.outputs
 
     def backward(
-        self, micro: int, gradient: Tensor, into: Views, wants_input: bool, after: After | None = None
+        self,
+        micro: int,
+        gradient: Tensor,
+        into: Views,
+        wants_input: bool,
+        on_segment: OnSegment | None = None,
     ) -> Tensor | None:
-        lane = self._under_way.pop(micro, None)
+        lane = self._lanes_in_flight.pop(micro, None)
         if lane is None:
-            return self._inner.backward(micro, gradient, into, wants_input, after)
+            return self._inner.backward(micro, gradient, into, wants_input, on_segment)
         assert isinstance(into, OutputRow), "gradients go to a row"
         lane.gradient.copy_(gradient)
         lane.backward.replay()
         into.flat.copy_(lane.row.flat)
-        self._free.append(lane)
-        # Its memory may be the next forward's.
-        return None if lane.returned is None else lane.returned.clone()
+        self._free_lanes.append(lane)
+        # Clone it: the next forward may use the lane's memory.
+        return None if lane.input_gradient is None else lane.input_gradient.clone()
 
     def backward_input(self, micro: int, gradient: Tensor, wants_input: bool) -> Tensor | None:
-        raise AssertionError("a backward in two halves is not recorded")
+        raise AssertionError("a backward in two halves is not captured")
 
     def backward_weight(self, micro: int, into: Views) -> None:
-        raise AssertionError("a backward in two halves is not recorded")
+        raise AssertionError("a backward in two halves is not captured")
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         return self._inner.evaluate(inputs)
 
-    # ---- recording
+    # ---- capture
 
-    def _lane(self, inputs: Tensor) -> _GraphLane | None:
-        """One that is free, or a new one."""
+    def _acquire_lane(self, inputs: Tensor) -> _GraphLane | None:
+        """Return a free lane or capture a new one; None if this micro-batch is computed without a graph."""
         if len(inputs) != self._rows:
             return None
-        if self._possible is None:
-            self._possible = self._try(inputs)
-        if not self._possible:
+        if self._can_capture is None:
+            self._can_capture = self._warm_up(inputs)
+        if not self._can_capture:
             return None
-        if self._free:
-            return self._free.pop()
+        if self._free_lanes:
+            return self._free_lanes.pop()
         try:
-            return self._record(inputs)
+            return self._capture(inputs)
         except RuntimeError as error:
-            self._possible = False
-            warnings.warn(f"this stage is computed without a CUDA graph: {error}", stacklevel=2)
+            self._can_capture = False
+            warnings.warn(f"this stage runs without a CUDA graph: {error}", stacklevel=2)
             return None
 
-    def _try(self, inputs: Tensor) -> bool:
-        """Computes twice, as PyTorch asks for before a recording; whether nothing was drawn."""
+    def _warm_up(self, inputs: Tensor) -> bool:
+        """Compute twice, as PyTorch requires before a capture; returns True if no random number was drawn."""
         inner, device = self._inner, inputs.device
-        was = inner.seeds
-        inner.seeds = False
-        before = torch.cuda.get_rng_state(device)
-        kept = [one.clone() for one in self._blocks.buffers()]
-        computing, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(computing)
+        seed_blocks = inner.seed_blocks
+        inner.seed_blocks = False
+        rng_state = torch.cuda.get_rng_state(device)
+        buffers = [one.clone() for one in self._blocks.buffers()]
+        compute_stream, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(compute_stream)
         with torch.cuda.stream(side):
             for _ in range(2):
                 outputs = inner.forward(_TRIAL, inputs, 0)
                 inner.backward(_TRIAL, torch.ones_like(outputs), self._new_row(), self._wants_input)
-        computing.wait_stream(side)
-        for one, value in zip(self._blocks.buffers(), kept, strict=True):
-            one.data.copy_(value)  # in silence: graphs of other micro-batches may be under way that hold it
-        drawn = not torch.equal(before, torch.cuda.get_rng_state(device))
-        inner.seeds = was and drawn
+        compute_stream.wait_stream(side)
+        for one, value in zip(self._blocks.buffers(), buffers, strict=True):
+            # Through .data, which does not bump the version: autograd graphs of other micro-batches may have saved it.
+            one.data.copy_(value)
+        drawn = not torch.equal(rng_state, torch.cuda.get_rng_state(device))
+        inner.seed_blocks = seed_blocks and drawn
         return not drawn
 
-    def _record(self, inputs: Tensor) -> _GraphLane:
+    def _capture(self, inputs: Tensor) -> _GraphLane:
         inner, inputs, row = self._inner, inputs.clone(), self._new_row()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(forward, capture_error_mode="thread_local"):
             outputs = inner.forward(_TRIAL, inputs, 0)
         gradient = torch.empty_like(outputs)
         with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
-            returned = inner.backward(_TRIAL, gradient, row, self._wants_input)
-        return _GraphLane(inputs, outputs, gradient, row, returned, forward, backward)
+            input_gradient = inner.backward(_TRIAL, gradient, row, self._wants_input)
+        return _GraphLane(inputs, outputs, gradient, row, input_gradient, forward, backward)
 
 
 class GpuStageState(StageState):
-    """A stage's state on one rank, with a copy on its GPU."""
+    """The state of one stage on one rank, with a copy of the blocks on the rank's GPU that computes it."""
 
     def __init__(
         self,
         accelerator: Accelerator,
-        captures: bool,
+        use_graphs: bool,
         vectors: StateVectors,
         blocks: Sequence[nn.Module],
         first_block: int,
@@ -299,52 +305,53 @@ class GpuStageState(StageState):
         updates: bool,
         chain: bool,
     ) -> None:
-        """``captures``: forward and backward may be recorded once and played back."""
+        """``use_graphs``: forward and backward may be captured as CUDA graphs. The rest is as for ``StageState``."""
         twins = copy.deepcopy(nn.ModuleList(blocks)).to(accelerator.device)
-        settings = dataclasses.replace(settings, bucket_bytes=0)  # what comes down comes in one piece
+        settings = dataclasses.replace(settings, bucket_bytes=0)  # a gradient is downloaded in one copy
         super().__init__(vectors, blocks, first_block, settings, name, updates, chain)
         self._accelerator, device = accelerator, accelerator.device
         self._channels_last = settings.channels_last
         self._modules = list(zip(nn.ModuleList(blocks).modules(), twins.modules(), strict=True))
         twin = StateLayout(twins)
-        self._copy = torch.zeros(twin.state, device=device)
-        adopt(twin, self._copy)
-        self._shifting = self._copy[twin.trained :]
-        """The buffers' part."""
-        self._start = self._shifting.clone()
-        self._shifts: dict[int, Tensor] = {}
-        self._counts, self._counts_start, self._counts_added = _counted(twin, device)
-        self.stage, _ = computing(list(twins), first_block, twin, settings, chain, device)
-        if captures and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
-            rows = -(-settings.batch_size // settings.micros)
+        self._device_state = torch.zeros(twin.state, device=device)
+        bind_tensors(twin, self._device_state)
+        self._device_buffers = self._device_state[twin.trained :]
+        self._device_buffers_at_start = self._device_buffers.clone()
+        self._device_buffer_deltas: dict[int, Tensor] = {}
+        self._counts, self._counts_at_start, self._counts_added = _flat_counters(twin, device)
+        self.stage, _ = make_stage(list(twins), first_block, twin, settings, chain, device)
+        if use_graphs and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
+            rows = -(-settings.batch_size // settings.num_microbatches)
             self.stage = CudaGraphStage(self.stage, twins, rows, first_block > 0, self._new_row)
         self._frozen = list(zip(self.layout.frozen, twin.frozen, strict=True))
-        """What changes when a checkpoint is read, before the first step, and never again."""
-        self._up, self._down = accelerator.staging(twin.state), accelerator.staging(twin.state)
+        """Frozen parameters, still to be copied: they change only when a checkpoint is read, before the first step."""
+        self._upload_buffer = accelerator.pinned_buffer(twin.state)
+        self._download_buffer = accelerator.pinned_buffer(twin.state)
         self._rows: list[Tensor] = []
-        self._into: list[OutputRow] = []
-        self._pending: list[tuple[int, int, Figures]] = []
-        """Shards that came up, the prints of their samples, and what they measured."""
-        self._above: set[int] = set()
-        """Slots whose rows have not come down."""
-        self._complete: set[int] = set()
-        """Shards after which a node is as complete as this rank makes it."""
+        """One row per gradient slot, on the GPU."""
+        self._row_views: list[OutputRow] = []
+        self._pending: list[tuple[int, int, ShardMetrics]] = []
+        """(micro-batch, fingerprint, metrics) of the shards whose tails are not in the arena yet."""
+        self._rows_on_gpu: set[int] = set()
+        """Slots whose rows have not been downloaded."""
+        self._last_shards: set[int] = set()
+        """Micro-batches that complete a tree node, as far as this rank's shards go."""
 
     def _new_row(self) -> OutputRow:
-        """Room for a gradient, and for what happens to the buffers."""
+        """Allocate a row for a gradient and the changes of the buffers."""
         whole = torch.zeros(self.layout.state, device=self._accelerator.device)
         return OutputRow(whole, self.layout.views(whole)[: len(self.layout.parameters)], self.layout.trained)
 
-    # ---- up
+    # ---- upload
 
-    def near(self, tensor: Tensor) -> Tensor:
-        return self._accelerator.up(tensor)
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return self._accelerator.upload(tensor)
 
-    def refresh(self) -> None:
-        """(1)"""
-        self._accelerator.wait()  # the last copy may be under way
-        np.copyto(self._up.numpy(), self.state_array)
-        self._copy.copy_(self._up, non_blocking=True)
+    def sync_device_weights(self) -> None:
+        """Upload weights, buffers and counters: (1) of the module docstring."""
+        self._accelerator.synchronize()  # the last copy may still read the upload buffer
+        np.copyto(self._upload_buffer.numpy(), self.state_array)
+        self._device_state.copy_(self._upload_buffer, non_blocking=True)
         if len(self._counts):
             counts = torch.cat([one.reshape(-1) for one in _counters(self.layout)])
             self._counts.copy_(counts, non_blocking=True)
@@ -356,119 +363,124 @@ class GpuStageState(StageState):
 
     def begin(self) -> None:
         super().begin()
-        self.refresh()
-        self._start.copy_(self._shifting)
-        self._counts_start.copy_(self._counts)
+        self.sync_device_weights()
+        self._device_buffers_at_start.copy_(self._device_buffers)
+        self._counts_at_start.copy_(self._counts)
 
     def evaluate(self, inputs: Tensor) -> Tensor:
-        return self.stage.evaluate(self._laid_out(inputs)).cpu()
+        return self.stage.evaluate(self._to_memory_format(inputs)).cpu()
 
     # ---- gradients
 
-    def arrange(self, holding: MergePlan, room: int = 0) -> None:
-        for slot in sorted(self._above):
-            self._bring_down(slot)
-        super().arrange(holding, room)
+    def allocate_slots(self, holding: MergePlan, min_slots: int = 0) -> None:
+        for slot in sorted(self._rows_on_gpu):
+            self._download(slot)
+        super().allocate_slots(holding, min_slots)
         if len(self.slots) > len(self._rows):
-            self._into = [self._new_row() for _ in self.slots]
-            self._rows = [row.whole for row in self._into]
-        self._complete = _complete(holding)
+            self._row_views = [self._new_row() for _ in self.slots]
+            self._rows = [row.whole for row in self._row_views]
+        self._last_shards = _node_last_shards(holding)
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
-        return super().forward(micro, self._laid_out(inputs), seed)
+        return super().forward(micro, self._to_memory_format(inputs), seed)
 
-    def _laid_out(self, inputs: Tensor) -> Tensor:
-        inputs = self.near(inputs)
-        turned = self._channels_last and inputs.dim() == 4
-        return inputs.contiguous(memory_format=torch.channels_last) if turned else inputs
+    def _to_memory_format(self, inputs: Tensor) -> Tensor:
+        inputs = self.to_device(inputs)
+        channels_last = self._channels_last and inputs.dim() == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs
 
-    def _set_aside(self, micro: int) -> None:
-        self._shifts[micro] = self._shifting - self._start
-        self._shifting.copy_(self._start)
-        torch.sub(self._counts, self._counts_start, out=self._counts_added)
-        self._counts.copy_(self._counts_start)
+    def _save_buffer_deltas(self, micro: int) -> None:
+        self._device_buffer_deltas[micro] = self._device_buffers - self._device_buffers_at_start
+        self._device_buffers.copy_(self._device_buffers_at_start)
+        torch.sub(self._counts, self._counts_at_start, out=self._counts_added)
+        self._counts.copy_(self._counts_at_start)
 
-    def into(self, micro: int) -> OutputRow:
-        return self._into[self._landings[micro].slot]
+    def gradient_views(self, micro: int) -> OutputRow:
+        return self._row_views[self._slot_merges[micro].slot]
 
-    def landed(self, micro: int, figures: Figures, shards: int, fed: int = 0, merged: bool = False) -> None:
-        shift = self._shifts.pop(micro, None)
-        if shift is not None:
-            row = self._rows[self._landings[micro].slot]
-            torch.div(shift, shards, out=row[self.layout.trained :])
-        self._land(micro, figures, fed)
+    def on_gradient(
+        self, micro: int, metrics: ShardMetrics, shards: int, fingerprint: int = 0, merged: bool = False
+    ) -> None:
+        deltas = self._device_buffer_deltas.pop(micro, None)
+        if deltas is not None:
+            row = self._rows[self._slot_merges[micro].slot]
+            torch.div(deltas, shards, out=row[self.layout.trained :])
+        self._merge_rows(micro, metrics, fingerprint)
 
-    def skipped(self, micro: int) -> None:
-        self._rows[self._landings[micro].slot].zero_()
-        self._land(micro, NOTHING)
+    def on_empty_shard(self, micro: int) -> None:
+        self._rows[self._slot_merges[micro].slot].zero_()
+        self._merge_rows(micro, NO_METRICS)
 
-    def _land(self, micro: int, figures: Figures, fed: int = 0) -> None:
-        """(2)"""
-        landing = self._landings[micro]
-        for into, other in landing.merges:
+    def _merge_rows(self, micro: int, metrics: ShardMetrics, fingerprint: int = 0) -> None:
+        """Merge the rows of the tree nodes that this shard completes: (2)."""
+        slot_merge = self._slot_merges[micro]
+        for into, other in slot_merge.merges:
             self._rows[into].add_(self._rows[other])
-            self._above.discard(other)
-        self._pending.append((micro, fed, figures))
-        slot = _outcome(landing)
-        self._above = (self._above - {landing.slot}) | {slot}
-        if micro in self._complete:
-            self._bring_down(slot)
+            self._rows_on_gpu.discard(other)
+        self._pending.append((micro, fingerprint, metrics))
+        slot = _merged_slot(slot_merge)
+        self._rows_on_gpu = (self._rows_on_gpu - {slot_merge.slot}) | {slot}
+        if micro in self._last_shards:
+            self._download(slot)
 
-    def _bring_down(self, slot: int) -> None:
-        """(3); with it, what the shards have measured, which lies in the arena alone."""
-        self._down.copy_(self._rows[slot], non_blocking=True)
-        measured = _numbers([figures[0] for _, _, figures in self._pending])
-        self._accelerator.wait()
-        np.copyto(self.slots[slot, : self.layout.state], self._down.numpy())
-        self._above.discard(slot)
+    def _download(self, slot: int) -> None:
+        """Copy a row to its slot in the arena: (3). Also write and merge the tails, which exist in the arena only."""
+        self._download_buffer.copy_(self._rows[slot], non_blocking=True)
+        losses = _numbers([metrics[0] for _, _, metrics in self._pending])
+        self._accelerator.synchronize()
+        np.copyto(self.slots[slot, : self.layout.state], self._download_buffer.numpy())
+        self._rows_on_gpu.discard(slot)
         tails = self.slots[:, self.layout.state :]
-        for (micro, fed, (_, hits, samples)), loss in zip(self._pending, measured, strict=True):
-            landing = self._landings[micro]
-            tail = tails[landing.slot]
+        for (micro, fingerprint, (_, hits, samples)), loss in zip(self._pending, losses, strict=True):
+            slot_merge = self._slot_merges[micro]
+            tail = tails[slot_merge.slot]
             tail[:] = 0
             tail[LOSS], tail[HITS], tail[SAMPLES] = loss, hits, samples
-            if fed:
-                mark(tail[TAIL:], micro % self._shards, self.device, fed)
-            for into, other in landing.merges:
+            if fingerprint:
+                mark(tail[TAIL:], micro % self._shards, self.device_id, fingerprint)
+            for into, other in slot_merge.merges:
                 tails[into] += tails[other]
         self._pending.clear()
 
-    def counted(self) -> list[tuple[Tensor, Tensor]]:
+    def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
         return list(zip(_counters(self.layout), self._counts_added.cpu(), strict=True))
 
 
 def _counters(layout: StateLayout) -> list[Tensor]:
-    """Batch norm's counters of batches; other buffers of whole numbers (masks) do not change."""
+    """Return batch norm's counters of batches; other integer buffers (masks) do not change."""
     return [one for one in layout.counters if one.dtype == torch.int64 and one.numel() == 1]
 
 
-def _counted(twin: StateLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin's counters as one vector, what they were when the step began, and what a shard added."""
-    places = _counters(twin)
-    counts, start, added = torch.zeros(3, len(places), dtype=torch.int64, device=device)
-    for index, one in enumerate(places):
+def _flat_counters(twin: StateLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Make the counters of the device copy views of one vector.
+
+    Returns that vector, and vectors for their values at the start of a step and for the increments of a shard.
+    """
+    counters = _counters(twin)
+    counts, start, added = torch.zeros(3, len(counters), dtype=torch.int64, device=device)
+    for index, one in enumerate(counters):
         one.data = counts[index : index + 1].view(one.shape)
     return counts, start, added
 
 
 def _numbers(losses: Sequence[float | Tensor]) -> list[float]:
-    """All of them by one copy."""
-    there = [one.reshape(()) for one in losses if isinstance(one, Tensor)]
-    here = iter(torch.stack(there).tolist() if there else [])
-    return [next(here) if isinstance(one, Tensor) else one for one in losses]
+    """Return losses as numbers; those on the GPU are downloaded in one copy."""
+    on_gpu = [one.reshape(()) for one in losses if isinstance(one, Tensor)]
+    downloaded = iter(torch.stack(on_gpu).tolist() if on_gpu else [])
+    return [next(downloaded) if isinstance(one, Tensor) else one for one in losses]
 
 
-def _outcome(landing: SlotMerge) -> int:
-    """The slot that a landing leaves its node in."""
-    return landing.merges[-1][0] if landing.merges else landing.slot
+def _merged_slot(slot_merge: SlotMerge) -> int:
+    """Return the slot that holds the node after the merges of a shard."""
+    return slot_merge.merges[-1][0] if slot_merge.merges else slot_merge.slot
 
 
-def _complete(holding: MergePlan) -> set[int]:
-    """Shards whose node nothing that lands later is added to, or adds itself to."""
+def _node_last_shards(holding: MergePlan) -> set[int]:
+    """Return the shards after which a node is final on this rank: no later shard merges with it."""
     found = set()
-    for index, (micro, landing) in enumerate(zip(holding.order, holding.landings, strict=True)):
-        slot = _outcome(landing)
-        for later in holding.landings[index + 1 :]:
+    for index, (micro, slot_merge) in enumerate(zip(holding.order, holding.slot_merges, strict=True)):
+        slot = _merged_slot(slot_merge)
+        for later in holding.slot_merges[index + 1 :]:
             if any(slot in pair for pair in later.merges):
                 break
             if later.slot == slot:
@@ -479,9 +491,11 @@ def _complete(holding: MergePlan) -> set[int]:
     return found
 
 
-def holder(accelerator: Accelerator | None, plan: Plan, settings: Settings) -> Callable[..., StageState]:
-    """What makes a stage, where it is computed: called as ``StageState`` is."""
+def stage_state_factory(
+    accelerator: Accelerator | None, plan: Plan, settings: Settings
+) -> Callable[..., StageState]:
+    """Return a function with the parameters of ``StageState`` that makes the state of a stage on CPU or GPU."""
     if accelerator is None:
         return StageState
-    halves = any(one.kind is InstructionKind.BACKWARD_INPUT for rank in plan.ranks for one in rank)
-    return partial(GpuStageState, accelerator, settings.graphs and not halves)
+    two_halves = any(one.kind is InstructionKind.BACKWARD_INPUT for rank in plan.ranks for one in rank)
+    return partial(GpuStageState, accelerator, settings.graphs and not two_halves)

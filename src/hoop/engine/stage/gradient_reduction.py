@@ -1,10 +1,11 @@
-"""How much a gradient is shortened when its norm is cut; the same bits wherever the model is cut.
+"""All-reduce of a stage's gradients over shards and replicas, bucket by bucket; and gradient clipping by norm.
 
-A stage's gradients added up over all shards and replicas, bucket by bucket.
+A bucket is a range of the gradient vector that one segment of the backward produces. If there are several, a thread
+reduces each bucket as soon as this rank's last shard has written it, while the backward of the previous segments
+continues. All ranks reduce the buckets in the same order, from the last to the first; then the buffers and the tail.
 
-A bucket is a range of the vector whose gradients come out of the backward together. With several of them, each is added
-up on a thread of its own as soon as this rank's last shard has it, while the backward of the blocks before goes on. All
-ranks do it in the same order, from the last bucket to the first; what comes last is the buffers and the tail.
+The norm is a sum over the parameters in the order of the model, so the clipping factor has the same bits wherever the
+model is cut into stages.
 """
 
 from __future__ import annotations
@@ -21,46 +22,47 @@ from torch import nn
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
+from hoop.collectives.rank_context import RankContext
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan
-from hoop.engine.rank_context import RankContext
 from hoop.engine.settings import Settings
 from hoop.engine.stage.state import StageState, StateLayout
 from hoop.memory.dtypes import dtype
 from hoop.plan.plan import Plan
 
-Squares = npt.NDArray[np.float64]
-"""The squared norm of each of a model's parameters, in order."""
+SquaredNorms = npt.NDArray[np.float64]
+"""The squared norm of each parameter's gradient, in the order of the model."""
 
 
 class GradientNorm:
-    """The norm over all stages, which each rank knows a part of."""
+    """Computes the clipping factor from the norm over all stages, of which each rank knows a part."""
 
     def __init__(
-        self, world: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]
+        self, context: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]
     ):
-        self._world, self._settings = world, settings
+        self._context, self._settings = context, settings
         counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
-        *self._places, self._parameters = counts
+        *self._first_parameters, self._num_parameters = counts
 
-    def move(self, world: RankContext) -> None:
-        """The members have changed."""
-        self._world = world
+    def set_context(self, context: RankContext) -> None:
+        """Use the communicators of the next generation."""
+        self._context = context
 
-    def scale(self, held: Mapping[int, StageState], plan: Plan) -> float:
-        """What the gradient is multiplied by; every rank that holds a stage must ask."""
+    def scale(self, stage_states: Mapping[int, StageState], plan: Plan) -> float:
+        """Return the factor for the gradient. Collective over the ranks that hold a stage."""
         if not self._settings.optimizer.clip:
             return 1.0
-        squared = np.zeros(self._parameters, np.float64)
-        for stage, one in held.items():
-            if plan.holders[stage][0] == self._world.rank:
-                found = one.squares()
-                squared[self._places[stage] : self._places[stage] + len(found)] = found
-        # Who has yet to come may wait for what was sent to it, and a meeting does not hand it over.
-        self._world.communicator.endpoint.flush(time.monotonic() + self._settings.timeout_s)
+        squared = np.zeros(self._num_parameters, np.float64)
+        for stage, one in stage_states.items():
+            if plan.holders[stage][0] == self._context.rank:
+                found = one.squared_norms()
+                squared[self._first_parameters[stage] : self._first_parameters[stage] + len(found)] = found
+        # Flush first: a rank that has not reached the all-reduce may wait for a message from this rank, and a
+        # collective in shared memory does not send pending messages.
+        self._context.communicator.endpoint.flush(time.monotonic() + self._settings.timeout_s)
         holders = sorted({rank for ranks in plan.holders for rank in ranks})
-        self._world.group(holders).run(
+        self._context.group(holders).run(
             Operation("all_reduce", len(squared), dtype("float64")),
             squared,
             squared,
@@ -69,8 +71,8 @@ class GradientNorm:
         return clip_scale(squared, self._settings.optimizer.clip)
 
 
-def squares(layout: StateLayout, gradient: Array) -> Squares:
-    """Of a gradient of the whole model; zero for parameters that are not trained."""
+def squared_norms(layout: StateLayout, gradient: Array) -> SquaredNorms:
+    """Return the squared norms of a gradient of the whole model; 0 for frozen parameters."""
     found = np.zeros(len(layout.parameters) + len(layout.frozen), np.float64)
     views = layout.views(torch.from_numpy(gradient))[: len(layout.parameters)]
     for index, view in enumerate(views):
@@ -78,65 +80,70 @@ def squares(layout: StateLayout, gradient: Array) -> Squares:
     return found
 
 
-def clip_scale(squared: Squares, clip: float) -> float:
-    """What the gradient is multiplied by, so that its norm is at most ``clip``."""
+def clip_scale(squared: SquaredNorms, clip: float) -> float:
+    """Return the factor that reduces the norm of the gradient to at most ``clip``."""
     return min(1.0, clip / (float(np.sqrt(squared.sum())) + 1e-6))
 
 
 class GradientReducer:
-    """The sums of one stage."""
+    """Reduces the gradients of one stage to ``StageState.total``."""
 
     def __init__(
         self,
         group: Communicator,
         holdings: Sequence[MergePlan],
         shards: int,
-        held: StageState,
+        stage_state: StageState,
         deadline: float,
     ) -> None:
-        """All ranks of the group must prepare together."""
-        self._held = held
-        spans = list(itertools.pairwise(held.buckets))[::-1]
+        """Collective over ``group``, the ranks that hold the stage.
+
+        ``holdings``: the tree nodes that each rank holds. ``shards``: micro-batches of the global batch.
+        """
+        self._stage_state = stage_state
+        spans = list(itertools.pairwise(stage_state.buckets))[::-1]
         if group.size == 1 or len(spans) == 1:
             spans = []
-        rest = (held.buckets[-1] if spans else 0, held.layout.total)
-        self._sums = [
-            OrderedAllReduce(group, holdings, shards, held.slots, held.room, deadline, span)
+        rest = (stage_state.buckets[-1] if spans else 0, stage_state.layout.total)
+        self._all_reduces = [
+            OrderedAllReduce(
+                group, holdings, shards, stage_state.slots, stage_state.total_buffer, deadline, span
+            )
             for span in (*spans, rest)
         ]
-        held.total = self._sums[-1].result
-        self._spans = spans
+        stage_state.total = self._all_reduces[-1].result
+        self._bucket_spans = spans
         self._thread = ThreadPoolExecutor(1, "hoop-totals") if spans else None
         self._started: list[Future[float]] = []
 
     @property
-    def moved(self) -> int:
-        """Bytes that went to others through their memory."""
-        return sum(one.moved for one in self._sums)
+    def bytes_moved(self) -> int:
+        """Bytes transferred to other ranks through shared memory."""
+        return sum(one.bytes_moved for one in self._all_reduces)
 
     @property
-    def buckets(self) -> int:
-        """How many parts may be added up while the backward goes on."""
-        return len(self._spans)
+    def num_buckets(self) -> int:
+        """Number of buckets that can be reduced during the backward; 0 if all is reduced after it."""
+        return len(self._bucket_spans)
 
     def start(self, bucket: int, micro: int, deadline: float) -> None:
-        """This rank's last shard has its gradient of this bucket, counted from the first."""
+        """Start the reduction of a bucket: this rank's last shard, ``micro``, has written its gradient of it."""
         assert self._thread is not None, "there are buckets"
         index = len(self._started)
-        low, high = self._spans[index]
-        assert index == len(self._spans) - 1 - bucket, "the last bucket comes first"
-        self._held.merge(micro, low, high)
-        self._started.append(self._thread.submit(self._sums[index], deadline))
+        low, high = self._bucket_spans[index]
+        assert index == len(self._bucket_spans) - 1 - bucket, "the last bucket comes first"
+        self._stage_state.merge(micro, low, high)
+        self._started.append(self._thread.submit(self._all_reduces[index], deadline))
 
     def __call__(self, deadline: float) -> float:
-        """Everything that has not been added up yet, and what has been started; returns the seconds it waited."""
+        """Reduce the rest, and wait for all buckets; returns the seconds that it waited for other ranks."""
         waited = 0.0
         if self._thread is not None:
-            for one in self._sums[len(self._started) : -1]:
+            for one in self._all_reduces[len(self._started) : -1]:
                 self._started.append(self._thread.submit(one, deadline))
             started, self._started = self._started, []
             waited = sum(one.result() for one in started)
-        return waited + self._sums[-1](deadline)
+        return waited + self._all_reduces[-1](deadline)
 
     def close(self) -> None:
         if self._thread is not None:

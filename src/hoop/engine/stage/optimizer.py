@@ -1,7 +1,7 @@
-"""SGD, Adam and AdamW on flat vectors in the arena, and how the learning rate moves.
+"""SGD, Adam and AdamW on flat vectors in the arena, and the learning-rate schedule.
 
-Each has PyTorch's formulas and PyTorch's own fused kernels, on one vector for the whole stage. Every element is updated
-by itself, so it makes no difference to a weight which stage or server holds it.
+The update calls PyTorch's fused kernels on one vector that holds all weights of a stage. The kernels are elementwise,
+so the stage or the server that holds a weight does not affect its bits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hoop.collectives.reduction import Array
 from hoop.errors import InvalidArgument
 
 OPTIMIZERS = {"sgd": 1, "adam": 2, "adamw": 2}
-"""Each with how many vectors of state it has."""
+"""Number of state vectors (moments) of each optimizer."""
 SCHEDULES = ("constant", "step", "cosine")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Which optimizer, and its constants."""
+    """The optimizer, its hyperparameters, and the learning-rate schedule."""
 
     name: str = "adam"
     lr: float = 1e-3
@@ -36,15 +36,15 @@ class OptimizerSettings:
     weight_decay: float = 0.0
     schedule: Literal["constant", "step", "cosine"] = "constant"
     warmup: int = 0
-    """Steps in which the rate rises from nothing."""
+    """Steps of linear warm-up from 0."""
     step_every: int = 0
-    """Schedule ``step``: so many steps until the rate is multiplied …"""
+    """Schedule ``step``: every ``step_every`` steps the learning rate is multiplied …"""
     step_factor: float = 0.1
-    """… by this."""
+    """… by ``step_factor``."""
     final: float = 0.0
-    """Schedule ``cosine``: what share of the rate is left at the end."""
+    """Schedule ``cosine``: the final learning rate, as a fraction of ``lr``."""
     clip: float = 0.0
-    """The gradient's norm is cut to this; 0: it is not."""
+    """Maximum norm of the gradient; 0: no clipping."""
 
     def check(self) -> OptimizerSettings:
         if self.name not in OPTIMIZERS:
@@ -66,12 +66,12 @@ class OptimizerSettings:
         return self
 
     @property
-    def slots(self) -> int:
-        """Vectors of state it keeps."""
+    def num_moments(self) -> int:
+        """Number of state vectors that the optimizer keeps; 0 for SGD without momentum."""
         return OPTIMIZERS[self.name] if self.name != "sgd" or self.momentum else 0
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of a step (the first is 0) of so many."""
+        """Return the learning rate of ``step`` (the first is 0) in a run of ``steps``."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         match self.schedule:
@@ -86,19 +86,19 @@ class OptimizerSettings:
 
 
 Update = Callable[[Tensor, float, int], None]
+"""``update(gradient, rate, step)``: updates weights in place; ``rate`` is the learning rate, the first step is 0."""
 
 
-def go_on(update: Update, weights: Array, trained: int, total: Array, rate: float, step: int) -> None:
-    """A step further: the trained elements are updated, and what shards did to the buffers behind them is added."""
+def apply_update(update: Update, weights: Array, trained: int, total: Array, rate: float, step: int) -> None:
+    """Apply a step's total to a flat state: update the first ``trained`` elements, add the rest to the buffers."""
     if trained:
         update(torch.from_numpy(total[:trained]), rate, step)
     weights[trained:] += total[trained : len(weights)]
 
 
-def updating(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> Update:
-    """``update(gradient, rate, step)`` on these weights; ``step`` counts from 0."""
-    one = settings
-    if one.name == "sgd":
+def make_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> Update:
+    """Make the update function of these weights; ``state`` are the optimizer's moments."""
+    if settings.name == "sgd":
 
         def sgd(gradient: Tensor, rate: float, step: int) -> None:
             with torch.no_grad():
@@ -107,16 +107,16 @@ def updating(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) 
                     [gradient],
                     state,
                     lr=rate,
-                    momentum=one.momentum,
+                    momentum=settings.momentum,
                     dampening=0.0,
-                    weight_decay=one.weight_decay,
-                    nesterov=one.nesterov,
+                    weight_decay=settings.weight_decay,
+                    nesterov=settings.nesterov,
                     maximize=False,
                     is_first_step=step == 0,
                 )
 
         return sgd
-    kernel = torch._fused_adam_ if one.name == "adam" else torch._fused_adamw_
+    kernel = torch._fused_adam_ if settings.name == "adam" else torch._fused_adamw_
     first, second = state
     count = torch.zeros(())
 
@@ -131,10 +131,10 @@ def updating(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) 
                 [],
                 [count],
                 lr=rate,
-                beta1=one.beta1,
-                beta2=one.beta2,
-                weight_decay=one.weight_decay,
-                eps=one.eps,
+                beta1=settings.beta1,
+                beta2=settings.beta2,
+                weight_decay=settings.weight_decay,
+                eps=settings.eps,
                 amsgrad=False,
                 maximize=False,
             )

@@ -1,12 +1,13 @@
-"""Which device put which samples into each update, as the summed gradient itself tells.
+"""Provenance: which device contributed which samples to each update, carried in the summed gradient itself.
 
-    a shard's slot   | gradient … | tail | 0 0 | 65536 + device, print of its samples | 0 0 | …     two places a shard
-    the sum          | gradient … | tail |         everybody's, each in its own places           |
+    a shard's slot   | gradient … | tail | 0 0 | 65536 + device, fingerprint | 0 0 | …     two elements a shard
+    the total        | gradient … | tail |  the elements of all shards, each in its own place  |
 
-Whoever computes a shard writes its own number and a 24-bit print of the sample numbers it read into that shard's
-places, and nothing into the others'. They are added up with the gradient, by the same operation: a shard that is in
-the sum once shows its device, one that is missing shows nothing, one that is in it twice shows a count of two. So the
-update knows what went into it, and so does every survivor of a device that died right after.
+The device that computes a shard writes its number and a 24-bit fingerprint of the sample numbers into the two elements
+of that shard. All other elements of its slot are 0. The all-reduce that sums the gradients sums these elements too. In
+the total, a shard that was added once shows its device, a missing shard shows 0, and a shard that was added twice shows
+a count of 2. Every rank that has the total therefore knows what the update was made of, also if the device that
+computed a shard dies right after.
 """
 
 from __future__ import annotations
@@ -19,73 +20,83 @@ import numpy as np
 from hoop.collectives.reduction import Array
 from hoop.data.dataset import Indices
 
-PLACES = 2
-"""Elements a shard has."""
+ELEMENTS_PER_SHARD = 2
+"""Elements of the provenance row that belong to one shard."""
 _ONCE = 1 << 16
-"""One shard in the sum; what is below is its device. Sums stay exact: float32 counts to 2**24."""
-KEPT = 4096
-"""Updates that are remembered: the rows that ``progress_reporter`` keeps, and steps that are under way."""
+"""Marks one contribution of a shard; the value below it is the device. Sums are exact: float32 counts to 2**24."""
+MAX_STEPS = 4096
+"""Steps that are kept: the rows that ``progress_reporter`` keeps, and the steps in progress."""
 
-Fed = tuple[list[int], str]
-"""For each shard the device (0: none; -2: it is there twice), and all prints in hexadecimal, six digits each."""
+StepProvenance = tuple[list[int], str]
+"""The device of each shard (0: missing; -2: added twice), and all fingerprints in hexadecimal, six digits each."""
 
 
 def sample_fingerprint(samples: Indices) -> int:
-    """24 bits of a checksum of sample numbers, in their order; never 0, which is for no samples."""
+    """Return a 24-bit checksum of sample numbers, in their order. Never 0, which means no samples."""
     return (zlib.crc32(np.ascontiguousarray(samples, np.int64).data) & 0xFFFFFF) or 1
 
 
-def mark(slot: Array, shard: int, device: int, fed: int) -> None:
-    """Writes into a slot's part for evidence: this device computed this shard, of samples with this print."""
-    slot[PLACES * shard] = _ONCE + device % _ONCE
-    slot[PLACES * shard + 1] = fed
+def mark(slot: Array, shard: int, device: int, fingerprint: int) -> None:
+    """Write into a provenance row that ``device`` computed ``shard`` from the samples with this fingerprint."""
+    slot[ELEMENTS_PER_SHARD * shard] = _ONCE + device % _ONCE
+    slot[ELEMENTS_PER_SHARD * shard + 1] = fingerprint
 
 
 class Provenance:
-    """What the last updates were made of."""
+    """The provenance rows of the last updates, by step (0 is the first)."""
 
     def __init__(self, shards: int) -> None:
-        self.places = PLACES * shards
-        self._steps: dict[int, Array] = {}
-        self._nothing: Array = np.zeros(self.places, np.float32)
+        self.width = ELEMENTS_PER_SHARD * shards
+        """Elements of a row."""
+        self._rows: dict[int, Array] = {}
+        self._empty_row: Array = np.zeros(self.width, np.float32)
 
-    def note(self, step: int, summed: Array, more: bool = False) -> None:
-        """What stands in these places of the sum that an update was made with; ``more``: one of several of a step."""
-        found = summed[: self.places]
-        if more and step in self._steps:
-            found = self._steps[step] + found
-        self._steps[step] = found.copy()
-        if len(self._steps) > KEPT:
-            del self._steps[next(iter(self._steps))]
+    def record(self, step: int, summed: Array, more: bool = False) -> None:
+        """Record the row of an update from ``summed``, the provenance part of a total.
+
+        ``more``: add to the step's row, where a step makes several updates.
+        """
+        found = summed[: self.width]
+        if more and step in self._rows:
+            found = self._rows[step] + found
+        self._rows[step] = found.copy()
+        if len(self._rows) > MAX_STEPS:
+            del self._rows[next(iter(self._rows))]
 
     def forget(self, step: int) -> None:
-        """These steps and later ones are done again."""
-        self._steps = {one: found for one, found in self._steps.items() if one < step}
+        """Drop this step and the later ones, which will be run again."""
+        self._rows = {one: found for one, found in self._rows.items() if one < step}
 
     def row(self, step: int) -> Array:
-        """Of one step, as a sum; zeros where nothing is known."""
-        return self._steps.get(step, self._nothing)
+        """Return the row of a step; zeros if it is unknown."""
+        return self._rows.get(step, self._empty_row)
 
     def rows(self, first: int, count: int) -> Array:
-        """Of so many steps."""
-        return np.array([self.row(step) for step in range(first, first + count)]).reshape(count, self.places)
+        """Return the rows of ``count`` steps from ``first`` on, as a matrix."""
+        return np.array([self.row(step) for step in range(first, first + count)]).reshape(count, self.width)
 
-    def adopt(self, first: int, rows: Iterable[Array]) -> None:
-        """What another rank knows of these steps."""
+    def set_rows(self, first: int, rows: Iterable[Array]) -> None:
+        """Replace the rows of the steps from ``first`` on by those of another rank."""
         for step, row in enumerate(rows, start=first):
-            self.note(step, row)
+            self.record(step, row)
 
-    def told(self, first: int, count: int) -> list[Fed | None]:
-        """Of so many steps, what an event says; None where nothing is known."""
-        known = [step for step in range(first, first + count) if step in self._steps]
+    def as_events(self, first: int, count: int) -> list[StepProvenance | None]:
+        """Return the rows of ``count`` steps in the form that events carry; None for an unknown step."""
+        known = [step for step in range(first, first + count) if step in self._rows]
         if not known:
             return [None] * count
-        summed = np.nan_to_num(np.stack([self._steps[step] for step in known]), posinf=0, neginf=0)
+        summed = np.nan_to_num(np.stack([self._rows[step] for step in known]), posinf=0, neginf=0)
         numbers = summed.astype(np.int64)
-        times, device = np.divmod(numbers[:, ::PLACES], _ONCE)
-        by = np.where(times == 1, device, -times).tolist()
-        prints = numbers[:, 1::PLACES].astype(">u4").view(np.uint8).reshape(len(known), -1, 4)[:, :, 1:]
-        found: dict[int, Fed] = {
-            step: (each, one.tobytes().hex()) for step, each, one in zip(known, by, prints, strict=True)
+        times, device = np.divmod(numbers[:, ::ELEMENTS_PER_SHARD], _ONCE)
+        devices = np.where(times == 1, device, -times).tolist()
+        fingerprints = (
+            numbers[:, 1::ELEMENTS_PER_SHARD]
+            .astype(">u4")
+            .view(np.uint8)
+            .reshape(len(known), -1, 4)[:, :, 1:]
+        )
+        found: dict[int, StepProvenance] = {
+            step: (each, one.tobytes().hex())
+            for step, each, one in zip(known, devices, fingerprints, strict=True)
         }
         return [found.get(step) for step in range(first, first + count)]

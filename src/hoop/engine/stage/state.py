@@ -1,15 +1,20 @@
-"""A stage's state as flat vectors in the device's arena, with the modules' tensors as views of them.
+"""The training state of a stage on one rank: weights, gradients, totals and optimizer state, as vectors in the arena.
 
-    | parameters, each at a multiple of 16 elements | float buffers | tail | evidence |     (a gradient slot's shape)
+    | parameters, each at a multiple of 16 elements | float buffers | tail | provenance |     layout of a gradient slot
 
-A gradient slot holds one shard's gradient, in the buffers' part what the shard did to them (a batch norm's running mean
-moved by so much), in the tail what it measured (loss, hits, seconds), then what it was made of (``evidence``). All of
-it is summed by the same operation, so the buffers and the figures do not depend on who computed which shard either.
+``StateLayout`` gives the offset of each tensor; the modules' tensors are views of the weight vector. A gradient slot
+holds the contribution of one shard:
 
-Vectors are padded to a multiple of 64 elements: then no elementwise kernel has a remainder that a scalar loop would
-round differently, and a stage's update gives the same bits as the whole model's.
+    parameters   the gradient
+    buffers      the change of the buffers by the shard's forward (of a batch norm's running mean, for example)
+    tail         metrics (loss, hits, samples), stop and move requests, each rank's seconds per shard
+    provenance   the device that computed the shard, and a fingerprint of its samples (``provenance.py``)
 
-A stage as a rank holds it: weights, gradients, totals and optimizer state in the arena, and what computes it.
+One all-reduce sums all of it over the shards, in a fixed order. So buffers and metrics, like the gradient, do not
+depend on which rank computed which shard.
+
+Vectors are padded to a multiple of 64 elements. Then no elementwise kernel has a remainder, which a scalar loop would
+round differently, and the update of a stage gives the same bits as the update of the whole model.
 """
 
 from __future__ import annotations
@@ -27,23 +32,27 @@ from hoop.collectives.shard_tree import MergePlan, SlotMerge
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
-from hoop.engine.stage.optimizer import Update, go_on, updating
-from hoop.engine.stage.provenance import PLACES, Provenance, mark
+from hoop.engine.stage.optimizer import Update, apply_update, make_update
+from hoop.engine.stage.provenance import ELEMENTS_PER_SHARD, Provenance, mark
 from hoop.errors import InternalError, InvalidArgument
 from hoop.memory import Arena
 from hoop.memory.commit_record import CommitRecord
 from hoop.memory.dtypes import dtype
 
 ALIGN = 16
+"""Tensors begin at a multiple of this many elements."""
 PAD = 64
+"""Vectors are padded to a multiple of this many elements."""
 TAIL = 64
+"""Elements of the tail."""
 LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
-"""Places in the tail; from ``SPEED`` on, each rank's seconds a shard."""
+"""Elements of the tail. ``STOP`` and ``MOVE``: more than 0 if a rank asks to stop, or to change the membership."""
 SPEED = 5
-MOST_SPEEDS = TAIL - SPEED
+"""From this element of the tail on: the seconds per shard of rank 0, 1, 2, …"""
+MAX_SPEEDS = TAIL - SPEED
 FLOAT32 = dtype("float32")
 StateRow = tuple[str, int, int, int, str, int]
-"""A piece of a state and where it lies: its name, first element, elements and bytes; the vector, and the byte in it."""
+"""A slice of a tensor and its place in the arena: tensor name, first element, elements, bytes; vector, byte offset."""
 
 
 def _padded(count: int, to: int) -> int:
@@ -51,10 +60,10 @@ def _padded(count: int, to: int) -> int:
 
 
 class StateLayout:
-    """Where each tensor of some blocks lies in a vector."""
+    """The offsets of the tensors of consecutive blocks in a vector; raises if the model is not float32."""
 
     def __init__(self, blocks: Iterable[nn.Module], shards: int = 0) -> None:
-        """``shards``: so many may be in a gradient, and have places for evidence."""
+        """``shards``: micro-batches of a global batch, each of which has elements for its provenance."""
         module = nn.ModuleList(blocks)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.frozen = [one for one in module.parameters() if not one.requires_grad]
@@ -66,20 +75,20 @@ class StateLayout:
                 raise InvalidArgument(
                     f"model: a tensor of {one.dtype}; Hoop trains float32 (call model.float())"
                 )
-        self.places: list[int] = []
+        self.offsets: list[int] = []
         end = 0
         for one in self.parameters:
-            self.places.append(end)
+            self.offsets.append(end)
             end += _padded(one.numel(), ALIGN)
         self.trained = _padded(end, PAD)
-        """Elements of the part that the optimizer updates."""
+        """Elements that the optimizer updates: the parameters, with padding."""
         end = self.trained
         for one in self.buffers:
-            self.places.append(end)
+            self.offsets.append(end)
             end += _padded(one.numel(), ALIGN)
         self.state = _padded(end, PAD)
-        """Elements of parameters and buffers."""
-        self.total = self.state + TAIL + _padded(PLACES * shards, PAD)
+        """Elements of a weight vector: parameters and float buffers."""
+        self.total = self.state + TAIL + _padded(ELEMENTS_PER_SHARD * shards, PAD)
         """Elements of a gradient slot."""
 
     @property
@@ -87,33 +96,33 @@ class StateLayout:
         return [*self.parameters, *self.buffers]
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """A vector's parts, in the shapes of the tensors."""
+        """Return views of a vector in the shapes of the parameters and buffers."""
         return [
-            vector[place : place + one.numel()].view(one.shape)
-            for place, one in zip(self.places, self.tensors, strict=True)
+            vector[offset : offset + one.numel()].view(one.shape)
+            for offset, one in zip(self.offsets, self.tensors, strict=True)
         ]
 
     def views_trained(self, vector: Tensor) -> list[Tensor]:
-        """A vector of the trained part alone, in the shapes of the parameters."""
+        """Return views of a vector of ``trained`` elements in the shapes of the parameters."""
         return [
-            vector[place : place + one.numel()].view(one.shape)
-            for place, one in zip(self.places, self.parameters, strict=False)
+            vector[offset : offset + one.numel()].view(one.shape)
+            for offset, one in zip(self.offsets, self.parameters, strict=False)
         ]
 
 
 class StateVectors:
-    """Named float32 vectors in an arena, freed together."""
+    """Allocates named float32 vectors in an arena, and frees them together."""
 
     def __init__(self, arena: Arena, prefix: str, run: str = "") -> None:
-        """``run``: whose they are, for who is restarted on the arena."""
+        """``prefix``: begins the name of each buffer. ``run``: run id, stored in commit records."""
         self._arena, self._prefix, self._run = arena, prefix, run
         self._names: list[str] = []
 
     def new(self, name: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """A vector of zeros; one of that name that was made here before is gone."""
+        """Allocate a vector of zeros; an earlier vector of the same name is freed."""
         full = f"{self._prefix}{name}"
         if full in self._names and self._arena.buffer(full).size != max(count, 1) * 4:
-            self._arena.free(full)  # it is to have another size
+            self._arena.free(full)  # its size changes
             self._names.remove(full)
         if full in self._names:
             self._names.remove(full)
@@ -124,28 +133,31 @@ class StateVectors:
         array[:] = 0
         return array
 
-    def beside(self, prefix: str) -> StateVectors:
-        """Others in the same arena, whose names go on like this."""
+    def child(self, prefix: str) -> StateVectors:
+        """Return an allocator in the same arena whose prefix is this one's, followed by ``prefix``."""
         return StateVectors(self._arena, self._prefix + prefix, self._run)
 
-    def claim(self, name: str, rows: Iterable[StateRow]) -> CommitRecord:
-        """Says of bytes of vectors here, should the device be restarted, which step of the run they hold."""
-        told = [(*row[:-2], self._prefix + row[-2], row[-1]) for row in rows]
-        mark = CommitRecord(self._arena, self._prefix + name, self._run, {"rows": told})
-        self._names.append(mark.name)
-        return mark
+    def commit_record(self, name: str, rows: Iterable[StateRow]) -> CommitRecord:
+        """Make a commit record: for a restarted device, the step of the run that these slices hold.
 
-    def free(self, but: str = "") -> None:
-        """All of them, but for those whose name ends so."""
-        left = [name for name in self._names if but and name.endswith(but)]
+        ``rows`` name vectors of this allocator.
+        """
+        full_rows = [(*row[:-2], self._prefix + row[-2], row[-1]) for row in rows]
+        record = CommitRecord(self._arena, self._prefix + name, self._run, {"rows": full_rows})
+        self._names.append(record.name)
+        return record
+
+    def free(self, keep_suffix: str = "") -> None:
+        """Free all vectors and records, except those whose name ends with ``keep_suffix``."""
+        kept = [name for name in self._names if keep_suffix and name.endswith(keep_suffix)]
         for name in self._names:
-            if name not in left:
+            if name not in kept:
                 self._arena.free(name)
-        self._names = left
+        self._names = kept
 
 
-def adopt(layout: StateLayout, state: Tensor) -> None:
-    """Moves parameters and buffers into the vector; the modules' tensors are views of it from then on."""
+def bind_tensors(layout: StateLayout, state: Tensor) -> None:
+    """Copy parameters and buffers into a vector, and make the modules' tensors views of it."""
     with torch.no_grad():
         for tensor, view in zip(layout.tensors, layout.views(state), strict=True):
             view.copy_(tensor)
@@ -153,7 +165,7 @@ def adopt(layout: StateLayout, state: Tensor) -> None:
 
 
 def shared_parameters(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
-    """Pairs of blocks that share a parameter: no cut may come between them."""
+    """Return the pairs of blocks that share a parameter, and must therefore be in the same stage."""
     seen: dict[int, int] = {}
     pairs = []
     for index, block in enumerate(blocks):
@@ -164,25 +176,36 @@ def shared_parameters(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
     return pairs
 
 
-Figures = tuple[float | Tensor, float, float]
-"""A shard's loss, hits and samples."""
-NOTHING: Figures = (0.0, 0.0, 0.0)
-ROOMS = 16
-"""Places for totals, taken in turn: one who was thought dead writes to an old one until it hears that it is out."""
+ShardMetrics = tuple[float | Tensor, float, float]
+"""Loss, hits and number of samples of a shard."""
+NO_METRICS: ShardMetrics = (0.0, 0.0, 0.0)
+NUM_TOTAL_BUFFERS = 16
+"""Total buffers rotate across generations, so that the late writes of a rank declared dead hit a stale one."""
 
 
 @dataclass
 class _Slot:
-    """One gradient slot, in parts."""
+    """Views of one gradient slot."""
 
     gradients: list[Tensor]
-    moved: Array
-    """What the shard did to the buffers."""
+    """The gradient of each parameter."""
+    buffer_deltas: Array
+    """The change of the buffers."""
     tail: Array
+    """Tail and provenance."""
 
 
 class StageState:
-    """A stage's state on one rank."""
+    """The state of one stage on one rank, and the ``Stage`` that computes it. ``PlanExecutor`` drives it.
+
+        begin                       a step begins
+        forward                     each micro-batch; the change of the buffers is saved and undone
+        stage.backward, on_gradient each micro-batch: its gradient is written to a slot, complete tree nodes are merged
+        on_total                    the all-reduce is done: ``total`` holds the sum over all shards and replicas
+        apply_update                the optimizer updates the weights
+
+    On a GPU ``GpuStageState`` (``gpu.py``) takes its place.
+    """
 
     def __init__(
         self,
@@ -194,195 +217,204 @@ class StageState:
         updates: bool = True,
         chain: bool = True,
     ) -> None:
-        """``updates``: weights are updated here, and not by servers that keep the optimizer's state.
+        """``name``: begins the names of its vectors. ``first_block``: number of the stage's first block in the model.
 
-        ``chain``: the whole model is one of Linear and ReLU. All stages are computed in the same way as the whole would
-        be, or a cut would change the result.
+        ``updates``: this rank updates the weights; False if parameter servers do, and this rank has a copy. ``chain``:
+        the whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed
+        without autograd; otherwise the cut would change the bits.
         """
         self.blocks = list(blocks)
         self.first_block = first_block
-        self.layout = layout = StateLayout(blocks, settings.micros)
-        self._shards = settings.micros
-        self.device = 0
-        """Who computes here, in what a shard says of itself."""
-        self.evidence: Provenance | None = None
-        """Who wants to know what each update was made of."""
+        self.layout = layout = StateLayout(blocks, settings.num_microbatches)
+        self._shards = settings.num_microbatches
+        self.device_id = 0
+        """Number of this rank's device, for the provenance of its shards."""
+        self.provenance: Provenance | None = None
+        """Records the provenance of each update, if set (``RankRole.attach_provenance``)."""
         self._vectors, self._name = vectors, name
         self.state_array = vectors.new(f"{name}weights", layout.state)
         self.state = torch.from_numpy(self.state_array)
-        adopt(layout, self.state)
+        bind_tensors(layout, self.state)
         self.trained = self.state[: layout.trained]
         self.moments = [
             torch.from_numpy(vectors.new(f"{name}moment{index}", layout.trained))
-            for index in range(settings.optimizer.slots if updates else 0)
+            for index in range(settings.optimizer.num_moments if updates else 0)
         ]
-        self.room: Array = vectors.new(f"{name}total", layout.total if updates else 0)
-        """Where a total is put."""
-        self._rooms = 0
-        self.total: Array = self.room
-        """Where it is: here, or in the one slot that is the total already."""
+        self.total_buffer: Array = vectors.new(f"{name}total", layout.total if updates else 0)
+        """Into which the all-reduce writes the total."""
+        self._rotations = 0
+        self.total: Array = self.total_buffer
+        """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
         self.update: Update = (
-            updating(settings.optimizer, self.trained, self.moments) if updates else not_here
+            make_update(settings.optimizer, self.trained, self.moments) if updates else reject_update
         )
-        self.stage, self.buckets = computing(blocks, first_block, layout, settings, chain)
+        self.stage, self.buckets = make_stage(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
-        self._parts: list[_Slot] = []
-        self._landings: dict[int, SlotMerge] = {}
-        self._before = np.empty(0, np.float32)
-        self._counters = [one.clone() for one in layout.counters]
-        self._counted: list[tuple[Tensor, Tensor]] = []
-        self._moved: dict[int, Array] = {}
+        """The gradient slots, one a row."""
+        self._slot_views: list[_Slot] = []
+        self._slot_merges: dict[int, SlotMerge] = {}
+        """By micro-batch: the slot of its gradient, and the slots to merge once it is written."""
+        self._buffers_at_start = np.empty(0, np.float32)
+        self._counters_at_start = [one.clone() for one in layout.counters]
+        self._counter_increments: list[tuple[Tensor, Tensor]] = []
+        self._buffer_deltas: dict[int, Array] = {}
 
-    # ---- gradients
+    # ---- a step begins
 
-    def arrange(self, holding: MergePlan, room: int = 0) -> None:
-        """Makes room for the gradients of the shards that this rank will compute, or for ``room`` if that is more.
+    def allocate_slots(self, holding: MergePlan, min_slots: int = 0) -> None:
+        """Allocate the gradient slots for the shards that this rank will compute; at least ``min_slots``.
 
-        What is in slots already stays: after a loss a rank has more to compute, and keeps what it has.
+        Slots keep their contents: after a loss, a rank computes more shards and keeps those that it has computed.
         """
         layout = self.layout
-        slots = max(holding.slots, room)
+        slots = max(holding.slots, min_slots)
         if slots > len(self.slots):
-            held = self.slots.copy()
+            contents = self.slots.copy()
             flat = self._vectors.new(f"{self._name}slots", slots * layout.total)
             self.slots = flat.reshape(slots, layout.total)
-            self.slots[: len(held)] = held
+            self.slots[: len(contents)] = contents
             trained = len(layout.parameters)
-            self._parts = []
+            self._slot_views = []
             for row in self.slots:
                 views = layout.views(torch.from_numpy(row))
-                self._parts.append(
+                self._slot_views.append(
                     _Slot(
                         views[:trained],
                         row[layout.trained : layout.state],
                         row[layout.state :],
                     )
                 )
-        self._landings = dict(zip(holding.order, holding.landings, strict=True))
+        self._slot_merges = dict(zip(holding.order, holding.slot_merges, strict=True))
 
     def begin(self) -> None:
-        """A step begins: what the buffers are now is what every shard starts from."""
+        """Begin a step: save the buffers and counters, from which the forward of each shard starts."""
         if self.layout.buffers:
-            self._before = self.state_array[self.layout.trained :].copy()
-        self._counters = [one.clone() for one in self.layout.counters]
+            self._buffers_at_start = self.state_array[self.layout.trained :].copy()
+        self._counters_at_start = [one.clone() for one in self.layout.counters]
 
-    def near(self, tensor: Tensor) -> Tensor:
-        """Where the stage is computed."""
+    # ---- forward
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device that computes the stage."""
         return tensor
 
-    def refresh(self) -> None:
-        """What computes the stage has the weights as they are in the arena; here it has no others."""
+    def sync_device_weights(self) -> None:
+        """Copy the weights from the arena to the device that computes the stage; on the CPU there is no copy."""
 
     def evaluate(self, inputs: Tensor) -> Tensor:
-        """Forward without a backward to come; after ``refresh``."""
+        """Run a forward without a backward, after ``sync_device_weights``."""
         return self.stage.evaluate(inputs)
 
     def forward(self, micro: int, inputs: Tensor, seed: int) -> Tensor:
         outputs = self.stage.forward(micro, inputs, seed)
         if self.layout.buffers or self.layout.counters:
-            self._set_aside(micro)
+            self._save_buffer_deltas(micro)
         return outputs
 
-    def _set_aside(self, micro: int) -> None:
-        """What this shard did to the buffers is kept for its slot, and undone for the next one."""
-        now = self.state_array[self.layout.trained :]
-        self._moved[micro] = now - self._before
-        now[:] = self._before
-        pairs = list(zip(self.layout.counters, self._counters, strict=True))
-        self._counted = [(one, one - before) for one, before in pairs if one.dtype != torch.bool]
-        for one, before in pairs:
-            one.copy_(before)
+    def _save_buffer_deltas(self, micro: int) -> None:
+        """Save the change of the buffers by this shard for its slot, and undo it for the next shard."""
+        buffers = self.state_array[self.layout.trained :]
+        self._buffer_deltas[micro] = buffers - self._buffers_at_start
+        buffers[:] = self._buffers_at_start
+        pairs = list(zip(self.layout.counters, self._counters_at_start, strict=True))
+        self._counter_increments = [(one, one - start) for one, start in pairs if one.dtype != torch.bool]
+        for one, start in pairs:
+            one.copy_(start)
 
-    def into(self, micro: int) -> list[Tensor]:
-        """Where the gradient of a shard's parameters is written."""
-        return self._parts[self._landings[micro].slot].gradients
+    # ---- gradients
 
-    def landed(self, micro: int, figures: Figures, shards: int, fed: int = 0, merged: bool = False) -> None:
-        """A shard's gradient is in its slot: the rest of the slot is filled, and whole nodes merge.
+    def gradient_views(self, micro: int) -> list[Tensor]:
+        """Return the views in a slot to which the backward writes the gradient of a shard."""
+        return self._slot_views[self._slot_merges[micro].slot].gradients
 
-        ``fed``: the print of the samples, where they were read here. ``merged``: those of the gradient have merged
-        already, bucket by bucket.
+    def on_gradient(
+        self, micro: int, metrics: ShardMetrics, shards: int, fingerprint: int = 0, merged: bool = False
+    ) -> None:
+        """The backward has written a shard's gradient: fill the rest of its slot, and merge complete tree nodes.
+
+        ``shards``: micro-batches of the step that have samples. ``fingerprint``: of the shard's samples, 0 if another
+        rank read them. ``merged``: the gradient was merged already, bucket by bucket (``GradientReducer.start``).
         """
-        landing = self._landings[micro]
-        part = self._parts[landing.slot]
+        slot = self._slot_views[self._slot_merges[micro].slot]
         if self.layout.buffers:
-            moved = self._moved.pop(micro, None)
-            part.moved[:] = 0 if moved is None else moved / np.float32(shards)
-        part.tail[:] = 0
-        part.tail[LOSS], part.tail[HITS], part.tail[SAMPLES] = figures
-        if fed:
-            mark(part.tail[TAIL:], micro % self._shards, self.device, fed)
+            deltas = self._buffer_deltas.pop(micro, None)
+            slot.buffer_deltas[:] = 0 if deltas is None else deltas / np.float32(shards)
+        slot.tail[:] = 0
+        slot.tail[LOSS], slot.tail[HITS], slot.tail[SAMPLES] = metrics
+        if fingerprint:
+            mark(slot.tail[TAIL:], micro % self._shards, self.device_id, fingerprint)
         self.merge(micro, self.buckets[-1] if merged else 0, self.layout.total)
 
-    def skipped(self, micro: int) -> None:
-        """A shard without samples: zeros."""
-        landing = self._landings[micro]
-        self.slots[landing.slot] = 0
+    def on_empty_shard(self, micro: int) -> None:
+        """A shard has no samples: its slot is 0."""
+        self.slots[self._slot_merges[micro].slot] = 0
         self.merge(micro, 0, self.layout.total)
 
     def merge(self, micro: int, low: int, high: int) -> None:
-        """Adds up the nodes of the tree that this shard completes, in a range of the vector."""
-        for into, other in self._landings[micro].merges:
+        """Merge the nodes of the reduction tree that this shard completes, for the elements ``[low, high)``."""
+        for into, other in self._slot_merges[micro].merges:
             target = self.slots[into, low:high]
             np.add(target, self.slots[other, low:high], out=target)
 
-    def tell(self, micro: int, rank: int, seconds: float, stop: bool, move: bool) -> None:
-        """This rank's seconds a shard, and whether it asks to stop, or to move; the sum tells everybody.
+    def report_speed(self, micro: int, rank: int, seconds: float, stop: bool, move: bool) -> None:
+        """Write this rank's seconds per shard and its requests to stop or move into the tail of its last shard.
 
-        Written where its last shard landed.
+        The all-reduce of the gradients brings them to all ranks.
         """
-        landing = self._landings[micro]
-        slot = landing.merges[-1][0] if landing.merges else landing.slot
-        tail = self._parts[slot].tail
+        slot_merge = self._slot_merges[micro]
+        slot = slot_merge.merges[-1][0] if slot_merge.merges else slot_merge.slot
+        tail = self._slot_views[slot].tail
         tail[STOP], tail[MOVE] = float(stop), float(move)
-        if rank < MOST_SPEEDS:
+        if rank < MAX_SPEEDS:
             tail[SPEED + rank] = seconds
 
-    def another_room(self) -> None:
-        """Totals go elsewhere from now on: one who was thought dead may still write to where they went before."""
-        self._rooms += 1
-        self.room = self._vectors.new(f"{self._name}total{self._rooms % ROOMS}", self.layout.total)
-        self.total = self.room
+    def rotate_total_buffer(self) -> None:
+        """Write totals to another buffer from now on: a rank declared dead may still write to the current one."""
+        self._rotations += 1
+        self.total_buffer = self._vectors.new(
+            f"{self._name}total{self._rotations % NUM_TOTAL_BUFFERS}", self.layout.total
+        )
+        self.total = self.total_buffer
 
-    # ---- the end of a step
+    # ---- the total, and the update
 
     @property
     def tail(self) -> Array:
-        """What the shards measured, summed."""
+        """The tail of the total: metrics, requests and speeds, summed over all shards."""
         return self.total[self.layout.state :]
 
-    def summed(self, step: int, scale: float) -> None:
-        """The total is there; ``scale`` cuts the gradient's norm."""
+    def on_total(self, step: int, scale: float) -> None:
+        """The total of ``step`` is complete: clip the gradient by ``scale``, and record the provenance."""
         if scale != 1.0:
             torch.from_numpy(self.total[: self.layout.trained]).mul_(scale)
-        if self.evidence is not None:
-            self.evidence.note(step, self.tail[TAIL:])
+        if self.provenance is not None:
+            self.provenance.record(step, self.tail[TAIL:])
 
-    def finish(self, rate: float, step: int) -> None:
-        """The update, from the total."""
-        go_on(self.update, self.state_array, self.layout.trained, self.total, rate, step)
-        self.count()
+    def apply_update(self, rate: float, step: int) -> None:
+        """Update the weights with the total; ``rate`` is the learning rate."""
+        apply_update(self.update, self.state_array, self.layout.trained, self.total, rate, step)
+        self.advance_counters()
 
-    def count(self) -> None:
-        """Counters go on by what a shard added to them; every shard of a step adds the same."""
-        for one, added in self.counted():
+    def advance_counters(self) -> None:
+        """Add a shard's increment to the counters; every shard of a step has the same increment."""
+        for one, added in self.counter_increments():
             one.add_(added)
 
-    def counted(self) -> list[tuple[Tensor, Tensor]]:
-        """Counters, and by how much they go on."""
-        return self._counted
+    def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the counters (batch norm's number of batches, for example) and their increments in this step."""
+        return self._counter_increments
 
-    def squares(self) -> list[float]:
-        """The squared norm of each parameter's gradient, in order: sums of these do not depend on the cut."""
+    def squared_norms(self) -> list[float]:
+        """Return the squared norm of each parameter's gradient, in order. Their sum does not depend on the cut."""
         views = self.layout.views(torch.from_numpy(self.total))[: len(self.layout.parameters)]
         return [float(torch.dot(view.reshape(-1), view.reshape(-1))) for view in views]
 
 
-def not_here(gradient: Tensor, rate: float, step: int) -> None:
-    raise InternalError("an update where the weights are a copy: the servers make it")
+def reject_update(gradient: Tensor, rate: float, step: int) -> None:
+    raise InternalError("a worker of parameter servers was asked for an update, which only servers make")
 
 
-def computing(
+def make_stage(
     blocks: Sequence[nn.Module],
     first_block: int,
     layout: StateLayout,
@@ -390,11 +422,11 @@ def computing(
     chain: bool,
     device: torch.device = CPU,
 ) -> tuple[Stage, list[int]]:
-    """What computes the blocks, and where its buckets begin and end in the vector."""
+    """Make the ``Stage`` that computes these blocks; also return the bounds of its buckets in a gradient."""
     layers = layers_of(blocks) if chain else None
     if layers is not None and settings.precision == "float32":
         return ChainStage(layers, settings.recompute), [0, layout.trained]
-    segments, bounds = segmented(blocks, layout, settings.bucket_bytes)
+    segments, bounds = split_segments(blocks, layout, settings.bucket_bytes)
     precision = torch.bfloat16 if settings.precision == "bfloat16" else None
     stage = AutogradStage(
         segments,
@@ -407,24 +439,26 @@ def computing(
     return stage, bounds
 
 
-def segmented(blocks: Sequence[nn.Module], layout: StateLayout, size: int) -> tuple[Segments, list[int]]:
-    """Consecutive blocks in segments of at least ``size`` bytes of gradients, and where those begin and end.
+def split_segments(blocks: Sequence[nn.Module], layout: StateLayout, size: int) -> tuple[Segments, list[int]]:
+    """Group consecutive blocks into segments with at least ``size`` bytes of gradients; also return their bounds.
 
-    Blocks that share a parameter stay together; 0: everything does.
+    There is one segment if ``size`` is 0 or blocks share a parameter.
     """
-    known = {id(one): index for index, one in enumerate(layout.parameters)}
+    indices = {id(one): index for index, one in enumerate(layout.parameters)}
     ends = [0]
     groups: list[list[nn.Module]] = [[]]
-    together = bool(shared_parameters(blocks)) or not size
+    one_segment = bool(shared_parameters(blocks)) or not size
     for block in blocks:
         groups[-1].append(block)
-        last = max((known[id(one)] + 1 for one in block.parameters() if one.requires_grad), default=ends[-1])
-        end = layout.places[last] if last < len(layout.parameters) else layout.trained
-        begin = layout.places[ends[-1]] if ends[-1] < len(layout.parameters) else layout.trained
-        if not together and 4 * (end - begin) >= size and block is not blocks[-1]:
+        last = max(
+            (indices[id(one)] + 1 for one in block.parameters() if one.requires_grad), default=ends[-1]
+        )
+        end = layout.offsets[last] if last < len(layout.parameters) else layout.trained
+        begin = layout.offsets[ends[-1]] if ends[-1] < len(layout.parameters) else layout.trained
+        if not one_segment and 4 * (end - begin) >= size and block is not blocks[-1]:
             ends.append(last)
             groups.append([])
     ends.append(len(layout.parameters))
-    bounds = [layout.places[end] if end < len(layout.parameters) else layout.trained for end in ends]
+    bounds = [layout.offsets[end] if end < len(layout.parameters) else layout.trained for end in ends]
     counts = [high - low for low, high in itertools.pairwise(ends)]
     return list(zip(groups, counts, strict=True)), bounds

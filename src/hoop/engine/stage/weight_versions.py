@@ -1,10 +1,10 @@
-"""Versions of a stage's weights, where steps overlap: the newest, and the one before it.
+"""Two versions of a stage's weights, for the asynchronous ring, whose steps overlap: the newest and the previous one.
 
-    states[0]   version 0      version 2      …        an update writes the next version over the oldest,
-    states[1]      version 1      version 3   …        which nobody computes with any more
+    states[0]   version 0      version 2      …        an update writes the next version over the older one,
+    states[1]      version 1      version 3   …        which no micro-batch in flight uses any more
 
-The modules' tensors point to the version that is computed with. A graph that autograd keeps from a forward to its
-backward finds its weights unchanged, because the next update is written elsewhere.
+The modules' tensors point to the selected version. The weights that autograd saved in a forward are unchanged at the
+backward of the same micro-batch, because the next update writes to the other version.
 """
 
 from __future__ import annotations
@@ -12,66 +12,68 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hoop.engine.stage.optimizer import OptimizerSettings, updating
+from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.state import StageState, StateVectors
 from hoop.errors import InternalError
 
-KEPT = 2
-"""Versions that are kept, and steps that are under way at a time."""
+NUM_VERSIONS = 2
+"""Versions that are kept, which is also the number of steps in flight."""
 
 
 class WeightVersions:
-    """The last versions of one stage's weights."""
+    """The versions of one stage's weights. Redirects the vectors of its ``StageState`` to the selected version."""
 
     def __init__(
-        self, held: StageState, vectors: StateVectors, optimizer: OptimizerSettings, name: str
+        self, stage_state: StageState, vectors: StateVectors, optimizer: OptimizerSettings, name: str
     ) -> None:
-        layout = held.layout
-        self._held = held
-        arrays = [held.state_array]
-        arrays += [vectors.new(f"{name}version{number}", layout.state) for number in range(1, KEPT)]
+        layout = stage_state.layout
+        self._stage_state = stage_state
+        arrays = [stage_state.state_array]
+        arrays += [vectors.new(f"{name}version{number}", layout.state) for number in range(1, NUM_VERSIONS)]
         self._arrays = arrays
         self._states: list[Tensor] = [torch.from_numpy(one) for one in arrays]
         self._views = [layout.views(one) for one in self._states]
         self._updates = [
-            updating(optimizer, one[: layout.trained], held.moments) if index else held.update
+            make_update(optimizer, one[: layout.trained], stage_state.moments)
+            if index
+            else stage_state.update
             for index, one in enumerate(self._states)
         ]
         self._newest = 0
-        self._used = 0
+        self._selected = 0
 
     def use(self, version: int) -> None:
-        """What is computed from now on uses this version, counted in updates since the last ``settle``."""
-        if not max(0, self._newest + 1 - KEPT) <= version <= self._newest:
+        """Select the version for the next forward or backward; versions count the updates since the last ``reset``."""
+        if not max(0, self._newest + 1 - NUM_VERSIONS) <= version <= self._newest:
             raise InternalError(
-                f"weights of version {version} are asked for and {self._newest} is the newest"
+                f"weights of version {version} were requested, and {self._newest} is the newest"
             )
-        self._point(version)
+        self._select(version)
 
     def update(self, rate: float, step: int) -> None:
-        """Makes the next version of the newest, from the stage's total."""
-        newest = self._states[self._newest % KEPT]
+        """Make the next version: a copy of the newest, updated with the stage's total."""
+        newest = self._states[self._newest % NUM_VERSIONS]
         self._newest += 1
-        self._states[self._newest % KEPT].copy_(newest)
-        self._point(self._newest)
-        self._held.summed(step, 1.0)
-        self._held.finish(rate, step)
+        self._states[self._newest % NUM_VERSIONS].copy_(newest)
+        self._select(self._newest)
+        self._stage_state.on_total(step, 1.0)
+        self._stage_state.apply_update(rate, step)
 
-    def settle(self) -> None:
-        """Nothing is under way: the newest version is where it was at the beginning, and counts as the first."""
-        if self._newest % KEPT:
-            self._states[0].copy_(self._states[self._newest % KEPT])
+    def reset(self) -> None:
+        """Make the newest version number 0 again, in ``states[0]``. Called when no micro-batch is in flight."""
+        if self._newest % NUM_VERSIONS:
+            self._states[0].copy_(self._states[self._newest % NUM_VERSIONS])
         self._newest = 0
-        self._point(0)
+        self._select(0)
 
-    def _point(self, version: int) -> None:
-        place = version % KEPT
-        held = self._held
-        if place != self._used:
-            self._used = place
-            held.state_array, held.state = self._arrays[place], self._states[place]
-            held.trained = held.state[: held.layout.trained]
-            held.update = self._updates[place]
-            for tensor, view in zip(held.layout.tensors, self._views[place], strict=True):
+    def _select(self, version: int) -> None:
+        index = version % NUM_VERSIONS
+        stage_state = self._stage_state
+        if index != self._selected:
+            self._selected = index
+            stage_state.state_array, stage_state.state = self._arrays[index], self._states[index]
+            stage_state.trained = stage_state.state[: stage_state.layout.trained]
+            stage_state.update = self._updates[index]
+            for tensor, view in zip(stage_state.layout.tensors, self._views[index], strict=True):
                 tensor.data = view
-        held.begin()
+        stage_state.begin()

@@ -1,4 +1,4 @@
-"""Runs contenders on the same sizes and ranks, one after the other, and hands back their times."""
+"""Runs all-reduce contenders on the same sizes and ranks, one after the other, and returns their times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from hoop.collectives.registry import CATALOG
 from hoop.errors import InvalidArgument, PeerLost
-from hoop.lab.bench.links import forked
+from hoop.lab.bench.links import fork_child
 from hoop.resources import STARTED, Request, admit
 
 NATIVE = ("arena", "shm", "tcp")
@@ -30,38 +30,38 @@ CONTENDERS = (*NATIVE, *TORCH, *MPI)
 
 @dataclass(frozen=True)
 class BenchResult:
-    """One contender's time for one size on so many ranks."""
+    """One contender's time for one vector size and one number of ranks."""
 
     contender: str
     ranks: int
     bytes: int
     seconds: float
     algorithm: str = ""
-    """What ran, where that is told: by Hoop's own."""
+    """The algorithm that ran; only Hoop's own contenders report it."""
 
     @property
     def algbw(self) -> float:
-        """Bytes of the vector a second."""
+        """Algorithm bandwidth: bytes of the vector per second."""
         return self.bytes / self.seconds
 
     @property
     def busbw(self) -> float:
-        """What the slowest link of a ring would carry: nccl-tests' figure, comparable across rank counts."""
+        """Bus bandwidth as in nccl-tests: the load of a ring's slowest link, comparable across rank counts."""
         return self.algbw * 2 * (self.ranks - 1) / self.ranks
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What is measured."""
+    """The contenders, ranks and sizes of one benchmark."""
 
     contenders: Sequence[str]
     ranks: Sequence[int]
     sizes: Sequence[int]
     seconds: float = 0.5
     mpirun: dict[str, Path] | None = None
-    """Where each MPI's mpirun is; a Python with mpi4py must lie beside it."""
+    """Path of each MPI's mpirun; a Python with mpi4py must be in the same folder."""
     algorithm: str = ""
-    """What Hoop's own contenders are to run; empty: they choose."""
+    """Algorithm of Hoop's own contenders; empty: they select one."""
 
     def __post_init__(self) -> None:
         for name in self.contenders:
@@ -86,15 +86,20 @@ class Contest:
                 )
 
     def run(self) -> Iterator[BenchResult]:
-        """Every row as it is measured; the contenders take turns, so that all see the same machine."""
+        """Yield each result when it is measured. Contenders alternate, so that all see the same machine load."""
         arena = sum(self.sizes) + (1 << 20)
         admit(Request(max(self.ranks, default=0), arena, STARTED, options=("--ranks", "--sizes")))
         for ranks in self.ranks:
             for contender in self.contenders:
                 start = _mpi if contender in MPI else _processes
                 for answer in start(self, contender, ranks):
-                    measured = int(answer["bytes"]), float(answer["seconds"])
-                    yield BenchResult(contender, ranks, *measured, str(answer.get("algorithm", "")))
+                    yield BenchResult(
+                        contender,
+                        ranks,
+                        bytes=int(answer["bytes"]),
+                        seconds=float(answer["seconds"]),
+                        algorithm=str(answer.get("algorithm", "")),
+                    )
 
 
 def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any]]:
@@ -145,14 +150,14 @@ def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any
 
 
 def copy_bandwidth(processes: int, size: int = 64 << 20, seconds: float = 0.5) -> float:
-    """Bytes read and written a second when so many processes copy at once: the memory's own limit."""
+    """Bytes read and written per second when ``processes`` processes copy at once: the memory's limit."""
     readers: list[int] = []
     children: list[int] = []
     try:
         for _ in range(processes):
             reader, writer = os.pipe()
             readers.append(reader)
-            children.append(forked(lambda writer=writer: _copy(writer, size, seconds)))  # type: ignore[misc]
+            children.append(fork_child(lambda writer=writer: _copy(writer, size, seconds)))  # type: ignore[misc]
             os.close(writer)
         found = [os.read(reader, 64) for reader in readers]
     except BaseException:  # Ctrl-C
@@ -168,7 +173,7 @@ def copy_bandwidth(processes: int, size: int = 64 << 20, seconds: float = 0.5) -
 
 
 def _copy(writer: int, size: int, seconds: float) -> None:
-    """Writes how many bytes a second this process reads and writes."""
+    """Child process: write its bytes read and written per second to the pipe."""
     source, target = np.ones(size // 8), np.empty(size // 8)
     np.copyto(target, source)
     started, count = time.perf_counter(), 0
@@ -178,9 +183,9 @@ def _copy(writer: int, size: int, seconds: float) -> None:
     os.write(writer, str(2 * size * count / (time.perf_counter() - started)).encode())
 
 
-def _write(process: subprocess.Popen[str], what: object) -> None:
+def _write(process: subprocess.Popen[str], value: object) -> None:
     assert process.stdin is not None
-    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.write(json.dumps(value) + "\n")
     process.stdin.flush()
 
 

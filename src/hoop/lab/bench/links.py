@@ -1,4 +1,4 @@
-"""What a message and a meeting cost between two processes of this machine, and what cores cost each other."""
+"""Measured cost of messages and barriers between processes of this machine, and of contention between its cores."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hoop.collectives.communicator import Communicator
-from hoop.collectives.selection import measure
+from hoop.collectives.selection import measure_links
 from hoop.errors import PeerLost
 from hoop.topology import Address
 from hoop.transport import open_transport
 from hoop.transport.base import SharedEndpoint
 
-Found = TypeVar("Found")
-More = Callable[[Communicator], dict[str, float]]
+T = TypeVar("T")
+ExtraMeasurement = Callable[[Communicator], dict[str, float]]
 TIMEOUT_S = 30.0
-MEETINGS = 200
+BARRIERS = 200
 
 
-def link_seconds(kind: str = "shm", ranks: int = 2, more: More | None = None) -> dict[str, float]:
-    """Seconds of a small message, of a byte, and (in shared memory) of a meeting, between so many processes.
+def link_seconds(kind: str = "shm", ranks: int = 2, more: ExtraMeasurement | None = None) -> dict[str, float]:
+    """Seconds of a small message, of a byte, and (in shared memory) of a barrier, between ``ranks`` processes.
 
-    ``more``: what else is to be measured there, which replaces figures of the same name.
+    ``more``: an additional measurement on each rank; its values replace those of the same name.
     """
     pairs = [socket.socketpair() for _ in range(ranks)]
-    children = [forked(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more)) for rank in range(ranks)]  # type: ignore[misc]
+    children = [
+        fork_child(lambda rank=rank: _rank(pairs[rank][1], rank, kind, more))  # type: ignore[misc]
+        for rank in range(ranks)
+    ]
     try:
         files = []
         for ours, theirs in pairs:
@@ -46,45 +49,45 @@ def link_seconds(kind: str = "shm", ranks: int = 2, more: More | None = None) ->
         return found
     finally:
         for ours, _ in pairs:
-            ours.shutdown(socket.SHUT_RDWR)  # heard although the other child has this end too
+            ours.shutdown(socket.SHUT_RDWR)  # close() would not do: the other children hold this end too
             ours.close()
         for child in children:
             os.waitpid(child, 0)
 
 
-def _rank(line: socket.socket, rank: int, kind: str, more: More | None) -> None:
-    line.settimeout(TIMEOUT_S)
-    file = line.makefile("rw")
+def _rank(connection: socket.socket, rank: int, kind: str, more: ExtraMeasurement | None) -> None:
+    connection.settimeout(TIMEOUT_S)
+    file = connection.makefile("rw")
     with open_transport(f"{kind}://127.0.0.1:0") as transport:
         file.write(f"{transport.address}\n")
         file.flush()
         peers = [Address.parse(one) for one in json.loads(file.readline())]
         endpoint = transport.endpoint(1, 1, rank, peers)
         deadline = time.monotonic() + TIMEOUT_S
-        cost = measure(endpoint, deadline)
+        cost = measure_links(endpoint, deadline)
         found = {"message_s": cost.message_s / 2, "byte_s": cost.byte_s}  # half for each end
         if isinstance(endpoint, SharedEndpoint):
-            endpoint.meet(deadline)
+            endpoint.barrier(deadline)
             started = time.perf_counter()
-            for _ in range(MEETINGS):
-                endpoint.meet(deadline)
-            found["meeting_s"] = (time.perf_counter() - started) / MEETINGS
+            for _ in range(BARRIERS):
+                endpoint.barrier(deadline)
+            found["meeting_s"] = (time.perf_counter() - started) / BARRIERS
         if more is not None:
             found |= more(Communicator(endpoint))
         file.write(json.dumps(found) + "\n")
         file.flush()
-        file.readline()  # until the other one is done as well: the runner hangs up
+        file.readline()  # EOF: the runner has the answer, so every rank is done
         endpoint.close()
 
 
-def crowding(work: Callable[[], float], cores: int) -> float:
-    """How many times longer work takes when all cores do it at once; ``work`` returns its own seconds."""
-    alone = min(together(work, 1))
-    return max(1.0, sorted(together(work, cores))[cores // 2] / alone) if cores > 1 and alone else 1.0
+def contention_factor(work: Callable[[], float], cores: int) -> float:
+    """Factor by which ``work`` takes longer when all cores run it at once; ``work`` returns its seconds."""
+    alone = min(run_in_parallel(work, 1))
+    return max(1.0, sorted(run_in_parallel(work, cores))[cores // 2] / alone) if cores > 1 and alone else 1.0
 
 
-def together(work: Callable[[], Found], count: int) -> list[Found]:
-    """What work finds, as plain values, that so many processes do at once, each on a core while there are enough."""
+def run_in_parallel(work: Callable[[], T], count: int) -> list[T]:
+    """The results of ``work``, which must be JSON values, from ``count`` processes at once, each pinned to a core."""
     pipes = [os.pipe() for _ in range(count)]
     children = []
     for core, (_, writer) in enumerate(pipes):
@@ -96,7 +99,7 @@ def together(work: Callable[[], Found], count: int) -> list[Found]:
             with open(writer, "w") as file:
                 json.dump(work(), file)
 
-        children.append(forked(run))
+        children.append(fork_child(run))
     found = []
     for (reader, writer), child in zip(pipes, children, strict=True):
         os.close(writer)
@@ -109,8 +112,8 @@ def together(work: Callable[[], Found], count: int) -> list[Found]:
     return found
 
 
-def forked(run: Callable[[], None]) -> int:
-    """A child that does this and nothing else, however it ends."""
+def fork_child(run: Callable[[], None]) -> int:
+    """Fork a child that calls ``run`` and exits; returns its pid."""
     child = os.fork()
     if child == 0:
         code = 1

@@ -1,4 +1,4 @@
-"""One MPI rank of a benchmark: run under mpirun, by any Python that has mpi4py and NumPy.
+"""One MPI rank of the benchmark, run under mpirun by any Python that has mpi4py and NumPy.
 
 ``mpirun -n 2 python mpi_rank.py SECONDS BYTES …`` prints, on rank 0, one JSON line a size.
 """
@@ -23,7 +23,7 @@ def main() -> None:
     world = MPI.COMM_WORLD
     for size in map(int, sys.argv[2:]):
         vector = np.zeros(size // 4, np.float32)
-        taken = timing.median_seconds(
+        median = timing.median_seconds(
             lambda vector=vector: world.Allreduce(MPI.IN_PLACE, vector),
             lambda value: world.bcast(value, root=0),
             float(sys.argv[1]),
@@ -32,7 +32,7 @@ def main() -> None:
         world.Allreduce(MPI.IN_PLACE, vector)
         assert (vector == world.size * (world.size + 1) / 2).all(), f"rank {world.rank}: the sum is wrong"
         if world.rank == 0:
-            sys.stdout.write(json.dumps({"bytes": size, "seconds": taken}) + "\n")
+            sys.stdout.write(json.dumps({"bytes": size, "seconds": median}) + "\n")
             sys.stdout.flush()
 
 

@@ -1,11 +1,11 @@
-"""A stress test of shared memory: does a rank ever read what its peer has not written yet?
+"""A stress test of memory ordering in shared memory: does a rank ever read stale data after a barrier?
 
     python -m hoop.lab.bench.ordering --ranks 2 --seconds 60
 
-Every rank fills its stage with the number of the round, meets the others, and reads all of theirs: every word must
-carry that number. A word that carries an older one is a stale read, which is what "write the data, then set a
-flag" gives on ARM. ``--unordered`` publishes with such a flag instead of a meeting (and sets it halfway through the
-data, so that it fails on any machine): it shows that the test can fail.
+In each round every rank fills its stage with the number of the round, enters a barrier, and reads the stages of all
+ranks. Every word must hold that number; a word with an older number is a stale read. On ARM, "write the data, then set
+a flag" without a fence causes stale reads. ``--unordered`` publishes with such a flag instead of a barrier, and sets it
+halfway through the data so that it fails on any machine: it shows that the test can fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class OrderingFindings:
-    """What one rank saw."""
+    """Counts of one rank."""
 
     rounds: int = 0
     words: int = 0
@@ -39,43 +39,45 @@ class OrderingFindings:
 
 
 def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) -> OrderingFindings:
-    """Rounds until the time is over; all ranks stop at the same one."""
+    """Run rounds for ``seconds`` (if ``unordered``: 2000 rounds). Rank 0 decides, so all ranks stop at one round."""
     findings = OrderingFindings()
-    endpoint.gather(time.monotonic() + TIMEOUT_S)
-    stages = [[box.stages[turn].view(np.uint64)[:WORDS] for turn in (0, 1)] for box in endpoint.mailboxes]
-    flags = [box.told[0][4:5] for box in endpoint.mailboxes]
-    until = time.monotonic() + seconds
-    going = True
-    while going:
+    endpoint.wait_for_peers(time.monotonic() + TIMEOUT_S)
+    stages = [
+        [segment.stages[parity].view(np.uint64)[:WORDS] for parity in (0, 1)] for segment in endpoint.segments
+    ]
+    flags = [segment.control_words[0][4:5] for segment in endpoint.segments]
+    deadline = time.monotonic() + seconds
+    running = True
+    while running:
         findings.rounds += 1
-        number, turn = findings.rounds, findings.rounds & 1
-        mine = stages[endpoint.rank][turn]
-        # Now and then a little late, so that every order of arrival comes up.
+        number, parity = findings.rounds, findings.rounds & 1
+        mine = stages[endpoint.rank][parity]
+        # A random delay now and then, so that every order of arrival occurs.
         if random.random() < 0.01:
             time.sleep(random.random() * 1e-4)
         if unordered:
             mine[: WORDS // 2] = number
             flags[endpoint.rank][0] = number
             if number % 20 == endpoint.rank:
-                time.sleep(0.001)  # so that a peer looks meanwhile on any machine
+                time.sleep(0.001)  # so that a peer reads meanwhile on any machine
             mine[WORDS // 2 :] = number
             while any(int(flag[0]) < number for flag in flags):
                 os.sched_yield()
         else:
             mine[1:] = number
-            mine[0] = number << 1 | (time.monotonic() < until)
-            endpoint.meet(time.monotonic() + TIMEOUT_S)
-        for peer, one in enumerate(stages):
-            seen = one[turn]
+            mine[0] = number << 1 | (time.monotonic() < deadline)
+            endpoint.barrier(time.monotonic() + TIMEOUT_S)
+        for peer, peer_stages in enumerate(stages):
+            seen = peer_stages[parity]
             if peer != endpoint.rank:
                 findings.words += WORDS - 1
                 findings.stale += int(np.count_nonzero(seen[1:] != number))
-        going = bool(int(stages[0][turn][0]) & 1) if not unordered else number < 2000
+        running = bool(int(stages[0][parity][0]) & 1) if not unordered else number < 2000
     return findings
 
 
 def run(ranks: int, seconds: float, unordered: bool = False) -> list[OrderingFindings]:
-    """One process a rank; what each of them saw."""
+    """Run the test with one process a rank; returns the counts of each rank."""
     pipes = [(os.pipe(), os.pipe()) for _ in range(ranks)]
     children = []
     for rank in range(ranks):
@@ -91,10 +93,10 @@ def run(ranks: int, seconds: float, unordered: bool = False) -> list[OrderingFin
                 os._exit(code)
         children.append(child)
     files = []
-    for (up, up_end), (down_end, down) in pipes:
-        os.close(up_end)
-        os.close(down_end)
-        files.append((os.fdopen(up), os.fdopen(down, "w")))
+    for (from_child, child_writes), (child_reads, to_child) in pipes:
+        os.close(child_writes)
+        os.close(child_reads)
+        files.append((os.fdopen(from_child), os.fdopen(to_child, "w")))
     addresses = [reader.readline().strip() for reader, _ in files]
     for _, writer in files:
         writer.write(json.dumps(addresses) + "\n")
@@ -120,7 +122,7 @@ def _rank(rank: int, pipes: tuple[tuple[int, int], tuple[int, int]], seconds: fl
         assert isinstance(endpoint, SharedEndpoint)
         findings = stress(endpoint, seconds, unordered)
         if not unordered:
-            endpoint.meet(time.monotonic() + TIMEOUT_S)
+            endpoint.barrier(time.monotonic() + TIMEOUT_S)
         endpoint.close()
     writer.write(json.dumps(vars(findings)) + "\n")
     writer.flush()

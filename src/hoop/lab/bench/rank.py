@@ -1,19 +1,14 @@
-"""How a call is timed: batches long enough for the clock, their median. Standard library only.
+"""One rank of the benchmark: ``python -m hoop.lab.bench.rank``, driven over its standard input by ``contest``.
 
-Every contender, in whatever interpreter it runs, times with this file.
-
-One rank of a benchmark that Hoop starts itself: ``python -m hoop.lab.bench.rank``, driven over its standard input.
-
-rank ── its address ──▶ runner      (1) one JSON line
-rank ◀── everybody's ── runner      (2) one JSON line
-rank 0 ── a size's time ──▶ runner  (3) one JSON line a size
+rank ── its address ──▶ runner       (1) one JSON line
+rank ◀── all addresses ── runner     (2) one JSON line
+rank 0 ── time of a size ──▶ runner  (3) one JSON line a size
 """
 
 from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,40 +19,19 @@ import numpy as np
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
+from hoop.lab.bench.timing import median_seconds
 from hoop.memory import Arena, default_directory, dtype
 from hoop.topology import Address
 from hoop.transport import open_transport
 from hoop.transport.base import Transport
 from hoop.transport.shm_listener import ShmTransport
 
-BATCHES = 15
-BATCH_S = 0.01
-
-
-def median_seconds(call: Callable[[], object], agree: Callable[[float], float], seconds: float) -> float:
-    """The median time of one call. ``agree`` makes all ranks use rank 0's number of calls a batch."""
-    call()
-    started = time.perf_counter()
-    call()
-    once = agree(max(time.perf_counter() - started, 1e-7))
-    batches = BATCHES if once * BATCHES < 2 * seconds else 3
-    calls = max(1, int(min(seconds / batches, max(BATCH_S, seconds / batches)) / once))
-    calls = min(calls, 2000)
-    times = []
-    for _ in range(batches):
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - started) / calls)
-    return statistics.median(times)
-
-
 TIMEOUT_S = 120.0
 FLOAT32 = dtype("float32")
 
 
-def _tell(what: object) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def _write_line(value: object) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
@@ -70,8 +44,8 @@ def _agree(communicator: Communicator) -> Callable[[float], float]:
     return agree
 
 
-def native(task: dict[str, Any]) -> None:
-    """Hoop's own communicator: vectors in arenas (``arena``), anywhere (``shm``), or over TCP (``tcp``)."""
+def run_native(task: dict[str, Any]) -> None:
+    """Hoop's communicator: vectors in arenas (``arena``), in private memory (``shm``), or over TCP (``tcp``)."""
     sizes, seconds = task["sizes"], task["seconds"]
     with ExitStack() as stack:
         arena: Arena | None = None
@@ -83,7 +57,7 @@ def native(task: dict[str, Any]) -> None:
             transport = stack.enter_context(ShmTransport(Address("bench", 0), arena))
         else:
             transport = stack.enter_context(open_transport(f"{task['contender']}://{task['host']}:0"))
-        _tell(str(transport.address))  # (1)
+        _write_line(str(transport.address))  # (1)
         peers = [Address.parse(one) for one in json.loads(sys.stdin.readline())]  # (2)
         endpoint = transport.endpoint(1, 1, task["rank"], peers)
         communicator = Communicator(endpoint)
@@ -96,7 +70,7 @@ def native(task: dict[str, Any]) -> None:
             vector[:] = 0
             operation = Operation("all_reduce", count, algorithm=task.get("algorithm", ""))
             run = communicator.prepare(operation, vector, vector)
-            taken = median_seconds(
+            median = median_seconds(
                 lambda run=run: run(time.monotonic() + TIMEOUT_S),  # type: ignore[misc]
                 _agree(communicator),
                 seconds,
@@ -106,18 +80,18 @@ def native(task: dict[str, Any]) -> None:
             expected = len(peers) * (len(peers) + 1) / 2
             assert (vector == expected).all(), f"rank {task['rank']}: the sum is wrong"
             if task["rank"] == 0:
-                _tell({"bytes": size, "seconds": taken, "algorithm": run.algorithm})  # (3)
+                _write_line({"bytes": size, "seconds": median, "algorithm": run.algorithm})  # (3)
         communicator.run(Operation("barrier"), vector[:0], vector[:0], TIMEOUT_S)
         communicator.close()
 
 
-def through_torch(task: dict[str, Any]) -> None:
-    """torch.distributed with ordinary tensors: ``torch`` is Hoop's backend, ``gloo`` its rival."""
+def run_torch(task: dict[str, Any]) -> None:
+    """torch.distributed with CPU tensors: contender ``torch`` uses Hoop's backend, ``gloo`` uses Gloo."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    _tell("")
+    _write_line("")
     json.loads(sys.stdin.readline())
     backend = "gloo" if task["contender"] == "gloo" else "hoop"
     dist.init_process_group(
@@ -134,16 +108,16 @@ def through_torch(task: dict[str, Any]) -> None:
 
     for size in task["sizes"]:
         tensor = torch.zeros(size // 4)
-        taken = median_seconds(lambda tensor=tensor: dist.all_reduce(tensor), agree, task["seconds"])  # type: ignore[misc]
+        median = median_seconds(lambda tensor=tensor: dist.all_reduce(tensor), agree, task["seconds"])  # type: ignore[misc]
         tensor.fill_(1)
         dist.all_reduce(tensor)
         assert bool((tensor == task["ranks"]).all()), f"rank {task['rank']}: the sum is wrong"
         if task["rank"] == 0:
-            _tell({"bytes": size, "seconds": taken})
+            _write_line({"bytes": size, "seconds": median})
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    work = json.loads(sys.stdin.readline())
-    (through_torch if work["contender"] in ("torch", "gloo") else native)(work)
+    assignment = json.loads(sys.stdin.readline())
+    (run_torch if assignment["contender"] in ("torch", "gloo") else run_native)(assignment)

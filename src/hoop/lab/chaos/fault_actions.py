@@ -1,4 +1,4 @@
-"""Each kind of fault, carried out, and what came of it."""
+"""Injection of each kind of fault, and the measurement of its effect."""
 
 from __future__ import annotations
 
@@ -11,163 +11,184 @@ from typing import Any
 
 from hoop.client.cluster import Cluster
 from hoop.errors import DeadlineExceeded, PeerLost
-from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
+from hoop.job_events import (
+    CoordinatorBack,
+    CoordinatorLost,
+    DeviceLost,
+    Reassigned,
+    Recovered,
+    Resized,
+    Straggler,
+)
+from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch, TimedEvent
 from hoop.lab.chaos.processes import ClusterProcesses
 from hoop.lab.chaos.schedule import ScheduledFault
 
-SLOW_S, RUNS_S, RESTS_S = 2.0, 0.02, 0.04
-MORE = 2
-"""Devices more than there should be; then one leaves instead."""
-AWAY_S = 0.3
-"""How long nobody is there before a coordinator is started again."""
-BACK_S = 20.0
-"""For one that was stopped to be back in the job; then another takes its place."""
+SLOW_S, RUN_S, PAUSE_S = 2.0, 0.02, 0.04
+"""Duration of a ``slow`` fault, and the run and pause times of which it consists."""
+MAX_EXTRA_DEVICES = 2
+"""With this many devices above the target, a ``join`` becomes a ``leave``."""
+COORDINATOR_DOWN_S = 0.3
+"""Time between the kill of a coordinator and its restart."""
+REJOIN_S = 20.0
+"""Time for a stopped device to be back in the job; after that it is killed and replaced."""
 
 
 @dataclass
 class FaultOutcome:
-    """What came of one fault."""
+    """The measured effect of one fault. Times are seconds since the fault unless stated otherwise."""
 
     number: int
     kind: str
     device: int = 0
     step: int = 0
     detected_s: float | None = None
-    """Until it was known: lost, a straggler, or (of a coordinator) missed."""
+    """Until detection: the device was reported lost or a straggler, or the client missed the coordinator."""
     pause_s: float | None = None
-    """Until steps went on, from the fault; of a device that joins or leaves, how long it held up the others."""
+    """Until the next step. For a joining or leaving device: the time for which the other ranks waited."""
     settled_s: float | None = None
     """Until the job had all its devices again."""
     repeated: int = 0
     """Steps done again."""
     back_s: float | None = None
-    """Until one that was stopped was in the job again, from when it went on; until a new coordinator had all devices
-    and the job, from its start."""
+    """Stopped device: from SIGCONT until it was in the job again. Coordinator: from its restart until it had all
+    devices and the job."""
     replaced: bool = False
-    """A device that was stopped did not come back into the job, and another took its place."""
+    """A stopped device did not come back into the job and was replaced."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class FaultActions:
-    """Strikes at a fleet that a job runs on."""
+    """Injects faults into the processes of a cluster that runs a job."""
 
     def __init__(
-        self, fleet: ClusterProcesses, cluster: Cluster, watch: JobWatch, devices: int, every_s: float
+        self, processes: ClusterProcesses, cluster: Cluster, watch: JobWatch, devices: int, every_s: float
     ) -> None:
-        """A blow every so many seconds, or as soon as the one before is over."""
-        self._fleet, self._cluster, self._watch, self._wanted = fleet, cluster, watch, devices
-        self._every_s, self._due = every_s, 0.0
+        """``devices``: the number to restore after each fault. ``every_s``: minimum seconds between two faults."""
+        self._processes, self._cluster, self._watch, self._wanted = processes, cluster, watch, devices
+        self._every_s, self._next_at = every_s, 0.0
 
-    def strike(self, chance: ScheduledFault) -> FaultOutcome:
-        """One fault; returns when its consequences are over."""
+    def inject(self, fault: ScheduledFault) -> FaultOutcome:
+        """Inject one fault; returns when the job has recovered and has all its devices."""
         watch = self._watch
-        begun = watch.step
-        watch.until(lambda: watch.step >= begun + chance.gap, f"{chance.gap} more steps")
-        watch.until(
-            lambda: time.monotonic() >= self._due, "the next fault's turn", self._every_s + PATIENCE_S
+        first_step = watch.step
+        watch.wait_until(lambda: watch.step >= first_step + fault.gap_steps, f"{fault.gap_steps} more steps")
+        watch.wait_until(
+            lambda: time.monotonic() >= self._next_at, "the next fault's turn", self._every_s + PATIENCE_S
         )
-        alive = self._alive()
-        kind = chance.kind
-        if kind == "join" and len(alive) >= self._wanted + MORE:
+        alive = self._alive_pids()
+        kind = fault.kind
+        if kind == "join" and len(alive) >= self._wanted + MAX_EXTRA_DEVICES:
             kind = "leave"
-        outcome = FaultOutcome(chance.number, kind, step=watch.step)
+        outcome = FaultOutcome(fault.number, kind, step=watch.step)
         if kind not in ("join", "coordinator"):
-            outcome.device = chance.of(list(alive))
-        self._struck, self._seen, repeated = time.monotonic(), len(watch.events), watch.repeated
-        self._due = self._struck + self._every_s
+            outcome.device = fault.target(list(alive))
+        self._injected_at, self._events_before, repeated = time.monotonic(), len(watch.events), watch.repeated
+        self._next_at = self._injected_at + self._every_s
         getattr(self, f"_{kind}")(outcome, alive.get(outcome.device, 0))
-        self._settle()
-        outcome.settled_s = time.monotonic() - self._struck
+        self._restore_devices()
+        outcome.settled_s = time.monotonic() - self._injected_at
         outcome.repeated = watch.repeated - repeated
         return outcome
 
-    def _alive(self) -> dict[int, int]:
-        """The devices that are there, with their processes."""
+    def _alive_pids(self) -> dict[int, int]:
+        """Device id to pid, for the living devices."""
         found = self._cluster.status().devices
         return {one.device.device_id: one.device.pid for one in found if one.state == "alive"}
 
-    def _settle(self) -> None:
-        """As many devices as there should be, all of them in the job."""
-        while len([one for one in self._fleet.devices if one.poll() is None]) < self._wanted:
-            self._fleet.device()
+    def _restore_devices(self) -> None:
+        """Start missing devices, and wait until all are in the job."""
+        while len([one for one in self._processes.devices if one.poll() is None]) < self._wanted:
+            self._processes.start_device()
         self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
-        self._watch.until(lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job")
+        self._watch.wait_until(
+            lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job"
+        )
 
-    def _lost(self, outcome: FaultOutcome) -> None:
-        """Waits until a device is missed, and the others go on.
+    def _wait_lost_and_recovered(self, outcome: FaultOutcome) -> None:
+        """Wait until the device is lost and the other ranks have recovered.
 
-        It is known to be lost when the others get their new seats, or its end was told before.
+        Detection is the first ``DeviceLost`` or ``Reassigned`` event: either may come first.
         """
-        self._watch.event("lost", self._seen, device=outcome.device)
-        outcome.pause_s = self._watch.event("recovered", self._seen).at - self._struck
-        known = (one for one in self._watch.events[self._seen :] if one.kind in ("lost", "reseated"))
-        outcome.detected_s = next(known).at - self._struck
+        self._watch.wait_event(DeviceLost, self._events_before, device=outcome.device)
+        outcome.pause_s = self._watch.wait_event(Recovered, self._events_before).at - self._injected_at
+        detections = (one for one in self._new_events() if isinstance(one.event, DeviceLost | Reassigned))
+        outcome.detected_s = next(detections).at - self._injected_at
 
-    def _end(self, pid: int, how: signal.Signals) -> int:
-        """Ends a device's process; the code it ended with."""
-        process = next(one for one in self._fleet.devices if one.pid == pid)
-        process.send_signal(how)
+    def _new_events(self) -> list[TimedEvent]:
+        """Events since the fault was injected."""
+        return self._watch.events[self._events_before :]
+
+    def _last_pause(self) -> float | None:
+        """Pause of the last change of ranks since the fault; None if there was none."""
+        changes = [one.event for one in self._new_events()]
+        pauses = [event.pause_s for event in changes if isinstance(event, Recovered | Resized)]
+        return pauses[-1] if pauses else None
+
+    def _end_process(self, pid: int, number: signal.Signals) -> int:
+        """Send a signal to a device's process and wait for its exit code."""
+        process = next(one for one in self._processes.devices if one.pid == pid)
+        process.send_signal(number)
         return process.wait(PATIENCE_S)
 
     def _kill(self, outcome: FaultOutcome, pid: int) -> None:
-        self._end(pid, signal.SIGKILL)
-        self._lost(outcome)
+        self._end_process(pid, signal.SIGKILL)
+        self._wait_lost_and_recovered(outcome)
 
     def _stop(self, outcome: FaultOutcome, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         try:
-            self._lost(outcome)
+            self._wait_lost_and_recovered(outcome)
         finally:
-            went_on = time.monotonic()
+            continued_at = time.monotonic()
             os.kill(pid, signal.SIGCONT)
         ranks = self._watch.ranks
         try:
-            self._watch.until(lambda: self._watch.ranks > ranks, "the one that was stopped", BACK_S)
-            outcome.back_s = time.monotonic() - went_on
+            self._watch.wait_until(lambda: self._watch.ranks > ranks, "the device that was stopped", REJOIN_S)
+            outcome.back_s = time.monotonic() - continued_at
         except DeadlineExceeded:
             outcome.replaced = True
-            self._end(pid, signal.SIGKILL)
+            self._end_process(pid, signal.SIGKILL)
 
     def _slow(self, outcome: FaultOutcome, pid: int) -> None:
-        rests = threading.Event()
-        for _ in range(int(SLOW_S / (RUNS_S + RESTS_S))):
+        timer = threading.Event()
+        for _ in range(int(SLOW_S / (RUN_S + PAUSE_S))):
             os.kill(pid, signal.SIGSTOP)
-            rests.wait(RESTS_S)
+            timer.wait(PAUSE_S)
             os.kill(pid, signal.SIGCONT)
-            rests.wait(RUNS_S)
-        named = [
-            one for one in self._watch.events[self._seen :] if one.kind == "straggler" and one.told["slow"]
+            timer.wait(RUN_S)
+        stragglers = [
+            one for one in self._new_events() if isinstance(one.event, Straggler) and one.event.slow
         ]
-        outcome.detected_s = named[0].at - self._struck if named else None
+        outcome.detected_s = stragglers[0].at - self._injected_at if stragglers else None
         outcome.pause_s = 0.0
 
     def _join(self, outcome: FaultOutcome, _: int) -> None:
         ranks = self._watch.ranks
-        self._fleet.device()
-        self._watch.until(lambda: self._watch.ranks > ranks, "one device more in the job")
-        moves = [one for one in self._watch.events[self._seen :] if one.kind in ("moved", "recovered")]
-        outcome.pause_s = moves[-1].told["pause_s"]
+        self._processes.start_device()
+        self._watch.wait_until(lambda: self._watch.ranks > ranks, "one device more in the job")
+        outcome.pause_s = self._last_pause()
 
     def _leave(self, outcome: FaultOutcome, pid: int) -> None:
-        code = self._end(pid, signal.SIGTERM)
+        code = self._end_process(pid, signal.SIGTERM)
         if code:
             raise PeerLost(f"device {outcome.device} was told to leave and ended with code {code}")
-        moves = [one for one in self._watch.events[self._seen :] if one.kind in ("moved", "recovered")]
-        outcome.pause_s = moves[-1].told["pause_s"] if moves else None
+        outcome.pause_s = self._last_pause()
 
     def _coordinator(self, outcome: FaultOutcome, _: int) -> None:
-        self._fleet.coordinator.kill()
-        self._fleet.coordinator.wait()
-        threading.Event().wait(AWAY_S)
+        self._processes.coordinator.kill()
+        self._processes.coordinator.wait()
+        threading.Event().wait(COORDINATOR_DOWN_S)
         started = time.monotonic()
-        self._fleet.coordinate()
-        self._watch.event("back", self._seen)
-        outcome.detected_s = self._watch.event("away", self._seen).at - self._struck
+        self._processes.start_coordinator()
+        self._watch.wait_event(CoordinatorBack, self._events_before)
+        lost = self._watch.wait_event(CoordinatorLost, self._events_before)
+        outcome.detected_s = lost.at - self._injected_at
         step = self._watch.step
-        self._watch.until(lambda: self._watch.step > step, "steps after the coordinator is back")
+        self._watch.wait_until(lambda: self._watch.step > step, "steps after the coordinator is back")
         outcome.pause_s = 0.0  # steps need no coordinator
-        self._cluster.knock(PATIENCE_S)
+        self._cluster.wait_ready(PATIENCE_S)
         self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
         outcome.back_s = time.monotonic() - started

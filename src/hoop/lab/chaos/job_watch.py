@@ -1,108 +1,117 @@
-"""What a job tells while faults happen to it, for whoever waits for something of it."""
+"""The events of a job under fault injection, and waiting for them."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
 
 from hoop.client.cluster import Cluster
-from hoop.client.jobs import JobEvent
 from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.job_events import JobEvent, Observed, Recovered, Resized, Steps
 
 PATIENCE_S = 60.0
 
 
-class ObservedEvent(NamedTuple):
-    """An event, and when it was heard here, by a clock that does not jump."""
+@dataclass(frozen=True)
+class TimedEvent:
+    """An event and the time of its arrival, on the monotonic clock."""
 
-    event: JobEvent
+    observed: Observed
     at: float
 
     @property
-    def kind(self) -> str:
-        return self.event.kind
+    def event(self) -> JobEvent:
+        return self.observed.event
 
     @property
-    def told(self) -> dict[str, Any]:
-        return self.event.told
+    def device(self) -> int:
+        """The device that the event is about, else the one that emitted it."""
+        return int(getattr(self.event, "device", self.observed.device))
 
 
 class JobWatch:
-    """Follows the cluster's next job on a thread of its own, to its end."""
+    """Follows the cluster's next job to its end, in a separate thread."""
 
     def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.ranks = ranks
-        """How many devices take part, as far as is known."""
+        """World size, according to the latest event."""
         self.step = 0
         self.repeated = 0
-        """Steps that were told of and done again."""
-        self.events: list[ObservedEvent] = []
+        """Steps that were reported and then repeated."""
+        self.events: list[TimedEvent] = []
         self._seconds: list[float] = []
         self._changed = threading.Condition()
-        self._over: str | None = None
+        self._end_reason: str | None = None
         self._thread = threading.Thread(target=self._follow, args=(cluster,), daemon=True)
         self._thread.start()
 
     def _follow(self, cluster: Cluster) -> None:
-        over = "the job has ended"
+        reason = "the job has ended"
         try:
             started = next(one for one in cluster.events(follow=True) if one.kind == "job_started")
-            for event in cluster.job(int(started.fields["job"])).events(patience=PATIENCE_S):
+            job = cluster.job(int(started.fields["job"]))
+            for observed in job.events(coordinator_timeout=PATIENCE_S):
                 with self._changed:
-                    self._note(event)
+                    self._note(observed)
                     self._changed.notify_all()
-        except (HoopError, ValueError) as error:  # the latter from a cluster that was closed meanwhile
-            over = str(error)
-        self.end(over)
+        except (HoopError, ValueError) as error:  # ValueError: the cluster was closed meanwhile
+            reason = str(error)
+        self.end(reason)
 
-    def end(self, why: str) -> None:
-        """Nothing more is to be waited for."""
+    def end(self, reason: str) -> None:
+        """Make every current and later wait fail with ``reason``."""
         with self._changed:
-            self._over = self._over or why
+            self._end_reason = self._end_reason or reason
             self._changed.notify_all()
 
-    def _note(self, event: JobEvent) -> None:
-        self.events.append(ObservedEvent(event, time.monotonic()))
-        told = event.told
-        if event.kind == "steps":
-            self.step = max(self.step, told["first"] + len(told["loss"]))
-            self._seconds += told["seconds"]
-        if event.kind in ("recovered", "moved"):
-            self.ranks = told["ranks"]
-            self.repeated += max(0, self.step - told["step"])
+    def _note(self, observed: Observed) -> None:
+        self.events.append(TimedEvent(observed, time.monotonic()))
+        event = observed.event
+        if isinstance(event, Steps):
+            self.step = max(self.step, event.first + len(event.loss))
+            self._seconds += event.seconds
+        if isinstance(event, Recovered | Resized):
+            self.ranks = event.ranks
+            self.repeated += max(0, self.step - event.step)
 
-    def until(self, happened: Callable[[], bool], what: str, patience: float = PATIENCE_S) -> None:
-        """Waits for something that an event may bring about."""
-        deadline = time.monotonic() + patience
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = PATIENCE_S) -> None:
+        """Wait until ``condition`` is true; it is evaluated after every event. ``what`` describes it in errors.
+
+        Raises PeerLost if the job ends, DeadlineExceeded after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
         with self._changed:
-            while not happened():
-                if self._over is not None:
-                    raise PeerLost(f"{self._over}, while it was waited for: {what}")
+            while not condition():
+                if self._end_reason is not None:
+                    raise PeerLost(f"{self._end_reason}, while waiting for: {what}")
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     raise DeadlineExceeded(
-                        f"waited {patience:g} s for: {what} (step {self.step}, {self.ranks} ranks)"
+                        f"waited {timeout:g} s for: {what} (step {self.step}, {self.ranks} ranks)"
                     )
 
-    def event(self, kind: str, after: int, patience: float = PATIENCE_S, device: int = 0) -> ObservedEvent:
-        """The first event of a kind after so many; of one device, where it is given."""
+    def wait_event(
+        self, kind: type[JobEvent], after: int, timeout: float = PATIENCE_S, device: int = 0
+    ) -> TimedEvent:
+        """Wait for the first event of ``kind`` after the first ``after`` events; of ``device`` unless that is 0."""
 
-        def first() -> ObservedEvent | None:
+        def first() -> TimedEvent | None:
             for one in self.events[after:]:
-                if one.kind == kind and device in (0, one.told.get("device", one.event.device)):
+                if isinstance(one.event, kind) and device in (0, one.device):
                     return one
             return None
 
-        self.until(lambda: first() is not None, f"{kind} of device {device}" if device else kind, patience)
+        what = f"{kind.__name__} of device {device}" if device else kind.__name__
+        self.wait_until(lambda: first() is not None, what, timeout)
         found = first()
         assert found is not None, "it was waited for"
         return found
 
     @property
-    def usual_s(self) -> float:
-        """What a step takes when nothing happens."""
+    def median_step_s(self) -> float:
+        """Median seconds of a step."""
         return median(self._seconds) if self._seconds else 0.0
 
     def join(self) -> None:

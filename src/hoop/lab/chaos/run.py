@@ -1,15 +1,13 @@
-"""A run under faults, then the same run without any: weights and losses must be the same, to the bit.
+"""A chaos run: train under faults, then train the same steps without faults, and compare weights and losses bitwise.
 
-The run's ledger is audited too: each step reported once, every sample of every epoch in exactly one step.
-
-What came of a run under faults, as a table: a line a kind of fault.
+The ledger of the run under faults is audited too: each step is reported once, and every sample of every epoch is in
+exactly one step. ``table`` and ``verdict`` summarise the result.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,23 +20,26 @@ from typing import Any
 
 from hoop.client.cluster import connect
 from hoop.errors import DeadlineExceeded, HoopError, InternalError
+from hoop.job_events import Started
 from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
 from hoop.lab.chaos.processes import END_S, START_S, ClusterProcesses
-from hoop.lab.chaos.schedule import KINDS, draw_schedule
+from hoop.lab.chaos.schedule import KINDS, ScheduledFault, draw_schedule
+from hoop.launch.processes import hoop_command
 from hoop.report.metrics import read_metrics
 from hoop.report.tables import Column, Table
 from hoop.runs.audit import audit
+from hoop.strategies.catalog import parse
 
 MEMORY = 64 << 20
 EPOCHS = 1_000_000
-"""It ends when the faults have."""
-MOST_RANKS = 64
+"""More than any run needs: the run is stopped after the last fault."""
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
 class ChaosConfig:
-    """What is trained, on how many devices, and what happens to it."""
+    """The job of a chaos run, its devices, and its faults."""
 
     faults: int = 20
     seed: int = 0
@@ -46,31 +47,33 @@ class ChaosConfig:
     strategy: str = "data"
     devices: int = 4
     pace: int = 8
-    """How many times slower than it could each device computes: so that the run to compare with is a short one."""
+    """Slowdown factor of each device under faults. The run without faults is not slowed down, so it is short."""
     kinds: Sequence[str] = KINDS
     every_s: float = 0.0
-    """Seconds from fault to fault at least; 0: the next as soon as the consequences of the last are over."""
+    """Minimum seconds between two faults; 0: the next fault follows when the job has recovered."""
 
 
 @dataclass
 class Chaos:
-    """What came of it."""
+    """The result of a chaos run."""
 
     config: ChaosConfig
     outcomes: list[FaultOutcome] = field(default_factory=list)
     steps: int = 0
     seconds: float = 0.0
-    """From the first fault to the end of the last one's consequences."""
+    """From the first fault until the job had recovered from the last one."""
     goodput: float = 1.0
-    """The share of that time in which steps went on as usual."""
+    """Fraction of that time in which steps were done at their median speed."""
     weights: str = ""
+    """SHA-256 of the final weights."""
     undisturbed: str = ""
+    """SHA-256 of the final weights of the run without faults."""
     failed: str = ""
-    """Why it was not survived; what happened before is known all the same."""
+    """Why the job failed; the outcomes of the earlier faults are valid nevertheless."""
     violation: str = ""
-    """What the audit of the run's ledger found, or a step whose loss is not that of the undisturbed run."""
-    stubborn: list[int] = field(default_factory=list)
-    """Processes that did not leave when they were told to, at the end."""
+    """The violation that the audit of the ledger found, or the first step whose loss differs from the other run's."""
+    unresponsive: list[int] = field(default_factory=list)
+    """Pids of the processes that did not leave at the end and were killed."""
 
     @property
     def faults_an_hour(self) -> float:
@@ -97,72 +100,77 @@ class Chaos:
             "equal": self.equal,
             "violation": self.violation,
             "failed": self.failed,
-            "stubborn": self.stubborn,
+            "stubborn": self.unresponsive,
         }
 
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def chaos(config: ChaosConfig, tell: Tell) -> Chaos:
-    """Runs it; ``tell`` is told of progress."""
-    chances = draw_schedule(config.faults, config.seed, config.kinds)
+def chaos(config: ChaosConfig, log: Log) -> Chaos:
+    """Run it; ``log`` is called with lines of progress."""
+    schedule = draw_schedule(config.faults, config.seed, config.kinds)
     found = Chaos(config)
     with tempfile.TemporaryDirectory(prefix="hoop-chaos-") as scratch:
-        with ClusterProcesses(Path(scratch), config.devices, MEMORY) as fleet:
+        with ClusterProcesses(Path(scratch), config.devices, MEMORY) as processes:
             try:
-                _disturbed(fleet, found, chances, tell, Path(scratch) / "disturbed")
+                _disturbed(processes, found, schedule, log, Path(scratch) / "disturbed")
             except HoopError as error:
-                found.failed = f"{error}\n{fleet.complaints()}"
-        found.stubborn = fleet.stubborn
+                found.failed = f"{error}\n{processes.stderr_tails()}"
+        found.unresponsive = processes.unresponsive
         if found.failed:
             return found
-        tell(f"the same {found.steps} steps, undisturbed …")
+        log(f"the same {found.steps} steps, undisturbed …")
         found.undisturbed = _undisturbed(found, Path(scratch) / "undisturbed")
         found.violation = _violation(Path(scratch) / "disturbed", Path(scratch) / "undisturbed", found.steps)
     return found
 
 
-def _settings(config: ChaosConfig) -> list[str]:
+def _job_options(config: ChaosConfig) -> list[str]:
     settings = ["evaluate_every=0", "checkpoint_every=0", "trace_steps=0", f"epochs={EPOCHS}"]
     return [config.job, "--strategy", config.strategy, *(word for one in settings for word in ("--set", one))]
 
 
-def _disturbed(fleet: ClusterProcesses, found: Chaos, chances: Sequence[Any], tell: Tell, out: Path) -> None:
+def _disturbed(
+    processes: ClusterProcesses, found: Chaos, schedule: Sequence[ScheduledFault], log: Log, out: Path
+) -> None:
+    """Train under the scheduled faults, and fill ``found``."""
     config = found.config
-    slowly = ["--set", f"slowdown={[config.pace] * MOST_RANKS}"]
-    with connect(fleet.address) as cluster:
+    slowdown = ["--set", f"slowdown={[config.pace] * MAX_RANKS}"]
+    with connect(processes.address) as cluster:
         cluster.wait_for_devices(config.devices, START_S)
-        where = ["--coordinator", str(fleet.address), "--devices", str(config.devices), "--json"]
-        where += ["--out", str(out)]
-        run = fleet.start("train", *_settings(config), *slowly, *where)
+        options = ["--coordinator", str(processes.address), "--devices", str(config.devices), "--json"]
+        options += ["--out", str(out)]
+        run = processes.start("train", *_job_options(config), *slowdown, *options)
         watch = JobWatch(cluster, config.devices)
-        threading.Thread(target=_to_its_end, args=(run, watch), daemon=True).start()
-        watch.event("started", 0)
-        blows = FaultActions(fleet, cluster, watch, config.devices, config.every_s)
+        threading.Thread(target=_watch_client, args=(run, watch), daemon=True).start()
+        watch.wait_event(Started, 0)
+        actions = FaultActions(processes, cluster, watch, config.devices, config.every_s)
         began, first = time.monotonic(), watch.step
-        for chance in chances:
-            outcome = blows.strike(chance)
+        for fault in schedule:
+            outcome = actions.inject(fault)
             found.outcomes.append(outcome)
             found.seconds = time.monotonic() - began
-            found.goodput = min(1.0, (watch.step - first) * watch.usual_s / found.seconds)
-            tell(f"{found.seconds:5.0f} s  {_sentence(outcome, len(chances))}")
-        run.terminate()  # it stops after a step that all agree on; SIGINT may be ignored here, and then there
+            found.goodput = min(1.0, (watch.step - first) * watch.median_step_s / found.seconds)
+            log(f"{found.seconds:5.0f} s  {_sentence(outcome, len(schedule))}")
+        # The job stops after a step that all ranks agree on. Not SIGINT: this process may ignore it, and the child
+        # would inherit that.
+        run.terminate()
         result = _result(run)
         watch.join()
     found.steps, found.weights = result["steps"], result["weights_sha256"]
 
 
-def _to_its_end(run: subprocess.Popen[str], watch: JobWatch) -> None:
-    """Without whoever started the job nothing is waited for, least of all if it never came to start it."""
+def _watch_client(run: subprocess.Popen[str], watch: JobWatch) -> None:
+    """Thread body: if the job's client exits, stop waiting for events; it may never have started the job."""
     watch.end(f"hoop train has ended with code {run.wait()}")
 
 
-def _sentence(outcome: FaultOutcome, of: int) -> str:
-    who = f" of device {outcome.device}" if outcome.device else ""
-    known = f", known after {outcome.detected_s:.2f} s" if outcome.detected_s is not None else ""
+def _sentence(outcome: FaultOutcome, total: int) -> str:
+    device = f" of device {outcome.device}" if outcome.device else ""
+    detected = f", known after {outcome.detected_s:.2f} s" if outcome.detected_s is not None else ""
     pause = f", pause {outcome.pause_s:.2f} s" if outcome.pause_s is not None else ""
-    return f"{outcome.number}/{of} at step {outcome.step}: {outcome.kind}{who}{known}{pause}"
+    return f"{outcome.number}/{total} at step {outcome.step}: {outcome.kind}{device}{detected}{pause}"
 
 
 def _result(run: subprocess.Popen[str]) -> dict[str, Any]:
@@ -177,9 +185,12 @@ def _result(run: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _undisturbed(found: Chaos, out: Path) -> str:
-    """Data parallel gives the same bits on one device; what is cut into stages needs as many as before."""
+    """Train the same steps without faults; returns the SHA-256 of the weights.
+
+    Data parallel training gives the same bits on one device; a strategy with stages needs as many devices as before.
+    """
     config = found.config
-    devices = 1 if config.strategy == "data" else config.devices
+    devices = 1 if parse(config.strategy).replicated else config.devices
     run = subprocess.Popen(
         [*_command(config, found.steps, devices), "--out", str(out)],
         stdout=subprocess.PIPE,
@@ -187,23 +198,23 @@ def _undisturbed(found: Chaos, out: Path) -> str:
         stderr=subprocess.DEVNULL,
     )
     try:
-        told, _ = run.communicate(timeout=max(PATIENCE_S, 4 * found.seconds))
+        output, _ = run.communicate(timeout=max(PATIENCE_S, 4 * found.seconds))
     except BaseException:
         run.terminate()
         run.communicate(timeout=END_S)
         raise
-    return str(json.loads(told)["weights_sha256"])
+    return str(json.loads(output)["weights_sha256"])
 
 
 def _violation(disturbed: Path, undisturbed: Path, steps: int) -> str:
-    """What does not hold of the run's ledger and losses; empty: everything does."""
+    """The first violation in the ledger or the losses of the run under faults; empty if there is none."""
     audited = audit(disturbed)
     if audited.violation is not None:
         return f"hoop audit: {audited.violation}"
     if audited.steps != steps:
         return f"the ledger has {audited.steps} of {steps} steps"
-    rows, wanted = (_losses(one) for one in (disturbed, undisturbed))
-    for place, (row, other) in enumerate(zip_longest(rows, wanted), start=1):
+    rows, expected = (_losses(one) for one in (disturbed, undisturbed))
+    for place, (row, other) in enumerate(zip_longest(rows, expected), start=1):
         if row != other:
             return f"step and loss at place {place} are {row}, and those of the undisturbed run {other}"
     return ""
@@ -214,19 +225,23 @@ def _losses(out: Path) -> list[tuple[int, float]]:
 
 
 def _command(config: ChaosConfig, steps: int, devices: int) -> list[str]:
-    most = ["--set", f"max_steps={steps}", "--devices", str(devices), "--json"]
-    return [sys.executable, "-m", "hoop", "train", *_settings(config), *most]
+    options = ["--set", f"max_steps={steps}", "--devices", str(devices), "--json"]
+    return hoop_command("train", *_job_options(config), *options)
 
 
 def table(found: Chaos) -> Table:
-    """Counts, and the usual and the worst of each time."""
+    """A row a kind of fault: the count, and median and maximum of each time."""
     rows = []
     for kind in KINDS:
-        of = [one for one in found.outcomes if one.kind == kind]
-        if of:
-            known, paused = _times(of, "detected_s"), _times(of, "pause_s")
-            again, replaced = sum(one.repeated for one in of), sum(one.replaced for one in of)
-            rows.append([kind, len(of), *known, *paused, *_times(of, "settled_s"), again, replaced])
+        outcomes = [one for one in found.outcomes if one.kind == kind]
+        if outcomes:
+            detected, paused = _times(outcomes, "detected_s"), _times(outcomes, "pause_s")
+            repeated, replaced = (
+                sum(one.repeated for one in outcomes),
+                sum(one.replaced for one in outcomes),
+            )
+            settled = _times(outcomes, "settled_s")
+            rows.append([kind, len(outcomes), *detected, *paused, *settled, repeated, replaced])
     columns = [Column("fault"), Column("count", digits=0)]
     for name in ("known after", "pause", "all there again after"):
         columns += [Column(name, "s", 2), Column("at most", "s", 2)]
@@ -234,13 +249,13 @@ def table(found: Chaos) -> Table:
     return Table(columns, rows, "Faults and what came of them")
 
 
-def _times(of: Sequence[FaultOutcome], name: str) -> tuple[float | None, float | None]:
-    values = [value for one in of if (value := getattr(one, name)) is not None]
+def _times(outcomes: Sequence[FaultOutcome], name: str) -> tuple[float | None, float | None]:
+    values = [value for one in outcomes if (value := getattr(one, name)) is not None]
     return (median(values), max(values)) if values else (None, None)
 
 
 def verdict(found: Chaos) -> str:
-    """One sentence."""
+    """The result as one sentence."""
     config = found.config
     count, same = len(found.outcomes), "the same as" if found.equal else f"NOT those of ({found.undisturbed})"
     record = (

@@ -1,4 +1,4 @@
-"""The studies, by the name they are asked for with."""
+"""The studies by name, for ``hoop reproduce``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hoop.lab.papers.findings import Findings
 
 @dataclass(frozen=True)
 class Study:
-    """A paper, what it asks, and the module whose ``run`` repeats its experiments."""
+    """A paper and its question. The module of this name has a ``run`` that repeats its experiments."""
 
     name: str
     paper: str
     question: str
 
-    def run(self, lab: Experiment) -> Findings:
+    def run(self, experiment: Experiment) -> Findings:
         module = importlib.import_module(f"hoop.lab.papers.{self.name.replace('-', '_')}")
         run: Callable[[Experiment], Findings] = module.run
-        return run(lab)
+        return run(experiment)
 
 
 STUDIES = {

@@ -1,6 +1,6 @@
-"""How many cores other work keeps busy here: times that are measured beside it decide nothing.
+"""The environment of a study's experiments: trainings and clusters on this machine, and progress output.
 
-Where experiments run: real devices of this machine, with progress, and nothing left behind.
+``busy_cores`` measures the load of other processes. A verdict that depends on times is not given on a busy machine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hoop import job_events as ev
 from hoop.config import parse_size
 from hoop.errors import InternalError
+from hoop.job_events import JobEvent
 from hoop.lab.papers.findings import Verdict
+from hoop.launch.processes import LEAVE_WITH_STDIN, hoop_command, start_process, terminate_process
 from hoop.resources import STARTED, Request, admit
 
 if TYPE_CHECKING:
@@ -29,65 +31,71 @@ if TYPE_CHECKING:
 
 WINDOW_S = 0.5
 _IDLE = (3, 4)
-"""Which fields of the first line of /proc/stat are time in which nothing was done: idle, and waiting for a disk."""
+"""Fields of the first line of /proc/stat that count idle time: idle and iowait."""
 
 
 def busy_cores() -> float:
-    """Measured while this process waits; where there is no /proc/stat, the load average of the last minute."""
+    """Cores that other processes keep busy, measured while this process sleeps.
+
+    Where there is no /proc/stat: the load average of the last minute.
+    """
     stat = Path("/proc/stat")
     if not stat.exists():
         return os.getloadavg()[0]
-    began, before = time.monotonic(), _worked(stat)
+    began, before = time.monotonic(), _busy_seconds(stat)
     time.sleep(WINDOW_S)
-    return (_worked(stat) - before) / (time.monotonic() - began)
+    return (_busy_seconds(stat) - before) / (time.monotonic() - began)
 
 
-def _worked(stat: Path) -> float:
-    """Seconds that all cores have worked since the machine started."""
+def _busy_seconds(stat: Path) -> float:
+    """Busy time of all cores since the machine started."""
     fields = [int(word) for word in stat.read_text("ascii").split("\n", 1)[0].split()[1:9]]
     return sum(one for index, one in enumerate(fields) if index not in _IDLE) / os.sysconf("SC_CLK_TCK")
 
 
-PATIENCE_S = 60.0
-EventFields = dict[str, Any]
-Disturb = Callable[["RunningCluster", EventFields], None]
-"""Called with every event of a training while it runs."""
+STATUS_S = 60.0
+END_S = 15.0
+"""Time for a process to leave before it is killed."""
+OnEvent = Callable[["RunningCluster", JobEvent], None]
+"""Called with every event of a training while it runs; it may inject faults."""
 
 
 @dataclass
 class TrainingRun:
-    """What a training told while it ran, and what came of it."""
+    """The events and the result of a training."""
 
-    summary: EventFields
+    summary: dict[str, Any]
     losses: list[float] = field(default_factory=list)
-    """One a step."""
+    """One per step."""
     seconds: list[float] = field(default_factory=list)
-    evaluations: list[EventFields] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Each with ``epoch``, ``accuracy``, ``loss``, and ``at``: seconds since the first step."""
-    events: list[EventFields] = field(default_factory=list)
-    """Losses, recoveries, seats: everything else."""
+    events: list[JobEvent] = field(default_factory=list)
+    """All other events: lost devices, recoveries, rank assignments."""
 
-    def of_kind(self, kind: str) -> list[EventFields]:
-        return [one for one in self.events if one["kind"] == kind]
+    @property
+    def recoveries(self) -> list[ev.Recovered]:
+        return [one for one in self.events if isinstance(one, ev.Recovered)]
 
     @property
     def step(self) -> float:
-        """The median time of a step, the first tenth left out."""
-        settled = sorted(self.seconds[len(self.seconds) // 10 :])
-        return settled[len(settled) // 2] if settled else 0.0
+        """Median seconds of a step, without the first tenth of the steps."""
+        steady = sorted(self.seconds[len(self.seconds) // 10 :])
+        return steady[len(steady) // 2] if steady else 0.0
 
 
 class RunningCluster:
-    """A cluster while a job runs on it, for whoever disturbs it; every call is a process of its own.
+    """A cluster that runs a training, for fault injection. Every query runs in a separate process.
 
-    gRPC does not survive a fork, and the next training forks: so this process never opens it.
+    This process must not open gRPC: gRPC does not survive a fork, and the next training forks.
     """
 
     def __init__(self, file: Path) -> None:
+        """``file``: the coordinator's address file."""
         self.file = file
         self.stop: Callable[[], None] = lambda: None
-        """Ends the training after a step."""
-        self._joined: list[subprocess.Popen[bytes]] = []
+        """Stops the training after a step."""
+        self._joined: list[subprocess.Popen[str]] = []
         self._stopped: set[int] = set()
 
     @property
@@ -95,17 +103,17 @@ class RunningCluster:
         return self.file.read_text("utf-8").strip()
 
     def pids(self) -> dict[int, int]:
-        """Each device's process, by its id."""
-        told = subprocess.run(
+        """Device id to pid."""
+        status = subprocess.run(
             hoop_command("status", "--coordinator", self.address, "--json"),
             stdout=subprocess.PIPE,
-            timeout=PATIENCE_S,
+            timeout=STATUS_S,
             check=True,
         )
-        return {one["id"]: one["pid"] for one in json.loads(told.stdout)["devices"]}
+        return {one["id"]: one["pid"] for one in json.loads(status.stdout)["devices"]}
 
     def signal(self, pid: int, number: signal.Signals) -> None:
-        """Sent to a device; one that is stopped is set free again when the run ends, whatever happens."""
+        """Send a signal to a device. ``close`` continues every device that is still stopped."""
         os.kill(pid, number)
         if number == signal.SIGSTOP:
             self._stopped.add(pid)
@@ -113,33 +121,34 @@ class RunningCluster:
             self._stopped.discard(pid)
 
     def join(self, memory: int) -> None:
-        """One more device."""
-        command = hoop_command(
-            "device", "--join", self.address, "--memory", str(memory), "--quiet", "--leave-with-stdin"
+        """Start one more device with an arena of ``memory`` bytes."""
+        self._joined.append(
+            start_process(
+                "device", "--join", self.address, "--memory", str(memory), "--quiet", LEAVE_WITH_STDIN
+            )
         )
-        self._joined.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
 
     def close(self) -> None:
         for pid in self._stopped:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         for process in self._joined:
-            end(process)
+            terminate_process(process, END_S)
 
 
 @dataclass
 class Experiment:
-    """What a study works with."""
+    """The options and the tools of a study."""
 
     quick: bool = False
     accelerator: str = "cpu"
     mpirun: Path | None = None
-    say: Callable[[str], None] = lambda text: None
-    """A line that stays: what is being done now."""
-    note: Callable[[str], None] = lambda text: None
-    """A line that is written over: how far it is."""
-    others: float = field(default_factory=busy_cores)
-    """How many cores were busy with other work as this began."""
+    log: Callable[[str], None] = lambda text: None
+    """Prints a line about the current experiment."""
+    show_progress: Callable[[str], None] = lambda text: None
+    """Shows progress on a line that the next call overwrites."""
+    other_busy_cores: float = field(default_factory=busy_cores)
+    """Cores that other processes kept busy when this object was made."""
 
     @property
     def cores(self) -> int:
@@ -147,11 +156,11 @@ class Experiment:
 
     @property
     def busy(self) -> bool:
-        """Whether others compute here: then times are reported, and decide nothing."""
-        return self.others > 0.25 * self.cores
+        """Whether other processes use the cores: then times are reported, but decide no verdict."""
+        return self.other_busy_cores > 0.25 * self.cores
 
-    def timed(self, verdict: Verdict) -> Verdict:
-        """A verdict that rests on times: none, where others compute here too."""
+    def timing_verdict(self, verdict: Verdict) -> Verdict:
+        """``verdict`` for a claim about times; ``not shown`` on a busy machine."""
         return "not shown" if self.busy else verdict
 
     def train(
@@ -162,71 +171,62 @@ class Experiment:
         devices: int = 1,
         strategy: str = "data",
         memory: str | int = "256MiB",
-        disturb: Disturb | None = None,
+        on_event: OnEvent | None = None,
         accelerator: str = "",
         **settings: Any,
     ) -> TrainingRun:
-        """Trains, showing how far it is; ``disturb`` sees every event and may do harm."""
+        """Train with progress output. ``what`` describes the run; ``on_event`` is called with every event."""
         from hoop.engine.job import INHERITED, Job, find_job
         from hoop.engine.recipes import RECIPES
         from hoop.runs.api import Launch, Training
 
-        self.say(f"{what}: {strategy} on {devices} device{'s'[: devices != 1]}")
+        self.log(f"{what}: {strategy} on {devices} device{'s'[: devices != 1]}")
         name = job if isinstance(job, str) else f"inherited:{len(INHERITED)}"
         if isinstance(job, Job):
             INHERITED.append(job)
         found = find_job(name, RECIPES)
         if (accelerator or self.accelerator) != "cpu":
             settings["accelerator"] = accelerator or self.accelerator
-        wanted = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
-        found.data()  # before the fork: devices share what is loaded now
+        checked = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
+        found.data()  # before the fork: the devices share the loaded data
         trained = TrainingRun({})
         with tempfile.TemporaryDirectory(prefix="hoop-") as folder:
             running = RunningCluster(Path(folder) / "address")
-            launch = Launch(wanted, devices, parse_size(memory, "memory"), address_file=running.file)
+            launch = Launch(checked, devices, parse_size(memory, "memory"), address_file=running.file)
             training = Training(launch)
             running.stop = training.stop
             try:
                 with contextlib.closing(training.events()) as events:  # type: ignore[type-var]
-                    for event in events:
-                        self._note(trained, event)
-                        if disturb is not None:
-                            disturb(running, event)
+                    for observed in events:
+                        self._record(trained, observed.event)
+                        if on_event is not None:
+                            on_event(running, observed.event)
             finally:
                 running.close()
         if not trained.summary:
             raise InternalError(f"{what}: the training ended without a result")
         return trained
 
-    def _note(self, trained: TrainingRun, event: EventFields) -> None:
-        match event["kind"]:
-            case "steps":
-                trained.losses += event["loss"]
-                trained.seconds += event["seconds"]
-                self.note(f"step {len(trained.losses)}, loss {event['loss'][-1]:.4f}")
-            case "evaluated":
-                trained.evaluations.append(event | {"at": sum(trained.seconds)})
-                self.note(f"epoch {event['epoch']}, accuracy {event['accuracy']:.2%}")
-            case "result":
-                trained.summary = event
+    def _record(self, trained: TrainingRun, event: JobEvent) -> None:
+        match event:
+            case ev.Steps():
+                trained.losses += event.loss
+                trained.seconds += event.seconds
+                self.show_progress(f"step {len(trained.losses)}, loss {event.loss[-1]:.4f}")
+            case ev.Evaluated():
+                trained.evaluations.append(event.to_fields() | {"at": sum(trained.seconds)})
+                self.show_progress(f"epoch {event.epoch}, accuracy {event.accuracy:.2%}")
+            case ev.Finished():
+                trained.summary = event.result
             case _:
                 trained.events.append(event)
 
     @contextlib.contextmanager
     def cluster(self, devices: int, memory: str = "64MiB", lease: str = "1.5s") -> Iterator[str]:
-        """A coordinator and its devices, as ``hoop up`` starts them; the address to connect to."""
+        """Run a cluster with ``hoop up``; yields the coordinator's address."""
         admit(Request(devices, parse_size(memory, "memory"), STARTED))
-        command = hoop_command("up", "--devices", str(devices), "--memory", memory, "--lease", lease)
-        process = (
-            subprocess.Popen(  # it leaves when its input closes: however this process ends, nothing is left
-                [*command, "--leave-with-stdin"],
-                text=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
+        options = "--devices", str(devices), "--memory", memory, "--lease", lease, LEAVE_WITH_STDIN
+        process = start_process("up", *options, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             assert process.stdout is not None
             words = process.stdout.readline().split()
@@ -234,29 +234,15 @@ class Experiment:
                 raise InternalError(f"hoop up with {devices} devices ended with code {process.wait()}")
             yield words[1]
         finally:
-            end(process)
+            terminate_process(process, END_S)
 
 
-def hoop_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hoop", *arguments]
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    """Asks it to leave; kills it if it does not."""
-    process.terminate()
-    try:
-        process.communicate(timeout=PATIENCE_S / 4)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-
-
-def timed(call: Callable[[], object], seconds: float, least: int = 5) -> float:
-    """The median time of a call, called for so long and at least so often, after once to warm up."""
+def median_seconds(call: Callable[[], object], seconds: float, least: int = 5) -> float:
+    """Median time of a call, over ``seconds`` seconds and at least ``least`` calls, after one warm-up call."""
     call()
     times: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < until:
+    deadline = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < deadline:
         started = time.perf_counter()
         call()
         times.append(time.perf_counter() - started)

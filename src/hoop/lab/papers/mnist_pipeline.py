@@ -1,14 +1,14 @@
-"""Every way to all-reduce one vector through real servers, from the naive listing of a paper to the ring.
+"""Paper 1: an MLP learns MNIST with a ring all-reduce of its gradients; and the ring against a naive all-reduce.
 
-listed    the paper's listing as it stands: the client loops over the devices with the lab's Memcpy, sums, loops again
-relay     the lab's NaiveAllReduce: all devices at once to the coordinator and back
-stepped   the ring, with the coordinator stepping every round
+``AllReduceVariants`` sums one vector through real servers in every way:
+
+listed    the paper's listing: the client copies from each device with the lab's Memcpy, sums, and copies back
+relay     the lab's NaiveAllReduce: all devices send to the coordinator at once, and it sends the sum back
+stepped   the ring, each round started by the coordinator
 ring      the ring, run by the devices alone after one launch
 tree      a tree, run by the devices alone
 
-Paper 1's other half: a ring against a naive all-reduce, counted, simulated, and measured through real servers.
-
-Paper 1: an MLP learns MNIST on devices that add their gradients up over a ring.
+``ring_against_naive`` counts the messages of their plans, simulates them, and measures them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hoop.collectives.plan import Send
 from hoop.collectives.registry import Operation
 from hoop.engine.recipes import RECIPES
 from hoop.errors import InternalError
-from hoop.lab.papers.experiment import Experiment, TrainingRun, timed
-from hoop.lab.papers.findings import Findings, Verdict, graded, rows
+from hoop.lab.papers.experiment import Experiment, TrainingRun, median_seconds
+from hoop.lab.papers.findings import Findings, Verdict, grade, make_table
 from hoop.lab.papers.predicted import ETHERNET, all_reduce_seconds
 from hoop.report.chart import Bars, Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.wire.channels import channel_options
-from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.generated import gpu_sim_pb2 as gpu_sim
 from hoop.wire.service import Stub
 
 VARIANTS = ("listed", "relay", "stepped", "ring", "tree")
 
 
 class AllReduceVariants:
-    """One communicator with one float64 vector a rank, and every way to sum it."""
+    """A communicator with one float64 vector a rank, and every variant of its all-reduce."""
 
     def __init__(self, client: Cluster, devices: int, count: int) -> None:
         self.comm = client.communicator(devices)
@@ -46,24 +46,24 @@ class AllReduceVariants:
         self.buffer = self.comm.at(self.addresses, count, "float64")
         self.count = count
         self._channel = grpc.insecure_channel(str(client.address), options=channel_options())
-        self._lab = Stub(self._channel, lab.DESCRIPTOR.services_by_name["GPUCoordinator"])
+        self._gpu_sim = Stub(self._channel, gpu_sim.DESCRIPTOR.services_by_name["GPUCoordinator"])
 
     def listed(self) -> None:
         vectors = []
         for device, address in zip(self.comm.devices, self.addresses, strict=True):
-            get = lab.MemcpyDeviceToHostRequest(
+            get = gpu_sim.MemcpyDeviceToHostRequest(
                 srcDeviceId={"value": device.id}, srcMemAddr={"value": address}, numBytes=8 * self.count
             )
-            answer = self._lab.Memcpy(lab.MemcpyRequest(deviceToHost=get))
+            answer = self._gpu_sim.Memcpy(gpu_sim.MemcpyRequest(deviceToHost=get))
             vectors.append(np.frombuffer(answer.deviceToHost.dstData))
         total = sum(vectors[1:], start=vectors[0]).tobytes()
         for device, address in zip(self.comm.devices, self.addresses, strict=True):
-            put = lab.MemcpyHostToDeviceRequest(
+            put = gpu_sim.MemcpyHostToDeviceRequest(
                 hostSrcData=total, dstDeviceId={"value": device.id}, dstMemAddr={"value": address}
             )
-            self._lab.Memcpy(lab.MemcpyRequest(hostToDevice=put))
+            self._gpu_sim.Memcpy(gpu_sim.MemcpyRequest(hostToDevice=put))
 
-    def every(self) -> dict[str, Callable[[], object]]:
+    def variants(self) -> dict[str, Callable[[], object]]:
         return {
             "listed": self.listed,
             "relay": lambda: self.comm.all_reduce(self.buffer, driver="relay"),
@@ -73,7 +73,7 @@ class AllReduceVariants:
         }
 
     def check(self, run: Callable[[], object]) -> None:
-        """Every way must give the right sum on every device before its time counts."""
+        """Raise InternalError unless ``run`` gives the right sum on every device."""
         size = len(self.comm.devices)
         values = [np.arange(self.count, dtype=np.float64) + rank for rank in range(size)]
         self.buffer.fill(values)
@@ -97,16 +97,16 @@ GRADIENT = 109_386
 PAPER_NAIVE_MS, PAPER_RING_MS = 83.0, 8.0
 
 
-def ring_against_naive(lab: Experiment, found: Findings) -> None:
-    """Connects to clusters: no device can be forked afterwards."""
-    _measured(lab, found)
-    _counting(found)
-    _simulated(lab, found)
-    _listing(found)
+def ring_against_naive(experiment: Experiment, findings: Findings) -> None:
+    """Measure, count and simulate. Opens gRPC: this process cannot fork devices afterwards."""
+    _measured(experiment, findings)
+    _count_messages(findings)
+    _simulated(experiment, findings)
+    _run_listing(findings)
 
 
-def _counting(found: Findings) -> None:
-    """The paper says O(n²) steps become O(n): counted on the plans that devices execute."""
+def _count_messages(findings: Findings) -> None:
+    """Count the messages of the plans: the paper says that O(n²) steps become O(n)."""
     table = []
     for devices in (2, 4, 8, 16, 64):
         row: dict[str, Any] = {"devices": devices}
@@ -122,13 +122,15 @@ def _counting(found: Findings) -> None:
             row[f"{name} busiest sends"] = max(4 * sum(one.range.length for one in mine) for mine in sent)
         table.append(row)
     last = table[-1]
-    found.section(
+    findings.section(
         "What the ring saves",
         "Counted on the plans themselves, for the MLP's gradient in float32. The ring sends **more** messages, in more "
         "rounds, not fewer; what it saves is that no device has to send, or add up, everybody's gradient.",
-        rows(table, "Messages of one all-reduce", naive_busiest_sends="bytes", ring_busiest_sends="bytes"),
+        make_table(
+            table, "Messages of one all-reduce", naive_busiest_sends="bytes", ring_busiest_sends="bytes"
+        ),
     )
-    found.claim(
+    findings.claim(
         "the ring takes communication from O(n²) to O(n) steps",
         paper="O(n²) to O(n)",
         ours=f"at 64 devices naive {last['naive messages']} messages, ring {last['ring messages']}",
@@ -139,13 +141,13 @@ def _counting(found: Findings) -> None:
     )
 
 
-def _listing(found: Findings) -> None:
-    """The paper's listing of the ring, run as it is printed."""
+def _run_listing(findings: Findings) -> None:
+    """Run the paper's listing of the ring as printed."""
     vectors = [np.arange(12.0) + 100 * rank for rank in range(DEVICES)]
-    right = np.sum(vectors, axis=0)
-    made = listing_3([vector.copy() for vector in vectors])
-    wrong = sum(int((one != right).sum()) for one in made)
-    found.claim(
+    expected = np.sum(vectors, axis=0)
+    results = listing_3([vector.copy() for vector in vectors])
+    wrong = sum(int((one != expected).sum()) for one in results)
+    findings.claim(
         "listing 3 is an all-reduce",
         paper="pseudocode",
         ours=f"{wrong} of {DEVICES * 12} sums are wrong with {DEVICES} devices",
@@ -156,7 +158,7 @@ def _listing(found: Findings) -> None:
 
 
 def listing_3(gradients: list[Vector]) -> list[Vector]:
-    """Paper 1's AllReduceRing, line by line, in the kindest reading: all devices send before any of them receives."""
+    """Paper 1's AllReduceRing, line by line, in the most favourable reading: all devices send before any receives."""
     devices = len(gradients)
     segment = len(gradients[0]) // devices
     for step in range(devices - 1):
@@ -167,18 +169,18 @@ def listing_3(gradients: list[Vector]) -> list[Vector]:
     return gradients
 
 
-def _measured(lab: Experiment, found: Findings) -> None:
-    seconds = 0.3 if lab.quick else 2.0
+def _measured(experiment: Experiment, findings: Findings) -> None:
+    seconds = 0.3 if experiment.quick else 2.0
     table: list[dict[str, Any]] = []
-    for devices in (DEVICES,) if lab.quick else (2, 4, 8):
-        lab.say(f"ring against naive: an all-reduce of the gradient on {devices} devices")
-        with lab.cluster(devices) as address, connect(address) as client:
-            ways = AllReduceVariants(client, devices, GRADIENT)
+    for devices in (DEVICES,) if experiment.quick else (2, 4, 8):
+        experiment.log(f"ring against naive: an all-reduce of the gradient on {devices} devices")
+        with experiment.cluster(devices) as address, connect(address) as client:
+            variants = AllReduceVariants(client, devices, GRADIENT)
             row: dict[str, Any] = {"devices": devices}
-            for name, call in ways.every().items():
-                ways.check(call)
-                row[name] = 1000 * timed(call, seconds)
-            ways.close()
+            for name, call in variants.variants().items():
+                variants.check(call)
+                row[name] = 1000 * median_seconds(call, seconds)
+            variants.close()
             table.append(row | {"how": "measured"})
     at = next(row for row in table if row["devices"] == DEVICES)
     groups = [f"{row['devices']} devices" for row in table]
@@ -194,31 +196,31 @@ def _measured(lab: Experiment, found: Findings) -> None:
         ],
         subtitle="measured through real servers, as a client sees it; float64, 875 KB",
     )
-    found.section(
+    findings.section(
         "Ring against naive",
         "- **listed**: the paper's naive way as printed, a Memcpy a device, one after the other\n"
         "- **relay**: the same work with all devices at once, through the coordinator\n"
         "- **stepped**: the ring, a call to each device each round\n"
         "- **ring**: the devices run the ring alone\n"
         "- **tree**: so too a tree",
-        rows(table, "Latency of an all-reduce", **dict.fromkeys(VARIANTS, "ms")),
+        make_table(table, "Latency of an all-reduce", **dict.fromkeys(VARIANTS, "ms")),
         Picture("ring-against-naive", chart.svg(), "Measured; dashed, the paper's figures."),
     )
     less = 1 - at["ring"] / at["listed"]
-    found.claim(
+    findings.claim(
         "the ring takes a step's synchronisation from 83 to 8 ms, 90 % less",
         paper="83 ms to 8 ms",
         ours=f"{at['listed']:.1f} ms to {at['ring']:.1f} ms, {less:.0%} less ({DEVICES} devices)",
         how="measured",
-        verdict=graded(less, 0.8, 0.5),
+        verdict=grade(less, 0.8, 0.5),
         why=f"not the ring's doing alone: the same naive work done at once takes {at['relay']:.1f} ms, and a ring "
         f"whose every round goes through the coordinator {at['stepped']:.1f} ms",
     )
 
 
-def _simulated(lab: Experiment, found: Findings) -> None:
-    """The same plans between machines of their own, further than this machine can go."""
-    lab.say("ring against naive, simulated")
+def _simulated(experiment: Experiment, findings: Findings) -> None:
+    """Simulate the same plans with one machine a device, for more devices than this machine can run."""
+    experiment.log("ring against naive, simulated")
     devices = (2, 4, 8, 16, 32, 64)
     names = ("naive", "ring", "tree")
     ms = {
@@ -237,17 +239,17 @@ def _simulated(lab: Experiment, found: Findings) -> None:
         {"devices": n, **{name: ms[name][i] for name in names}, "how": "simulated"}
         for i, n in enumerate(devices)
     ]
-    found.section(
+    findings.section(
         "Ring against naive, between machines",
         f"The plans that devices execute, in virtual time over links of {ETHERNET}. The naive way is bound by the one "
         "machine through which all gradients go. For 17 numbers instead of a gradient it is another story: on "
         f"{devices[-1]} devices naive {small['naive']:.1f} ms, ring {small['ring']:.1f} ms, tree {small['tree']:.1f} "
         "ms, because the ring's hops follow one another.",
-        rows(table, "Simulated latency of an all-reduce", **dict.fromkeys(names, "ms")),
+        make_table(table, "Simulated latency of an all-reduce", **dict.fromkeys(names, "ms")),
         Picture("simulated", chart.svg(), "Simulated."),
     )
     at, last = devices.index(DEVICES), len(devices) - 1
-    found.claim(
+    findings.claim(
         "the ring scales better with the number of devices",
         paper="stated",
         ours=f"naive over ring: {ms['naive'][at] / ms['ring'][at]:.1f}x on {DEVICES} machines, "
@@ -261,36 +263,39 @@ def _simulated(lab: Experiment, found: Findings) -> None:
 
 PAPER_ACCURACY, PAPER_SECONDS = 0.9289, 480.0
 PLAIN: dict[str, Any] = {"optimizer": "sgd", "lr": 0.01, "schedule": "constant", "warmup": 0}
-"""What a program written from scratch is likely to have; the paper names neither optimizer nor rate."""
+"""Likely settings of a program written from scratch; the paper names neither optimizer nor learning rate."""
 
 
-def run(lab: Experiment) -> Findings:
-    found = Findings()
-    found.limits.append(
-        f"{DEVICES} devices share {lab.cores} cores here: times are this machine's, not those of {DEVICES} machines. "
-        "The paper does not name its hardware, its optimizer, its learning rate or its number of devices."
+def run(experiment: Experiment) -> Findings:
+    findings = Findings()
+    findings.limits.append(
+        f"{DEVICES} devices share {experiment.cores} cores here: times are this machine's, not those of "
+        f"{DEVICES} machines. The paper does not name its hardware, its optimizer, its learning rate or its number "
+        "of devices."
     )
-    _learning(lab, found)
-    ring_against_naive(lab, found)  # last: a process that has opened gRPC forks no more devices
-    return found
+    _train_models(experiment, findings)
+    ring_against_naive(experiment, findings)  # last: it opens gRPC, and then this process cannot fork devices
+    return findings
 
 
-def _learning(lab: Experiment, found: Findings) -> None:
-    epochs = 2 if lab.quick else 10
-    cnn: dict[str, Any] = {"epochs": 1, "max_steps": 40} if lab.quick else {"epochs": epochs}
+def _train_models(experiment: Experiment, findings: Findings) -> None:
+    epochs = 2 if experiment.quick else 10
+    cnn: dict[str, Any] = {"epochs": 1, "max_steps": 40} if experiment.quick else {"epochs": epochs}
     runs = {
-        "MLP, plain SGD 0.01": lab.train(
+        "MLP, plain SGD 0.01": experiment.train(
             "MLP, plain SGD", RECIPES["mnist"], devices=DEVICES, epochs=epochs, **PLAIN
         ),
-        "MLP, Hoop's recipe (Adam)": lab.train("MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs),
-        "no hidden layer (softmax)": lab.train(
+        "MLP, Hoop's recipe (Adam)": experiment.train(
+            "MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs
+        ),
+        "no hidden layer (softmax)": experiment.train(
             "softmax regression",
             RECIPES["softmax"],
             devices=DEVICES,
             epochs=epochs,
             **PLAIN | {"batch_size": 256, "evaluate_every": 1},
         ),
-        "LeNet-style CNN": lab.train("LeNet", RECIPES["lenet"], devices=DEVICES, **cnn),
+        "LeNet-style CNN": experiment.train("LeNet", RECIPES["lenet"], devices=DEVICES, **cnn),
     }
     table = [_row(name, one) for name, one in runs.items()]
     chart = Chart(
@@ -313,16 +318,16 @@ def _learning(lab: Experiment, found: Findings) -> None:
         subtitle=f"measured, {DEVICES} devices, data parallel",
     )
     plain, tuned = runs["MLP, plain SGD 0.01"], runs["MLP, Hoop's recipe (Adam)"]
-    found.section(
+    findings.section(
         "Accuracy and time",
         "Every row is a real training; the trained weights do not depend on how many devices there were. The paper's "
         "figure is what plain SGD at a small rate gives, and about what a model with no hidden layer at all reaches: "
         "it says that the program works, and nothing about how well such an MLP can do.",
-        rows(table, "Training on MNIST", time="s", paper_time="s", accuracy="%", paper_accuracy="%"),
+        make_table(table, "Training on MNIST", time="s", paper_time="s", accuracy="%", paper_accuracy="%"),
         Picture("accuracy", chart.svg(), "Measured."),
     )
     best = tuned.summary["accuracy"]
-    found.claim(
+    findings.claim(
         "the MLP's accuracy after 10 epochs",
         paper="92.89 %",
         ours=f"{best:.2%} (recipe), {plain.summary['accuracy']:.2%} (plain SGD), {epochs} epochs",
@@ -331,7 +336,7 @@ def _learning(lab: Experiment, found: Findings) -> None:
         why="reached and passed; the paper's figure is an optimizer's, not the model's limit",
     )
     seconds = tuned.summary["seconds"]
-    found.claim(
+    findings.claim(
         "10 epochs of training take 8 minutes, instead of 30",
         paper="480 s",
         ours=f"{seconds:.1f} s for {epochs} epochs on {DEVICES} devices",
@@ -340,19 +345,19 @@ def _learning(lab: Experiment, found: Findings) -> None:
         why="the paper's client moves every batch through gRPC calls; here devices keep their data",
     )
     cnn_run = runs["LeNet-style CNN"]
-    found.claim(
+    findings.claim(
         "a LeNet-style CNN is better than the MLP",
         paper="99.20 %, 15 min, 10 epochs",
         ours=f"{cnn_run.summary['accuracy']:.2%}, {cnn_run.summary['seconds']:.0f} s, "
         f"{cnn_run.summary['epochs']:g} epochs",
         how="measured",
-        verdict=_cnn_verdict(lab, cnn_run.summary["accuracy"], best),
-        why="a fraction of an epoch in a quick run" if lab.quick else "",
+        verdict=_cnn_verdict(experiment, cnn_run.summary["accuracy"], best),
+        why="a fraction of an epoch in a quick run" if experiment.quick else "",
     )
 
 
-def _cnn_verdict(lab: Experiment, cnn: float, mlp: float) -> Verdict:
-    if lab.quick:
+def _cnn_verdict(experiment: Experiment, cnn: float, mlp: float) -> Verdict:
+    if experiment.quick:
         return "not shown"
     return "holds" if cnn > mlp else "does not hold"
 

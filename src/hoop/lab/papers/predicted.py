@@ -1,4 +1,4 @@
-"""What the simulator says of a study's job: costs measured on one core here, the engine's plans, other machines."""
+"""Simulation of a study's job on other clusters, with the engine's plans and costs measured on one core here."""
 
 from __future__ import annotations
 
@@ -18,52 +18,65 @@ ETHERNET = Link.parse("1Gbps,0.5ms")
 INFINIBAND = Link.parse("56Gbps,2us")
 
 
-def costs_of(job: Job, rows: int) -> Costs:
-    """A job's costs on one core of this machine, measured with shards of so many samples."""
+def measure_costs(job: Job, rows: int) -> Costs:
+    """Measure a job's costs on one core of this machine, with shards of ``rows`` samples."""
     settings = job.defaults("given").replaced({"batch_size": rows, "shards": 1, "optimizer": "sgd"})
     return calibrated(job, settings, Machine())
 
 
-def curve(
-    costs: Costs, specs: Mapping[str, str], nodes: Sequence[int], micros: int, link: Link
+def simulate_curves(
+    costs: Costs, specs: Mapping[str, str], nodes: Sequence[int], num_microbatches: int, link: Link
 ) -> dict[str, list[SimulationResult | None]]:
-    """Each strategy on each number of nodes, a core each; None where it cannot run, or the model cannot be cut so."""
-    found: dict[str, list[SimulationResult | None]] = {}
+    """Simulate each strategy on each number of nodes with one core each; None if the strategy cannot run there."""
+    curves: dict[str, list[SimulationResult | None]] = {}
     for name, spec in specs.items():
-        found[name] = []
+        curves[name] = []
         for count in nodes:
             try:
                 outcome = simulate(
-                    parse(spec), costs, Cluster.even(count, link=link), micros=micros, trace=False
+                    parse(spec),
+                    costs,
+                    Cluster.even(count, link=link),
+                    num_microbatches=num_microbatches,
+                    trace=False,
                 )
             except UserError:
-                found[name].append(None)
+                curves[name].append(None)
             else:
-                found[name].append(outcome)
-    return found
+                curves[name].append(outcome)
+    return curves
 
 
 def all_reduce_seconds(count: int, devices: int, algorithm: str, link: Link) -> float:
-    """One all-reduce of so many float32, a host a device: a step of data parallel in which nothing else costs time."""
+    """Simulated time of one all-reduce of ``count`` float32, one host a device.
+
+    It is a data parallel step in which nothing but the all-reduce takes time.
+    """
     costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4 * count, machine=Machine(instruction_s=0.0, step_s=0.0))
     cluster = Cluster.even(devices, link=link)
     outcome = simulate(
-        parse("data"), costs, cluster, micros=devices, all_reduce=algorithm, trace=False, most_messages=10**6
+        parse("data"),
+        costs,
+        cluster,
+        num_microbatches=devices,
+        all_reduce=algorithm,
+        trace=False,
+        max_messages=10**6,
     )
     return outcome.step_seconds
 
 
-def figures(
+def curve_rows(
     curves: Mapping[str, Sequence[SimulationResult | None]], nodes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """The curves as rows of a table."""
+    """The curves as table rows."""
     return [
         {
             "": name,
             "nodes": count,
             "step": 1000 * one.step_seconds,
             "speed-up": one.speedup,
-            "idle": 100 * workers_idle(one),
+            "idle": 100 * mean_worker_idle(one),
             "sent a step": one.bytes / 1e6,
             "how": "simulated",
         }
@@ -73,7 +86,7 @@ def figures(
     ]
 
 
-def workers_idle(one: SimulationResult) -> float:
-    """The mean over those who compute; a server waits for work by design."""
+def mean_worker_idle(one: SimulationResult) -> float:
+    """Mean idle fraction of the workers, without parameter servers: those wait by design."""
     workers = [share for rank, share in enumerate(one.idle) if rank not in one.plan.servers]
     return sum(workers) / len(workers)

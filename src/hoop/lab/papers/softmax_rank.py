@@ -1,12 +1,12 @@
-"""Paper 4's job by hand: one rank of softmax regression on MNIST, alone or under mpirun, with a profile.
+"""The hand-written baseline of paper 4: one rank of softmax regression on MNIST, serial or under mpirun, profiled.
 
-``python softmax_rank.py FOLDER ENLARGE EPOCHS RATE`` or ``mpirun -n 2 python softmax_rank.py …``, by any Python with
-NumPy (and mpi4py, where there are several ranks). FOLDER has images.npy, labels.npy and weights.npy; an image is
-enlarged so many times each way as it is read. Rank 0 prints one line of JSON: seconds and loss of each epoch, seconds
-in each function.
+``python softmax_rank.py FOLDER ENLARGE EPOCHS RATE`` or ``mpirun -n 2 python softmax_rank.py …``, with any Python that
+has NumPy (and mpi4py for several ranks). FOLDER has images.npy, labels.npy and weights.npy. Each image is enlarged by
+the factor ENLARGE in both directions when it is read. Rank 0 prints one line of JSON: seconds and loss of each epoch,
+seconds in each function.
 
-As in the paper, every rank computes the gradient of its images; MPI_Reduce adds them up at the root, which updates and
-sends the weights to all by MPI_Bcast.
+As in the paper, every rank computes the gradient of its images. MPI_Reduce sums the gradients at the root, which
+updates the weights and sends them to all ranks with MPI_Bcast.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 CHUNK = 500
-"""Images at a time: they, as floats, stay in the cache of one core, or nearly."""
+"""Images at a time: as floats they nearly fit into the cache of one core."""
 
 
 class Rank:
-    """Some of the images, all of the weights."""
+    """One rank: its share of the images, and all weights."""
 
     def __init__(self, folder: pathlib.Path, enlarge: int, rate: float, world: Any) -> None:
         import numpy as np
@@ -40,11 +40,11 @@ class Rank:
         self.total = len(images)
         mine = slice(self.total * rank // size, self.total * (rank + 1) // size)
         self.images, self.labels = np.array(images[mine]), np.array(labels[mine])
-        self.weights = np.load(folder / "weights.npy", allow_pickle=False)  # a row a class, the bias last
+        self.weights = np.load(folder / "weights.npy", allow_pickle=False)  # one row per class, the bias last
         self.seconds: dict[str, float] = defaultdict(float)
 
     def epoch(self) -> float:
-        """The mean loss of the epoch."""
+        """Train one epoch; returns its mean loss."""
         np = self.np
         gradient = np.zeros(
             (len(self.weights), self.weights.shape[1] + 1), np.float32
@@ -52,8 +52,8 @@ class Rank:
         for low in range(0, len(self.images), CHUNK):
             pixels = self.timed("load", self.load, low)
             logits = self.timed("hypothesis", self.hypothesis, pixels)
-            chances = self.timed("softmax", self.softmax, logits)
-            self.timed("gradient_update", self.gradient_update, gradient, pixels, chances, low)
+            probabilities = self.timed("softmax", self.softmax, logits)
+            self.timed("gradient_update", self.gradient_update, gradient, pixels, probabilities, low)
         if self.world:
             self.timed("communicate", self.reduce, gradient)
         self.timed("training_step", self.step, gradient)
@@ -68,13 +68,13 @@ class Rank:
         return result
 
     def load(self, low: int) -> Any:
-        """Normalised, enlarged, flat, with a one at the end for the bias."""
+        """CHUNK images from ``low`` on: enlarged, flattened, normalised, with a one at the end for the bias."""
         np = self.np
-        some = self.images[low : low + CHUNK]
+        chunk = self.images[low : low + CHUNK]
         for axis in (1, 2):
-            some = np.repeat(some, self.enlarge, axis=axis) if self.enlarge > 1 else some
-        flat = np.ones((len(some), some.shape[1] * some.shape[2] + 1), np.float32)
-        np.subtract(some.reshape(len(some), -1), np.float32(255 * 0.1307), out=flat[:, :-1])
+            chunk = np.repeat(chunk, self.enlarge, axis=axis) if self.enlarge > 1 else chunk
+        flat = np.ones((len(chunk), chunk.shape[1] * chunk.shape[2] + 1), np.float32)
+        np.subtract(chunk.reshape(len(chunk), -1), np.float32(255 * 0.1307), out=flat[:, :-1])
         flat[:, :-1] *= np.float32(1 / (255 * 0.3081))
         return flat
 
@@ -83,22 +83,22 @@ class Rank:
 
     def softmax(self, logits: Any) -> Any:
         np = self.np
-        raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return raised / raised.sum(axis=1, keepdims=True)
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return exponentials / exponentials.sum(axis=1, keepdims=True)
 
-    def gradient_update(self, gradient: Any, pixels: Any, chances: Any, low: int) -> None:
+    def gradient_update(self, gradient: Any, pixels: Any, probabilities: Any, low: int) -> None:
         np = self.np
         labels = self.labels[low : low + CHUNK]
-        right = np.arange(len(labels))
-        gradient[0, -1] -= np.log(chances[right, labels]).sum()
-        chances[right, labels] -= 1
-        gradient[:, :-1] += chances.T @ pixels
+        samples = np.arange(len(labels))
+        gradient[0, -1] -= np.log(probabilities[samples, labels]).sum()
+        probabilities[samples, labels] -= 1
+        gradient[:, :-1] += probabilities.T @ pixels
 
     def reduce(self, gradient: Any) -> None:
-        whole = self.np.empty_like(gradient)
-        self.world.Reduce(gradient, whole)
+        total = self.np.empty_like(gradient)
+        self.world.Reduce(gradient, total)
         if self.world.rank == 0:
-            gradient[:] = whole
+            gradient[:] = total
 
     def step(self, gradient: Any) -> None:
         if not self.world or self.world.rank == 0:
@@ -119,8 +119,8 @@ def main() -> None:
         losses.append(rank.epoch())
         seconds.append(time.perf_counter() - started)
     if world is None or world.rank == 0:
-        told = {"seconds": seconds, "loss": losses, "functions": rank.seconds}
-        sys.stdout.write(json.dumps(told) + "\n")
+        result = {"seconds": seconds, "loss": losses, "functions": rank.seconds}
+        sys.stdout.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The first samples of a dataset, for runs that must not take long."""
+"""The first samples of a dataset, for short runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hoop.data.dataset import Batch, Dataset, Indices, Splits
 
 
 class Subset:
-    """So many samples of a dataset, from its beginning; each looks as it does in the whole."""
+    """The first ``count`` samples of a dataset, unchanged."""
 
     def __init__(self, whole: Dataset, count: int) -> None:
         self._whole, self._count = whole, min(count, len(whole))

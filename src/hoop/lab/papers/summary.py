@@ -1,4 +1,4 @@
-"""docs/papers.md, from the stored results: every claim of every study, on every machine it was run on."""
+"""The text of docs/papers.md: the claims of every study from the stored results, by machine."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ This page is written by `scripts/papers` from the results in [papers](papers), e
 machine.
 """
 
-_BESIDE = {
+_OTHER_RESULTS = {
     "mnist-pipeline": "The MLP's speed-up on 16 real cores, 1 to 16 devices: "
     "[training](../benchmarks/training/README.md).",
     "hybrid": "More about the runs on the GPU: [hybrid-gpu](../benchmarks/papers/hybrid-gpu/README.md).",
 }
-"""What was measured on machines that a study was not run on."""
+"""Links to results from machines on which the study itself was not run."""
 
 
 def summary(folder: Path) -> str:
-    """The page, from files ``STUDY@MACHINE.json``."""
+    """The page, from the files ``STUDY@MACHINE.json`` in ``folder``."""
     parts = [_INTRO]
     for study in STUDIES.values():
         parts.append(f"## {study.name}\n\n{study.paper}.\n\n{study.question}\n")
         for path in sorted(folder.glob(f"{study.name}@*.json")):
             parts.append(_result(json.loads(path.read_text("utf-8"))))
-        if study.name in _BESIDE:
-            parts.append(f"{_BESIDE[study.name]}\n")
+        if study.name in _OTHER_RESULTS:
+            parts.append(f"{_OTHER_RESULTS[study.name]}\n")
     return "\n".join(parts)
 
 

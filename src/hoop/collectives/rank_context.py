@@ -1,0 +1,90 @@
+"""What a device gives to the code that trains on it: memory, communicators, and rank assignments.
+
+``servers/tasks.py`` makes a ``RankContext``; the engine sees nothing else of the device. A context is immutable. After
+a membership change the trainer gets a new one, with another rank and communicator.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hoop.collectives.communicator import Communicator
+from hoop.errors import HoopError
+from hoop.memory import Arena
+from hoop.topology import Address
+from hoop.transport.base import SharedEndpoint
+from hoop.transport.inproc import InprocTransport
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One rank's view of a job, for one generation of its membership."""
+
+    arena: Arena
+    communicator: Communicator
+    """Connects all ranks."""
+    group: Callable[[Sequence[int]], Communicator]
+    """Returns a communicator of these ranks, which include this one. Cached: equal ranks give the same object."""
+    local_rank_and_size: tuple[int, int] = (0, 1)
+    """Index of this device among the job's devices on this host, and their number."""
+
+    wait_reassignment: Callable[[float, HoopError | None], RankContext] | None = None
+    """``(timeout_s, error)``: closes the links and blocks until the coordinator assigns a rank in a newer generation.
+
+    ``error`` reports why the ranks of the last generation could not continue (a part of the state is lost, memory is
+    too small), or is None; the coordinator then waits for more devices, or ends the job with that error. Raises
+    ``MembershipChanged`` when the coordinator has released this device, and ``DeadlineExceeded`` after ``timeout_s``.
+    The field is None if the run is not elastic.
+    """
+    reassignment_ready: Callable[[], bool] = lambda: False
+    """True if all ranks have a rank in a planned next generation, to be taken after a step that all ranks agree on."""
+    commit_reassignment: Callable[[], RankContext] | None = None
+    """Takes that rank. The links of the old generation stay open until the new context's ``close_previous_links``."""
+    close_previous_links: Callable[[], None] = lambda: None
+    """Called once every rank has reached this generation."""
+
+    job_id: int = 0
+    device: int = 0
+    """Device id in the cluster; 0: the device has no id, only a rank."""
+    joining: bool = False
+    """The job runs on other devices. This context is for loading code and data, with a world of one rank."""
+    wait_delivered: Callable[[float], bool] = lambda timeout: False
+    """Waits at most this many seconds until all emitted events were sent to a watcher; whether they were."""
+    inject_faults: Callable[[Any], None] | None = None
+    """For tests: attaches the fault injector to this rank's executor. None: no faults."""
+    hosts: tuple[str, ...] = ()
+    """Host of each rank; empty: all ranks are on one host."""
+    persistent_memory: bool = False
+    """The arena survives this process: a restarted device finds it again."""
+    run: str = ""
+    """Run id. If it is empty, no state in the arena is taken as state of this run."""
+    left_out: bool = False
+    """The other ranks continued without this device, which they took for dead: its state may be stale."""
+
+    @property
+    def oversubscription(self) -> float:
+        """Devices of this job per core of this host."""
+        return self.local_rank_and_size[1] / (os.cpu_count() or 1)
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        return self.communicator.size
+
+    @property
+    def linked(self) -> bool:
+        """True if ranks talk over links, not only through shared memory."""
+        return self.size > 1 and not isinstance(self.communicator.endpoint, SharedEndpoint)
+
+
+def single_rank(context: RankContext) -> RankContext:
+    """The same device in a world of size 1: a rank sets up alone when its peers have failed."""
+    transport = InprocTransport(Address("alone", 0))
+    one = Communicator(transport.endpoint(0, 1, 0, [transport.address]))
+    return replace(context, communicator=one, group=lambda ranks: one, hosts=())

@@ -1,0 +1,87 @@
+"""What a device runs for a job: ``train_rank``.
+
+A device server gets this function when it is made (``cli/device.py``, ``runs/api.py``), so that ``servers`` knows
+nothing of the engine. It is called on the training thread of a task (``servers/tasks.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hoop import torch_versions
+from hoop.collectives.rank_context import RankContext
+from hoop.errors import HoopError
+from hoop.job_events import Emit, Loaded
+
+if TYPE_CHECKING:
+    from hoop.engine.settings import Settings
+
+LATE_IMPORT = "torch.fx.experimental.symbolic_shapes"
+"""Autograd imports it in the first backward, which blocks Python for about a second: import it before training."""
+
+
+def train_rank(
+    context: RankContext,
+    settings: str,
+    emit: Emit,
+    stopping: Callable[[], bool],
+    resume: bytes | None,
+    jobs: Path | None = None,
+) -> None:
+    """Trains one rank of a job until the job is done or stopped.
+
+    ``settings``: the job's settings as JSON. ``stopping``: whether a stop was requested. ``resume``: checkpoint to
+    resume from. ``jobs``: folder with the code of jobs on this machine. Imports PyTorch at the first call, unless this
+    process was forked with it.
+    """
+    torch_versions.check_version(torch_versions.installed_version())
+    # Before PyTorch is imported: each device computes on its own cores, without a thread pool over all of them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from hoop.engine.job import job_for_a_device
+    from hoop.engine.recipes import RECIPES
+    from hoop.engine.settings import Settings
+    from hoop.engine.trainer import Trainer
+    from hoop.engine.user_code import blaming_user_code
+
+    checked = Settings.from_json(settings).check()
+    if checked.faults:
+        context = _with_faults(context, _fault_hook(checked, context, emit))
+    with blaming_user_code(f"in {checked.job}"):
+        job, prefix = job_for_a_device(checked.job, RECIPES, jobs), f"job{context.job_id}."
+        trainer = Trainer(context, checked, job, emit, stopping, resume, prefix, context.joining)
+        importlib.import_module(LATE_IMPORT)
+        emit(Loaded())
+        try:
+            trainer.join() if context.joining else trainer.train()
+        finally:
+            trainer.close()
+
+
+def _fault_hook(settings: Settings, context: RankContext, emit: Emit) -> Callable[[Any], None]:
+    """Attaches the faults placed at this rank to an executor. A device that joins a running job has none."""
+    from hoop.engine.fault_tolerance.fault_injector import FaultInjector
+
+    faults = [] if context.joining else [one for one in settings.parsed_faults if one.rank == context.rank]
+    return FaultInjector(faults, emit, context.wait_delivered).attach
+
+
+def _with_faults(context: RankContext, hook: Callable[[Any], None]) -> RankContext:
+    """The context, and every later context of this rank, with the fault hook."""
+    wait, commit = context.wait_reassignment, context.commit_reassignment
+    assert wait is not None, "a device assigns ranks"
+    assert commit is not None, "a device assigns ranks"
+
+    def wait_reassignment(timeout: float, error: HoopError | None) -> RankContext:
+        return _with_faults(wait(timeout, error), hook)
+
+    return replace(
+        context,
+        inject_faults=hook,
+        wait_reassignment=wait_reassignment,
+        commit_reassignment=lambda: _with_faults(commit(), hook),
+    )

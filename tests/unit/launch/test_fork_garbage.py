@@ -1,0 +1,28 @@
+"""A forked device never collects garbage of the process that it was forked from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import asyncio, gc, os
+import grpc
+from hoop.launch.forked import fork
+
+class Node: pass
+
+async def use() -> None:
+    node = Node()
+    node.channel = grpc.aio.insecure_channel("127.0.0.1:1")
+    node.itself = node  # a cycle: only the garbage collector finds it
+
+gc.disable()
+asyncio.run(use())
+pid = fork(lambda: gc.collect() and None, set())
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_garbage_of_the_parent_is_not_collected_in_the_child() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], timeout=60, check=True)
