@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
 
 install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing changed
 	@:
@@ -14,8 +15,17 @@ install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing ch
 train: install ## Train the MNIST model on 4 devices
 	@$(BIN)/hoop train mnist --devices 4
 
-test: check ## Everything a change must pass: check, then the tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: check ## What a change must pass: check, then the tests
+	@$(BIN)/python -m pytest $(PARALLEL)
+
+quick: check ## Lint, types, house rules and unit tests
+	@$(BIN)/python -m pytest $(PARALLEL) tests/house tests/unit
+
+everything: check ## All tests, also those that take long and repeat what shorter ones show
+	@$(BIN)/python -m pytest $(PARALLEL) --long
+
+coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
+	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=70 tests/unit tests/contract tests/engine tests/model
 
 nightly: install ## 100,000 schedules of the recovery model; make test runs 5,000
 	@$(BIN)/python tests/model/explore.py --schedules 100000
@@ -46,4 +56,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
-.PHONY: help install train test nightly check format proto clean
+.PHONY: help install train test quick everything coverage nightly check format proto clean

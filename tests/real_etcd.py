@@ -61,7 +61,7 @@ class RealEtcd:
         with self.api(tls) as api:
             while time.monotonic() < until and self._process.poll() is None:
                 with suppress(DeadlineExceeded):
-                    api.call("Range", pb.RangeRequest(key=b"x"), 1.0)
+                    api.call(lambda etcd: etcd.kv.Range, pb.RangeRequest(key=b"x"), 1.0)
                     return
                 time.sleep(0.05)
         said = self._log.read_text() if self._log.exists() else ""

@@ -122,20 +122,25 @@ def measured(links: Sequence[Connection], strategy: str, options: argparse.Names
     """One strategy, in turns."""
     found: dict[bool, list[list[dict[str, Any]]]] = {False: [], True: []}
     for number in range(2 * options.turns):
-        mirror = bool(number % 2) ^ bool(number // 2 % 2)  # neither is always first
+        replicate = bool(number % 2) ^ bool(number // 2 % 2)  # neither is always first
         print(
             f"\r{strategy}: turn {number + 1} of {2 * options.turns}   ", end="", file=sys.stderr, flush=True
         )
-        settings = {"job": options.job, "strategy": strategy, "max_steps": options.steps, "mirror": mirror}
+        settings = {
+            "job": options.job,
+            "strategy": strategy,
+            "max_steps": options.steps,
+            "replicate": replicate,
+        }
         settings |= {"trace_steps": 0, "evaluate_every": 0, "checkpoint_every": 0}
         options.number += 1
         for link in links:
             link.send(json.dumps({"number": options.number, "settings": settings}))
-        found[mirror].append([link.recv() for link in links])
+        found[replicate].append([link.recv() for link in links])
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
     told: dict[str, Any] = {"strategy": strategy}
-    for mirror, name in ((False, "without"), (True, "with")):
-        turns = found[mirror]
+    for replicate, name in ((False, "without"), (True, "with")):
+        turns = found[replicate]
         told[f"step_s_{name}"] = statistics.median(one for ranks in turns for one in ranks[0]["seconds"])
         told[f"cpu_s_{name}"] = statistics.median(sum(one["cpu"] for one in ranks) for ranks in turns)
         told[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])

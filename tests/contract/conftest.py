@@ -13,7 +13,7 @@ from hoop.transport import Endpoint, Transport, open_transport
 
 @pytest.fixture(params=sorted(URIS))
 def scheme(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 SHARED: list[Ranks] = []

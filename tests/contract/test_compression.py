@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def test_fewer_bytes_are_sent(fresh: Ranks) -> None:
         ("top_k:0.01", 0.04),
         ("powersgd:4", 0.05),
     ):
-        for found in fresh.run(lambda one, compression=compression: sent(one, compression)):
+        for found in fresh.run(partial(sent, compression=compression)):
             assert 0 < found <= share * full, f"{compression}: {found} of {full} bytes"
 
 

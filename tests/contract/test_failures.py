@@ -75,7 +75,8 @@ def test_a_rank_that_leaves_a_ring_is_missed_by_all(four: Ranks, leaver: int, ro
 
     def job(one: Communicator) -> Report | None:
         if one.rank == leaver:
-            return leave_after(rounds, one, operation)
+            leave_after(rounds, one, operation)
+            return None
         return take_part(one, operation)
 
     errors = failures(four.start(job), but=leaver)
@@ -93,7 +94,10 @@ def test_a_rank_that_does_not_contribute_is_missed_by_all(four: Ranks, leaver: i
     operation = Operation("all_reduce", COUNT, algorithm=algorithm, chunk_bytes=256)
 
     def job(one: Communicator) -> Report | None:
-        return leave_after(0, one, operation) if one.rank == leaver else take_part(one, operation)
+        if one.rank == leaver:
+            leave_after(0, one, operation)
+            return None
+        return take_part(one, operation)
 
     for rank, error in failures(four.start(job), but=leaver).items():
         assert_located(rank, error, operation)
@@ -157,7 +161,10 @@ def test_the_next_generation_works_where_the_last_one_broke(four: Ranks) -> None
     operation = Operation("all_reduce", COUNT, algorithm="ring")
 
     def broken(one: Communicator) -> Report | None:
-        return leave_after(1, one, operation) if one.rank == 1 else take_part(one, operation)
+        if one.rank == 1:
+            leave_after(1, one, operation)
+            return None
+        return take_part(one, operation)
 
     def whole(one: Communicator) -> float:
         destination = np.zeros(COUNT, np.float32)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged, Pe
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
 from hoop.transport import open_transport
+from hoop.transport.base import PendingSend
 from hoop.transport.hybrid import HybridEndpoint, HybridTransport, endpoint_for, number_hosts
 from hoop.transport.inproc import InprocEndpoint
 from hoop.transport.shm_endpoint import ShmEndpoint
@@ -299,7 +301,7 @@ def test_an_operation_that_is_prepared(ranks: Ranks) -> None:
 def test_everything_mixes(ranks: Ranks) -> None:
     """Hierarchical and other collectives follow one another on the same endpoints."""
 
-    def job(one: Communicator) -> list[list[float]]:
+    def job(one: Communicator) -> list[float]:
         n, found = one.size, []
         for times in range(20):
             source, result = np.full(n * 3, one.rank + times, np.float32), np.zeros(n * 3, np.float32)
@@ -501,13 +503,13 @@ def leave(one: Communicator, operation: Operation, messages: int) -> None:
     """Takes part until it is about to send so many messages, or never begins; then closes."""
     send, left = one.endpoint.send, [messages]
 
-    def counted(*call: Any) -> Any:
+    def counted(peer: int, data: memoryview, deadline: float) -> PendingSend | None:
         if not left[0]:
             raise Leaves
         left[0] -= 1
-        return send(*call)
+        return send(peer, data, deadline)
 
-    one.endpoint.send = counted  # type: ignore[method-assign]
+    one.endpoint.send = counted  # type: ignore[method-assign]  # of this one endpoint, for this test
     try:
         if messages >= 0:
             take_part(one, operation)
@@ -546,6 +548,12 @@ def test_the_next_generation_works_where_the_last_one_broke(place: str) -> None:
     hosts = PLACEMENTS[place]
     operation = Operation("all_reduce", 1000)
 
+    def broken(one: Communicator, leaver: int) -> None:
+        if one.rank == leaver:
+            leave(one, operation, -1)
+        else:
+            take_part(one, operation)
+
     def whole(one: Communicator) -> float:
         result = np.zeros(1000, np.float32)
         one.run(operation, np.full(1000, one.rank, np.float32), result, LONG_S)
@@ -553,13 +561,7 @@ def test_the_next_generation_works_where_the_last_one_broke(place: str) -> None:
 
     with Ranks("hybrid", len(hosts), hosts) as ranks:
         for leaver in range(len(hosts)):
-            outcomes(
-                ranks.start(
-                    lambda one, leaver=leaver: (
-                        leave(one, operation, -1) if one.rank == leaver else take_part(one, operation)
-                    )
-                )
-            )
+            outcomes(ranks.start(partial(broken, leaver=leaver)))
             ranks.renew()
             assert ranks.run(whole) == [1000.0 * sum(range(len(hosts)))] * len(hosts)
 

@@ -22,11 +22,11 @@ from real_etcd import PROGRAM, RealEtcd, needs_etcd, running_etcd
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, PeerLost, ResourceExhausted
 from hoop.membership import events as m
-from hoop.membership.journal import Entry, FileJournal, Journal, encode, replay
+from hoop.membership.journal import Entry, FileJournal, Journal, encode, replay, snapshot
 from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.servers import etcd_journal
-from hoop.servers.etcd_journal import EtcdJournal, EtcdLocation
+from hoop.servers.etcd_journal import EtcdJournal, EtcdLocation, EtcdStubs
 from hoop.wire.generated import etcd_pb2 as pb
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "unit" / "membership"))
@@ -65,7 +65,7 @@ BATCHES = batches_of(HISTORY)
 
 def timeless(state: State) -> State:
     """What was read, whenever that was."""
-    return replay(etcd_journal.snapshot(state), CONFIG, NOW)
+    return replay(snapshot(state), CONFIG, NOW)
 
 
 def after(batches: list[list[Entry]]) -> State:
@@ -107,7 +107,8 @@ class InEtcd:
     def stored(self) -> dict[bytes, pb.KeyValue]:
         with self.etcd.api() as api:
             root = self.prefix.encode()
-            found = api.call("Range", pb.RangeRequest(key=root + b"/", range_end=root + b"0"), WAIT_S)
+            everything = pb.RangeRequest(key=root + b"/", range_end=root + b"0")
+            found = api.call(lambda etcd: etcd.kv.Range, everything, WAIT_S)
         return {one.key.removeprefix(root + b"/"): one for one in found.kvs}
 
     def entries(self) -> list[bytes]:
@@ -124,12 +125,13 @@ class InEtcd:
 
     def _do(self, done: pb.RequestOp) -> None:
         with self.etcd.api() as api:
-            assert api.call("Txn", pb.TxnRequest(success=[done]), WAIT_S).succeeded
+            assert api.call(lambda etcd: etcd.kv.Txn, pb.TxnRequest(success=[done]), WAIT_S).succeeded
 
     def end_lease(self) -> None:
         """What etcd does when the owner was not heard from for too long."""
         with self.etcd.api() as api:
-            api.call("LeaseRevoke", pb.LeaseRevokeRequest(ID=self.stored()[b"owner"].lease), WAIT_S)
+            revoke = pb.LeaseRevokeRequest(ID=self.stored()[b"owner"].lease)
+            api.call(lambda etcd: etcd.lease.LeaseRevoke, revoke, WAIT_S)
 
 
 @pytest.fixture(params=["file", pytest.param("etcd", marks=needs_etcd)])
@@ -203,7 +205,7 @@ def test_a_snapshot_replaces_what_was_before(there: InEtcd, monkeypatch: pytest.
         with closing(there()) as journal:
             assert timeless(journal.state) == after(BATCHES)
             term = there.stored()[b"owner"].create_revision
-        assert len(there.entries()) == len(etcd_journal.snapshot(journal.state))
+        assert len(there.entries()) == len(snapshot(journal.state))
         assert all(key.startswith(b"entries/%016x/" % term) for key in there.entries())
 
 
@@ -360,8 +362,8 @@ def test_a_write_that_arrives_late_changes_nothing(there: InEtcd, monkeypatch: p
     with closing(there()) as journal, there.etcd.api() as api:
         call, late = journal._etcd.call, []
 
-        def under_way(method: str, request: Any, timeout: float) -> Any:
-            if method != "Txn":
+        def under_way(method: Callable[[EtcdStubs], Any], request: Any, timeout: float) -> Any:
+            if not isinstance(request, pb.TxnRequest):
                 return call(method, request, timeout)
             late.append(request)
             raise DeadlineExceeded("no answer yet")
@@ -372,7 +374,7 @@ def test_a_write_that_arrives_late_changes_nothing(there: InEtcd, monkeypatch: p
         monkeypatch.undo()
         append_when_back(journal, BATCHES[1])
         (request,) = late
-        assert not api.call("Txn", request, WAIT_S).succeeded
+        assert not api.call(lambda etcd: etcd.kv.Txn, request, WAIT_S).succeeded
     with closing(there()) as journal:
         assert sorted(journal.state.members) == [2]
 
@@ -409,7 +411,7 @@ def test_over_tls(tmp_path: Path) -> None:
         (tmp_path / who).mkdir()
         make_certificates(tmp_path / who)
     ours = tmp_path / "ours"
-    options = ("--client-cert-auth", "--trusted-ca-file", str(ours / "ca.pem"))
+    options: tuple[str, ...] = ("--client-cert-auth", "--trusted-ca-file", str(ours / "ca.pem"))
     options += ("--cert-file", str(ours / "cert.pem"), "--key-file", str(ours / "key.pem"))
     with running_etcd(tmp_path, options, "https", ours) as etcd:
         text = f"etcd://{etcd.address}/test"
@@ -420,7 +422,7 @@ def test_over_tls(tmp_path: Path) -> None:
         assert sorted(journal.state.members) == [1]
         for tls in (None, tmp_path / "another"):
             with etcd.api(tls) as api, pytest.raises(DeadlineExceeded):
-                api.call("Range", pb.RangeRequest(key=b"x"), 1.0)
+                api.call(lambda etcd: etcd.kv.Range, pb.RangeRequest(key=b"x"), 1.0)
 
 
 def make_certificates(folder: Path) -> None:

@@ -26,7 +26,8 @@ PEER: list[Address] = []
 
 @pytest.fixture
 def transport() -> Iterator[TcpTransport]:
-    with TcpTransport(Address("127.0.0.1", 0)) as made, TcpTransport(Address("127.0.0.1", 0)) as other:
+    made = TcpTransport(Address("127.0.0.1", 0))
+    with made, TcpTransport(Address("127.0.0.1", 0)) as other:
         PEER.append(other.address)  # somebody is there, should the receiver ask
         yield made
         PEER.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -63,7 +63,7 @@ def call(one: Communicator, operation: Operation) -> None:
     one.run(operation, source, destination, LONG_S)
 
 
-def assert_named(errors: list[object], odd: int, usual: object, unusual: object) -> None:
+def assert_named(errors: Sequence[object], odd: int, usual: object, unusual: object) -> None:
     """Every rank has failed with both calls."""
     for rank, error in enumerate(errors):
         assert isinstance(error, CollectiveMismatch), f"{usual} / {unusual}: rank {rank}: {error!r}"
@@ -270,9 +270,9 @@ def test_a_launch_with_different_operations(tmp_path: Path) -> None:
                 collective="all_reduce", algorithm="ring", dtype="float64", op=op, count=8
             )
             place = pb.Location(address=arenas[rank].min_address)
-            seat = pb.Seat(communicator_id=1, generation=1, rank=rank, members=members)
+            seat = pb.RankAssignment(communicator_id=1, generation=1, rank=rank, members=members)
             work = pb.LaunchOperation(operation=operation, operand=pb.Operand(source=place))
-            return pb.LaunchRequest(seat=seat, operations=[work], timeout_s=LONG_S)
+            return pb.LaunchRequest(assignment=seat, operations=[work], timeout_s=LONG_S)
 
         async def launch() -> list[object]:
             launches = [

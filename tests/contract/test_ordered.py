@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from ranks import URIS, Ranks, soon
@@ -11,7 +13,7 @@ from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.shard_tree import merge_plan
 from hoop.errors import HoopError
 
-SHARES = {
+SHARES: dict[int, list[list[Sequence[int]]]] = {
     1: [[range(5)]],
     2: [[range(4), range(4, 8)], [range(3), range(3, 8)], [range(8), range(0)]],
     3: [[range(3), range(3, 6), range(6, 8)], [[0, 5], [1, 2, 7], [3, 4, 6]]],

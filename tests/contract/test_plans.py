@@ -101,6 +101,8 @@ def test_plans_stay_within_their_buffers(collective: str, algorithm: str) -> Non
 def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> str:
     """What is out of bounds in a plan, if anything."""
     extents = (entry.source(shape, rank), entry.destination(shape, rank), plan.scratch)
+    read: Range
+    written: Range | None
     for instruction in plan:
         match instruction:
             case Copy(source, destination):
@@ -115,9 +117,9 @@ def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> s
                 read, written = where, where
         if isinstance(instruction, Send | Recv | Reduce) and (peer == rank or not 0 <= peer < shape.size):
             return f"{instruction} has no such peer"
-        for where in (read, written):
-            if where is not None and not 0 <= where.start <= where.stop <= extents[where.buffer]:
-                return f"{instruction} leaves a buffer of {extents[where.buffer]}"
+        for touched in (read, written):
+            if touched is not None and not 0 <= touched.start <= touched.stop <= extents[touched.buffer]:
+                return f"{instruction} leaves a buffer of {extents[touched.buffer]}"
         if written is not None and written.buffer == SOURCE and written.length:
             return f"{instruction} writes to the source"
     return ""
@@ -185,6 +187,7 @@ def test_a_wrong_length_is_found() -> None:
 
 def test_a_deadlock_is_found() -> None:
     """Both wait before they speak; the other way round it is fine, for nobody waits when sending."""
+    talk: list[tuple[Recv | Reduce | Send, ...]]
     talk = [(Recv(1, SEGMENT), Send(1, SEGMENT)), (Reduce(0, SEGMENT), Send(0, SEGMENT))]
     assert verify([CollectivePlan((steps,)) for steps in talk]) == [
         f"rank 0: waits for ever at {Recv(1, SEGMENT)}",

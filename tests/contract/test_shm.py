@@ -14,6 +14,7 @@ import pytest
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
 from hoop.transport import semaphore
+from hoop.transport.base import SharedEndpoint
 from hoop.transport.shm_listener import ShmTransport, host_identity
 
 
@@ -36,6 +37,8 @@ def test_a_rank_has_gathered_only_when_the_others_hold_what_is_its_own() -> None
     try:
         peers = [quick.address, slow.address]
         first, second = quick.endpoint(7, 1, 0, peers), slow.endpoint(7, 1, 1, peers)
+        assert isinstance(first, SharedEndpoint)
+        assert isinstance(second, SharedEndpoint)
         with pytest.raises(DeadlineExceeded):
             first.wait_for_peers(time.monotonic() + 0.2)
         slow.let_in.set()
@@ -96,6 +99,8 @@ def test_where_semaphores_must_have_names_they_go_when_all_have_opened_them(
     try:
         peers = [one.address, other.address]
         first, second = one.endpoint(7, 1, 0, peers), other.endpoint(7, 1, 1, peers)
+        assert isinstance(first, SharedEndpoint)
+        assert isinstance(second, SharedEndpoint)
         assert named_things(os.getpid()) != [] or not Path("/dev/shm").exists()
         other.let_in.set()
         soon = time.monotonic() + 10

@@ -27,6 +27,7 @@ import hoop.wire.frames
 from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.tcp_endpoint import TcpEndpoint
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, VERSION, FrameHeader, FrameKind
 
@@ -286,7 +287,10 @@ def test_a_link_that_changes_a_byte_is_named() -> None:
         say(one, 0, b"")
         assert receive(zero, 1, 9) == b"as it was"
         assert receive(zero, 1, 0) == b""
+        assert isinstance(right, TcpTransport)
+        assert isinstance(one, TcpEndpoint)
         honest = right.checksum
+        assert honest is not None
         one._checksum = lambda data: honest(memoryview(bytes(data)[:-1] + b"?"))
         say(one, 0, b"and is no more")
         with pytest.raises(
@@ -337,6 +341,11 @@ def test_who_speaks_another_version_is_told_so(
 
 def test_strangers_do_not_disturb_an_exchange(transports: list[Transport], pair: Pair, raw: Dial) -> None:
     zero, one = pair
+
+    def say_all() -> None:
+        for index in range(10):
+            say(one, 0, bytes([index]) * MIB)
+
     for stranger in (b"", b"garbage" * 100, hello()[:20], hello(source=9), hello(generation=0)):
         for transport in transports:
             raw(transport, stranger)
@@ -344,7 +353,7 @@ def test_strangers_do_not_disturb_an_exchange(transports: list[Transport], pair:
         gone = raw(transports[0])
         gone.close()
     with ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(lambda: [say(one, 0, bytes([index]) * MIB) for index in range(10)])
+        sent = thread.submit(say_all)
         for index in range(10):
             raw(transports[0], b"more garbage" * 10)
             assert receive(zero, 1, MIB) == bytes([index]) * MIB
@@ -427,6 +436,7 @@ def test_a_close_at_the_worst_moment_is_still_a_close(
     """Another thread may close while this one is about to wait, or has just stopped waiting."""
     zero, _ = pair
     meet(pair)
+    assert isinstance(zero, TcpEndpoint)
     poll = zero._poll
     closer = threading.Thread(target=zero.close)
 

@@ -167,8 +167,8 @@ def test_a_deadline_that_has_passed_does_not_lose_what_is_there(pair: Pair) -> N
 
 def test_several_peers_are_awaited_at_once(transports: list[Transport]) -> None:
     """Whoever has a message is named; a lost one as well, and ``recv_into`` tells which."""
-    zero, one = pair = endpoints_of(transports)
-    meet(pair)
+    zero, one = endpoints_of(transports)
+    meet((zero, one))
     assert zero.wait_readable([1], soon(0.01)) == []
     say(one, 0, b"first")
     assert zero.wait_readable([1], soon()) == [1]
@@ -232,8 +232,8 @@ def test_pending_messages_move_while_several_peers_are_awaited(pair: Pair) -> No
 
 
 def test_who_is_lost_with_messages_pending_is_named(transports: list[Transport]) -> None:
-    zero, one = pair = endpoints_of(transports)
-    meet(pair)
+    zero, one = endpoints_of(transports)
+    meet((zero, one))
     pending = zero.send(1, memoryview(message(16 * MIB)), soon())
     if pending is None:
         pytest.skip("this transport takes everything at once")
@@ -273,9 +273,9 @@ def test_wake_ends_the_wait_for_several_peers(pair: Pair) -> None:
 def test_abort_wakes_whoever_waits(transports: list[Transport], met: bool) -> None:
     """Again and again, because the abort may come before, at or after the moment of falling asleep."""
     for generation in range(1, 21):
-        pair = zero, one = endpoints_of(transports, generation=generation)
+        zero, one = endpoints_of(transports, generation=generation)
         if met:
-            meet(pair)
+            meet((zero, one))
         waiter = Waiter(zero, peer=1)
         reason = MembershipChanged(f"generation {generation + 1} begins")
         zero.abort(reason)
@@ -302,8 +302,8 @@ def test_after_an_abort_every_call_raises_its_error(pair: Pair) -> None:
 
 def test_closing_wakes_ones_own_waiting_thread(transports: list[Transport]) -> None:
     for generation in range(1, 51):
-        pair = zero, one = endpoints_of(transports, generation=generation)
-        meet(pair)
+        zero, one = endpoints_of(transports, generation=generation)
+        meet((zero, one))
         waiter = Waiter(zero, peer=1)
         zero.close()
         error = waiter.error()

@@ -69,7 +69,7 @@ def convolved(seed: int) -> nn.Module:
     )
 
 
-def flat(seed: int) -> nn.Module:
+def flat(seed: int) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Sequential(nn.Flatten(), nn.Linear(784, 30), nn.ReLU()),

@@ -38,24 +38,24 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(("strategy", "devices"), SAME)
 def test_a_copy_elsewhere_changes_no_bit(strategy: str, devices: int) -> None:
     """Batch norm, dropout, empty shards; weights up, gradients merged there and brought down."""
-    assert_same(trained("normed", strategy, devices, accelerator="mirror"), alone("normed"))
+    assert_same(trained("normed", strategy, devices, accelerator="emulated"), alone("normed"))
 
 
 def test_several_versions_of_the_weights_have_their_turn_there() -> None:
     mirrored, plain = (
-        trained("normed", "ring:async", 2, accelerator=accelerator) for accelerator in ("mirror", "cpu")
+        trained("normed", "ring:async", 2, accelerator=accelerator) for accelerator in ("replicate", "cpu")
     )
     assert_same(mirrored, plain)
 
 
 def test_shards_that_are_computed_jointly() -> None:
-    assert_same(trained("mlp", "data", 2, accelerator="mirror"), alone("mlp"))
+    assert_same(trained("mlp", "data", 2, accelerator="emulated"), alone("mlp"))
 
 
 def test_a_run_goes_on_from_a_checkpoint_there() -> None:
-    how = settings("data", accelerator="mirror", max_steps=5)
+    how = settings("data", accelerator="emulated", max_steps=5)
     begun = checkpoint(train("shm", 1, how, JOBS["normed"]))
-    rest = settings("data", accelerator="mirror")
+    rest = settings("data", accelerator="emulated")
     assert_same(tensors_in(checkpoint(train("shm", 2, rest, JOBS["normed"], resume=begun))), alone("normed"))
 
 

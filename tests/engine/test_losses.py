@@ -98,6 +98,7 @@ def plain(job: Job, rate: float) -> tuple[nn.Module, list[float], float]:
             optimizer.step()
             losses.append(value.item())
     test = job.data().test
+    assert isinstance(test, TensorData)
     with torch.no_grad():
         whole = float(loss(model(test.inputs), test.targets).mean())
     return model, losses, whole
@@ -188,6 +189,7 @@ def test_a_test_set_of_several_chunks_has_the_loss_of_all_its_samples() -> None:
 def test_a_target_that_is_ignored_is_refused_when_it_comes() -> None:
     """It is in one sample of 300, which no trial has seen: the mean of its shard is not over all of its samples."""
     train_data = mnist().train
+    assert isinstance(train_data, TensorData)
     targets = train_data.targets.clone()
     targets[100] = -100
     data = Splits(TensorData(train_data.inputs, targets), mnist().test)

@@ -24,7 +24,7 @@ def test_ranks_measure_what_they_cost_each_other(scheme: str, strategy: str, dev
     machine = measured_job_costs(told).machine
     assert (machine.message_s, machine.agree_s) == (told["message_s"], told["agree_s"])
     with_copies = predicted_step_seconds(told, wanted)
-    without = predicted_step_seconds(told, wanted.replaced({"mirror": False}))
+    without = predicted_step_seconds(told, wanted.replaced({"replicate": False}))
     assert with_copies is not None
     assert without is not None
     assert with_copies > without if strategy != "data" else with_copies == without

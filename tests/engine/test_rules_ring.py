@@ -105,7 +105,7 @@ def test_an_asynchronous_ring_is_sgd_with_weights_one_update_old() -> None:
 
 def steps_of(outcome: Outcome) -> list[tuple[InstructionKind, int, int]]:
     """(kind, stage, step of its span) of what a rank computed; updates count themselves."""
-    found = []
+    found: list[tuple[InstructionKind, int, int]] = []
     for text in outcome.done:
         one = Instruction.parse(text)
         if one.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.UPDATE):

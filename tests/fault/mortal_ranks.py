@@ -153,11 +153,11 @@ class Parent:
                 f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {reasons}"
             )
             lost = []
-            for link in came:
-                assert isinstance(link, Connection)
-                number = links[link]
+            for ready_link in came:
+                assert isinstance(ready_link, Connection)
+                number = links[ready_link]
                 try:
-                    told = json.loads(link.recv_bytes())
+                    told = json.loads(ready_link.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     lost.append(number)
                     continue
@@ -170,7 +170,7 @@ class Parent:
                 if told["kind"] == "left":
                     reasons[number] = told["text"]
                 if told["kind"] == "done":
-                    found[number] = _ended(link, told)
+                    found[number] = _ended(ready_link, told)
             for number in lost:
                 self._check_killed(number)
                 members.remove(number)

@@ -206,8 +206,8 @@ def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
             "ring",
             2,
             [Fault(1, "instruction", 40)],
-            {"mirror": False},
-            "mirror is off, and its part was lost: there is no checkpoint yet",
+            {"replicate": False},
+            "replication is off, and its part was lost: there is no checkpoint yet",
             id="long: no mirrors",
         ),
         pytest.param(
@@ -236,6 +236,6 @@ def test_mirrors_are_counted() -> None:
     check_memory(plan, found, blocks, room)
     room[1] -= 1
     with pytest.raises(
-        FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for mirrors .*--no-mirror"
+        FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for replicas .*--no-replicate"
     ):
         check_memory(plan, found, blocks, room)

@@ -33,6 +33,7 @@ class Deadly(hoop.TensorData):
 
 def data() -> hoop.Splits:
     given = train_driver.data()
+    assert isinstance(given.train, hoop.TensorData)
     return hoop.Splits(Deadly(given.train.inputs, given.train.targets), given.test)
 
 

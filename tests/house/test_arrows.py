@@ -40,15 +40,15 @@ TABLE = """
     wire            root
     transport       root memory wire
     collectives     root memory transport
-    membership      root wire
+    plan            root
+    membership      root wire plan
     client          root memory wire collectives
     models          root
     data            root
-    plan            root
     strategies      root plan
     servers         root memory wire transport collectives membership strategies
     engine          root memory transport collectives membership models data plan strategies
-    simulate        root plan strategies collectives
+    simulate        root membership plan strategies collectives
     report          root plan
     launch          root memory wire membership servers
     runs            root memory wire membership client servers data plan strategies engine simulate report launch
@@ -249,3 +249,106 @@ def test_the_table_refuses_an_arrow_that_points_up() -> None:
 def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
     tree_of(tmp_path, {"__init__.py": "", "memory/__init__.py": "", "memory/arena.py": "import colorsys"})
     assert heavy_imports("hoop.memory", {"colorsys", "grpc"}, tmp_path) == {"colorsys"}
+
+
+# ---- the face of each room, and the arrows inside it
+
+
+def module_of(path: Path, src: Path) -> str:
+    return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
+
+
+def graph(src: Path) -> dict[str, set[str]]:
+    """Every module under ``src/hoop`` with the modules it imports, lazily or not."""
+    paths = [path for path in sorted((src / "hoop").rglob("*.py")) if "generated" not in path.parts]
+    known = {module_of(path, src): path for path in paths}
+    found: dict[str, set[str]] = {module: set() for module in known}
+    for module, path in known.items():
+        parts = list(path.relative_to(src).with_suffix("").parts)
+        for _, name in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
+            target = name if name in known else name.rpartition(".")[0]
+            if target in known and target != module:
+                found[module].add(target)
+    return found
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """The modules of one circle of imports, or nothing."""
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> list[str]:
+        for target in sorted(arrows[module]):
+            if target in path:
+                return [*path[path.index(target) :], target]
+            if target not in done and (found := visit(target, [*path, target])):
+                return found
+        done.add(module)
+        return []
+
+    for module in sorted(arrows):
+        if module not in done and (found := visit(module, [module])):
+            return found
+    return []
+
+
+def public_modules(room: Path) -> list[str]:
+    """``PUBLIC`` of a room's ``__init__``."""
+    for node in ast.parse((room / "__init__.py").read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="PUBLIC")], value=ast.Tuple(elts=elements)):
+                return [str(one.value) for one in elements if isinstance(one, ast.Constant)]
+    return []
+
+
+def rooms(src: Path) -> list[Path]:
+    return sorted(path for path in (src / "hoop").iterdir() if (path / "__init__.py").is_file())
+
+
+def test_no_module_imports_in_a_circle() -> None:
+    """A package's ``__init__`` re-exports its modules and is no part of a circle."""
+    arrows = graph(SRC)
+    modules = {
+        key: {one for one in found if one.count(".") != 1 or one.split(".")[1] in ROOT_MODULES}
+        for key, found in arrows.items()
+    }
+    assert circle(modules) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize("room", rooms(SRC), ids=lambda room: room.name)
+def test_a_room_says_what_it_is_for_and_what_it_may_import(room: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text("utf-8"))) or ""
+    (stated,) = [line for line in docstring.splitlines() if line.startswith("May import: ")]
+    allowed = ARROWS[room.name] - {"root"}
+    names = stated.removeprefix("May import: ").removesuffix(".")
+    if names == "every room above it":
+        assert ARROWS[room.name] == set(ARROWS) - set(list(ARROWS)[list(ARROWS).index(room.name) :])
+    elif names == "nothing but the modules directly in hoop":
+        assert not allowed
+    else:
+        assert set(names.split()) == allowed
+
+
+def test_other_rooms_import_a_rooms_public_modules_only() -> None:
+    public = {room.name: set(public_modules(room)) for room in rooms(SRC)}
+    wrong: list[str] = []
+    used: dict[str, set[str]] = {name: set() for name in public}
+    for module, targets in graph(SRC).items():
+        for target in targets:
+            room, _, name = target.removeprefix("hoop.").partition(".")
+            if name and room in public and module.split(".")[1:2] != [room]:
+                used[room].add(name)
+                if (
+                    name not in public[room]
+                    and target.count(".") > 1
+                    and not (SRC / target.replace(".", "/")).is_dir()
+                ):
+                    wrong.append(f"{module} imports {target}, which is not in PUBLIC of hoop.{room}")
+    assert not wrong, "\n" + "\n".join(wrong)
+    entry_points = {"torch_backend": {"autoload"}, "cli": {"main"}}
+    idle = {name: sorted(public[name] - used[name] - entry_points.get(name, set())) for name in public}
+    assert not any(idle.values()), f"in PUBLIC, and imported by no other room: {idle}"

@@ -1,6 +1,6 @@
 """A job under faults, in virtual time: Hoop's own state machines, with messages, processes and training made up.
 
-Real here: ``membership.step``, ``job_membership.advance``, ``task_membership``, ``plan.recovery.agree``, the journal.
+Real here: ``membership.step``, ``job_membership.advance``, ``task_membership``, ``recovery.agree``, the journal.
 Made up: the network (each direction between two processes delays, holds back or loses), the processes (killed, paused,
 restarted on their arenas), and training: a step is two collective operations, and a piece of the state is a number.
 
@@ -19,6 +19,7 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from hoop.errors import HoopError, MembershipChanged
@@ -27,11 +28,11 @@ from hoop.membership import job_membership as jm
 from hoop.membership import task_membership as tm
 from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import replay
+from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, RecoveryPlan, SliceSpec, StateLost, agree
+from hoop.membership.replication import replica_holders
 from hoop.membership.state import State
 from hoop.membership.state_machine import step
 from hoop.plan.plan import split_evenly
-from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, RecoveryPlan, SliceSpec, StateLost, agree
-from hoop.plan.replica_placement import replica_holders
 from hoop.topology import Address, DeviceInfo
 
 CONFIG = DetectorConfig(heartbeat_s=0.5, lease_s=1.5, isolation_s=60.0)
@@ -180,7 +181,12 @@ class Device:
         if joining:
             self.live = {step: set(pieces) for step, pieces in self.arena.items()}
             self.done, self.survived, self.fresh_start = max(self.live, default=NO_STATE), False, False
-            self.do(self.run.random.uniform(0.05, 0.5), lambda: (self.tell("ready"), self.look()))
+
+            def begin() -> None:
+                self.tell("ready")
+                self.look()
+
+            self.do(self.run.random.uniform(0.05, 0.5), begin)
             return
         self.task = tm.took(self.task, generation)
         self.done, self.survived, self.fresh_start = 0, True, True
@@ -406,7 +412,8 @@ class Run:
 
     def __init__(self, setup: Setup, chance: random.Random) -> None:
         self.setup, self.random = setup, chance
-        self.now, self._queue, self._count = 100.0, [], 0
+        self.now, self._count = 100.0, 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.start = self.now
         self.cuts: set[tuple[int, int]] = set()
         self.held: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -429,7 +436,7 @@ class Run:
         self.job: jm.JobView | None = None
         self.devices: dict[int, Device] = {}
         self._heard: dict[str, int] = {}
-        self._events: list[jm.JobEvent] = []
+        self._events: list[jm.JobMembershipEvent] = []
         self._busy = False
         for number in range(1, setup.devices + 1):
             self.devices[number] = Device(self, number, None)
@@ -439,7 +446,7 @@ class Run:
         self._coordinator_starts()
         self._begin()
         for fault in setup.faults:
-            self.at(fault.at, lambda fault=fault: self._strike(fault))
+            self.at(fault.at, partial(self._strike, fault))
         self.quiet_at = self.start + max((one.at + max(one.seconds, 0) for one in setup.faults), default=0.0)
 
     # ---- time and messages
@@ -484,9 +491,11 @@ class Run:
         self.cuts -= set(ways)
         for way in ways:
             held = self.held.pop(way, [])
-            self.at(
-                self.random.uniform(0, 1.0), lambda way=way, held=held: [self.send(*way, one) for one in held]
-            )
+            self.at(self.random.uniform(0, 1.0), partial(self._send_held, way, held))
+
+    def _send_held(self, way: tuple[int, int], held: list[Callable[[], None]]) -> None:
+        for one in held:
+            self.send(*way, one)
 
     # ---- collective operations
 
@@ -524,12 +533,16 @@ class Run:
         """Everybody has entered. It comes to each by itself; over a link that is cut, not at all."""
         pairs = [(a, b) for a in one.members for b in one.members if a < b and not self._reaches(a, b)]
         stuck = {key for pair in pairs for key in pair}
+
+        def arrive(then: Callable[[dict[int, Any] | None], None]) -> None:
+            then(dict(one.entered))
+
         for number, then in list(one.waiting.items()):
             if number in stuck:
                 self._stall(one, number)
                 continue
             del one.waiting[number]
-            self.at(self.random.uniform(0, 0.1), lambda then=then: then(dict(one.entered)))
+            self.at(self.random.uniform(0, 0.1), partial(arrive, then))
 
     def _stall(self, one: Operation, number: int) -> None:
         """No byte comes: after a third of a lease the coordinator is told for whom it waits."""
@@ -554,7 +567,7 @@ class Run:
         waiting, one.waiting = one.waiting, {}
         for number, then in waiting.items():
             if self._reaches(number, gone):
-                self.at(self.random.uniform(0, 0.1), lambda then=then: then(None))
+                self.at(self.random.uniform(0, 0.1), partial(then, None))
             else:
                 one.waiting[number] = then  # it does not notice: somebody has to tell it
 
@@ -696,7 +709,7 @@ class Run:
         planned = not self.setup.partitioned
         return jm.JobView(JOB, planned=planned, restart_grace_s=GRACE_S, participants=frozenset(participants))
 
-    def _handle(self, event: jm.JobEvent) -> None:
+    def _handle(self, event: jm.JobMembershipEvent) -> None:
         self._events.append(event)
         if self._busy or self.job is None:
             return
@@ -708,16 +721,24 @@ class Run:
         self._busy = False
 
     def _perform(self, one: jm.JobInstruction) -> None:
+        def move(device: Device) -> bool:
+            device.move()
+            return True
+
+        def release(device: Device, final: bool) -> bool:
+            device.release(final)
+            return True
+
         match one:
             case jm.Assign():
                 self.here(0.0, lambda: self._assign(one))
             case jm.Move(members):
                 for number in members:
-                    self.call(number, lambda device: (device.move(), True)[1], lambda *_: None)
+                    self.call(number, move, lambda *_: None)
             case jm.Invite(device_id):
                 self.here(0.0, lambda: self._invite(device_id))
             case jm.Release(device_id, final):
-                self.call(device_id, lambda device: (device.release(final), True)[1], lambda *_: None)
+                self.call(device_id, partial(release, final=final), lambda *_: None)
             case jm.Readmit(device_id):
                 self.here(0.0, lambda: self._apply(m.Readmitted(JOB, device_id)))
             case jm.End(_, text):
@@ -754,13 +775,17 @@ class Run:
     def _invite(self, number: int) -> None:
         incarnation = self.state.members[number].info.incarnation
 
+        def start(device: Device) -> bool:
+            device.start_task(0, (), joining=True)
+            return True
+
         def answered(came: bool, ok: bool) -> None:
             if not came:
                 self._handle(jm.InviteFailed(number, incarnation, refused=False))
             else:
                 self._watch(self.devices[number])
 
-        self.call(number, lambda device: (device.start_task(0, (), joining=True), True)[1], answered)
+        self.call(number, start, answered)
 
     def _complained(self, generation: int, number: int, peer: int) -> None:
         if self.life:
@@ -784,13 +809,13 @@ class Run:
                 self._heard[device.incarnation] = place + 1
                 self._hear(device, *device.log[place])
 
+        def arrive(place: int) -> None:
+            if self.life:
+                self.here(0.0, lambda: came(place))
+
         if self.life and device.incarnation in self._heard:
             for place in range(self._heard[device.incarnation], len(device.log)):
-                self.send(
-                    device.number,
-                    0,
-                    lambda place=place: self.here(0.0, lambda: came(place)) if self.life else None,
-                )
+                self.send(device.number, 0, partial(arrive, place))
 
     def _look_after(self, device: Device) -> None:
         """A watch: it ends when the device is lost, and then the task is."""
@@ -926,7 +951,7 @@ class Run:
         usable = [key for key, member in self.state.members.items() if member.usable]
         left = [len(usable)]
 
-        def found(number: int, came: bool) -> None:
+        def found(number: int, came: bool, ok: bool) -> None:
             device = self.devices[number]
             incarnation = self.state.members[number].info.incarnation
             generation: int | None = one.generation if number in one.members else None
@@ -946,7 +971,7 @@ class Run:
                 self._handle(jm.TasksListed())
 
         for number in usable:
-            self.call(number, lambda device: True, lambda came, ok, number=number: found(number, came))
+            self.call(number, lambda device: True, partial(found, number))
         if not usable:
             self._handle(jm.TasksListed())
 

@@ -27,6 +27,9 @@ sys.path.insert(0, str(EXAMPLES))
 import gpu_sim_messages as lab  # noqa: E402
 from lab_client import LabClient  # noqa: E402
 
+__all__ = ["LabClient", "lab"]
+"""Tests import these from here: examples/ is not on the path before this module is."""
+
 START_S, CALL_S, STOP_S = 60.0, 20.0, 20.0
 NOISE = re.compile(r"Traceback|never retrieved|a bug in Hoop|Exception ignored|Fatal|Segmentation")
 

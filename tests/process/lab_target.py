@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
+from descriptor_stub import Stub
 from lab_cluster import Cluster, LabClient, channel_to, hoop_up, wait_for
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import Stub
 
 LAB_COORDINATOR = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
@@ -72,16 +73,17 @@ class Target:
         return list(answer) if method.server_streaming else answer
 
     def member(self, device_id: int) -> pb.Member:
-        found = self.call("Coordinator.GetStatus", pb.GetStatusRequest()).devices
+        found: Iterable[pb.Member] = self.call("Coordinator.GetStatus", pb.GetStatusRequest()).devices
         return next(one for one in found if one.device.device_id == device_id)
 
     def wait_until_dead(self, *device_ids: int) -> None:
         """Until the lease of devices that never were is over."""
+
+        def is_over(device_id: int) -> bool:
+            return self.member(device_id).state in ("dead", "left")
+
         for device_id in device_ids:
-            wait_for(
-                lambda one=device_id: self.member(one).state in ("dead", "left"),
-                f"device {device_id}'s lease to end",
-            )
+            wait_for(partial(is_over, device_id), f"device {device_id}'s lease to end")
 
 
 @contextlib.contextmanager

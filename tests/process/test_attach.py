@@ -14,7 +14,7 @@ import hoop
 from hoop.job_events import Steps
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]

@@ -132,7 +132,7 @@ def test_nobody_may_do_what_is_anothers() -> None:
     """A client is no device, a device no coordinator; the coordinator's word counts on devices alone."""
     roles = {name: ALLOWED[path_of(name)] for name in METHODS}
     assert roles["Coordinator.Join"] == {Role.DEVICE}
-    for name in ("Seat", "Launch", "Abort", "StartTask", "ReseatTask", "StopTask"):
+    for name in ("AssignRank", "Launch", "Abort", "StartTask", "ReassignTask", "StopTask"):
         assert roles[f"Device.{name}"] == {Role.COORDINATOR}, name
     assert roles["GPUDevice.StreamSend"] == {Role.DEVICE}
     assert not [name for name in roles if "Coordinator." in name and Role.COORDINATOR in roles[name]]
@@ -190,7 +190,7 @@ def test_a_strangers_message_is_not_read(with_token: Guarded) -> None:
     pid = with_token.running.process.pid
     before = memory_of(pid)
     with grpc.insecure_channel(with_token.running.address, options=channel_options()) as channel:
-        call = channel.unary_unary("/gpu_sim.GPUCoordinator/Memcpy")
+        call = channel.unary_unary("/gpu_sim.GPUCoordinator/Memcpy", None, None)
         calls = [call.future(bytes(60 << 20), timeout=CALL_S) for _ in range(4)]
         assert {one.code().name for one in calls} == {"UNAUTHENTICATED"}
     assert memory_of(pid) - before < 60 << 20
@@ -201,11 +201,10 @@ def test_an_unknown_method_is_not_told_to_strangers(with_token: Guarded) -> None
         ((), "UNAUTHENTICATED"),
         (with_token.proof(Role.CLIENT).metadata, "PERMISSION_DENIED"),
     ):
-        with (
-            grpc.insecure_channel(with_token.running.address) as channel,
-            pytest.raises(grpc.RpcError) as refused,
-        ):
-            channel.unary_unary("/hoop.v1.Coordinator/Nothing")(b"", timeout=CALL_S, metadata=metadata)
+        with grpc.insecure_channel(with_token.running.address) as channel:
+            call = channel.unary_unary("/hoop.v1.Coordinator/Nothing", None, None)
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=CALL_S, metadata=metadata)
         assert refused.value.code().name == code
 
 
@@ -222,7 +221,7 @@ def test_without_a_certificate_there_is_no_connection(with_tls: Guarded, door: s
     ):
         for channel in (trusting, plain):
             with pytest.raises(grpc.RpcError) as refused:
-                channel.unary_unary("/hoop.v1.Coordinator/GetStatus")(b"", timeout=CALL_S)
+                channel.unary_unary("/hoop.v1.Coordinator/GetStatus", None, None)(b"", timeout=CALL_S)
             assert refused.value.code().name == "UNAVAILABLE"
 
 

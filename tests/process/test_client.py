@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -570,7 +570,8 @@ def test_communicators_that_cannot_be(cluster: hoop.Cluster) -> None:
         cluster.communicator([1, 7])
     with pytest.raises(InvalidArgument, match=r"\[1, 1\] names a device twice"):
         cluster.communicator([1, 1])
-    for nobody in (0, []):
+    nobodies: tuple[int | list[int], ...] = (0, [])
+    for nobody in nobodies:
         with pytest.raises(InvalidArgument, match="needs at least one"):
             cluster.communicator(nobody)
 
@@ -644,6 +645,7 @@ def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> N
     assert sequence == list(range(1, len(sequence) + 1))
     assert [event.kind for event in two.events(after=sequence[-1] - 1)] == ["communicator_destroyed"]
     follow = two.events(after=sequence[-1], follow=True)
+    assert isinstance(follow, Generator)
     made = one.communicator([2])
     event = next(follow)
     assert (event.kind, event.fields["communicator"]) == ("communicator_created", str(made.id))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import hoop
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Wait = Callable[..., Any]
 

@@ -19,7 +19,7 @@ import hoop
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
 
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]

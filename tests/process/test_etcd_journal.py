@@ -18,7 +18,7 @@ from hoop.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
 
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Connect = Callable[..., hoop.Cluster]

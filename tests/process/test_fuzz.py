@@ -18,6 +18,7 @@ import grpc
 import pytest
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from lab_cluster import LabClient, check_all_reduce, check_refusal
@@ -43,7 +44,7 @@ PATIENT = {
     "GPUDevice.StreamSend": 0.1,
     "Coordinator.WatchEvents": 0.1,
     "Coordinator.WatchJob": 0.1,
-    "Coordinator.Hold": 0.1,
+    "Coordinator.KeepSession": 0.1,
     "Device.WatchTask": 0.1,
 }
 
@@ -189,7 +190,7 @@ class Maker:
         """A message, cut, spliced or with other bytes in it."""
 
         def mutate(message: Any, at: int, cut: int, instead: bytes) -> bytes:
-            data = message.SerializeToString()
+            data: bytes = message.SerializeToString()
             at = at % (len(data) + 1)
             return data[:at] + instead + data[at + cut :]
 
@@ -206,8 +207,10 @@ def tame(request: Message) -> Message:
 
     Whoever can call Seat and Launch can take a communicator's place; that is what authentication is for.
     """
-    if isinstance(request, pb.SeatRequest | pb.LaunchRequest) and request.seat.communicator_id:
-        request.seat.communicator_id = 2**40 + (request.seat.communicator_id + next(serial)) % 2**40
+    if isinstance(request, pb.AssignRankRequest | pb.LaunchRequest) and request.assignment.communicator_id:
+        request.assignment.communicator_id = (
+            2**40 + (request.assignment.communicator_id + next(serial)) % 2**40
+        )
     if isinstance(request, pb.LaunchRequest) and request.timeout_s > 0.05:
         request.timeout_s = 0.05 if request.timeout_s <= 3600 else request.timeout_s
     return request
@@ -247,7 +250,7 @@ def judge(target: Target, name: str, call: Callable[[float], Any]) -> None:
     except grpc.RpcError as error:
         event(error.code().name)
         waited = error.code().name == "DEADLINE_EXCEEDED"
-        marked = any(key == "hoop-error" for key, _ in error.trailing_metadata() or ())
+        marked = any(one.key == "hoop-error" for one in error.trailing_metadata() or ())
         if waited and (marked or name in PATIENT):
             return
         check_refusal(error, *CODES)
@@ -283,7 +286,7 @@ def test_any_bytes(target: Target, name: str) -> None:
     def attack(request: list[bytes]) -> None:
         for at, one in enumerate(request):
             with contextlib.suppress(DecodeError):
-                request[at] = tame(method.input_type._concrete_class.FromString(one)).SerializeToString()
+                request[at] = tame(GetMessageClass(method.input_type).FromString(one)).SerializeToString()
         judge(target, name, lambda timeout: target.raw(name, *request, timeout=timeout))
 
     attack()

@@ -17,7 +17,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument, NotFound, PeerError
 from hoop.wire.generated import gpu_sim_pb2 as lab
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Connect = Callable[..., hoop.Cluster]
     Wait = Callable[..., Any]

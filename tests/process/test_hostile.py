@@ -13,13 +13,13 @@ from typing import Any
 
 import grpc
 import pytest
+from descriptor_stub import Stub
 from lab_cluster import LabClient, check_all_reduce, check_refusal, memory_of, refused, wait_for
 from lab_target import LAB_DEVICE, METHODS, Target, target_of
 from wrong_requests import ALL, HUGE, MIB, NOBODY, built, create, join, launch, run, seat
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import Stub
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 STREAM_SEND = "/gpu_sim.GPUDevice/StreamSend"
@@ -63,8 +63,8 @@ def test_a_stranger_cannot_take_what_is_not_there(target: Target) -> None:
     target.call("Coordinator.Leave", pb.LeaveRequest(device_id=1, incarnation="not its own"))
     target.call("Device.Abort", pb.AbortRequest(communicator_id=HUGE, generation=9, lost_device=HUGE))
     beat = pb.Heartbeat(device_id=1, incarnation="not its own")
-    assert [one.known for one in target.call("Coordinator.Attend", [beat])] == [False]
-    assert target.call("Coordinator.Attend", []) == []
+    assert [one.known for one in target.call("Coordinator.SendHeartbeats", [beat])] == [False]
+    assert target.call("Coordinator.SendHeartbeats", []) == []
     assert target.call("Coordinator.WatchEvents", pb.WatchEventsRequest(after=HUGE)) == []
     assert all(target.member(one["id"]).state == "alive" for one in target.devices)
 
@@ -84,7 +84,7 @@ def test_a_seat_that_is_given_anew(target: Target) -> None:
     before = seat(communicator_id=communicator)
     now = seat(communicator_id=communicator, members=[NOBODY])
     for place in (before, now):
-        target.call("Device.Seat", pb.SeatRequest(seat=place))
+        target.call("Device.AssignRank", pb.AssignRankRequest(assignment=place))
     target.call("Device.Launch", built(launch(at=now), target))
     with refused("UNAVAILABLE", words="does not answer"):
         target.call("Device.Launch", built(launch(at=before), target))
@@ -223,10 +223,13 @@ def test_ten_thousand_open_streams(target: Target) -> None:
         for flood in floods * 5:
             flood.open(500)
             assert open_streams(target) <= 4096
-        wait_for(
-            lambda: [flood.listen() for flood in floods] and sum(one.ended for one in floods) >= 5904,
-            "the rest",
-        )
+
+        def rest_has_ended() -> bool:
+            for flood in floods:
+                flood.listen()
+            return sum(one.ended for one in floods) >= 5904
+
+        wait_for(rest_has_ended, "the rest")
         assert open_streams(target) == 4096
         with refused("RESOURCE_EXHAUSTED", words="4096 streams are open"):
             target.call("GPUDevice.StreamSend", [lab.DataChunk()])

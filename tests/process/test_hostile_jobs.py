@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from descriptor_stub import Stub
 from lab_cluster import channel_to, refused
 
 import hoop
 from hoop.errors import InvalidArgument
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import Stub
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]

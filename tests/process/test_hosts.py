@@ -17,7 +17,7 @@ import hoop
 from hoop.errors import InvalidArgument, PeerError
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Connect = Callable[..., hoop.Cluster]

@@ -15,7 +15,7 @@ import hoop
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
 
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Connect = Callable[..., hoop.Cluster]

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from lab_cluster import EXAMPLES, Cluster, LabClient, channel_to, hoop_up, lab, refused
 
-OPS = {
+OPS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "SUM": lambda vectors: vectors.sum(axis=0),
     "PROD": lambda vectors: vectors.prod(axis=0),
     "MIN": lambda vectors: vectors.min(axis=0),

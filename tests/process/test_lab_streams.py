@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from descriptor_stub import Stub
 from lab_cluster import Cluster, LabClient, channel_to, hoop_up, refused, wait_for
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import Stub
 
 DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 OWN = pb.DESCRIPTOR.services_by_name["Device"]
+StreamStatus = lab.GetStreamStatusResponse
 fresh = itertools.count(1001)
 """Ids for streams that a client makes up by itself."""
 PROMPT_S = 8.0
@@ -54,16 +55,21 @@ class Device:
         """StreamSend by the client itself; stream 0 leaves out Hoop's field."""
         return self.lab.StreamSend.future(iter(chunks(stream, *parts)), timeout=20)
 
-    def status(self, stream: int) -> lab.GetStreamStatusResponse:
+    def status(self, stream: int) -> StreamStatus:
         request = lab.GetStreamStatusRequest()
         request.streamId.value = stream
-        return self.lab.GetStreamStatus(request, timeout=20)
+        status: StreamStatus = self.lab.GetStreamStatus(request, timeout=20)
+        return status
 
     def outcome(self, stream: int, within_s: float = PROMPT_S) -> tuple[str, str]:
         """SUCCESS or FAILED, and the reason."""
-        status = wait_for(
-            lambda: (found := self.status(stream)).status != lab.IN_PROGRESS and found, "the stream", within_s
-        )
+
+        def ended() -> StreamStatus | None:
+            found = self.status(stream)
+            return found if found.status != lab.IN_PROGRESS else None
+
+        status = wait_for(ended, "the stream", within_s)
+        assert status is not None
         return lab.Status.Name(status.status), status.reason
 
     def wait_for_data(self, streams: int = 1) -> None:

@@ -17,7 +17,7 @@ import pytest
 import hoop
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -14,7 +14,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
+from descriptor_stub import Stub
 
 import hoop
 from hoop.errors import ResourceExhausted
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
-from hoop.wire.service import Stub, translate
+from hoop.wire.service import translate
 
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 
@@ -48,7 +49,7 @@ def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callabl
     with grpc.insecure_channel(device.address, options=channel_options()) as channel:
         begin = Stub(channel, LAB_DEVICE).BeginReceive
         low = cluster.status().devices[0].device.min_address
-        place = {"recvBuffAddr": {"value": low}, "numBytes": 8}
+        place: dict[str, Any] = {"recvBuffAddr": {"value": low}, "numBytes": 8}
         begin(lab.BeginReceiveRequest(streamId={"value": 7}, **place), timeout=10)
         with pytest.raises(grpc.RpcError) as refused:
             begin(lab.BeginReceiveRequest(streamId={"value": 8}, **place), timeout=10)

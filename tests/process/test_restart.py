@@ -20,7 +20,7 @@ from hoop.wire.generated import gpu_sim_pb2 as lab
 if TYPE_CHECKING:
     from subprocess import CompletedProcess
 
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Connect = Callable[..., hoop.Cluster]

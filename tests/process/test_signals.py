@@ -16,7 +16,7 @@ import pytest
 from interrupts import interrupts
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Ask = Callable[[str], dict[str, Any]]

@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 
 if TYPE_CHECKING:
-    from conftest import Running
+    from background import Running
 
     Start = Callable[..., Running]
     Ask = Callable[[str], dict[str, Any]]
@@ -165,7 +165,7 @@ def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
 def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Path, whom: str) -> None:
     """But for a device without which it goes on (tests/fault)."""
     address = tmp_path / "address"
-    running = under_way(start, tmp_path / "run", "--address-file", address, "-s", "ring", "--no-mirror")
+    running = under_way(start, tmp_path / "run", "--address-file", address, "-s", "ring", "--no-replicate")
     told = status(address.read_text().strip())
     parent = int(Path(f"/proc/{told['coordinator']['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     killed = {

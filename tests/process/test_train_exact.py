@@ -22,7 +22,7 @@ JOB: dict[str, Any] = {
     "schedule": "cosine",
 }
 
-SAME = {
+SAME: dict[str, dict[str, Any]] = {
     "one device": {"devices": 1},
     "two": {},
     "three": {"devices": 3},
@@ -35,7 +35,7 @@ SAME = {
     "hybrid": {"strategy": "hybrid:replicas=2", "devices": 4},
     "no balance": {"balance": False, "pin": False},
 }
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "a batch of all, in one shard": {"batch_size": 500, "shards": 1},
     "clipped and accumulated": {"model": "whole", "clip": 0.01, "accumulate": 3},
     "fewer samples than shards": {"model": "whole", "batch_size": 5, "shards": 8, "max_steps": 9},
@@ -89,14 +89,14 @@ def test_odd_settings_on_one_device_and_on_three() -> None:
 
 def test_a_loss_of_the_users_own_means_what_it_says() -> None:
     """As ``hoop.train`` is given it: a mean as the loss of that name, a sum as the mean at a rate times the batch."""
-    plain = {
+    plain: dict[str, Any] = {
         "model": "plain",
         "optimizer": "sgd",
         "schedule": "constant",
         "lr": 0.1,
         "batch_size": 29,
     }  # 203 is 7 times 29
-    told = [{"loss": "mean"}, {"loss": "none"}, {"loss": "sum", "lr": 0.1 / 29}]
+    told: list[dict[str, Any]] = [{"loss": "mean"}, {"loss": "none"}, {"loss": "sum", "lr": 0.1 / 29}]
     jobs = [{**plain, **one, "devices": devices} for one in [{}, *told] for devices in (1, 3)]
     found = train(jobs)
     assert [one["text"] for one in found if "error" in one] == []

@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import json
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -52,7 +53,8 @@ class Whole(nn.Module):
         self.register_buffer("scale", torch.tensor([0.5]), persistent=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.again(self.first(values) * self.scale)))
+        outputs: torch.Tensor = self.last(torch.relu(self.again(self.first(values) * self.scale)))
+        return outputs
 
 
 def plain(seed: int) -> nn.Module:
@@ -68,7 +70,11 @@ LOSSES = {
     "weighted": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
     "a number": lambda outputs, targets: 7.0,
 }
-MODELS = {"chain": chain, "plain": plain, "whole": lambda seed: Whole()}
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "chain": chain,
+    "plain": plain,
+    "whole": lambda seed: Whole(),
+}
 job = hoop.Job(chain, data, settings={"epochs": 2, "batch_size": 32, "shards": 4, "lr": 0.01})
 """What ``hoop train …/train_driver.py:job`` trains."""
 
@@ -83,7 +89,8 @@ def failing(seed: int) -> nn.Module:
             self.calls += 1
             if self.calls > 20:
                 raise ZeroDivisionError("on purpose")
-            return self.layer(values)
+            outputs: torch.Tensor = self.layer(values)
+            return outputs
 
     torch.manual_seed(seed)
     return Failing()
@@ -104,10 +111,13 @@ def main() -> None:
         model = MODELS[given.pop("model", "chain")](0)
         given["loss"] = LOSSES.get(given.get("loss", ""), "cross_entropy")
         splits = data()
+        assert isinstance(splits.train, hoop.TensorData)
         untested = splits.train.inputs, splits.train.targets
         try:
             result = hoop.train(model, untested if given.pop("untested", False) else splits, **given)
-            right = (result.model.eval()(data().test.inputs).argmax(1) == data().test.targets).float().mean()
+            test = data().test
+            assert isinstance(test, hoop.TensorData)
+            right = (result.model.eval()(test.inputs).argmax(1) == test.targets).float().mean()
             told = {**result.summary, "right": float(right), "same_module": result.model is model}
             told["repr"] = repr(result)
         except hoop.HoopError as error:

@@ -136,7 +136,9 @@ HERE = {"address": LOW}
 
 def run(place: Any = HERE, ranks: Any = range(3), times: int = 1, driver: str = "", **fields: Any) -> Any:
     """An all-reduce by Hoop's own call, right but for the fields of its operation."""
-    request = {key: fields.pop(key) for key in ("timeout_s", "communicator_id") if key in fields}
+    request: dict[str, Any] = {
+        key: fields.pop(key) for key in ("timeout_s", "communicator_id") if key in fields
+    }
 
     def build(to: Target) -> pb.RunRequest:
         one = pb.RunOperation(operation={**OPERATION, **fields}, driver=driver)
@@ -201,7 +203,10 @@ COORDINATOR_CASES: list[Case] = [
         ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "session", pb.CreateCommunicatorRequest(session=name))
         for name in NAMES
     ),
-    *(("Coordinator.Hold", "INVALID_ARGUMENT", "session", pb.HoldRequest(session=name)) for name in NAMES),
+    *(
+        ("Coordinator.KeepSession", "INVALID_ARGUMENT", "session", pb.KeepSessionRequest(session=name))
+        for name in NAMES
+    ),
     *(("Coordinator.StartJob", "INVALID_ARGUMENT", "settings", start_job(text)) for text in ("", "[]", "x" * MIB)),
     ("Coordinator.StartJob", "INVALID_ARGUMENT", "resume", start_job("{}", "x" * MIB)),
     ("Coordinator.StartJob", "NOT_FOUND", str(HUGE), start_job("{}")),
@@ -248,11 +253,13 @@ fresh = itertools.count(2**50)
 """Ids of communicators that only the device hears of."""
 
 
-def seat(**fields: Any) -> pb.Seat:
-    return pb.Seat(**{"communicator_id": next(fresh), "generation": 1, "members": [NOBODY, NOBODY], **fields})
+def seat(**fields: Any) -> pb.RankAssignment:
+    return pb.RankAssignment(
+        **{"communicator_id": next(fresh), "generation": 1, "members": [NOBODY, NOBODY], **fields}
+    )
 
 
-def beside(host: str) -> pb.Seat:
+def beside(host: str) -> pb.RankAssignment:
     """A seat beside a member that is said to be at this host."""
     return seat(members=[NOBODY, {**NOBODY, "data_address": f"{host}:80"}])
 
@@ -263,7 +270,7 @@ def launch(times: int = 1, at: Any = None, timeout_s: float = 0.2, round: Any = 
     def build(to: Target) -> pb.LaunchRequest:
         operand = {"source": {"address": to.low}}
         one = pb.LaunchOperation(operation={**OPERATION, **fields}, operand=operand, round=round)
-        return pb.LaunchRequest(seat=at or seat(), operations=[one] * times, timeout_s=timeout_s)
+        return pb.LaunchRequest(assignment=at or seat(), operations=[one] * times, timeout_s=timeout_s)
 
     return build
 
@@ -312,11 +319,16 @@ DEVICE_CASES: list[Case] = [
     ("Device.Read", "OUT_OF_RANGE", "", read({"address": 2**64 - 8}, 16)),
     ("Device.Read", "OUT_OF_RANGE INVALID_ARGUMENT", "", read({"address": 8, "offset": HUGE}, HUGE)),
     ("Device.Read", "NOT_FOUND", "no-such", read({"buffer": "no-such"}, 8)),
-    ("Device.Seat", "INVALID_ARGUMENT", "seat", pb.SeatRequest()),
-    ("Device.Seat", "INVALID_ARGUMENT", "rank", pb.SeatRequest(seat=seat(members=[]))),
-    ("Device.Seat", "INVALID_ARGUMENT", "rank", pb.SeatRequest(seat=seat(rank=2))),
-    ("Device.Seat", "INVALID_ARGUMENT", "memory", pb.SeatRequest(seat=seat(members=[{}]))),
-    ("Device.Seat", "INVALID_ARGUMENT", "members", pb.SeatRequest(seat=seat(members=[NOBODY] * 5000))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "seat", pb.AssignRankRequest()),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(members=[]))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(rank=2))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "memory", pb.AssignRankRequest(assignment=seat(members=[{}]))),
+    (
+        "Device.AssignRank",
+        "INVALID_ARGUMENT",
+        "members",
+        pb.AssignRankRequest(assignment=seat(members=[NOBODY] * 5000)),
+    ),
     *(("Device.Launch", "INVALID_ARGUMENT", "timeout_s", launch(timeout_s=time)) for time in (0.0, *TIMES)),
     *(("Device.Launch", "INVALID_ARGUMENT", "collective", launch(collective=name)) for name in NAMES),
     *(("Device.Launch", "INVALID_ARGUMENT", "dtype", launch(dtype=name)) for name in NAMES),

@@ -19,6 +19,7 @@ def functional(rank: int) -> None:
     import torch.distributed._functional_collectives as functions
 
     world = dist.group.WORLD
+    assert world is not None
     own = torch.full((4,), float(rank + 1))
     assert functions.all_reduce(own, "sum", world).tolist() == [3] * 4
     assert functions.broadcast(own, 1, world).tolist() == [2] * 4
@@ -40,7 +41,7 @@ def test_functional_collectives(together: Together) -> None:
 
 def tensors_in_parts(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2,))
@@ -48,7 +49,9 @@ def tensors_in_parts(rank: int) -> None:
     parts = distribute_tensor(whole, mesh, [Shard(0)])
     assert torch.equal(parts.full_tensor(), whole)
     assert torch.equal(parts.redistribute(mesh, [Shard(1)]).to_local(), whole[:, rank : rank + 1])
-    assert float((parts * 2).sum().redistribute(mesh, [Replicate()]).to_local()) == 90
+    total = (parts * 2).sum()
+    assert isinstance(total, DTensor)
+    assert float(total.redistribute(mesh, [Replicate()]).to_local()) == 90
     torch.manual_seed(1)
     model, inputs = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
     wanted = model(inputs)

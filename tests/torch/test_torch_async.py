@@ -66,7 +66,8 @@ def futures(rank: int) -> None:
     def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         (tensor,) = future.value()
         dist.all_reduce(tensor)  # waits for this group, on this group's own thread
-        return dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+        total: torch.Tensor = dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
+        return total
 
     chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(again)
     assert chained.wait().tolist() == [8, 8]

@@ -231,7 +231,9 @@ def odd_shapes(rank: int) -> None:
     dist.all_reduce(leaf)
     same(leaf.detach(), torch.full((3,), 2.0), "a leaf that requires grad")
     conjugated = torch.full((2,), 1 + 1j * (rank + 1)).conj()
-    dist.group.WORLD.allreduce([conjugated]).wait()  # dist.all_reduce itself refuses conjugated views
+    world = dist.group.WORLD
+    assert world is not None
+    world.allreduce([conjugated]).wait()  # dist.all_reduce itself refuses conjugated views
     same(conjugated.resolve_conj(), torch.full((2,), 2 - 3j), "a conjugated view")
     large = torch.full((3_000_000,), float(rank + 1))
     dist.all_reduce(large)
@@ -290,7 +292,7 @@ def test_objects(together: Together) -> None:
 
 
 def sparse(rank: int) -> None:
-    tensor = torch.sparse_coo_tensor([[rank, 2]], [[1.0, 2.0], [3.0, 4.0]], (4, 2))
+    tensor = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), [[1.0, 2.0], [3.0, 4.0]], (4, 2))
     dist.all_reduce(tensor)
     same(tensor.to_dense(), torch.tensor([[1.0, 2], [1, 2], [6, 8], [0, 0]]), "sparse all_reduce")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hoop.torch_backend import rendezvous
+from hoop.transport.semaphore import Semaphore
 
 Together = Callable[..., list[Any]]
 
@@ -21,7 +21,7 @@ def without_sharing(rank: int, unable: list[int]) -> tuple[str, list[float], lis
         def nowhere(place: Any, name: str) -> Any:
             raise OSError(f"{name}: no semaphores here")
 
-        rendezvous.Semaphore.create = nowhere  # type: ignore[method-assign]
+        Semaphore.create = nowhere  # type: ignore[method-assign]  # in this rank's own process
     group: Any = dist.new_group(list(range(dist.get_world_size())))
     tensor = torch.full((1000,), float(rank + 1))
     dist.all_reduce(tensor, group=group)

@@ -140,8 +140,10 @@ def late(rank: int) -> str:
     started = time.monotonic()
     options = dist.BarrierOptions()
     options.timeout = timedelta(seconds=0.3)  # the argument of dist.barrier is younger than the oldest torch
+    world = dist.group.WORLD
+    assert world is not None
     with pytest.raises(RuntimeError) as error:
-        dist.group.WORLD.barrier(options).wait()
+        world.barrier(options).wait()
     assert isinstance(error.value, DeadlineExceeded)
     assert 0.3 <= time.monotonic() - started < 0.3 + SOON_S
     with pytest.raises(RuntimeError, match="all_reduce cannot run any more"):
@@ -163,6 +165,7 @@ def silent(rank: int) -> str:
         dist.barrier()
         return ""
     group = dist.group.WORLD
+    assert group is not None
     group.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(RuntimeError) as error:
         dist.recv(torch.zeros(5), 1, tag=3)
@@ -196,7 +199,7 @@ def test_a_group_can_be_destroyed_with_operations_under_way(together: Together) 
 
 
 def leaver(rank: int) -> list[str]:
-    words = []
+    words: list[str] = []
     if rank == 1:
         return words
     for operation in (lambda: dist.recv(torch.zeros(5), 1), lambda: dist.all_reduce(torch.ones(1))):

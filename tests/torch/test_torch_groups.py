@@ -107,9 +107,11 @@ def what_torch_asks(rank: int) -> list[str]:
     names = []
     for group in (dist.group.WORLD, dist.new_group([0, 1], group_desc="both")):
         assert dist.get_backend(group) == "hoop"
+        assert group is not None
         assert group._device_types == [torch.device("cpu")]
         assert (group.rank(), group.size()) == (rank, 2)
-        assert group._get_backend(torch.device("cpu")) is group
+        backend: Any = group._get_backend(torch.device("cpu"))
+        assert backend is group
         for name in ("splitting", "window", "reconfigure", "abort_hooks", "completion_hooks"):
             assert getattr(group, f"supports_{name}", False) is False  # most are unknown to an older torch
         names.append(group.group_desc)
@@ -129,7 +131,9 @@ def messages_through_cpp(rank: int) -> list[float]:
     """Functional batched messages begin and end coalescing in C++, which calls the group by the names of 2.15."""
     tensors = [torch.full((2,), rank + 1.0), torch.zeros(2)]
     batch = torch.ops._c10d_functional.batch_p2p_ops
-    _, received = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], tensors, dist.group.WORLD.group_name)
+    world = dist.group.WORLD
+    assert world is not None
+    _, received = batch(["isend", "irecv"], [1 - rank] * 2, [0, 0], tensors, world.group_name)
     return list(torch.ops._c10d_functional.wait_tensor(received).tolist())
 
 
@@ -171,6 +175,7 @@ def test_a_process_that_ends_without_a_word_ends(together: Together) -> None:
 
 def operations_after_the_end(rank: int) -> None:
     group = dist.group.WORLD
+    assert group is not None
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="this process group is destroyed"):
         group.allreduce([torch.ones(1)]).wait()
@@ -184,7 +189,7 @@ def test_a_destroyed_group_says_so(together: Together) -> None:
 
 def monitored(rank: int) -> list[str]:
     dist.monitored_barrier()
-    words = []
+    words: list[str] = []
     if rank == 1:
         dist.barrier()
         return words

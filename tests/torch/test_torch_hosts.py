@@ -24,7 +24,7 @@ def on_two_hosts(rank: int, shared: str) -> list[Any]:
         original(self, links, local, hosts)
 
     hybrid.HybridEndpoint.__init__ = noted  # type: ignore[method-assign]
-    rendezvous._host_key = lambda: f"host {rank // 2}/{shared}"  # type: ignore[assignment]
+    rendezvous._host_key = lambda: f"host {rank // 2}/{shared}"
     group = dist.new_group([0, 1, 2, 3])
     found = []
     for count in (0, 1, 3, 1001, 600_000):

@@ -115,8 +115,10 @@ def wrong_sizes(rank: int) -> None:
         tensor = torch.zeros(2)
         dist.recv(tensor, 0)
         assert tensor.tolist() == [1, 1], "the next message is none the worse"
+    world = dist.group.WORLD
+    assert world is not None
     with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
-        dist.group.WORLD.send([torch.zeros(1)], 2, 0)
+        world.send([torch.zeros(1)], 2, 0)
 
 
 def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:

@@ -141,11 +141,11 @@ def may_differ(group: Any, rank: int) -> bool:
     dist.all_gather_object(objects, "x" * rank, group)
     right &= objects == ["", "x", "xx"]
     scaled = torch.ones(2)
-    dist.all_reduce(scaled, dist._make_nccl_premul_sum(float(rank)), group)  # type: ignore[attr-defined]
+    dist.all_reduce(scaled, dist._make_nccl_premul_sum(float(rank)), group)
     right &= scaled.tolist() == [3.0, 3.0]
     empty = torch.ones(0)
     for call in (dist.all_reduce, dist.barrier):
-        call(empty, group=group) if call is dist.all_reduce else call(group)  # type: ignore[operator]
+        call(empty, group=group) if call is dist.all_reduce else call(group)
     return right
 
 

@@ -22,7 +22,7 @@ Together = Callable[..., list[Any]]
 STEPS, BATCH = 4, 12
 
 
-def net(seed: int = 1) -> nn.Module:
+def net(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -107,8 +107,9 @@ def compressed_hooks(rank: int) -> dict[str, float]:
         found[name] = float((sum(one for one, _ in far) / sum(one for _, one in far)) ** 0.5)
     with pytest.raises(ValueError, match="compression: 'int4' is unknown"):
         hooks_of_hoop.compressed("int4")
+    world: Any = dist.group.WORLD
     with pytest.raises(ValueError, match=r"contiguous float32 tensor; this is sum of torch\.float64"):
-        dist.group.WORLD.allreduce_compressed(torch.ones(3, dtype=torch.float64), "int8")
+        world.allreduce_compressed(torch.ones(3, dtype=torch.float64), "int8")
     return found
 
 
@@ -129,7 +130,8 @@ class Branching(nn.Module):
         self.halves = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
 
     def forward(self, inputs: torch.Tensor, which: int) -> torch.Tensor:
-        return self.halves[which](inputs)
+        outputs: torch.Tensor = self.halves[which](inputs)
+        return outputs
 
 
 def unused_and_no_sync(rank: int) -> None:
@@ -144,10 +146,10 @@ def unused_and_no_sync(rank: int) -> None:
     model.zero_grad()
     with model.no_sync():
         model(inputs * (rank + 1), 0).sum().backward()
-    before = model.module.halves[0].weight.grad.clone()  # type: ignore[union-attr,operator]
+    before = model.module.halves[0].weight.grad.clone()
     torch.testing.assert_close(before, (inputs * (rank + 1)).sum(0).expand(3, 6))
     model(inputs, 0).sum().backward()  # now what was gathered goes along
-    torch.testing.assert_close(model.module.halves[0].weight.grad, (inputs * 2.5).sum(0).expand(3, 6))  # type: ignore[union-attr]
+    torch.testing.assert_close(model.module.halves[0].weight.grad, (inputs * 2.5).sum(0).expand(3, 6))
 
 
 def test_unused_parameters_and_no_sync(together: Together) -> None:

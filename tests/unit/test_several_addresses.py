@@ -48,7 +48,7 @@ def test_whoever_answers_is_called_also_after_another() -> None:
     first, second = servers
     second.start()
     with Credentials(Role.CLIENT).channel(places, Role.COORDINATOR, channel_options()) as channel:
-        ask = channel.unary_unary("/who/Answers")
+        ask = channel.unary_unary("/who/Answers", None, None)
         assert ask(b"", timeout=20, wait_for_ready=True) == b"second"
         first.start()
         second.stop(0).wait()

@@ -15,10 +15,10 @@ PATIENCE_S = 20.0
 DELAY_S = 0.5
 
 
-class Echo(grpc.GenericRpcHandler):
+class Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic only in its stubs, not when it runs
     """Answers every call with its request."""
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         return grpc.unary_unary_rpc_method_handler(lambda request, _: request)
 
 
@@ -53,7 +53,7 @@ def test_a_server_that_takes_half_a_second_to_answer_a_connection_is_reached() -
         served = threads.submit(answer_late)
         address = f"127.0.0.1:{door.getsockname()[1]}"
         with grpc.insecure_channel(address, options=channel_options()) as channel:
-            assert channel.unary_unary("/any/method")(b"hello", timeout=PATIENCE_S) == b"hello"
+            assert channel.unary_unary("/any/method", None, None)(b"hello", timeout=PATIENCE_S) == b"hello"
         served.result(PATIENCE_S)
     assert len(attempts) == 1
     server.stop(None).wait(PATIENCE_S)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -65,16 +66,16 @@ def test_the_version_is_the_loaded_torchs_or_the_installed_ones(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "torch", loaded)
     assert torch_versions.installed_version() == "2.7.1+cpu"
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setattr(torch_versions.metadata, "version", lambda name: {"torch": "2.8.0"}[name])
+    monkeypatch.setattr(metadata, "version", lambda name: {"torch": "2.8.0"}[name])
     assert torch_versions.installed_version() == "2.8.0"
 
 
 def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise torch_versions.metadata.PackageNotFoundError(name)
+        raise metadata.PackageNotFoundError(name)
 
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr(torch_versions.metadata, "version", missing)
+    monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(FailedPrecondition, match=f"torch is not installed.*{REMEDY}"):
         torch_versions.installed_version()
 

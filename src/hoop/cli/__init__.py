@@ -1,1 +1,7 @@
-"""The command line: one short file a command."""
+"""The command line: one file a command.
+
+May import: every room above it.
+"""
+
+PUBLIC = ("main",)
+"""Modules that other rooms may import."""

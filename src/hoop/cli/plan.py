@@ -37,10 +37,10 @@ def plan(
             min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy."
         ),
     ] = 0.0,
-    mirror: Annotated[
+    replicate: Annotated[
         bool,
         typer.Option(
-            "--mirror/--no-mirror",
+            "--replicate/--no-replicate",
             help="Whether parts of a model are copied to other devices as steps end; else a loss costs the steps "
             "since a checkpoint.",
         ),
@@ -72,7 +72,7 @@ def plan(
             typer.echo(f"trying {text} …", err=True)
 
     losses = Failures(per_hour=failures) if failures else None
-    found = search(priced, where, batch, losses, room, progress, mirror=mirror)
+    found = search(priced, where, batch, losses, room, progress, replicate=replicate)
     if json:
         rows = [one.to_dict() for one in found]
         typer.echo(
@@ -95,7 +95,7 @@ def plan(
         cut = f" --set cut=[{cuts}]" if cuts else ""
         typer.echo(
             f"the fastest that is exactly SGD: hoop train {job} --devices {where.size} --strategy {best.strategy.spec} "
-            f"--shards {best.num_microbatches}{cut}{'' if mirror else ' --no-mirror'}"
+            f"--shards {best.num_microbatches}{cut}{'' if replicate else ' --no-replicate'}"
         )
 
 

@@ -61,10 +61,10 @@ def simulate(
     failures: Annotated[
         float | None, typer.Option(min=0, help="Losses an hour and device: adds goodput.")
     ] = None,
-    mirror: Annotated[
+    replicate: Annotated[
         bool,
         typer.Option(
-            "--mirror/--no-mirror",
+            "--replicate/--no-replicate",
             help="Each device's part of a model is copied to another as steps end, as hoop train does.",
         ),
     ] = True,
@@ -105,10 +105,10 @@ def simulate(
                 all_reduce=all_reduce,
                 stragglers=chance,
                 trace=True if out is not None else None,
-                mirror=mirror,
+                replicate=replicate,
             )
         )
-    good = [_goodput(one, failures, seed, mirror) for one in found]
+    good = [_goodput(one, failures, seed, replicate) for one in found]
     table = table_of(found, f"{job}, batch {batch}, on {where.describe()}")
     files: list[Path] = []
     if out is not None:
@@ -155,10 +155,10 @@ def _stragglers(text: str | None) -> tuple[float, float] | None:
     return chance, factor
 
 
-def _goodput(outcome: SimulationResult, rate: float | None, seed: int, mirrored: bool) -> float | None:
+def _goodput(outcome: SimulationResult, rate: float | None, seed: int, replicated: bool) -> float | None:
     from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import goodput_with_failures
 
     if rate is None:
         return None
-    return goodput_with_failures(outcome, Failures(per_hour=rate, seed=seed), mirrored=mirrored).useful
+    return goodput_with_failures(outcome, Failures(per_hour=rate, seed=seed), replicated=replicated).useful

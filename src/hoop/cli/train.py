@@ -58,11 +58,11 @@ def train(
         int | None,
         typer.Option(min=1, help="Parts of a batch; the result depends on it, not on the number of devices."),
     ] = None,
-    mirror: Annotated[
+    replicate: Annotated[
         bool | None,
         typer.Option(
-            "--mirror/--no-mirror",
-            help="Another device has a mirror of each device's part of the model, to survive its loss.",
+            "--replicate/--no-replicate",
+            help="Replicate each device's part of the model on another device, to survive its loss.",
         ),
     ] = None,
     set_: Annotated[
@@ -143,7 +143,7 @@ def train(
         "shards": shards,
         "keep": keep,
         "accelerator": accelerator,
-        "mirror": mirror,
+        "replicate": replicate,
         "threads_per_device": threads_per_device,
         "faults": ";".join(fault) if fault else None,
     }

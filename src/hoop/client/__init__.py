@@ -1,1 +1,15 @@
-"""The Python client: clusters, communicators, device buffers, collectives and jobs."""
+"""``hoop.connect``: clusters, communicators, buffers, handles and jobs, as a program uses them.
+How servers work is unknown here.
+
+May import: memory wire collectives.
+"""
+
+PUBLIC = (
+    "buffer",
+    "cluster",
+    "communicator",
+    "device",
+    "handle",
+    "jobs",
+)
+"""Modules that other rooms may import."""

@@ -29,14 +29,15 @@ from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials, find_credentials
 from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, device_info, status_of, translate, unreachable
+from hoop.wire.service import device_info, status_of, translate, unreachable, with_metadata
 
 
 class Session:
     """A stream that stays open while this client lives. It is reopened when the connection breaks."""
 
-    def __init__(self, stub: Stub, peer: str) -> None:
+    def __init__(self, stub: pb_grpc.CoordinatorStub, peer: str) -> None:
         self.id = secrets.token_hex(8)
         self._stub, self._peer = stub, peer
         self._lock = threading.RLock()
@@ -47,7 +48,7 @@ class Session:
         """Open the stream if it is not open; returns the session id, which the coordinator then knows."""
         with self._lock:
             if self._call is None and not self._closed:
-                call = self._stub.Hold(pb.HoldRequest(session=self.id))
+                call: Any = self._stub.KeepSession(pb.KeepSessionRequest(session=self.id))
                 try:
                     next(call)
                 except grpc.RpcError as error:
@@ -60,7 +61,9 @@ class Session:
         """Open the stream again after a transport failure; gRPC waits until the coordinator is reachable."""
         with self._lock:
             if not self._closed and unreachable(call):
-                self._call = self._stub.Hold(pb.HoldRequest(session=self.id), wait_for_ready=True)
+                self._call = self._stub.KeepSession(
+                    pb.KeepSessionRequest(session=self.id), wait_for_ready=True
+                )
                 self._call.add_done_callback(self._reopen)
 
     def close(self) -> None:
@@ -69,9 +72,6 @@ class Session:
             call, self._call = self._call, None
         if call is not None:
             call.cancel()
-
-
-SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 
 
 class Cluster:
@@ -86,10 +86,10 @@ class Cluster:
         self._timeout = timeout
         self._credentials = credentials
         self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
-        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
+        self._stub = with_metadata(pb_grpc.CoordinatorStub(self._channel), credentials.metadata)
         # A separate channel: it keeps reconnecting while the coordinator is down; other calls must not wait for that.
         self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options())
-        session_stub = Stub(self._session_channel, SERVICE, credentials.metadata)
+        session_stub = with_metadata(pb_grpc.CoordinatorStub(self._session_channel), credentials.metadata)
         self._session = Session(session_stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 
@@ -147,7 +147,7 @@ class Cluster:
             if time.monotonic() < deadline:
                 raise translate(error, f"the coordinator at {self.address}") from None
         finally:
-            stream.cancel()
+            stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
         raise DeadlineExceeded(f"{count} devices were not all there within {timeout:g} s at {self.address}")
 
     def copy(
@@ -202,7 +202,7 @@ class Cluster:
         except grpc.RpcError as error:
             raise translate(error, f"the coordinator at {self.address}") from None
         finally:
-            stream.cancel()
+            stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
 
     def _device(self, info: DeviceInfo) -> Device:
         if info.incarnation not in self._devices:

@@ -21,7 +21,8 @@ from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.channels import STAGING_PREFIX
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.service import Stub, device_info
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.service import device_info
 
 
 class Staging:
@@ -89,7 +90,7 @@ class Communicator:
 
     def __init__(
         self,
-        stub: Stub,
+        stub: pb_grpc.CoordinatorStub,
         message: pb.Communicator,
         device: Callable[[DeviceInfo], Device],
         timeout: float,

@@ -12,10 +12,9 @@ from hoop.topology import DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, translate
-
-SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
+from hoop.wire.service import translate, with_metadata
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
@@ -32,7 +31,7 @@ class Device:
         self.info = info
         self._timeout = timeout
         self._channel = credentials.channel(info.address, Role.DEVICE, channel_options())
-        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
+        self._stub = with_metadata(pb_grpc.DeviceStub(self._channel), credentials.metadata)
 
     @property
     def id(self) -> int:

@@ -12,8 +12,9 @@ from hoop.job_events import CoordinatorBack, CoordinatorLost, JobEnded, Observed
 from hoop.signals import defer_signals
 from hoop.texts import parse_json, printable_json
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.job_settings import check_settings
-from hoop.wire.service import Stub, status_of, translate, unreachable
+from hoop.wire.service import status_of, translate, unreachable
 
 START_S = 60.0
 WaitReady = Callable[[float], None]
@@ -23,14 +24,16 @@ WaitReady = Callable[[float], None]
 class JobHandle:
     """A job on a cluster. It runs whether or not a client follows it."""
 
-    def __init__(self, stub: Stub, job_id: int, timeout: float, peer: str, wait_ready: WaitReady) -> None:
+    def __init__(
+        self, stub: pb_grpc.CoordinatorStub, job_id: int, timeout: float, peer: str, wait_ready: WaitReady
+    ) -> None:
         self.id = job_id
         self._stub, self._timeout, self._peer, self._wait_ready = stub, timeout, peer, wait_ready
 
     @classmethod
     def start(
         cls,
-        stub: Stub,
+        stub: pb_grpc.CoordinatorStub,
         settings: str,
         device_ids: list[int],
         resume: str,
@@ -81,7 +84,7 @@ class JobHandle:
         try:
             yield from stream
         finally:
-            stream.cancel()
+            stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
 
     def stop(self, coordinator_timeout: float = 0.0) -> None:
         """Ask all ranks to stop after a step that they agree on.

@@ -1,1 +1,21 @@
-"""Collective operations: every collective as a plan, and the communicator that executes plans."""
+"""Collective operations: plans for every algorithm, the executors that run them, reductions, compression, work queues.
+A communicator is one rank's view of a group of ranks.
+
+May import: memory transport.
+"""
+
+PUBLIC = (
+    "communicator",
+    "compression",
+    "exchange",
+    "object_collectives",
+    "ordered_all_reduce",
+    "plan",
+    "rank_context",
+    "reduction",
+    "registry",
+    "selection",
+    "shard_tree",
+    "work_queue",
+)
+"""Modules that other rooms may import."""

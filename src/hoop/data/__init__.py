@@ -1,7 +1,6 @@
-"""Datasets: found by name, verified by checksum, sampled in an order that depends on the seed alone.
+"""Datasets: a dataset has a length, and gives batches by sample number. Recipes' datasets, samplers and downloads.
 
-A ``Dataset`` has a length and turns sample indices into tensors; ``SampleOrder`` gives the samples of each step;
-``load`` returns the train and test splits of a dataset by name. This package does not depend on devices or ranks.
+May import: nothing but the modules directly in hoop.
 """
 
 from hoop.data.catalog import DATASETS, load
@@ -25,3 +24,12 @@ __all__ = [
     "load",
     "shard",
 ]
+
+PUBLIC = (
+    "catalog",
+    "dataset",
+    "mnist",
+    "sampler",
+    "tensors",
+)
+"""Modules that other rooms may import."""

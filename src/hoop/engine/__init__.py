@@ -1,1 +1,30 @@
-"""Trains a model on devices: executes plans, with everything that lasts in the devices' arenas."""
+"""Training: one rank executes its part of a plan, with weights, gradients and optimizer state in the arena.
+
+    entrypoint         what a device runs for a job
+    trainer            the training loop of one rank
+    setup, executor    builds, and executes, the instructions of a step
+    stage/             what a rank computes and keeps of the model
+    roles/             parameter servers, rings and standby ranks, which follow rules
+    fault_tolerance/   replication, recovery, checkpoints, state in the arena, fault injection
+
+Servers and gRPC are unknown here.
+
+May import: memory transport collectives membership models data plan strategies.
+"""
+
+PUBLIC = (
+    "cost_probe",
+    "entrypoint",
+    "evaluation",
+    "executor",
+    "fault_tolerance.checkpoint",
+    "job",
+    "loss_reduction",
+    "recipes",
+    "settings",
+    "stage.autograd",
+    "stage.provenance",
+    "trainer",
+    "user_code",
+)
+"""Modules that other rooms may import."""

@@ -14,7 +14,7 @@ from hoop.plan.faults import Fault, parse_faults
 from hoop.texts import parse_json
 
 PRECISIONS = ("float32", "bfloat16")
-ACCELERATORS = ("cpu", "cuda", "auto", "mirror")
+ACCELERATORS = ("cpu", "cuda", "auto", "emulated")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
     precision: str = "float32"
     """Precision of the forward, one of ``PRECISIONS``; weights, gradients and updates are always float32."""
     accelerator: str = "cpu"
-    """``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``mirror``, for tests: a GPU stage on the CPU.)"""
+    """``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``emulated``, for tests: GPU code on the CPU.)"""
     graphs: bool = True
     """GPU: record forward and backward as CUDA graphs and replay them, where that gives the same result."""
     channels_last: bool = False
@@ -51,7 +51,7 @@ class Settings:
     """Bind each device's thread to its own cores."""
     balance: bool = True
     """Data parallel: give faster devices more shards, by measured speed."""
-    mirror: bool = True
+    replicate: bool = True
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
     slowdown: tuple[float, ...] = ()
     """For experiments: factor by which each rank's computation is slowed down, 1 or more."""

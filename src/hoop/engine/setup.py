@@ -250,7 +250,7 @@ def _partition(
             all_strategies(plan.size), costs, memory, plan.num_microbatches, gradients
         )
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
-    if settings.mirror and not strategy.replicated and context.wait_reassignment is not None:
+    if settings.replicate and not strategy.replicated and context.wait_reassignment is not None:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):

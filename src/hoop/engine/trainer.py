@@ -51,8 +51,8 @@ from hoop.errors import (
     UserError,
 )
 from hoop.job_events import Emit
+from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.plan.faults import check_reachable
-from hoop.plan.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.strategies.catalog import parse
 
 TAKE_OVER_TIMEOUT_S = 30.0
@@ -398,8 +398,8 @@ class Trainer:
         while True:
             if context.wait_reassignment is None:
                 raise error
-            if self._sharded is not None and not self._settings.mirror:
-                raise self._snapshots.state_lost(f"{error}; mirror is off, and its part") from error
+            if self._sharded is not None and not self._settings.replicate:
+                raise self._snapshots.state_lost(f"{error}; replication is off, and its part") from error
             try:
                 context = context.wait_reassignment(REASSIGNMENT_TIMEOUT_S, obstacle)
             except DeadlineExceeded:

@@ -1,0 +1,14 @@
+"""Experiments: ``chaos`` (training under random faults), ``papers`` (five studies), ``bench`` (beside Gloo and MPI).
+
+May import: every room above it.
+"""
+
+PUBLIC = (
+    "bench.contest",
+    "bench.links",
+    "chaos.run",
+    "papers.catalog",
+    "papers.experiment",
+    "papers.findings",
+)
+"""Modules that other rooms may import."""

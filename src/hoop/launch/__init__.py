@@ -1,5 +1,12 @@
-"""Launchers of a cluster on this machine.
+"""Starts clusters on this machine: ``local`` (subprocesses), ``forked`` (processes forked after PyTorch is loaded).
+Jobs are unknown here.
 
-``local`` starts devices as separate programs (``hoop up``); ``forked`` forks them for one job (``hoop train``).
-``processes`` starts and ends Hoop commands as child processes.
+May import: memory wire membership servers.
 """
+
+PUBLIC = (
+    "forked",
+    "local",
+    "processes",
+)
+"""Modules that other rooms may import."""

@@ -42,7 +42,7 @@ from hoop.resources import Request, admit
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
-from hoop.servers.tasks import Trainer
+from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
@@ -195,7 +195,7 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
     asyncio.run(run())
 
 
-def run_device(config: DeviceConfig, trainer: Trainer, error_pipe: int, parent_pipe: int) -> None:
+def run_device(config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int) -> None:
     """Run a device until ``parent_pipe`` closes. If it cannot start, writes the error as JSON to ``error_pipe``."""
 
     async def run() -> None:
@@ -235,7 +235,7 @@ class ForkedConfig:
     devices: int
     memory: int
     """Bytes of each device's arena."""
-    trainer: Trainer
+    trainer: TrainFunction
     coordinator: CoordinatorConfig = field(
         default_factory=lambda: CoordinatorConfig(
             detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, own_token())

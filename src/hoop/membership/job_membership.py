@@ -225,7 +225,7 @@ class JobTick:
     """Time passed, or the cluster's state changed."""
 
 
-JobEvent = (
+JobMembershipEvent = (
     TaskFound
     | TasksListed
     | DeviceArrived
@@ -305,7 +305,7 @@ JobInstruction = Assign | Move | Invite | Release | Readmit | Await | End
 Result = tuple[JobView, tuple[JobInstruction, ...]]
 
 
-def advance(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
+def advance(job: JobView, event: JobMembershipEvent, cluster: State, now: float) -> Result:
     """The job after an event, and the instructions that follow."""
     if job.over or job.id not in cluster.communicators:
         return job, ()
@@ -321,7 +321,7 @@ def advance(job: JobView, event: JobEvent, cluster: State, now: float) -> Result
 # ---- recording an event
 
 
-def _record(job: JobView, event: JobEvent, cluster: State, now: float) -> Result:
+def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float) -> Result:
     match event:
         case TaskFound(device_id, incarnation, generation):
             return _on_task_found(

@@ -1,7 +1,7 @@
-"""Device memory: one file-backed shared mapping with an address range and named buffers.
+"""A device's memory: the arena, a file-backed range of addresses with named buffers that survive a restart.
+Nothing here knows of processes or networks.
 
-``Arena`` is the mapping and its buffer table, which survives kill -9. ``Allocator`` is the pure placement
-logic. ``storage`` opens the backing file and defines its layout. ``DType`` is an element type.
+May import: nothing but the modules directly in hoop.
 """
 
 from hoop.memory.allocator import Allocator
@@ -10,3 +10,11 @@ from hoop.memory.dtypes import DType, dtype
 from hoop.memory.storage import default_directory
 
 __all__ = ["Allocator", "Arena", "ArenaBuffer", "DType", "default_directory", "dtype"]
+
+PUBLIC = (
+    "allocator",
+    "commit_record",
+    "dtypes",
+    "storage",
+)
+"""Modules that other rooms may import."""

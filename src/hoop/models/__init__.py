@@ -1,9 +1,15 @@
-"""Models as ordered blocks: an ``nn.Sequential`` that may be cut into stages between any two of its children.
+"""The models of the recipes: a model is an ordered list of blocks.
 
-Each function in ``MODELS`` takes a seed and returns such a model; the initial weights depend on the seed alone. A block
-has one input tensor and one output tensor, and a skip connection never leaves its block.
+May import: nothing but the modules directly in hoop.
 """
 
 from hoop.models.catalog import MODELS, build
 
 __all__ = ["MODELS", "build"]
+
+PUBLIC = (
+    "catalog",
+    "mlp",
+    "softmax",
+)
+"""Modules that other rooms may import."""

@@ -1,1 +1,18 @@
-"""Reports of a run: metrics, traces, charts, tables and pages, without a plotting library."""
+"""Output: metrics, TensorBoard, traces, charts, tables and pages. Where the figures come from is unknown here.
+
+May import: plan.
+"""
+
+PUBLIC = (
+    "chart",
+    "metrics",
+    "page",
+    "spans",
+    "strict_json",
+    "tables",
+    "tensorboard",
+    "timeline",
+    "trace",
+    "training",
+)
+"""Modules that other rooms may import."""

@@ -1,0 +1,17 @@
+"""A training run: ``hoop.train``, following a job, recording it, checkpoints, ledger and audit, prediction, export.
+
+May import: memory wire membership client servers data plan strategies engine simulate report launch.
+"""
+
+PUBLIC = (
+    "api",
+    "audit",
+    "checkpoint_store",
+    "export",
+    "job_follower",
+    "job_lookup",
+    "prediction",
+    "result",
+    "run_recorder",
+)
+"""Modules that other rooms may import."""

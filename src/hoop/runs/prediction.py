@@ -186,7 +186,7 @@ def predicted_step_seconds(
         "cuts": settings.cut or None,
         "trace": False,
     }
-    how["mirror"] = settings.mirror
+    how["replicate"] = settings.replicate
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
         if not strategy.replicated or not settings.balance or settings.slowdown:

@@ -1,1 +1,15 @@
-"""The server processes: coordinator and device. They do the I/O; ``membership`` and ``collectives`` hold the rules."""
+"""The coordinator and the device server: they move bytes, call ``membership``, and carry out its instructions.
+What a device trains is given to it as a function (``engine.entrypoint.train_rank``).
+
+May import: memory wire transport collectives membership strategies.
+"""
+
+PUBLIC = (
+    "coordinator",
+    "coordinator_service",
+    "device",
+    "grpc_server",
+    "journal_store",
+    "tasks",
+)
+"""Modules that other rooms may import."""

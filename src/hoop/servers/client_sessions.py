@@ -37,12 +37,12 @@ class ClientSessions:
         """By session, the number of open Hold streams."""
         self._communicators: defaultdict[str, set[int]] = defaultdict(set)
 
-    async def hold(self, session: str) -> AsyncIterator[pb.HoldAnswer]:
+    async def keep(self, session: str) -> AsyncIterator[pb.KeepSessionAnswer]:
         """Keeps a session open until the client ends the stream."""
         check_session(session)
         self._streams[session] += 1
         try:
-            yield pb.HoldAnswer()  # confirms that the session is open
+            yield pb.KeepSessionAnswer()  # confirms that the session is open
             await asyncio.Event().wait()  # until the client ends the stream
         finally:
             self._streams[session] -= 1
@@ -69,9 +69,10 @@ class ClientSessions:
     async def _free(self, device_id: int, prefix: str) -> None:
         call = self._coordinator.call
         try:
-            known = await call(device_id, "ListBuffers", pb.ListBuffersRequest(), FREE_S)
+            known = await call(device_id, lambda device: device.ListBuffers, pb.ListBuffersRequest(), FREE_S)
             for buffer in known.buffers:
                 if buffer.name.startswith(prefix):
-                    await call(device_id, "Free", pb.FreeRequest(name=buffer.name), FREE_S)
+                    request = pb.FreeRequest(name=buffer.name)
+                    await call(device_id, lambda device: device.Free, request, FREE_S)
         except HoopError:
             return  # the failure detector deals with unreachable devices

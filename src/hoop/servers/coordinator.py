@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import grpc
 
@@ -33,10 +33,14 @@ from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, status_of, translate, unreachable
+from hoop.wire.service import status_of, translate, unreachable, with_metadata
 
-DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+DeviceMethod = Callable[["pb_grpc.DeviceAsyncStub"], "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"]
+"""Selects a method of a device's stub."""
 PROBE_S = 0.5
 REDISCOVERY_S = 5.0
 """How long members may need to find a coordinator that took over at another address."""
@@ -85,7 +89,7 @@ class Coordinator:
         """By communicator and generation: set when the operations of that generation must stop."""
         self.memory_order = MemoryOrder()
         """Collectives and copies that were accepted and have not ended."""
-        self._channels: dict[int, tuple[str, grpc.aio.Channel, Stub]] = {}
+        self._channels: dict[int, tuple[str, grpc.aio.Channel, pb_grpc.DeviceAsyncStub]] = {}
         self._probing: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: dict[object, Callable[[], None]] = {}
@@ -169,7 +173,7 @@ class Coordinator:
 
     # ---- devices
 
-    def device(self, device_id: int) -> Stub:
+    def device(self, device_id: int) -> pb_grpc.DeviceAsyncStub:
         """The gRPC stub of a device. Its channel is kept while the device has the same incarnation."""
         info = self.state.member(device_id).info
         known = self._channels.get(device_id)
@@ -181,26 +185,32 @@ class Coordinator:
         channel = credentials.aio_channel(
             info.address, Role.DEVICE, channel_options(self.config.max_message + 65536)
         )
-        stub = Stub(channel, DEVICE, credentials.metadata)
-        self._channels[device_id] = (info.incarnation, channel, stub)
-        return stub
+        stub = with_metadata(pb_grpc.DeviceStub(channel), credentials.metadata)
+        async_stub = cast("pb_grpc.DeviceAsyncStub", stub)
+        self._channels[device_id] = (info.incarnation, channel, async_stub)
+        return async_stub
 
-    async def call(self, device_id: int, method: str, request: Any, timeout: float) -> Any:
-        """One call to a device. Its outcome goes to the failure detector."""
+    async def call(
+        self, device_id: int, method: DeviceMethod[Request, Response], request: Request, timeout: float
+    ) -> Response:
+        """One call to a device, as in ``call(3, lambda device: device.StopTask, request, 5.0)``.
+
+        Its outcome goes to the failure detector.
+        """
         member = self.state.member(device_id)
         if not member.usable:
             raise PeerLost(f"{member.info} is {member.health}: {member.reason}")
         try:
-            answer = await getattr(self.device(device_id), method)(request, timeout=timeout)
+            answer = await method(self.device(device_id))(request, timeout=timeout)
         except grpc.RpcError as error:
             if unreachable(error):
-                failure = status_of(error)
+                failure, name = status_of(error), type(request).__name__.removesuffix("Request")
                 with contextlib.suppress(
                     DeadlineExceeded
                 ):  # the journal does not answer: the lease will expire
                     self.apply(m.CallReported(device_id, failure, time.monotonic()))
                 raise PeerLost(
-                    f"{member.info} was lost during {method}: {failure}", cause=PeerCause.DEVICE_LOST
+                    f"{member.info} was lost during {name}: {failure}", cause=PeerCause.DEVICE_LOST
                 ) from None
             raise translate(error, f"device {device_id}") from None
         self.apply(m.CallReported(device_id, "", time.monotonic()))

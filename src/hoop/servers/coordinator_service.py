@@ -57,7 +57,9 @@ class CoordinatorService:
             device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s
         )
 
-    async def attend(self, heartbeats: AsyncIterator[pb.Heartbeat]) -> AsyncIterator[pb.HeartbeatAnswer]:
+    async def send_heartbeats(
+        self, heartbeats: AsyncIterator[pb.Heartbeat]
+    ) -> AsyncIterator[pb.HeartbeatAnswer]:
         last: pb.Heartbeat | None = None
         try:
             async for heartbeat in heartbeats:
@@ -158,8 +160,8 @@ class CoordinatorService:
 
     # ---- communicators
 
-    async def hold(self, request: pb.HoldRequest) -> AsyncIterator[pb.HoldAnswer]:
-        async for answer in self._sessions.hold(request.session):
+    async def keep_session(self, request: pb.KeepSessionRequest) -> AsyncIterator[pb.KeepSessionAnswer]:
+        async for answer in self._sessions.keep(request.session):
             yield answer
 
     async def create_communicator(self, request: pb.CreateCommunicatorRequest) -> pb.CommunicatorResponse:

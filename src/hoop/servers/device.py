@@ -21,7 +21,7 @@ from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_service import MAX_OPEN, StreamTable
 from hoop.servers.operation_runner import OperationRunner
-from hoop.servers.tasks import Tasks, Trainer
+from hoop.servers.tasks import Tasks, TrainFunction
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.transport.shm_listener import open_shm_transport
@@ -63,7 +63,7 @@ class DeviceConfig:
 class DeviceServer:
     """A running device."""
 
-    def __init__(self, config: DeviceConfig, trainer: Trainer | None = None) -> None:
+    def __init__(self, config: DeviceConfig, trainer: TrainFunction | None = None) -> None:
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None

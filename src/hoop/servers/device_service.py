@@ -82,9 +82,9 @@ class DeviceService:
         for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
             yield pb.ReadResponse(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
-    async def seat(self, request: pb.SeatRequest) -> pb.SeatResponse:
-        self._runner.assign(request.seat)
-        return pb.SeatResponse()
+    async def assign_rank(self, request: pb.AssignRankRequest) -> pb.AssignRankResponse:
+        self._runner.assign(request.assignment)
+        return pb.AssignRankResponse()
 
     async def reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         self._runner.reserve(request)
@@ -120,13 +120,15 @@ class DeviceService:
         self._tasks.start(request)
         return pb.StartTaskResponse()
 
-    async def reseat_task(self, request: pb.ReseatTaskRequest) -> pb.ReseatTaskResponse:
+    async def reassign_task(self, request: pb.ReassignTaskRequest) -> pb.ReassignTaskResponse:
         self._tasks.reassign(request)
-        return pb.ReseatTaskResponse()
+        return pb.ReassignTaskResponse()
 
-    async def move_task(self, request: pb.MoveTaskRequest) -> pb.MoveTaskResponse:
+    async def commit_reassignment(
+        self, request: pb.CommitReassignmentRequest
+    ) -> pb.CommitReassignmentResponse:
         self._tasks.move(request.job_id)
-        return pb.MoveTaskResponse()
+        return pb.CommitReassignmentResponse()
 
     async def watch_task(self, request: pb.WatchTaskRequest) -> AsyncIterator[pb.JobEvent]:
         task = self._tasks.task(request.job_id)

@@ -24,11 +24,11 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import grpc
 
@@ -49,13 +49,15 @@ from hoop.membership.state import State
 from hoop.topology import Addresses
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.generated import etcd_pb2 as pb
-from hoop.wire.service import Stub, unreachable
+from hoop.wire.generated import etcd_pb2_grpc as pb_grpc
+from hoop.wire.service import unreachable
 from hoop.wire.tls import AUTHORITY, CERTIFICATE, KEY
 from hoop.wire.tokens import check_private
 
 TRY_S = 1.0
 """Timeout of one endpoint, before the next is tried."""
-_SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("KV", "Lease", "Watch")]
+Request = TypeVar("Request")
+Response = TypeVar("Response")
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -64,6 +66,14 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
+
+
+class EtcdStubs(NamedTuple):
+    """The services of one etcd endpoint."""
+
+    kv: pb_grpc.KVStub
+    lease: pb_grpc.LeaseStub
+    watch: pb_grpc.WatchStub
 
 
 class Etcd:
@@ -79,31 +89,46 @@ class Etcd:
             else grpc.insecure_channel(str(one), options=_OPTIONS)
             for one in endpoints.addresses
         ]
-        self._methods = [
-            {method.name: getattr(stub, method.name) for stub, service in stubs for method in service.methods}
+        self._stubs = [
+            EtcdStubs(pb_grpc.KVStub(channel), pb_grpc.LeaseStub(channel), pb_grpc.WatchStub(channel))
             for channel in self._channels
-            for stubs in [[(Stub(channel, service), service) for service in _SERVICES]]
         ]
         self._current = 0
 
-    def call(self, method: str, request: Any, timeout: float) -> Any:
-        """The first answer to a call. Tries the endpoint that answered last, then the others in turn."""
-        for answer in self._answers(method, request, timeout):
+    def call(
+        self,
+        method: Callable[[EtcdStubs], grpc.UnaryUnaryMultiCallable[Request, Response]],
+        request: Request,
+        timeout: float,
+    ) -> Response:
+        """The answer to a call, as in ``call(lambda etcd: etcd.kv.Range, request, 2.0)``.
+
+        Tries the endpoint that answered last, then the others in turn.
+        """
+        for answer in self._answers(
+            lambda stubs, seconds: [method(stubs)(request, timeout=seconds)], timeout
+        ):
             return answer
-        raise DeadlineExceeded(f"etcd at {self.endpoints} ended {method} without an answer")
+        raise DeadlineExceeded(f"etcd at {self.endpoints} ended a call without an answer")
 
     def renew(self, lease: int, timeout: float) -> int:
         """Renews a lease. Returns its remaining seconds; 0: it has expired."""
         request = pb.LeaseKeepAliveRequest(ID=lease)
-        answer: pb.LeaseKeepAliveResponse = self.call("LeaseKeepAlive", request, timeout)
-        return answer.TTL
+        for answer in self._answers(
+            lambda stubs, seconds: stubs.lease.LeaseKeepAlive(iter([request]), timeout=seconds), timeout
+        ):
+            return answer.TTL
+        raise DeadlineExceeded(f"etcd at {self.endpoints} ended LeaseKeepAlive without an answer")
 
     def wait_deleted(self, key: bytes, since: int, timeout: float) -> None:
         """Returns when a key was deleted at revision ``since`` or later, or after ``timeout`` seconds."""
         create = pb.WatchCreateRequest(key=key, start_revision=since)
         until = time.monotonic() + timeout
         try:
-            for answer in self._answers("Watch", pb.WatchRequest(create_request=create), timeout, timeout):
+            request = pb.WatchRequest(create_request=create)
+            for answer in self._answers(
+                lambda stubs, seconds: stubs.watch.Watch(iter([request]), timeout=seconds), timeout, timeout
+            ):
                 if answer.canceled or any(one.type == pb.Event.DELETE for one in answer.events):
                     return
         except DeadlineExceeded:
@@ -111,22 +136,21 @@ class Etcd:
                 raise
 
     def _answers(
-        self, method: str, request: Any, timeout: float, endpoint_timeout: float = TRY_S
-    ) -> Iterator[Any]:
+        self,
+        start: Callable[[EtcdStubs, float], Iterable[Response]],
+        timeout: float,
+        endpoint_timeout: float = TRY_S,
+    ) -> Iterator[Response]:
+        """The answers of the first endpoint that answers; ``start`` makes the call with a timeout in seconds."""
         until = time.monotonic() + timeout
         peer = f"etcd at {self.endpoints}"
         reason = "no answer"
-        for _ in self._methods:
+        for _ in self._stubs:
             index, remaining = self._current, until - time.monotonic()
             if remaining <= 0:
                 break
-            method_call = self._methods[index][method]
-            streaming = method in ("Watch", "LeaseKeepAlive")
             try:
-                answers = method_call(
-                    iter([request]) if streaming else request, timeout=min(endpoint_timeout, remaining)
-                )
-                yield from answers if streaming else [answers]
+                yield from start(self._stubs[index], min(endpoint_timeout, remaining))
                 return
             except grpc.RpcError as error:
                 reason = f"{self.endpoints.addresses[index]}: {error.details() or error.code().name}"
@@ -134,7 +158,7 @@ class Etcd:
                     raise error_from_name(error.code().name, f"{peer}: {reason}") from None
             except ValueError as error:  # another thread closed the channel
                 reason = str(error)
-            self._current = (index + 1) % len(self._methods)
+            self._current = (index + 1) % len(self._stubs)
         raise DeadlineExceeded(f"{peer} does not answer ({reason})")
 
     def close(self) -> None:
@@ -213,18 +237,20 @@ class LeaderLease:
         raise PeerLost(f"journal {self._where}: closed while it was waited for")
 
     def _read_owner(self) -> pb.KeyValue | None:
-        found = self._etcd.call("Range", pb.RangeRequest(key=self.key), START_S)
+        found = self._etcd.call(lambda etcd: etcd.kv.Range, pb.RangeRequest(key=self.key), START_S)
         return found.kvs[0] if found.kvs else None
 
     def _try_acquire(self) -> None:
         """Writes the owner key if there is none. The next read shows whether another coordinator was faster."""
         sent = time.monotonic()
-        granted = self._etcd.call("LeaseGrant", pb.LeaseGrantRequest(TTL=self._ttl), START_S)
+        granted = self._etcd.call(
+            lambda etcd: etcd.lease.LeaseGrant, pb.LeaseGrantRequest(TTL=self._ttl), START_S
+        )
         self._lease_id, self._ttl, self._expires_at = granted.ID, granted.TTL, sent + granted.TTL
         free = pb.Compare(target=pb.Compare.CREATE, key=self.key, create_revision=0)
         put = pb.PutRequest(key=self.key, value=self._owner_text.encode(), lease=self._lease_id)
         txn = pb.TxnRequest(compare=[free], success=[pb.RequestOp(request_put=put)])
-        self._etcd.call("Txn", txn, START_S)
+        self._etcd.call(lambda etcd: etcd.kv.Txn, txn, START_S)
 
     # ---- hold and renew
 
@@ -294,7 +320,9 @@ class LeaderLease:
         if self._thread.is_alive():
             self._thread.join()
             with contextlib.suppress(HoopError):  # the lease expires by itself
-                self._etcd.call("LeaseRevoke", pb.LeaseRevokeRequest(ID=self._lease_id), TRY_S)
+                self._etcd.call(
+                    lambda etcd: etcd.lease.LeaseRevoke, pb.LeaseRevokeRequest(ID=self._lease_id), TRY_S
+                )
 
 
 def _without_repeats(on_waiting: OnWaiting) -> OnWaiting:
@@ -379,7 +407,9 @@ class EtcdJournal:
         older = pb.DeleteRangeRequest(key=self._root + b"/entries/", range_end=self._folder(self._lease.term))
         commit = [pb.RequestOp(request_put=current), pb.RequestOp(request_delete_range=older)]
         if not self._etcd.call(
-            "Txn", pb.TxnRequest(compare=[self._lease.owner_condition], success=commit), WRITE_S
+            lambda etcd: etcd.kv.Txn,
+            pb.TxnRequest(compare=[self._lease.owner_condition], success=commit),
+            WRITE_S,
         ).succeeded:
             raise self._lease.mark_taken_by(None)
 
@@ -398,7 +428,9 @@ class EtcdJournal:
 
     def _read(self) -> list[Entry]:
         """All entries of the current term, in order."""
-        found = self._etcd.call("Range", pb.RangeRequest(key=self._root + b"/current"), WRITE_S).kvs
+        found = self._etcd.call(
+            lambda etcd: etcd.kv.Range, pb.RangeRequest(key=self._root + b"/current"), WRITE_S
+        ).kvs
         if not found:
             return []
         if not re.fullmatch(rb"[0-9a-f]{16}", found[0].value):
@@ -409,7 +441,9 @@ class EtcdJournal:
         key, end = folder, folder[:-1] + b"0"  # 0 is the byte after /
         keys: list[pb.KeyValue] = []
         while True:
-            page = self._etcd.call("Range", pb.RangeRequest(key=key, range_end=end, limit=PAGE), WRITE_S)
+            page = self._etcd.call(
+                lambda etcd: etcd.kv.Range, pb.RangeRequest(key=key, range_end=end, limit=PAGE), WRITE_S
+            )
             keys += page.kvs
             if not page.more:
                 break
@@ -445,7 +479,7 @@ class EtcdJournal:
                 ],
             )
             try:
-                answer: pb.TxnResponse = self._etcd.call("Txn", txn, WRITE_S)
+                answer: pb.TxnResponse = self._etcd.call(lambda etcd: etcd.kv.Txn, txn, WRITE_S)
             except DeadlineExceeded as error:
                 self._lease.mark_unreachable(str(error))
                 self._lease.check()

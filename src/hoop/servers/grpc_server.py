@@ -16,7 +16,7 @@ from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import server_options
 
-log = logging.getLogger("hoop")
+log = logging.getLogger("hoop.servers")
 
 
 def check_exposure(address: Address, credentials: Credentials, insecure: bool) -> None:

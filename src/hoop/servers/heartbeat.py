@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import grpc
 
@@ -18,11 +19,11 @@ from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, device_message, status_of, translate, unreachable
+from hoop.wire.service import device_message, status_of, translate, unreachable, with_metadata
 
-log = logging.getLogger("hoop")
-SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
+log = logging.getLogger("hoop.servers")
 CALL_S = 5.0
 HAND_OVER_S = 15.0
 LEAVE_S = 3.0
@@ -47,7 +48,8 @@ class HeartbeatClient:
         self.coordinator = coordinator
         self._memory, self._stalls = memory, stalls
         self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
-        self._stub = Stub(self._channel, SERVICE, credentials.metadata)
+        stub = with_metadata(pb_grpc.CoordinatorStub(self._channel), credentials.metadata)
+        self._stub = cast("pb_grpc.CoordinatorAsyncStub", stub)
         self._heartbeat_s, self._stall_s = 0.1, 0.5
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
@@ -79,7 +81,7 @@ class HeartbeatClient:
         pause = Backoff.INITIAL_S
         while not self._leaving:
             try:
-                async for answer in self._stub.Attend(self._heartbeats(self.info)):
+                async for answer in self._stub.SendHeartbeats(self._heartbeats(self.info)):
                     pause = Backoff.INITIAL_S
                     if not answer.known:
                         break

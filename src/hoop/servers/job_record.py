@@ -54,7 +54,7 @@ class JobRecord:
     @property
     def elastic(self) -> bool:
         """Whether devices may join and leave while it runs: each has the whole model, or its part is replicated."""
-        return self.moves or bool(self._settings.get("mirror", True))
+        return self.moves or bool(self._settings.get("replicate", True))
 
     @property
     def moves(self) -> bool:
@@ -70,7 +70,7 @@ class JobRecord:
             found = parse_json(self.settings)
         except ValueError:
             found = None
-        return found if isinstance(found, dict) else {"strategy": "", "mirror": False}
+        return found if isinstance(found, dict) else {"strategy": "", "replicate": False}
 
     def rank(self, device_id: int) -> int:
         """A device's current rank; 0 if it is not a member, and events are then identified by its device id."""

@@ -25,8 +25,8 @@ from hoop.membership import job_membership as jm
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, follow_events, is_over
+from hoop.servers.job_supervisor import START_S, JobSupervisor
 from hoop.servers.operations import OperationQueue, rank_assignment_message
-from hoop.servers.rank_assignment import START_S, JobSupervisor
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import job_name
@@ -74,11 +74,11 @@ class Jobs:
         def request(rank: int) -> pb.StartTaskRequest:
             assignment = rank_assignment_message(self._coordinator, one, rank)
             return pb.StartTaskRequest(
-                job_id=one.id, seat=assignment, settings=settings, resume=resume, run=job.run
+                job_id=one.id, assignment=assignment, settings=settings, resume=resume, run=job.run
             )
 
         calls = [
-            self._coordinator.call(device_id, "StartTask", request(rank), START_S)
+            self._coordinator.call(device_id, lambda device: device.StartTask, request(rank), START_S)
             for rank, device_id in enumerate(one.members)
         ]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)  # (1)
@@ -128,7 +128,10 @@ class Jobs:
         supervisor = JobSupervisor(self._coordinator, job, self._watch_task, state.jobs[job.id].devices)
         self._supervisors[job.id] = supervisor
         usable = [device_id for device_id, member in state.members.items() if member.usable]
-        calls = (self._coordinator.call(key, "Describe", pb.DescribeRequest(), STOP_S) for key in usable)
+        calls = (
+            self._coordinator.call(key, lambda device: device.Describe, pb.DescribeRequest(), STOP_S)
+            for key in usable
+        )
         answers = await asyncio.gather(*calls, return_exceptions=True)
         ended: list[asyncio.Task[None]] = []
         for device_id, answer in zip(usable, answers, strict=True):
@@ -279,7 +282,9 @@ class Jobs:
             changed = asyncio.Event()
             unsubscribe = self._coordinator.events.subscribe(partial(_set, changed))
             try:
-                await self._coordinator.call(info.device_id, "Describe", pb.DescribeRequest(), STOP_S)
+                await self._coordinator.call(
+                    info.device_id, lambda device: device.Describe, pb.DescribeRequest(), STOP_S
+                )
                 return False
             except HoopError:
                 if not self._coordinator.state.members[info.device_id].usable:
@@ -341,7 +346,10 @@ class Jobs:
         supervisor = self._supervisors.get(job_id)
         if supervisor is not None:
             supervisor.handle(jm.StopRequested())
-        calls = (self._coordinator.call(key, "StopTask", request, STOP_S) for key in job.communicator.members)
+        calls = (
+            self._coordinator.call(key, lambda device: device.StopTask, request, STOP_S)
+            for key in job.communicator.members
+        )
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         errors = [one for one in outcomes if isinstance(one, BaseException)]
         if len(errors) == len(outcomes):  # one rank that gets the request is enough: all ranks vote

@@ -17,6 +17,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 
@@ -42,9 +43,10 @@ from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
+from hoop.wire.generated import gpu_sim_pb2_grpc as lab_grpc
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
-from hoop.wire.service import Stub, translate
+from hoop.wire.service import translate, with_metadata
 
 MAX_OPEN = 4096
 MAX_REMEMBERED = 16384
@@ -447,7 +449,8 @@ class LabDevice:
         try:
             await stream.wait_turn()
             async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
-                call = Stub(channel, DEVICE_SERVICE, self._credentials.metadata).StreamSend(chunks())
+                stub = with_metadata(lab_grpc.GPUDeviceStub(channel), self._credentials.metadata)
+                call = cast("lab_grpc.GPUDeviceAsyncStub", stub).StreamSend(chunks())
                 sending = asyncio.ensure_future(_wait_call(call))
                 ended = asyncio.ensure_future(stream.ended.wait())
                 try:

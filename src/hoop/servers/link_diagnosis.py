@@ -72,7 +72,9 @@ class LinkDiagnosis:
 
     async def _link(self, stall: pb.Stall, device_id: int, peer: int) -> pb.LinkDescription | None:
         """A device's byte counts of its link to a peer; None: it does not use that generation."""
-        answer = await self._coordinator.call(device_id, "Describe", pb.DescribeRequest(), DESCRIBE_S)
+        answer = await self._coordinator.call(
+            device_id, lambda device: device.Describe, pb.DescribeRequest(), DESCRIBE_S
+        )
         for link in (link for task in answer.tasks if task.job_id == stall.job_id for link in task.links):
             key = link.communicator_id, link.generation, link.device_id
             if key == (stall.communicator_id, stall.generation, peer):

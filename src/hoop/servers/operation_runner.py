@@ -94,7 +94,7 @@ class OperationRunner:
 
     # ---- (1) rank assignments
 
-    def assign(self, message: pb.Seat) -> RankAssignment:
+    def assign(self, message: pb.RankAssignment) -> RankAssignment:
         """Stores an assignment and closes the links of an older one. Raises for an outdated generation."""
         known = self._assignments.get(message.communicator_id)
         incarnations = [member.incarnation for member in message.members]
@@ -153,7 +153,7 @@ class OperationRunner:
 
     # ---- links of an assignment; also used by tasks
 
-    def connect(self, message: pb.Seat) -> tuple[RankAssignment, Communicator]:
+    def connect(self, message: pb.RankAssignment) -> tuple[RankAssignment, Communicator]:
         """Stores an assignment and opens its links. The caller ends them with ``release``."""
         assignment = self.assign(message)
         assignment.communicator = assignment.communicator or Communicator(
@@ -201,7 +201,7 @@ class OperationRunner:
             raise InvalidArgument(f"timeout_s: {request.timeout_s} is not in (0, {MAX_TIMEOUT_S:g}]")
         if len(request.operations) > MAX_OPERATIONS:
             raise InvalidArgument(f"operations: {len(request.operations)} is more than {MAX_OPERATIONS}")
-        assignment, communicator = self.connect(request.seat)
+        assignment, communicator = self.connect(request.assignment)
         total = len(request.operations)
         operations = []
         for index, message in enumerate(request.operations, start=1):
@@ -214,7 +214,7 @@ class OperationRunner:
             operations.append(operation)
         loop = asyncio.get_running_loop()
         description = (
-            f"a launch of communicator {request.seat.communicator_id} ({', '.join(_names(operations))})"
+            f"a launch of communicator {request.assignment.communicator_id} ({', '.join(_names(operations))})"
         )
         access = self._running.accept(
             description, (one for operation in operations for one in operation.ranges)
@@ -234,10 +234,10 @@ class OperationRunner:
             reports = await asyncio.shield(thread)
         except HoopError:
             # The links may hold half a message: close them, so that no peer waits for the rest.
-            self.release(request.seat.communicator_id, assignment)
+            self.release(request.assignment.communicator_id, assignment)
             raise
         if request.release:
-            self.release(request.seat.communicator_id, assignment)
+            self.release(request.assignment.communicator_id, assignment)
         return reports
 
     def _local_operation(self, message: pb.LaunchOperation, communicator: Communicator) -> _LocalOperation:

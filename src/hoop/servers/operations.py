@@ -158,8 +158,10 @@ class OperationQueue:
         calls = [
             self._coordinator.call(
                 device_id,
-                "Seat",
-                pb.SeatRequest(seat=rank_assignment_message(self._coordinator, communicator, rank)),
+                lambda device: device.AssignRank,
+                pb.AssignRankRequest(
+                    assignment=rank_assignment_message(self._coordinator, communicator, rank)
+                ),
                 ASSIGN_S,
             )
             for rank, device_id in enumerate(communicator.members)
@@ -316,10 +318,12 @@ def _names(requests: Sequence[OperationRequest]) -> list[str]:
 # ---- one launch
 
 
-def rank_assignment_message(coordinator: Coordinator, communicator: CommunicatorState, rank: int) -> pb.Seat:
+def rank_assignment_message(
+    coordinator: Coordinator, communicator: CommunicatorState, rank: int
+) -> pb.RankAssignment:
     """The assignment of one rank: generation, rank, and all members in rank order."""
     members = [device_message(coordinator.state.member(device_id).info) for device_id in communicator.members]
-    return pb.Seat(
+    return pb.RankAssignment(
         communicator_id=communicator.id, generation=communicator.generation, rank=rank, members=members
     )
 
@@ -348,7 +352,7 @@ async def fan_out(
         ]
         assignment = rank_assignment_message(coordinator, communicator, rank)
         return pb.LaunchRequest(
-            seat=assignment,
+            assignment=assignment,
             operations=operations,
             timeout_s=timeout,
             release=release,
@@ -359,7 +363,9 @@ async def fan_out(
     stop = asyncio.ensure_future(stopped.wait())
     calls = [
         asyncio.ensure_future(
-            coordinator.call(device_id, "Launch", launch_request(rank), timeout + 2 * GRACE_S)
+            coordinator.call(
+                device_id, lambda device: device.Launch, launch_request(rank), timeout + 2 * GRACE_S
+            )
         )
         for rank, device_id in enumerate(communicator.members)
     ]  # (1)

@@ -54,7 +54,9 @@ class Reservation:
                 location=location, bytes=one.stop - one.start, writes=one.writes
             )
         calls = [
-            asyncio.ensure_future(self._coordinator.call(device_id, "Reserve", request, self._timeout))
+            asyncio.ensure_future(
+                self._coordinator.call(device_id, lambda device: device.Reserve, request, self._timeout)
+            )
             for device_id, request in requests.items()
         ]
         # A lost member breaks the communicator. Do not wait for the other members then: the operations fail anyway.

@@ -1,10 +1,10 @@
 """A device's tasks: each job on this device is a task on a thread of its own, which trains without the coordinator.
 
-coordinator ── StartTask ──▶ (1) stores the rank assignment, opens the links, starts a thread that trains
-coordinator ◀── WatchTask ── (2) the task's events; the log keeps them until the device ends or forgets the task
-coordinator ── ReseatTask ─▶ (3) the members have changed: the task continues with a new rank assignment
-coordinator ── MoveTask ───▶ (4) … or will change: all have their assignments, and move after a step that they agree on
-coordinator ── StopTask ───▶ (5) the task stops after a step that all ranks agree on
+    coordinator ── StartTask ──────────▶ (1) stores the rank assignment, opens the links, starts a thread that trains
+    coordinator ◀── WatchTask ────────── (2) the task's events; the log keeps them until the device ends
+    coordinator ── ReassignTask ───────▶ (3) the members have changed, or will: a rank in the next generation
+    coordinator ── CommitReassignment ─▶ (4) … they will, and all have ranks: take them after a step that all agree on
+    coordinator ── StopTask ───────────▶ (5) the task stops after a step that all ranks agree on
 
 ``membership.task_membership`` holds the rules for assignments that come late, twice, or out of order.
 """
@@ -51,7 +51,7 @@ PINNED_EVENTS = (ev.Started.kind,)
 """Event kinds that a log never drops: a late watcher needs them to understand the rest."""
 
 
-Trainer = Callable[[RankContext, str, Emit, Callable[[], bool], bytes | None], None]
+TrainFunction = Callable[[RankContext, str, Emit, Callable[[], bool], bytes | None], None]
 """Trains until done or stopped: context, settings (JSON), ``emit``, "stop requested?", checkpoint to resume from."""
 
 
@@ -64,7 +64,7 @@ class Task:
     """Names this log. Token and sequence number identify an event for good."""
     stop: threading.Event = field(default_factory=threading.Event)
     ranks: TaskRanks = field(default_factory=TaskRanks)
-    assignment: pb.Seat | None = None
+    assignment: pb.RankAssignment | None = None
     """The newest rank assignment."""
     stop_reason: str = "its generation is over"
     """Why the coordinator stopped the last generation."""
@@ -104,7 +104,7 @@ class Task:
     # ---- rank assignments
 
     def update_ranks(
-        self, change: Callable[[TaskRanks], TaskRanks], assignment: pb.Seat | None = None
+        self, change: Callable[[TaskRanks], TaskRanks], assignment: pb.RankAssignment | None = None
     ) -> None:
         """Applies a message of the coordinator, and wakes the training thread if it waits."""
         with self._changed:
@@ -121,7 +121,7 @@ class Task:
     def _not_handing_over(self) -> bool:
         return ranks.next_step(self.ranks) != NextStep.HAND_OVER
 
-    def next_assignment(self, timeout: float) -> pb.Seat:
+    def next_assignment(self, timeout: float) -> pb.RankAssignment:
         """The newest assignment that was not taken yet; waits for one.
 
         Raises ``MembershipChanged`` when the coordinator has released this device.
@@ -236,7 +236,7 @@ class Tasks:
     """All tasks of this device."""
 
     def __init__(
-        self, arena: Arena, runner: OperationRunner, trainer: Trainer | None, persistent_memory: bool
+        self, arena: Arena, runner: OperationRunner, trainer: TrainFunction | None, persistent_memory: bool
     ) -> None:
         """``persistent_memory``: a restarted device finds the arena again."""
         self._arena, self._persistent_memory = arena, persistent_memory
@@ -266,7 +266,7 @@ class Tasks:
             self._arena.free(request.resume)
         task = Task(run=request.run)
         self._free_stale_buffers(request.job_id, request.joining)
-        context = self._open_assignment(request.job_id, task, request.seat, request.joining)
+        context = self._open_assignment(request.job_id, task, request.assignment, request.joining)
 
         def work() -> None:
             last: JobEvent = ev.Ended()
@@ -313,7 +313,7 @@ class Tasks:
         self,
         job_id: int,
         task: Task,
-        message: pb.Seat,
+        message: pb.RankAssignment,
         joining: bool = False,
         close_previous_links: Callable[[], None] = lambda: None,
     ) -> RankContext:
@@ -394,7 +394,7 @@ class Tasks:
 
     # ---- messages of the coordinator (3), (4), (5)
 
-    def reassign(self, request: pb.ReseatTaskRequest) -> None:
+    def reassign(self, request: pb.ReassignTaskRequest) -> None:
         """Gives a running task a rank in a newer generation, or takes its rank away.
 
         The task takes a new rank when all ranks move, or when its links fail. An unplanned one fails the links now.
@@ -402,11 +402,13 @@ class Tasks:
         task = self.task(request.job_id)
         if not task.alive:
             raise FailedPrecondition(f"job {request.job_id} has ended on this device")
-        if not request.HasField("seat"):
+        if not request.HasField("assignment"):
             task.update_ranks(partial(ranks.released, final=request.final))
         else:
-            assigned = partial(ranks.assigned, generation=request.seat.generation, planned=request.planned)
-            task.update_ranks(assigned, request.seat)
+            assigned = partial(
+                ranks.assigned, generation=request.assignment.generation, planned=request.planned
+            )
+            task.update_ranks(assigned, request.assignment)
         task.abort_outdated_links()
 
     def move(self, job_id: int) -> None:

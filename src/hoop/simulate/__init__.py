@@ -1,1 +1,16 @@
-"""Simulates the engine's plans and rules in virtual time, on modelled devices and links."""
+"""The plans and rules of the engine in virtual time: clusters, cost models, failures, a search over strategies.
+Neither torch nor the engine is used here.
+
+May import: membership plan strategies collectives.
+"""
+
+PUBLIC = (
+    "cluster",
+    "cost_model",
+    "failure_model",
+    "rank",
+    "result",
+    "search",
+    "simulation",
+)
+"""Modules that other rooms may import."""

@@ -16,10 +16,10 @@ from collections.abc import Hashable, Sequence
 from hoop.collectives.shard_tree import Node, merge_plan
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition
+from hoop.membership.replication import replica_holders, replica_shares
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.partition import StageCut
 from hoop.plan.plan import Plan
-from hoop.plan.replica_placement import replica_holders, replica_shares
 from hoop.simulate.cost_model import Costs, LinearCost
 
 _INPUT_SHARE = 0.5
@@ -247,8 +247,8 @@ class ReplicationCosts:
             found.append(own + replicas)
             if limit is not None and own + replicas > limit:
                 raise FailedPrecondition(
-                    f"memory: device {rank} needs {format_size(own)}, and {format_size(replicas)} for mirrors of what "
-                    f"others hold, and has {format_size(limit)}; without mirrors (--no-mirror) it fits, and the loss "
-                    "of a device ends the run"
+                    f"memory: device {rank} needs {format_size(own)}, and {format_size(replicas)} for replicas of "
+                    f"other devices' state, and has {format_size(limit)}; without replicas (--no-replicate) it fits, "
+                    "and the loss of a device ends the run"
                 )
         return found

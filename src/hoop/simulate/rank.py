@@ -37,7 +37,7 @@ from hoop.simulate.result import RankAccount, TracedSpan
 SHM_BLOCK_BYTES = 64 * 1024
 """Ranks that share memory pass messages in blocks of this size."""
 _WAKE_UP = "awake"
-_REPLICA = "mirror"
+_REPLICA = "replicate"
 _STEP_END_KINDS = frozenset({InstructionKind.UPDATE, InstructionKind.PUSH})
 _VISIBLE_KINDS = frozenset({*SENDS, InstructionKind.REDUCE, InstructionKind.UPDATE})
 """Instructions that involve other ranks, or whose moment is recorded."""
@@ -299,7 +299,7 @@ class SimulatedRank:
     def _update_replicas(self) -> Process:
         started, (seconds, self._replica_update_s) = self._clock.now, (self._replica_update_s, 0.0)
         yield seconds
-        self._record("mirror", "update", started)
+        self._record("replicate", "update", started)
 
     def _replicate(self, replication: ReplicationCosts) -> Process:
         """Sends this rank's state to its replica holder, and receives the state of the replicas held here."""
@@ -319,7 +319,7 @@ class SimulatedRank:
         duration = self._clock.now - started - (self._seconds[IDLE] - idle_before)
         self._seconds[COMMUNICATE] += duration
         if self._context.trace and duration > 0:
-            self.account.spans.append(TracedSpan("mirror", "send", self._clock.now - duration, duration))
+            self.account.spans.append(TracedSpan("replicate", "send", self._clock.now - duration, duration))
 
     # ---- reductions
 

@@ -89,7 +89,7 @@ def search(
     gradient_buffers: GradientBuffers = one_gradient_each,
     progress: Callable[[str], None] = lambda text: None,
     wanted: Sequence[tuple[Strategy, int]] | None = None,
-    mirror: bool = False,
+    replicate: bool = False,
 ) -> list[Candidate]:
     """Simulates all candidates: the fastest first, candidates that cannot run last, each with its reason.
 
@@ -97,7 +97,7 @@ def search(
     gradient_buffers: number of gradient buffers that the engine allocates.
     progress: called with a description of each candidate before its simulation.
     wanted: the candidates; None: ``candidates``.
-    mirror: replicate parts of the model, which costs time and memory and saves steps when devices are lost.
+    replicate: replicate parts of the model, which costs time and memory and saves steps when devices are lost.
     """
     tried: list[Candidate] = []
     for strategy, num_microbatches in wanted or list(candidates(cluster.size, batch_size)):
@@ -105,7 +105,13 @@ def search(
         rows = -(-batch_size // num_microbatches)
         tried.append(
             _simulate_candidate(
-                strategy, num_microbatches, costs.with_rows(rows), cluster, failures, gradient_buffers, mirror
+                strategy,
+                num_microbatches,
+                costs.with_rows(rows),
+                cluster,
+                failures,
+                gradient_buffers,
+                replicate,
             )
         )
     running = sorted((one for one in tried if one.result is not None), key=lambda one: one.seconds)
@@ -122,7 +128,7 @@ def _simulate_candidate(
     cluster: Cluster,
     failures: Failures | None,
     gradient_buffers: GradientBuffers,
-    mirror: bool,
+    replicate: bool,
 ) -> Candidate:
     size = 6 * num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else ASYNC_STEPS)
     if size > MAX_INSTRUCTIONS:
@@ -139,27 +145,27 @@ def _simulate_candidate(
             steps=steps,
             gradient_buffers=gradient_buffers,
             trace=False,
-            mirror=mirror,
+            replicate=replicate,
         )
     except UserError as error:
         return Candidate(strategy, num_microbatches, None, None, str(error))
-    found = None if failures is None else goodput_with_failures(result, failures, mirrored=mirror)
+    found = None if failures is None else goodput_with_failures(result, failures, replicated=replicate)
     return Candidate(strategy, num_microbatches, result, found, "")
 
 
 def goodput_with_failures(
-    result: SimulationResult, failures: Failures, total_seconds: float = DAY, mirrored: bool = True
+    result: SimulationResult, failures: Failures, total_seconds: float = DAY, replicated: bool = True
 ) -> Goodput:
     """Goodput of a simulated strategy under failures, over ``total_seconds``.
 
-    The remaining devices share the work of lost ones. ``mirrored``: parts of the model are replicated.
+    The remaining devices share the work of lost ones. ``replicated``: parts of the model are replicated.
     """
     steps = max(1, round(total_seconds / result.step_seconds))
     data_parallel = result.plan.stages == 1 and not result.plan.servers
-    elastic = data_parallel or mirrored
+    elastic = data_parallel or replicated
     replicate_every = (
         0
-        if data_parallel or not mirrored
+        if data_parallel or not replicated
         else 1
         if parse(result.strategy).synchronous
         else STEPS_BETWEEN_FLUSHES

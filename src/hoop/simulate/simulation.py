@@ -55,7 +55,7 @@ def simulate(
     gradient_buffers: GradientBuffers = one_gradient_each,
     trace: bool | None = None,
     max_messages: int = MAX_EXECUTED_MESSAGES,
-    mirror: bool = False,
+    replicate: bool = False,
     assumed_speeds: Sequence[float] | None = None,
 ) -> SimulationResult:
     """Step time, idle time, traffic and memory of a strategy on a cluster; raises if the model does not fit.
@@ -67,7 +67,7 @@ def simulate(
     gradient_buffers: number of gradient buffers that the engine allocates.
     trace: whether to keep spans; None: if the simulation has at most ``MAX_TRACED_INSTRUCTIONS``.
     max_messages: reductions with more messages use their closed-form time.
-    mirror: whether ranks replicate their part of the model, as the engine does.
+    replicate: whether ranks replicate their part of the model, as the engine does.
     assumed_speeds: device speeds by which shards are assigned; None: the cluster's speeds.
     """
     steps = steps or (1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES)
@@ -97,7 +97,7 @@ def simulate(
         outages=outages,
         trace=trace,
         max_messages=max_messages,
-        mirror=mirror,
+        replicate=replicate,
     )
     return Simulation(strategy, plan, fitted, costs, cluster, options).run()
 
@@ -112,7 +112,7 @@ class SimulationOptions:
     outages: Sequence[Outage]
     trace: bool
     max_messages: int
-    mirror: bool
+    replicate: bool
 
 
 class Simulation:
@@ -141,7 +141,7 @@ class Simulation:
         )
         replication = None
         self._memory = fitted.bytes
-        if options.mirror and not strategy.replicated:
+        if options.replicate and not strategy.replicated:
             replication = ReplicationCosts(
                 plan, costs, fitted.stages, synchronous=strategy.synchronous, hosts=cluster.host_of
             )

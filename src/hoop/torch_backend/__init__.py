@@ -1,1 +1,7 @@
-"""The torch.distributed backend "hoop": process groups whose collectives and messages run over Hoop's links."""
+"""The ``torch.distributed`` backend ``hoop``. ``autoload`` registers it; PyTorch calls ``process_group``.
+
+May import: memory transport collectives.
+"""
+
+PUBLIC = ("autoload",)
+"""Modules that other rooms may import."""

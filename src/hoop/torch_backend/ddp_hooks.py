@@ -4,8 +4,6 @@ The error of each bucket's compression is kept and added to the bucket of the ne
 receives every gradient in full, some of it later.
 """
 
-from __future__ import annotations
-
 # No ``from __future__ import annotations``: DDP compares the annotations of a hook's signature with types.
 from collections.abc import Callable
 from typing import Any

@@ -1,10 +1,26 @@
-"""Transports: how one rank sends bytes to another. Every transport implements the contract in ``base.py``.
+"""Links between ranks: an endpoint is one rank's links in one generation. ``inproc`` connects threads, ``shm``
+processes of a host, ``tcp`` hosts; ``hybrid`` chooses for each peer.
+Collectives are unknown here.
 
-A process has one transport, which listens at an address. A communicator asks it for an endpoint: one rank's links to
-its peers at one generation.
+May import: memory wire.
 """
 
 from hoop.transport.base import Endpoint, PendingSend, Transport
 from hoop.transport.registry import open_transport
 
 __all__ = ["Endpoint", "PendingSend", "Transport", "open_transport"]
+
+PUBLIC = (
+    "base",
+    "call_check",
+    "fault_injection",
+    "hybrid",
+    "inproc",
+    "registry",
+    "semaphore",
+    "shm_endpoint",
+    "shm_listener",
+    "shm_segment",
+    "tcp_listener",
+)
+"""Modules that other rooms may import."""

@@ -1,5 +1,18 @@
-"""The wire formats: gRPC services, data-plane frames, and the authentication of both.
+"""What crosses the wire: .proto files and generated code, frames of the data plane, gRPC servers and channels, tokens,
+certificates and roles.
+A call's meaning is the servers' business.
 
-Only ``service``, ``auth`` and ``generated`` import gRPC or protobuf. Packages that must not load gRPC import
-``frames``, ``tokens``, ``tls`` and ``roles``.
+May import: nothing but the modules directly in hoop.
 """
+
+PUBLIC = (
+    "auth",
+    "channels",
+    "frames",
+    "job_settings",
+    "roles",
+    "service",
+    "tls",
+    "tokens",
+)
+"""Modules that other rooms may import."""

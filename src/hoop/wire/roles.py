@@ -19,12 +19,13 @@ class Role(StrEnum):
 
 # Columns: service, role, methods that the role may call.
 _TABLE = """
-    hoop.v1.Coordinator     device       Join Attend Leave
-    hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob Hold
+    hoop.v1.Coordinator     device       Join SendHeartbeats Leave
+    hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob KeepSession
     hoop.v1.Coordinator     client       CreateCommunicator GetCommunicator RebuildCommunicator DestroyCommunicator
     gpu_sim.GPUCoordinator  client       CommInit CommDestroy CommFinalize GetCommStatus GroupStart GroupEnd
     gpu_sim.GPUCoordinator  client       AllReduceRing NaiveAllReduce Memcpy
-    hoop.v1.Device          coordinator  Seat Launch Abort StartTask ReseatTask MoveTask WatchTask StopTask
+    hoop.v1.Device          coordinator  AssignRank Launch Abort
+    hoop.v1.Device          coordinator  StartTask ReassignTask CommitReassignment WatchTask StopTask
     hoop.v1.Device          coordinator  Reserve Release Describe Write Read
     hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers
     gpu_sim.GPUDevice       device       StreamSend

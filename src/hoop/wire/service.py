@@ -1,8 +1,8 @@
-"""gRPC servers and stubs made from the service descriptors of the .proto files, and conversion of messages.
+"""gRPC servers made from the service descriptors of the .proto files, errors over gRPC, and conversion of messages.
 
-There is no generated gRPC code that must match a gRPC version, and every call of every service passes through this
-module. A request that does not parse becomes INVALID_ARGUMENT. A Hoop error becomes its gRPC status with its text;
-any other exception becomes INTERNAL without a stack trace.
+Clients use the stubs in ``wire/generated``. Every call that a server answers passes through this module. A request that
+does not parse becomes INVALID_ARGUMENT. A Hoop error becomes its gRPC status with its text; any other exception becomes
+INTERNAL without a stack trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -75,7 +75,8 @@ def event_message(event: Event) -> pb.Event:
     )
 
 
-log = logging.getLogger("hoop")
+log = logging.getLogger("hoop.wire")
+StubT = TypeVar("StubT")
 ERROR_CLASS_KEY = "hoop-error"
 """Key of the trailing metadata that holds the class name of a Hoop error."""
 _TRANSPORT_STATUSES = (
@@ -97,22 +98,12 @@ def calling_host() -> str:
     return _CALLER.get().rpartition(":")[0]
 
 
-class Stub:
-    """A service's methods on a channel (``grpc`` or ``grpc.aio``), by their names in the .proto file."""
-
-    def __init__(self, channel: Any, service: Any, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        """``metadata`` is sent with every call; it carries the caller's credential."""
-        for method in service.methods:
-            kind = f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}"
-            call = getattr(channel, kind)(
-                _path(method),
-                request_serializer=_message(method.input_type).SerializeToString,
-                response_deserializer=_message(method.output_type).FromString,
-            )
-            setattr(self, method.name, _CallWithMetadata(call, metadata) if metadata else call)
-
-    def __getattr__(self, name: str) -> Any:  # reached only for names that the service does not have
-        raise AttributeError(f"the service has no method {name}")
+def with_metadata(stub: StubT, metadata: Sequence[tuple[str, str]]) -> StubT:
+    """Makes every call of a generated stub send ``metadata`` (the caller's credential); returns the stub."""
+    if metadata:
+        for name, method in list(vars(stub).items()):
+            setattr(stub, name, _CallWithMetadata(method, metadata))
+    return stub
 
 
 class _CallWithMetadata:

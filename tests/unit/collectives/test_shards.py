@@ -35,8 +35,10 @@ def held(one: MergePlan, values: np.ndarray) -> np.ndarray:
 
 def evaluate(total: Sum, slots: list[np.ndarray]) -> np.ndarray:
     if isinstance(total, Leaf):
-        return slots[total.rank][total.slot]
-    return evaluate(total[0], slots) + evaluate(total[1], slots)
+        leaf: np.ndarray = slots[total.rank][total.slot]
+        return leaf
+    both: np.ndarray = evaluate(total[0], slots) + evaluate(total[1], slots)
+    return both
 
 
 @given(shares())

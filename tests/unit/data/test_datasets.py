@@ -125,7 +125,7 @@ def test_the_checksum_is_that_of_the_content(kind: str) -> None:
 
 def test_another_content_has_another_checksum() -> None:
     inputs, targets = torch.zeros(4, 2), torch.zeros(4)
-    variants = [
+    variants: list[Dataset] = [
         TensorData(inputs, targets),
         TensorData(inputs, targets + 1),
         TensorData(inputs.view(4, 1, 2), targets),

@@ -40,7 +40,7 @@ def test_updates_that_are_made_again_give_the_same_bits(tmp_path: Path, optimize
     update = make_update(settings, torch.from_numpy(weights[:TRAINED]), moments)
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         mirror = Replica(
-            ReplicaLayout.from_json(vars(image)), StateVectors(arena, "test."), "mirror", settings, True
+            ReplicaLayout.from_json(vars(image)), StateVectors(arena, "test."), "replicate", settings, True
         )
         coming = iter([one for one in arrays if one.nbytes])
 

@@ -137,6 +137,8 @@ def test_outputs_that_are_no_numbers_decide_nothing() -> None:
 class Noted(nn.Module):
     """A loss that draws from three generators and keeps count in a buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(1))
@@ -161,7 +163,8 @@ def resolved(given: Job) -> Criterion:
 
 
 def states() -> list[Any]:
-    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+    of_numpy: Any = np.random.get_state()
+    return [torch.get_rng_state().tolist(), random.getstate(), of_numpy[1].tolist()]
 
 
 def test_trying_a_loss_changes_nothing() -> None:

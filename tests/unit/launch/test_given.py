@@ -56,6 +56,8 @@ def test_a_module_is_itself_and_a_function_makes_one() -> None:
 
 
 class Tied(nn.Module):
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)

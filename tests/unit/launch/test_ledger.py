@@ -78,7 +78,12 @@ def test_an_undisturbed_run_holds(tmp_path: Path) -> None:
 
 def test_a_run_that_went_on_and_one_that_lost_a_device_hold(tmp_path: Path) -> None:
     again = [begun(), *(fed(step) for step in range(1, 6)), begun(4), fed(5)]
-    loss = [{"lost": 2}, {"recovered": 6, "missing": [2, 3]}, fed(6, [1, 1, 1, 3]), fed(7, [1, 1, 3, 3])]
+    loss: list[Entry] = [
+        {"lost": 2},
+        {"recovered": 6, "missing": [2, 3]},
+        fed(6, [1, 1, 1, 3]),
+        fed(7, [1, 1, 3, 3]),
+    ]
     found = audit(run(tmp_path, again + loss, 7))
     assert found.violation is None
     assert (found.resumed, found.repeated) == ([4], 1)
@@ -271,6 +276,8 @@ def test_a_sum_of_shards_shows_who_is_in_it_how_often() -> None:
     assert evidence.as_events(11, 1) == [([0, 0, 0, 0], "0" * 24)]
     for slot in slots:
         evidence.record(12, slot, more=True)
-    assert evidence.as_events(12, 1)[0][0] == [7, -2, 0, 65535]
+    (told,) = evidence.as_events(12, 1)
+    assert told is not None
+    assert told[0] == [7, -2, 0, 65535]
     evidence.forget(12)
     assert json.dumps(evidence.as_events(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])

@@ -24,7 +24,7 @@ class Job:
             self.told(jm.TaskFound(key, "a", 1))
         self.told(jm.TasksListed())
 
-    def told(self, event: jm.JobEvent) -> tuple[jm.JobInstruction, ...]:
+    def told(self, event: jm.JobMembershipEvent) -> tuple[jm.JobInstruction, ...]:
         self.view, instructions = jm.advance(self.view, event, self.state, self.now)
         return instructions
 

@@ -129,7 +129,8 @@ def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.Membership
     "end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]]
 )
 def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.MembershipEvent]) -> None:
-    before = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), m.Created((2, 1))]
+    joined = [m.Joined(device(1), NOW), m.Joined(device(2), NOW)]
+    before: list[m.MembershipEvent] = [*joined, m.Created((1, 2)), m.Created((2, 1))]
     whole, last = entries_of(*before), entries_of(*end, state=after(State(CONFIG), *before))
     assert len(last) == 3
     for length in range(len(last) + 1):
@@ -139,7 +140,8 @@ def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m
 
 
 def test_a_rebuilt_communicator_is_whole_after_a_restart() -> None:
-    messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), dead(1), m.Rebuilt(1)]
+    joined = [m.Joined(device(1), NOW), m.Joined(device(2), NOW)]
+    messages: list[m.MembershipEvent] = [*joined, m.Created((1, 2)), dead(1), m.Rebuilt(1)]
     one = replay(entries_of(*messages), CONFIG, NOW).communicator(1)
     assert (one.broken_by, one.outcome, one.reason) == (0, OperationOutcome.IN_PROGRESS, "")
 

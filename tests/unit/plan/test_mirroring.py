@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from hoop.plan.replica_placement import replica_holders
+from hoop.membership.replication import replica_holders
 
 
 def test_on_one_machine_the_next_rank_does() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hoop.plan.recovery import (
+from hoop.membership.recovery import (
     NO_STATE,
     OWN_ARENA,
     WHOLE,

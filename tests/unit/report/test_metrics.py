@@ -24,7 +24,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     with MetricsLog(path) as log:
         log.log(0, loss=np.float32(0.5), kind="step", correct=np.int64(7), shape=(1, 2))
         assert read_metrics(path) == [{"step": 0, "loss": 0.5, "kind": "step", "correct": 7, "shape": [1, 2]}]
-        log.log(np.int64(1), loss=0.25)
+        log.log(np.int64(1), loss=0.25)  # type: ignore[arg-type]  # NumPy's are taken too
         log.sync()
     assert steps(path) == [0, 1]
     assert path.read_bytes().count(b"\n") == 2

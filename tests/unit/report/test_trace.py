@@ -55,7 +55,7 @@ def test_counters_marks_and_flows(tmp_path: Path) -> None:
     with Trace() as trace:
         trace.spans([sent, received])
         trace.flow("activation", sent, received)
-        trace.counter("device 1", "memory", 7, {"bytes": np.int64(4096)})
+        trace.counter("device 1", "memory", 7, {"bytes": np.int64(4096)})  # type: ignore[dict-item]  # NumPy's are taken too
         trace.mark("device 2 died", 8.25, args={"loss": math.nan})
         trace.mark("restarted", 9, track="device 2")
         trace.write(path)

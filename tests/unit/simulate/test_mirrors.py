@@ -20,9 +20,9 @@ BLOCK = BlockCost(
 COSTS = replace(Costs((BLOCK,) * 4, 1, MACHINE), update_s=0.1)
 
 
-def run(spec: str, devices: int, mirror: bool, hosts: int = 1, **host: object) -> SimulationResult:
+def run(spec: str, devices: int, replicate: bool, hosts: int = 1, **host: object) -> SimulationResult:
     cluster = Cluster.even(devices, devices // hosts, Link(1e30), **host)
-    return simulate(parse(spec), COSTS, cluster, num_microbatches=4, mirror=mirror)
+    return simulate(parse(spec), COSTS, cluster, num_microbatches=4, replicate=replicate)
 
 
 def more(spec: str, devices: int, hosts: int = 1) -> tuple[float, float, list[int]]:
@@ -66,5 +66,5 @@ def test_asynchronous_strategies_send_their_state_where_they_meet() -> None:
 def test_mirrors_that_do_not_fit_are_refused() -> None:
     room = max(run("pipeline:gpipe", 4, False).memory) + 30
     assert run("pipeline:gpipe", 4, False, memory=room)
-    with pytest.raises(FailedPrecondition, match="--no-mirror"):
+    with pytest.raises(FailedPrecondition, match="--no-replicate"):
         run("pipeline:gpipe", 4, True, memory=room)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from hoop.simulate.cluster import Cluster, Link
@@ -12,7 +14,7 @@ from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 
-def shared(seconds: float, devices: int):
+def shared(seconds: float, devices: int) -> Callable[[int], float | None]:
     return lambda alive: seconds * devices / alive if alive else None
 
 

@@ -45,10 +45,10 @@ from hoop.engine.setup import TrainingSetup
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import FLOAT32, LOSS, SAMPLES, StateRow, StateVectors
 from hoop.errors import FailedPrecondition
+from hoop.membership.recovery import NO_STATE, SliceSpec
 from hoop.memory import Arena, ArenaBuffer
 from hoop.memory.commit_record import NO_STEP, SUFFIX, CommitRecord, commit_records
 from hoop.plan.instructions import Instruction, InstructionKind
-from hoop.plan.recovery import NO_STATE, SliceSpec
 
 # ---- the step log
 

@@ -35,8 +35,8 @@ from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import StateVectors
+from hoop.membership.recovery import NO_STATE, RankStatus, RecoveryPlan
 from hoop.memory.commit_record import NO_STEP
-from hoop.plan.recovery import NO_STATE, RankStatus, RecoveryPlan
 
 
 class ShardedStateManager:
@@ -86,9 +86,9 @@ class ShardedStateManager:
     def ensure_replicated(self, context: RankContext) -> None:
         """Collective. Make sure my state is replicated before training goes on.
 
-        Does nothing if the user switched mirrors off, or if the run is not elastic and could not use them.
+        Does nothing if the user switched replication off, or if the run is not elastic and could not use them.
         """
-        if not self._settings.mirror or context.wait_reassignment is None:
+        if not self._settings.replicate or context.wait_reassignment is None:
             return
         setup = self._setup
         assert setup is not None, "there is a live state"

@@ -1,7 +1,7 @@
 """Recovery after a membership change: ranks agree on a step, and state moves to the ranks that lack it.
 
 Every strategy: ``agree_on_recovery`` gathers all ranks' statuses and computes the same ``RecoveryPlan`` at each of them
-(``plan/recovery.py``). What follows depends on whether the model is partitioned.
+(``membership/recovery.py``). What follows depends on whether the model is partitioned.
 
 Partitioned models (``manager.py`` calls ``collect``): the model is partitioned for the ranks there are now, and each
 rank receives the slices of the state that it lacks, from the ranks that the plan names.
@@ -40,10 +40,10 @@ from hoop.engine.fault_tolerance.local_persistence import InPlaceState
 from hoop.engine.fault_tolerance.state_slices import StateShard
 from hoop.engine.stage.state import StageState
 from hoop.errors import MembershipChanged, PeerError
+from hoop.membership.recovery import NO_STATE, OWN_ARENA, WHOLE, RankStatus, RecoveryPlan, agree
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan, split_evenly
-from hoop.plan.recovery import NO_STATE, OWN_ARENA, WHOLE, RankStatus, RecoveryPlan, agree
 from hoop.strategies.data_parallel import forward_backward
 
 RECOVERABLE = (PeerError, MembershipChanged)

@@ -6,7 +6,7 @@
 
 No rank updates before all ranks have synchronized, and at that point every holder has the gradient. So when a device is
 lost, either no rank has updated, and every state exists as of before the step, at its owner or at the holder; or every
-rank can update, and every state exists as of after the step. ``plan/recovery.py`` decides which.
+rank can update, and every state exists as of after the step. ``membership/recovery.py`` decides which.
 
 A replica has the same vectors as its owner, so the same update works on them:
 
@@ -58,11 +58,11 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
+from hoop.membership.recovery import SliceSpec
+from hoop.membership.replication import replica_holders, replica_shares
 from hoop.memory.commit_record import NO_STEP
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
-from hoop.plan.recovery import SliceSpec
-from hoop.plan.replica_placement import replica_holders, replica_shares
 from hoop.strategies.memory_fit import Fit
 from hoop.transport.base import SharedEndpoint
 
@@ -236,7 +236,7 @@ class Replicator:
                 Replica(
                     ReplicaLayout.from_json(message),
                     vectors,
-                    f"mirror{owner}.{turn}",
+                    f"replica{owner}.{turn}",
                     settings.optimizer,
                     self._incremental,
                 )
@@ -389,7 +389,7 @@ def check_memory(
     for rank, (needed, free) in enumerate(zip(fit.bytes, memory, strict=True)):
         if needed + copies[rank] > free:
             raise FailedPrecondition(
-                f"memory: device {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for mirrors of "
-                f"other devices' state, and has {format_size(free)}; without mirrors (--no-mirror) it fits, but the "
-                "loss of a device ends the run"
+                f"memory: device {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for replicas "
+                f"of other devices' state, and has {format_size(free)}; without replicas (--no-replicate) it fits, but "
+                "the loss of a device ends the run"
             )

@@ -2,9 +2,9 @@
 
     0.1.weight [0, 784)   0.1.bias [0, 30)   optimizer.moment0.0.1.weight [0, 784)   …
 
-A ``SliceSpec`` (``plan/recovery.py``) describes a slice, a ``LiveSlice`` is its tensor in use, a ``StateShard`` holds
-copies of several slices. Tensors have the names of a checkpoint, so another partition of the model, another strategy
-or another number of ranks finds the slices it needs. A slice is a whole tensor, or the elements of it that one
+A ``SliceSpec`` (``membership/recovery.py``) describes a slice, a ``LiveSlice`` is its tensor in use, a ``StateShard``
+holds copies of several slices. Tensors have the names of a checkpoint, so another partition of the model, another
+strategy or another number of ranks finds the slices it needs. A slice is a whole tensor, or the elements of it that one
 parameter server owns.
 """
 
@@ -23,8 +23,8 @@ from hoop.collectives.reduction import Array
 from hoop.engine.fault_tolerance.checkpoint import MOMENT
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateRow
+from hoop.membership.recovery import SliceSpec
 from hoop.memory.commit_record import NO_STEP, CommitRecord
-from hoop.plan.recovery import SliceSpec
 
 Bytes = npt.NDArray[np.uint8]
 _ALIGN = 64

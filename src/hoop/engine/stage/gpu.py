@@ -5,7 +5,7 @@
     cpu      none
     cuda     the GPUs of the host, distributed over the job's devices on it; several devices may share a GPU
     auto     cuda if every device of the job has it, otherwise none: all ranks compute on the same kind
-    mirror   the same code path as for a GPU, with the device copy in host memory: for tests without a GPU
+    emulated the same code path as for a GPU, with the device copy in host memory: for tests without a GPU
 
 **CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
 graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:
@@ -105,7 +105,7 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
     """Select the accelerator of this rank. Collective: all ranks get the same kind, or the same error."""
     if settings.accelerator == "cpu":
         return None
-    if settings.accelerator == "mirror":
+    if settings.accelerator == "emulated":
         return Accelerator(torch.device("cpu"))
     problem = _cuda_problem()
     mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)

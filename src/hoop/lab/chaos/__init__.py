@@ -1,0 +1,1 @@
+"""Training under random faults, compared with an undisturbed run."""

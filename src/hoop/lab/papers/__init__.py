@@ -1,0 +1,1 @@
+"""The experiments of five papers, run again: one file a paper."""

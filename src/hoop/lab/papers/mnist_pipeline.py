@@ -32,7 +32,7 @@ from hoop.report.chart import Bars, Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as gpu_sim
-from hoop.wire.service import Stub
+from hoop.wire.generated import gpu_sim_pb2_grpc as gpu_sim_grpc
 
 VARIANTS = ("listed", "relay", "stepped", "ring", "tree")
 
@@ -46,7 +46,7 @@ class AllReduceVariants:
         self.buffer = self.comm.at(self.addresses, count, "float64")
         self.count = count
         self._channel = grpc.insecure_channel(str(client.address), options=channel_options())
-        self._gpu_sim = Stub(self._channel, gpu_sim.DESCRIPTOR.services_by_name["GPUCoordinator"])
+        self._gpu_sim = gpu_sim_grpc.GPUCoordinatorStub(self._channel)
 
     def listed(self) -> None:
         vectors = []

@@ -169,7 +169,7 @@ class ReadResponse(_message.Message):
     data: bytes
     def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
-class Seat(_message.Message):
+class RankAssignment(_message.Message):
     __slots__ = ("communicator_id", "generation", "rank", "members")
     COMMUNICATOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -181,13 +181,13 @@ class Seat(_message.Message):
     members: _containers.RepeatedCompositeFieldContainer[DeviceDescription]
     def __init__(self, communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ...) -> None: ...
 
-class SeatRequest(_message.Message):
-    __slots__ = ("seat",)
-    SEAT_FIELD_NUMBER: _ClassVar[int]
-    seat: Seat
-    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ...) -> None: ...
+class AssignRankRequest(_message.Message):
+    __slots__ = ("assignment",)
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    assignment: RankAssignment
+    def __init__(self, assignment: _Optional[_Union[RankAssignment, _Mapping]] = ...) -> None: ...
 
-class SeatResponse(_message.Message):
+class AssignRankResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -258,18 +258,18 @@ class ReleaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LaunchRequest(_message.Message):
-    __slots__ = ("seat", "operations", "timeout_s", "release", "reservation_id")
-    SEAT_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("assignment", "operations", "timeout_s", "release", "reservation_id")
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
-    seat: Seat
+    assignment: RankAssignment
     operations: _containers.RepeatedCompositeFieldContainer[LaunchOperation]
     timeout_s: float
     release: bool
     reservation_id: int
-    def __init__(self, seat: _Optional[_Union[Seat, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ..., reservation_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., operations: _Optional[_Iterable[_Union[LaunchOperation, _Mapping]]] = ..., timeout_s: _Optional[float] = ..., release: bool = ..., reservation_id: _Optional[int] = ...) -> None: ...
 
 class LaunchOperation(_message.Message):
     __slots__ = ("operation", "operand", "round")
@@ -316,48 +316,48 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class StartTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat", "settings", "resume", "joining", "run")
+    __slots__ = ("job_id", "assignment", "settings", "resume", "joining", "run")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    SEAT_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     JOINING_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     job_id: int
-    seat: Seat
+    assignment: RankAssignment
     settings: str
     resume: str
     joining: bool
     run: str
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ...) -> None: ...
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., settings: _Optional[str] = ..., resume: _Optional[str] = ..., joining: bool = ..., run: _Optional[str] = ...) -> None: ...
 
 class StartTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ReseatTaskRequest(_message.Message):
-    __slots__ = ("job_id", "seat", "planned", "final")
+class ReassignTaskRequest(_message.Message):
+    __slots__ = ("job_id", "assignment", "planned", "final")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
-    SEAT_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     PLANNED_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
     job_id: int
-    seat: Seat
+    assignment: RankAssignment
     planned: bool
     final: bool
-    def __init__(self, job_id: _Optional[int] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., planned: bool = ..., final: bool = ...) -> None: ...
+    def __init__(self, job_id: _Optional[int] = ..., assignment: _Optional[_Union[RankAssignment, _Mapping]] = ..., planned: bool = ..., final: bool = ...) -> None: ...
 
-class ReseatTaskResponse(_message.Message):
+class ReassignTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class MoveTaskRequest(_message.Message):
+class CommitReassignmentRequest(_message.Message):
     __slots__ = ("job_id",)
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     def __init__(self, job_id: _Optional[int] = ...) -> None: ...
 
-class MoveTaskResponse(_message.Message):
+class CommitReassignmentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -550,13 +550,13 @@ class Event(_message.Message):
     fields: _containers.ScalarMap[str, str]
     def __init__(self, sequence: _Optional[int] = ..., time: _Optional[float] = ..., kind: _Optional[str] = ..., text: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
-class HoldRequest(_message.Message):
+class KeepSessionRequest(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]
     session: str
     def __init__(self, session: _Optional[str] = ...) -> None: ...
 
-class HoldAnswer(_message.Message):
+class KeepSessionAnswer(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -5,15 +5,15 @@ calls to devices, and events for users.
 
 A member is lost: the other members keep their state, and get ranks of the next generation at once.
 
-    coordinator ── Abort ──────▶ each survivor     ends the operations of the previous generation
-    coordinator ── ReseatTask ─▶ each survivor     its rank in the next generation
+    coordinator ── Abort ──────────────▶ each survivor    ends the operations of the previous generation
+    coordinator ── ReassignTask ───────▶ each survivor    its rank in the next generation
 
 A device joins, or asks to leave: preparation comes first, and the ranks wait only while they move.
 
-    coordinator ── StartTask ──▶ the new device    (1) loads code, data and memory alone, and emits ``ready``
-    coordinator ── ReseatTask ─▶ every member      (2) planned: the ranks for later; a device that leaves gets none
-    coordinator ── MoveTask ───▶ every member      (3) all have their ranks: they agree on a step and move after it
-    coordinator ◀── moved ────── one of them       (4) the device that leaves may end
+    coordinator ── StartTask ──────────▶ the new device   (1) loads code, data and memory alone, and emits ``ready``
+    coordinator ── ReassignTask ───────▶ every member     (2) planned: ranks for later; a device that leaves gets none
+    coordinator ── CommitReassignment ─▶ every member     (3) they agree on a step, and take the ranks after it
+    coordinator ◀── ``resized`` ──────── one of them      (4) the device that leaves may end
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hoop.errors import HoopError, PeerError, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
-from hoop.servers.coordinator import Coordinator
+from hoop.servers.coordinator import Coordinator, DeviceMethod, Request, Response
 from hoop.servers.job_record import JobRecord
 from hoop.servers.operations import rank_assignment_message
 from hoop.topology import DeviceInfo
@@ -56,7 +56,7 @@ class JobSupervisor:
         ``participants``: devices that had a rank before, for a job that a restarted coordinator finds.
         """
         self._coordinator, self.record, self._watch_task = coordinator, record, watch_task
-        self._events: deque[jm.JobEvent] = deque()
+        self._events: deque[jm.JobMembershipEvent] = deque()
         self._busy = False
         self.over = asyncio.Event()
         self.view = jm.JobView(
@@ -73,7 +73,7 @@ class JobSupervisor:
 
     # ---- events
 
-    def handle(self, event: jm.JobEvent) -> None:
+    def handle(self, event: jm.JobMembershipEvent) -> None:
         """Applies an event and carries out its instructions. Events that these cause are queued behind it."""
         self._events.append(event)
         if self._busy:
@@ -148,14 +148,18 @@ class JobSupervisor:
             case jm.Assign():
                 self._coordinator.in_background(self._assign(instruction))
             case jm.Move(members):
-                move = pb.MoveTaskRequest(job_id=self.record.id)
+                move = pb.CommitReassignmentRequest(job_id=self.record.id)
                 for key in members:
-                    self._coordinator.in_background(self._notify(key, "MoveTask", move))
+                    self._coordinator.in_background(
+                        self._notify(key, lambda device: device.CommitReassignment, move)
+                    )
             case jm.Invite(device_id):
                 self._coordinator.in_background(self._invite(device_id))
             case jm.Release(device_id, final):
-                release = pb.ReseatTaskRequest(job_id=self.record.id, final=final)
-                self._coordinator.in_background(self._notify(device_id, "ReseatTask", release))
+                release = pb.ReassignTaskRequest(job_id=self.record.id, final=final)
+                self._coordinator.in_background(
+                    self._notify(device_id, lambda device: device.ReassignTask, release)
+                )
             case jm.Readmit(device_id):
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
@@ -180,15 +184,15 @@ class JobSupervisor:
         record.emit(ev.Reassigned(one.generation, list(one.members)))
         self.handle(jm.Assigned(one.generation, assign.planned))
         requests = {
-            device_id: pb.ReseatTaskRequest(
+            device_id: pb.ReassignTaskRequest(
                 job_id=record.id,
-                seat=rank_assignment_message(self._coordinator, one, rank),
+                assignment=rank_assignment_message(self._coordinator, one, rank),
                 planned=assign.planned,
             )
             for rank, device_id in enumerate(one.members)
         }
         calls = (
-            self._coordinator.call(device_id, "ReseatTask", request, ASSIGN_S)
+            self._coordinator.call(device_id, lambda device: device.ReassignTask, request, ASSIGN_S)
             for device_id, request in requests.items()
         )
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -198,7 +202,9 @@ class JobSupervisor:
             self._coordinator.events.publish("job_failing", text, job=record.id)
         self.handle(jm.Delivered(one.generation, not failures))
 
-    async def _notify(self, device_id: int, method: str, request: object) -> None:
+    async def _notify(
+        self, device_id: int, method: DeviceMethod[Request, Response], request: Request
+    ) -> None:
         """One call whose failure does not matter: an unreachable device has left the job anyway."""
         calls = [self._coordinator.call(device_id, method, request, ASSIGN_S)]
         await asyncio.gather(*calls, return_exceptions=True)
@@ -207,14 +213,14 @@ class JobSupervisor:
         """Asks a device to load code and data alone. It emits ``ready`` when it can take a rank."""
         record, info = self.record, self._coordinator.state.member(device_id).info
         self.excuse([device_id])
-        alone = pb.Seat(
+        alone = pb.RankAssignment(
             communicator_id=record.id | 1 << 62, generation=1, rank=0, members=[device_message(info)]
         )
         request = pb.StartTaskRequest(
-            job_id=record.id, seat=alone, settings=record.settings, joining=True, run=record.run
+            job_id=record.id, assignment=alone, settings=record.settings, joining=True, run=record.run
         )
         try:
-            await self._coordinator.call(device_id, "StartTask", request, START_S)  # (1)
+            await self._coordinator.call(device_id, lambda device: device.StartTask, request, START_S)  # (1)
         except PeerError:  # unreachable for now
             self.handle(jm.InviteFailed(device_id, info.incarnation, refused=False))
             return
@@ -228,8 +234,10 @@ class JobSupervisor:
         """A device cannot take part: emits the reason, and releases the device. The job goes on without it."""
         self._coordinator.events.publish("job_not_joined", reason, job=self.record.id, device=info.device_id)
         self.record.emit(ev.Refused(info.device_id, reason))
-        release = pb.ReseatTaskRequest(job_id=self.record.id, final=True)
-        self._coordinator.in_background(self._notify(info.device_id, "ReseatTask", release))
+        release = pb.ReassignTaskRequest(job_id=self.record.id, final=True)
+        self._coordinator.in_background(
+            self._notify(info.device_id, lambda device: device.ReassignTask, release)
+        )
         self.handle(jm.InviteFailed(info.device_id, info.incarnation))
 
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
