@@ -22,7 +22,7 @@ quick: check ## Lint, types, house rules and unit tests
 	@$(BIN)/python -m pytest $(PARALLEL) tests/house tests/unit
 
 everything: check ## All tests, also those that take long and repeat what shorter ones show
-	@$(BIN)/python -m pytest $(PARALLEL) --long
+	@$(BIN)/python -m pytest $(PARALLEL) -m ''
 
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
 	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=70 tests/unit tests/contract tests/engine tests/model

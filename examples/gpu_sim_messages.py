@@ -73,9 +73,7 @@ def _build() -> dict[str, Any]:
             enum.value.add(name=value, number=number)
     pool = descriptor_pool.DescriptorPool()  # our own: another gpu_sim may be loaded in this process
     pool.Add(file)
-    built = {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"gpu_sim.{name}")) for name in table
-    }
+    built = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"gpu_sim.{name}")) for name in table}
     return built | {value: at for values in ENUMS.values() for at, value in enumerate(values.split())}
 
 

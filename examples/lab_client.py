@@ -132,9 +132,7 @@ def tour(channel: grpc.Channel, devices: int, count: int, count_unit: str, diary
     def check(addresses: list[int], expected: np.ndarray) -> None:
         """Reads every device's vector back: right everywhere, and the same bits everywhere."""
         held = [comm.read(rank, address, count) for rank, address in enumerate(addresses)]
-        right = [
-            np.allclose(one, expected, rtol=1e-12, atol=1e-12) and (one == held[0]).all() for one in held
-        ]
+        right = [np.allclose(one, expected, rtol=1e-12, atol=1e-12) and (one == held[0]).all() for one in held]
         wrong = " ".join(str(rank) for rank, good in enumerate(right) if not good)
         diary.judge(f"WRONG on ranks {wrong}" if wrong else f"right on all {devices} devices", not wrong)
 
@@ -154,9 +152,7 @@ def tour(channel: grpc.Channel, devices: int, count: int, count_unit: str, diary
     check(places[1], vectors.max(axis=0) ** devices)
 
     diary.begin()
-    comm.all_reduce(
-        lab.MIN, places[2], count, rpc="NaiveAllReduce"
-    )  # through the coordinator, to compare with
+    comm.all_reduce(lab.MIN, places[2], count, rpc="NaiveAllReduce")  # through the coordinator, to compare with
     diary.ended("NaiveAllReduce MIN")
     check(places[2], vectors.min(axis=0))
 
@@ -196,9 +192,7 @@ def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="All-reduces on a few devices, by the lab's protocol alone.")
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="use this one instead of starting a cluster"
-    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this one instead of starting a cluster")
     parser.add_argument("--devices", type=int, default=3, help="how many (default: 3)")
     parser.add_argument("--count", type=int, default=17, help="elements of a vector (default: 17)")
     parser.add_argument(

@@ -102,9 +102,7 @@ def train(channel: grpc.Channel, devices: int, steps: int, batch: int, rate: flo
     held = [comm.read(rank, weights_at[rank], count) for rank in range(devices)]
     if not all((one == held[0]).all() for one in held):
         raise RuntimeError("the devices do not hold the same weights")
-    images, labels = (
-        tensor.numpy() for tensor in data.test.batch(np.arange(len(data.test)), epoch=0, seed=0)
-    )
+    images, labels = (tensor.numpy() for tensor in data.test.batch(np.arange(len(data.test)), epoch=0, seed=0))
     _, chances = forward(shaped(held[0]), images.reshape(len(images), -1).astype(np.float64))  # (6)
     comm.on_all("CommDestroy")
     return float((chances.argmax(axis=1) == labels).mean())
@@ -112,9 +110,7 @@ def train(channel: grpc.Channel, devices: int, steps: int, batch: int, rate: flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The lab's training in six steps.")
-    parser.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="use this one instead of starting a cluster"
-    )
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="use this one instead of starting a cluster")
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64, help="samples a device and step")
@@ -125,17 +121,13 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         try:
             count = 2 * len(flat(first_weights(0)))
-            where = options.coordinator or stack.enter_context(
-                own_cluster(options.devices, count, options.count_unit)
-            )
+            where = options.coordinator or stack.enter_context(own_cluster(options.devices, count, options.count_unit))
             channel = stack.enter_context(
                 grpc.insecure_channel(where, options=[("grpc.max_receive_message_length", 64 << 20)])
             )
             print(f"{options.devices} devices at {where}")
             started = time.perf_counter()
-            accuracy = train(
-                channel, options.devices, options.steps, options.batch, options.rate, options.count_unit
-            )
+            accuracy = train(channel, options.devices, options.steps, options.batch, options.rate, options.count_unit)
         except grpc.RpcError as error:
             print(f"lab_training: {error.code().name}: {error.details()}", file=sys.stderr)
             return 1

@@ -74,9 +74,7 @@ def main() -> None:
         train(options.steps)
         dist.destroy_process_group()
         return
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # processes that share a machine must not fight for its cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # processes that share a machine must not fight for its cores
     with tempfile.TemporaryDirectory(prefix="ddp-") as folder:
         # They meet through a file: no port to choose, none to collide with.
         given = (options.processes, str(Path(folder, "meet")), options.steps)

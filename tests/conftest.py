@@ -75,9 +75,7 @@ def processes() -> dict[Hashable, str]:
             continue
         state, is_child = fields[0], int(fields[1]) == os.getpid()
         if is_child or mark in read(f"/proc/{pid}/environ"):
-            command = (
-                read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read(f"/proc/{pid}/comm").strip()
-            )
+            command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read(f"/proc/{pid}/comm").strip()
             if not (is_child and any(own in command for own in PYTHONS_OWN)):
                 zombie = ", a zombie: nobody waited for it" if state == "Z" else ""
                 found[pid, fields[19]] = f"process {pid} ({command[:80]}){zombie}"
@@ -146,9 +144,7 @@ def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[s
     deadline = time.monotonic() + grace_s
     while left := {key: name for key, name in present().items() if key not in before}:
         if time.monotonic() > deadline:
-            return sorted(
-                name for key, name in left.items() if not (name.startswith("file") and is_foreign(str(key)))
-            )
+            return sorted(name for key, name in left.items() if not (name.startswith("file") and is_foreign(str(key))))
         gc.collect()  # what only a cycle or a traceback held is nobody's
         threading.Event().wait(0.02)
     return []
@@ -163,44 +159,18 @@ def leaves_nothing_behind() -> Iterator[None]:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 
 
-# ---- what takes long and repeats what shorter tests show: ``pytest --long`` runs it too
-
-LONG = re.compile(
-    r"contract/test_(collectives|failures|compression|ordered|measure)\.py.*hybrid"  # see test_hierarchical
-    r"|contract/test_(corruption\.py.*ten_thousand|message_schedules\.py.*hundred_thousand)"
-    r"|contract/test_collectives\.py.*(tcp|shm)-[145]\b"  # inproc has all numbers of ranks
-    r"|engine/.*\btcp\b"
-    r"|engine/test_(rules_ring|parameter_server).*(normed|asynchronous_servers_go_on)"  # mlp is there
-    r"|fault/.*(two of three|one leaves|newcomer_changes_nothing|lost_stage|long:)"  # see test_coming_and_going
-    r"|fault/test_links\.py.*other_strategies"
-    r"|fault/test_partitions\.py.*(one peer|leaves|comes)"
-    r"|fault/.*(one stops answering|a stage killed|is_found_again)"  # see test_lost_parts and their neighbours
-    r"|fault/test_(coming_and_going|kept).*(comes_back|leader|full_disk)"
-    r"|fault/test_all_lost.*(torn|nobody)"
-    r"|fault/test_placed_faults\.py.*(a_bit|a_slow)"  # see test_corruption, test_stragglers
-    r"|process/test_authentication\.py.*of_its_own"
-    r"|process/test_attach\.py.*outlives"
-    r"|process/test_etcd_journal\.py.*begin_with"  # see contract/test_journals
-    r"|process/test_(reproduce\.py.*largest|predicted\.py.*1f1b)"
-    r"|process/test_train\.py.*(stopped_twice|\[15-143\]|the head|told_within_seconds.a device|by_its_path)"
-    r"|process/test_train\.py.*is_a_sentence.arguments[4-9]"
-)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--long", action="store_true", help="also what takes long and repeats what shorter tests show"
-    )
-
-
 SLOW_FIRST = ("fault", "process", "torch", "engine", "model", "contract")
 """Folders whose files take longest. They begin first, so that both workers are busy until the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--long"):
-        long = [item for item in items if LONG.search(item.nodeid)]
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not LONG.search(item.nodeid)]
+    """Marks as slow what ``slow_if`` says of its parameters, and puts the folders that take longest first.
+
+    Tests that are marked as slow repeat at length what shorter ones show; ``make everything`` runs them.
+    """
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):
+            item.add_marker(pytest.mark.slow)
     folders = {f"tests/{name}": place for place, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: folders.get("/".join(item.nodeid.split("/")[:2]), len(folders)))

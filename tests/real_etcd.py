@@ -51,9 +51,7 @@ class RealEtcd:
         self.start()
 
     def start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._process = subprocess.Popen(self._command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def until_up(self, tls: Path | None = None) -> None:
         """Returns when it answers."""

@@ -96,9 +96,7 @@ def play(rank: int, task: dict[str, Any]) -> None:
             if arena is not None:
                 vector = arena.array(arena.allocate(f"v{size}", size).address, kind, size // 4)
                 vector[:] = 0
-            prepared[size] = communicator.prepare(
-                Operation("all_reduce", size // 4), vector, vector, TIMEOUT_S
-            )
+            prepared[size] = communicator.prepare(Operation("all_reduce", size // 4), vector, vector, TIMEOUT_S)
             prepared[size](time.monotonic() + TIMEOUT_S)
         for line in sys.stdin:
             size, calls = json.loads(line)
@@ -132,9 +130,7 @@ def compare(before: Path, contender: str, ranks: int, sizes: list[int], turns: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="a checkout of the other version")
     parser.add_argument("--contenders", default="arena,shm,tcp")
     parser.add_argument("--ranks", default="2,4")

@@ -37,9 +37,7 @@ def rank_main(contender: str, rank: int, ranks: int, meeting: str) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    model: nn.Module = nn.Sequential(
-        nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
-    )
+    model: nn.Module = nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
     images, labels = torch.rand(BATCHES, BATCH, 784), torch.randint(0, 10, (BATCHES, BATCH))
     own = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     if ranks > 1:
@@ -131,9 +129,7 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
             for team in teams:
                 team.close()
     for team in teams[1:]:
-        assert abs(team.loss - teams[0].loss) < 1e-3, (
-            f"{team.name}: loss {team.loss}, one process {teams[0].loss}"
-        )
+        assert abs(team.loss - teams[0].loss) < 1e-3, f"{team.name}: loss {team.loss}, one process {teams[0].loss}"
     median = {team.name: statistics.median(team.times) for team in teams}
     return {
         "seconds_a_step": median,
@@ -151,9 +147,7 @@ def as_table(found: dict[str, Any]) -> str:
     for name, seconds in found["seconds_a_step"].items():
         low, high = found["spread"][name]
         speed = found["seconds_a_step"]["one"] / seconds
-        lines.append(
-            f"| {names[name]} | {seconds * 1e6:.0f} | {low * 1e6:.0f}, {high * 1e6:.0f} | {speed:.2f}x |"
-        )
+        lines.append(f"| {names[name]} | {seconds * 1e6:.0f} | {low * 1e6:.0f}, {high * 1e6:.0f} | {speed:.2f}x |")
     lines.append(
         f"\nHoop is {found['hoop_over_one']:.2f}x one process and {found['hoop_over_gloo']:.2f}x Gloo; "
         f"{found['machine']}"
@@ -162,9 +156,7 @@ def as_table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=100, help="steps a round")
     parser.add_argument("--json", action="store_true")

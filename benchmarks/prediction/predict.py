@@ -86,9 +86,7 @@ def machine_for(ranks: int) -> Machine:
     told = run_in_parallel(lambda: measure_memory(MEMORY), sharing)
 
     def points(name: str) -> Points:
-        return tuple(
-            (float(size), sum(one[name][at][1] for one in told) / sharing) for at, size in enumerate(MEMORY)
-        )
+        return tuple((float(size), sum(one[name][at][1] for one in told) / sharing) for at, size in enumerate(MEMORY))
 
     meeting = link_seconds("shm", ranks)["meeting_s"] * sharing / ranks
     return replace(FREE_MACHINE, meeting_s=meeting, copy_at=points("copy_at"), add_at=points("add_at"))
@@ -127,13 +125,9 @@ def main() -> None:
     begun, load = time.monotonic(), os.getloadavg()
     known = QUICK if options.quick else CASES
     only = tuple(options.only.split(","))
-    cases = [
-        (count, spec) for count in options.devices for spec in known.get(count, ()) if spec.startswith(only)
-    ]
+    cases = [(count, spec) for count in options.devices for spec in known.get(count, ()) if spec.startswith(only)]
     repeats = options.repeats or (1 if options.quick else 3)
-    steps, of_steps = steps_table(
-        options.job, cases, options.steps or (60 if options.quick else 120), repeats
-    )
+    steps, of_steps = steps_table(options.job, cases, options.steps or (60 if options.quick else 120), repeats)
     several = [count for count in options.devices if count > 1 and (count == 2 or not options.quick)]
     sums, of_sums = all_reduce_table(several, SIZES[:2] if options.quick else SIZES, 0.3)
     middle = {"steps": _middle(of_steps), "all_reduce": _middle(of_sums)}
@@ -145,17 +139,13 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     if options.json:
-        print(
-            json.dumps({"steps": steps.plain(), "all_reduce": sums.plain(), "median_error": middle, **about})
-        )
+        print(json.dumps({"steps": steps.plain(), "all_reduce": sums.plain(), "median_error": middle, **about}))
         return
     print(steps.markdown())
     print(f"median error of a step: {middle['steps']:.0%}\n")
     print(sums.markdown())
     print(f"median error of all-reduce: {middle['all_reduce']:.0%}\n")
-    print(
-        f"{about['machine']}; load {load[0]:.1f} before, {about['load_after']:.1f} after; {about['seconds']:.0f} s"
-    )
+    print(f"{about['machine']}; load {load[0]:.1f} before, {about['load_after']:.1f} after; {about['seconds']:.0f} s")
 
 
 def _middle(errors: Sequence[float]) -> float:

@@ -40,9 +40,7 @@ def made_up(name: str) -> Splits:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--only", default="", help="recipes, separated by commas; the others stay as they are"
-    )
+    parser.add_argument("--only", default="", help="recipes, separated by commas; the others stay as they are")
     options = parser.parse_args()
     machine = machine_of(link_seconds("shm", more=between))
     found = json.loads(OUT.read_text()) if OUT.is_file() else {}

@@ -48,9 +48,7 @@ def many_join() -> float:
 
 async def _all_join(address: Address) -> float:
     open_to_all = Credentials(Role.DEVICE)
-    crowd = [
-        HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)
-    ]
+    crowd = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
     here = [Address("127.0.0.1", 1 + number) for number in range(MANY)]
     infos = [DeviceInfo(0, at, at, 0x1000, 0x2000, "here", at.port, f"{at.port:016x}") for at in here]
     began = time.monotonic()

@@ -123,9 +123,7 @@ def measured(links: Sequence[Connection], strategy: str, options: argparse.Names
     found: dict[bool, list[list[dict[str, Any]]]] = {False: [], True: []}
     for number in range(2 * options.turns):
         replicate = bool(number % 2) ^ bool(number // 2 % 2)  # neither is always first
-        print(
-            f"\r{strategy}: turn {number + 1} of {2 * options.turns}   ", end="", file=sys.stderr, flush=True
-        )
+        print(f"\r{strategy}: turn {number + 1} of {2 * options.turns}   ", end="", file=sys.stderr, flush=True)
         settings = {
             "job": options.job,
             "strategy": strategy,
@@ -146,9 +144,7 @@ def measured(links: Sequence[Connection], strategy: str, options: argparse.Names
         told[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])
         told[f"memory_{name}"] = sum(one["memory"] for one in turns[-1])
     pairs = zip(found[True], found[False], strict=True)
-    ratios = [
-        statistics.median(one[0]["seconds"]) / statistics.median(other[0]["seconds"]) for one, other in pairs
-    ]
+    ratios = [statistics.median(one[0]["seconds"]) / statistics.median(other[0]["seconds"]) for one, other in pairs]
     return told | {"ratio": statistics.median(ratios), "ratios": sorted(ratios)}
 
 
@@ -185,9 +181,7 @@ def main() -> None:
         return
     print(HEADER + "\n" + "|---" * 7 + "|")
     print("\n".join(map(row, found)))
-    print(
-        f"\n{options.devices} devices, {options.job}, {options.turns} turns of {options.steps} steps; {environment}"
-    )
+    print(f"\n{options.devices} devices, {options.job}, {options.turns} turns of {options.steps} steps; {environment}")
 
 
 if __name__ == "__main__":

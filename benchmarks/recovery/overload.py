@@ -109,13 +109,9 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument(
-        "--busy", type=int, default=6 * (os.cpu_count() or 1), help="processes that never sleep"
-    )
+    parser.add_argument("--busy", type=int, default=6 * (os.cpu_count() or 1), help="processes that never sleep")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--lease", type=float, default=1.5, help="seconds of silence that are a death")
     parser.add_argument("--slowdown", type=int, default=50, help="so many times slower than they could")

@@ -125,9 +125,7 @@ def main() -> None:
                     _say(f"{name}, {ranks} ranks, turn {turn} of {given.turns}: {one}")
     if given.json:
         load = os.getloadavg()[0]
-        print(
-            json.dumps({"machine": platform.platform(), "load": load, "fault": given.fault, "ranks": found})
-        )
+        print(json.dumps({"machine": platform.platform(), "load": load, "fault": given.fault, "ranks": found}))
     else:
         _print(found, given.patience)
 

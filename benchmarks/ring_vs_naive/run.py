@@ -48,9 +48,7 @@ def cluster(devices: int, latency: float) -> Iterator[str]:
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
 
         def start(*command: str, **options: object) -> subprocess.Popen[str]:
-            process = subprocess.Popen(
-                command, text=True, stdout=subprocess.PIPE, stdin=subprocess.PIPE, **options
-            )
+            process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stdin=subprocess.PIPE, **options)
             stack.callback(process.wait)
             stack.callback(process.terminate)
             return process
@@ -99,9 +97,7 @@ def measure(run: Callable[[], object], seconds: float) -> float:
 
 def table(rows: list[dict[str, object]]) -> str:
     lines = [
-        "| devices | vector | link latency | "
-        + " | ".join(f"{way}, ms" for way in VARIANTS)
-        + " | listed / ring |",
+        "| devices | vector | link latency | " + " | ".join(f"{way}, ms" for way in VARIANTS) + " | listed / ring |",
         "|---" * (len(VARIANTS) + 4) + "|",
     ]
     for row in rows:
@@ -109,13 +105,7 @@ def table(rows: list[dict[str, object]]) -> str:
         best = min(times)
         cells = [f"**{ms:.1f}**" if ms == best else f"{ms:.1f}" for ms in times]
         size = int(str(row["bytes"]))
-        name = (
-            f"{size} B"
-            if size < 1024
-            else f"{size / 1024:.0f} KiB"
-            if size < 1 << 20
-            else f"{size >> 20} MiB"
-        )
+        name = f"{size} B" if size < 1024 else f"{size / 1024:.0f} KiB" if size < 1 << 20 else f"{size >> 20} MiB"
         ratio = times[VARIANTS.index("listed")] / times[VARIANTS.index("ring")]
         latency = float(str(row["latency_ms"]))
         lines.append(
@@ -127,16 +117,10 @@ def table(rows: list[dict[str, object]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="2,4,8")
-    parser.add_argument(
-        "--bytes", default="136,875088,8388608", help="vector sizes; 875088 is the MLP's gradient"
-    )
-    parser.add_argument(
-        "--latency-ms", default="0,1,5", help="added to each direction of every link to a device"
-    )
+    parser.add_argument("--bytes", default="136,875088,8388608", help="vector sizes; 875088 is the MLP's gradient")
+    parser.add_argument("--latency-ms", default="0,1,5", help="added to each direction of every link to a device")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long each figure is measured")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)

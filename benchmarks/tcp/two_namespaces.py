@@ -38,9 +38,7 @@ def main() -> None:
     if missing:
         sys.exit(f"two_namespaces.py needs {' and '.join(missing)}: install iproute2 and util-linux")
     contenders = options.contenders.split(",")
-    times: dict[str, dict[int, list[float]]] = {
-        name: {size: [] for size in options.sizes} for name in contenders
-    }
+    times: dict[str, dict[int, list[float]]] = {name: {size: [] for size in options.sizes} for name in contenders}
     try:
         with two_namespaces() as inside:
             for turn in range(options.turns):  # in turns, so that all of them see the same machine
@@ -66,12 +64,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--contenders", default="tcp,gloo", help="of tcp, torch (both Hoop), gloo; the last is the yardstick"
     )
-    parser.add_argument(
-        "--ranks", type=int, default=2, help="even ones in one namespace, odd ones in the other"
-    )
-    parser.add_argument(
-        "--sizes", type=_sizes, default="4,437544,4194304,67108864", help="bytes, with commas"
-    )
+    parser.add_argument("--ranks", type=int, default=2, help="even ones in one namespace, odd ones in the other")
+    parser.add_argument("--sizes", type=_sizes, default="4,437544,4194304,67108864", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=0.7, help="how long each figure is measured")
     parser.add_argument("--turns", type=int, default=3, help="how often; the median counts")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
@@ -102,9 +96,7 @@ def two_namespaces() -> Iterator[list[list[str]]]:
             assert holder.stdout is not None
             stack.callback(holder.stdin.close)
             if not holder.stdout.readline():
-                sys.exit(
-                    "two_namespaces.py: this machine lets nobody make network namespaces (unshare --net)"
-                )
+                sys.exit("two_namespaces.py: this machine lets nobody make network namespaces (unshare --net)")
             holders.append(holder)
         inside = [["nsenter", f"--net=/proc/{holder.pid}/ns/net"] for holder in holders]
         other = str(holders[1].pid)

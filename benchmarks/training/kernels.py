@@ -95,9 +95,7 @@ def measured(ways: dict[str, Way], rows: int, seconds: float) -> dict[str, float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--rows", type=numbers, default=[16, 32, 64, 128, 256, 512, 1024], help="samples of a shard"
-    )
+    parser.add_argument("--rows", type=numbers, default=[16, 32, 64, 128, 256, 512, 1024], help="samples of a shard")
     parser.add_argument("--seconds", type=float, default=2.0, help="a size")
     parser.add_argument("--quick", action="store_true", help="a fifth of a second a size")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")

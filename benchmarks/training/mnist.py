@@ -19,8 +19,7 @@ AIM_ONE_CORE, AIM_DDP, AIM_CROWDED = 1.7, 2.0, 1.15
 def contenders(options: argparse.Namespace) -> dict[str, Contender]:
     """By a short name, as they stand in the table."""
     found = {
-        f"hoop {n}": Contender(f"Hoop, {n} device{'s'[: n > 1]}", ["hoop", f"--devices={n}"])
-        for n in options.devices
+        f"hoop {n}": Contender(f"Hoop, {n} device{'s'[: n > 1]}", ["hoop", f"--devices={n}"]) for n in options.devices
     }
     if options.shards:
         for one in found.values():
@@ -40,11 +39,7 @@ def contenders(options: argparse.Namespace) -> dict[str, Contender]:
                     f"DDP, {ranks} processes, {backend}{', fused Adam' if fused else ''}",
                     ["torch", f"--ranks={ranks}", f"--backend={backend}", *(["--fused"] if fused else [])],
                 )
-    return {
-        name: one
-        for name, one in found.items()
-        if any(name.startswith(part) for part in options.only.split(","))
-    }
+    return {name: one for name, one in found.items() if any(name.startswith(part) for part in options.only.split(","))}
 
 
 def aims(found: dict[str, Contender], cores: int) -> list[list[str]]:
@@ -60,18 +55,14 @@ def aims(found: dict[str, Contender], cores: int) -> list[list[str]]:
     for fused in ("", " fused"):
         kind = ", fused" if fused else ""
         rows += speed_up(f"torch 1{fused}", "hoop 1", 1.0, f"1 device against PyTorch on one core{kind}")
-        rows += speed_up(
-            f"torch 1{fused}", "hoop 2", AIM_ONE_CORE, f"2 devices against PyTorch on one core{kind}"
-        )
+        rows += speed_up(f"torch 1{fused}", "hoop 2", AIM_ONE_CORE, f"2 devices against PyTorch on one core{kind}")
         rows += speed_up(
             f"torch {cores}{fused}",
             f"hoop {cores}",
             1.0,
             f"{cores} devices against PyTorch on {cores} cores{kind}",
         )
-        rows += speed_up(
-            f"ddp gloo 2{fused}", "hoop 2", AIM_DDP, f"2 devices against DDP, 2 processes, Gloo{kind}"
-        )
+        rows += speed_up(f"ddp gloo 2{fused}", "hoop 2", AIM_DDP, f"2 devices against DDP, 2 processes, Gloo{kind}")
     if cores == 2:
         rows += speed_up("hoop 2", "hoop 4", 1 / AIM_CROWDED, "4 devices against 2, on 2 cores")
     return rows
@@ -81,9 +72,7 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--devices", type=numbers, default=[1, 2, 4], help="Hoop with so many, e.g. 1,2,4")
-    parser.add_argument(
-        "--threads", type=numbers, default=sorted({1, cores}), help="plain PyTorch with so many"
-    )
+    parser.add_argument("--threads", type=numbers, default=sorted({1, cores}), help="plain PyTorch with so many")
     parser.add_argument("--ddp", type=numbers, default=[2], help="DDP with so many processes; empty: none")
     parser.add_argument("--only", default="", help="those that begin so, e.g. 'hoop,torch 1,ddp gloo'")
     parser.add_argument("--batch-size", type=int, help="the global batch [default: the recipe's]")
@@ -105,9 +94,7 @@ def main() -> None:
     race(list(found.values()), options.repeats, arguments)
     reached = aims(found, cores)
     if options.json:
-        print(
-            json.dumps({"environment": environment(), "contenders": as_json(found.values()), "aims": reached})
-        )
+        print(json.dumps({"environment": environment(), "contenders": as_json(found.values()), "aims": reached}))
         return
     base = next((found[name] for name in ("torch 1", *found) if name in found and found[name].seconds), None)
     rows = []

@@ -71,9 +71,7 @@ class Contender:
                 process.communicate()
         if process.returncode or not out.strip():
             lines = [line for line in said.strip().splitlines() if line.strip()]
-            self.failure = (
-                lines[-1].removeprefix("hoop.errors.")[:160] if lines else f"exit {process.returncode}"
-            )
+            self.failure = lines[-1].removeprefix("hoop.errors.")[:160] if lines else f"exit {process.returncode}"
             return
         figures = json.loads(out.strip().splitlines()[-1])
         self.figures.append(figures)
@@ -81,9 +79,7 @@ class Contender:
         self.seconds += [one / figures["steps"] for one in (laps[1:] or laps)]
 
 
-def race(
-    contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0
-) -> None:
+def race(contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0) -> None:
     """All of them, ``repeats`` times; a word about each on stderr. Ended early (SIGTERM), what is known is kept."""
 
     def end(*_: object) -> None:

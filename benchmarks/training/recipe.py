@@ -36,12 +36,8 @@ def candidates() -> list[tuple[OptimizerSettings, int]]:
     found += [replace(adam, warmup=warmup) for warmup in (0, 300)]
     found += [replace(adam, lr=lr, beta2=0.99) for lr in (3e-3, 5e-3)]
     found += [replace(adam, weight_decay=decay) for decay in (1e-5, 1e-4)]
-    found += [
-        replace(adamw, lr=lr, weight_decay=decay) for lr in (2e-3, 3e-3, 5e-3) for decay in (0.01, 0.1, 0.3)
-    ]
-    found += [
-        replace(sgd, lr=lr, weight_decay=decay) for lr in (0.05, 0.1, 0.2, 0.3) for decay in (0.0, 1e-4, 5e-4)
-    ]
+    found += [replace(adamw, lr=lr, weight_decay=decay) for lr in (2e-3, 3e-3, 5e-3) for decay in (0.01, 0.1, 0.3)]
+    found += [replace(sgd, lr=lr, weight_decay=decay) for lr in (0.05, 0.1, 0.2, 0.3) for decay in (0.0, 1e-4, 5e-4)]
     return [(one, 256) for one in found] + [(replace(adam), 128), (replace(adam), 512)]
 
 
@@ -82,9 +78,7 @@ def accuracy(tried: Tried) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, default=5, help="0 up to this")
-    parser.add_argument(
-        "--only", default="", help="candidates with all of these words, e.g. 'adam 0.003 cosine'"
-    )
+    parser.add_argument("--only", default="", help="candidates with all of these words, e.g. 'adam 0.003 cosine'")
     parser.add_argument("--workers", type=int, help="processes [default: a core each]")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()

@@ -26,9 +26,7 @@ class Resident:
         if not self._devices:
             parents = _parents()
             heads = {pid for pid, parent in parents.items() if parent == os.getpid()}
-            _coordinator, *self._devices = sorted(
-                pid for pid, parent in parents.items() if parent in heads
-            ) or [0]
+            _coordinator, *self._devices = sorted(pid for pid, parent in parents.items() if parent in heads) or [0]
         for pid in self._devices:
             self._most[pid] = max(self._most.get(pid, 0), _field(pid, "VmHWM"))
 

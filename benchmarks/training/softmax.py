@@ -16,9 +16,7 @@ KEPT = "--memory=4GiB"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--sides", type=numbers, default=[28, 56, 112], help="of the images; 784, 3 136, 12 544 pixels"
-    )
+    parser.add_argument("--sides", type=numbers, default=[28, 56, 112], help="of the images; 784, 3 136, 12 544 pixels")
     parser.add_argument("--devices", type=numbers, default=[1, 2], help="Hoop with so many")
     parser.add_argument("--threads", type=numbers, default=[1, 2], help="plain PyTorch with so many")
     parser.add_argument("--epochs", type=int, default=4, help="in one go, the first as a warm-up")
@@ -36,9 +34,7 @@ def main() -> None:
                 for count in options.devices
             ),
             *(
-                Contender(
-                    f"PyTorch, {count} thread{'s'[: count > 1]}", ["torch", f"--threads={count}"], count
-                )
+                Contender(f"PyTorch, {count} thread{'s'[: count > 1]}", ["torch", f"--threads={count}"], count)
                 for count in options.threads
             ),
         ]

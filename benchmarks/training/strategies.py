@@ -45,9 +45,7 @@ def row(model: str, one: Contender) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--devices", type=numbers, default=[2, 4], help="the MLP has only three blocks to cut"
-    )
+    parser.add_argument("--devices", type=numbers, default=[2, 4], help="the MLP has only three blocks to cut")
     parser.add_argument("--models", default="mlp,mobilenetv2", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--only", default="", help="strategies that begin so, e.g. data,pipeline")
     parser.add_argument("--batch-size", type=int, default=16, help="MobileNetV2's")
@@ -61,9 +59,7 @@ def main() -> None:
     wanted = options.only.split(",")
     rows, told = [], []
     for model, devices in itertools.product(options.models.split(","), options.devices):
-        specs = [
-            one.spec for one in all_strategies(devices) if any(one.spec.startswith(word) for word in wanted)
-        ]
+        specs = [one.spec for one in all_strategies(devices) if any(one.spec.startswith(word) for word in wanted)]
         found = [Contender(spec, ["hoop", f"--devices={devices}", f"--strategy={spec}"]) for spec in specs]
         arguments = list(MODELS[model])
         if model != "mlp":

@@ -40,9 +40,7 @@ def step_ms(slowdown: list[int], shards: int, batch: int, epochs: int) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--factors", default="2,3", help="how many times slower the second device is")
     parser.add_argument("--shards", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=1024)
@@ -67,9 +65,7 @@ def main() -> None:
     if given.json:
         print(json.dumps(rows))
         return
-    print(
-        "| second device | fast one alone, ms | both, ms | ideal, ms | of the ideal |\n|---|---|---|---|---|"
-    )
+    print("| second device | fast one alone, ms | both, ms | ideal, ms | of the ideal |\n|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row['slower']}x slower | {row['alone_ms']:.2f} | {row['took_ms']:.2f} | {row['ideal_ms']:.2f} | "

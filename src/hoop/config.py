@@ -26,9 +26,7 @@ _MAX_DIGITS = 30
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def _quantity(
-    text: str, units: Mapping[str, int | Fraction], what: str, field: str, *, fold: bool = False
-) -> Fraction:
+def _quantity(text: str, units: Mapping[str, int | Fraction], what: str, field: str, *, fold: bool = False) -> Fraction:
     """Parse a number with a unit exactly; raises InvalidArgument. ``fold`` ignores the case of the unit."""
     match = _QUANTITY.fullmatch(text)
     unit = "" if match is None else match[2].lower() if fold else match[2]

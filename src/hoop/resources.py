@@ -105,10 +105,7 @@ def admission_error(request: Request, resources: Resources) -> ResourceExhausted
     remedies = [f"{devices} {most} is the most that fits"] if most else []
     if arena:
         remedies.append(f"{memory} {arena}MiB fits {request.devices}")
-    remedy = (
-        "; ".join(remedies)
-        or f"not even one of {format_size(request.memory)} fits: choose a smaller {memory}"
-    )
+    remedy = "; ".join(remedies) or f"not even one of {format_size(request.memory)} fits: choose a smaller {memory}"
     field = devices if most else memory  # if not even one device fits, fewer devices do not help
     what = f"{request.devices} of {format_size(request.memory)}"
     return ResourceExhausted(f"{field}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
@@ -234,9 +231,7 @@ def _free_space(folder: Path) -> int | None:
         found = os.statvfs(folder)
     except OSError:
         return None
-    return (
-        found.f_bavail * found.f_frsize if found.f_blocks else None
-    )  # a tmpfs without a limit reports 0 of 0
+    return found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs without a limit reports 0 of 0
 
 
 def _is_tmpfs(folder: Path) -> bool:
@@ -288,9 +283,7 @@ def cgroup_memory_left(group: Path) -> int | None:
         limit, current = _number(group / most), _number(group / used)
         if limit is not None and current is not None:
             stat = _fields(group / "memory.stat")
-            files = sum(
-                stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file")
-            )
+            files = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
             return limit - current + files
     return None
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
 
-_HOST_PORT = re.compile(
-    r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII
-)
+_HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
 def _is_v6(text: str) -> bool:
@@ -32,9 +30,7 @@ class Address:
         """Parse ``host:port`` or ``[v6]:port``; raises InvalidArgument."""
         match = _HOST_PORT.fullmatch(text.strip())
         if match is None or int(match["port"]) > 65535 or (match["v6"] and not _is_v6(match["v6"])):
-            raise InvalidArgument(
-                f"{field}: {text[:80]!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021"
-            )
+            raise InvalidArgument(f"{field}: {text[:80]!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021")
         return cls(match["v6"] or match["name"], int(match["port"]))
 
     @property

@@ -44,14 +44,10 @@ def soon(seconds: float = LONG_S) -> float:
     return time.monotonic() + seconds
 
 
-def endpoints_of(
-    transports: list[Transport], communicator: int = COMMUNICATOR, generation: int = 1
-) -> list[Endpoint]:
+def endpoints_of(transports: list[Transport], communicator: int = COMMUNICATOR, generation: int = 1) -> list[Endpoint]:
     """One endpoint a transport, in rank order."""
     peers = [transport.address for transport in transports]
-    return [
-        transport.endpoint(communicator, generation, rank, peers) for rank, transport in enumerate(transports)
-    ]
+    return [transport.endpoint(communicator, generation, rank, peers) for rank, transport in enumerate(transports)]
 
 
 def uri_of(scheme: str, rank: int, hosts: Sequence[int] = ()) -> str:
@@ -74,9 +70,7 @@ class Ranks:
             self.transports = [
                 opened.enter_context(open_transport(uri_of(scheme, rank, hosts))) for rank in range(size)
             ]
-            self._threads = [
-                opened.enter_context(ThreadPoolExecutor(1, f"rank-{rank}")) for rank in range(size)
-            ]
+            self._threads = [opened.enter_context(ThreadPoolExecutor(1, f"rank-{rank}")) for rank in range(size)]
             self.renew()
             self._opened = opened.pop_all()
 

@@ -8,7 +8,7 @@ compares its own buffers whole: what the collective does not define must be as i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,16 +21,23 @@ from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import CATALOG, Operation
 from hoop.memory.dtypes import DTYPES, DType
 
+
+def is_slow(params: Mapping[str, Any]) -> bool:
+    """test_hierarchical has more of hybrid, and inproc has all sizes."""
+    scheme, size = params.get("ranks", ("", 0))
+    return scheme == "hybrid" or (scheme in ("tcp", "shm") and size in (1, 4, 5))
+
+
+pytestmark = pytest.mark.slow_if(when=is_slow)
+
+
 Array = npt.NDArray[Any]
 OPS = ("sum", "prod", "min", "max", "avg")
 SIZES = (1, 2, 3, 4, 5)
 ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.algorithms]
 # Directly in arenas is not among them: it needs devices.
 SHARED_ALGORITHMS = [
-    (name, algorithm)
-    for name, entry in CATALOG.items()
-    for algorithm in entry.shared
-    if algorithm != "direct"
+    (name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.shared if algorithm != "direct"
 ]
 GUARD = 3
 """Elements after the end of every buffer, which nobody may touch."""
@@ -273,9 +280,7 @@ def run(ranks: Ranks, batch: list[Case], stepped: bool = False) -> None:
 
 
 def compare(case: Case, rank: int) -> None:
-    for name, found, wanted in zip(
-        ("source", "destination"), case.before[rank], case.after[rank], strict=True
-    ):
+    for name, found, wanted in zip(("source", "destination"), case.before[rank], case.after[rank], strict=True):
         if found.tobytes() != wanted.tobytes():
             raise AssertionError(f"rank {rank}: {name} of {case}\nis     {found}\nwanted {wanted}")
 
@@ -406,13 +411,9 @@ def test_all_ranks_hold_the_same_bits(ranks: Ranks, algorithm: str) -> None:
     """Where the order of summation matters, it is the same for all, and again the next time."""
     for dtype in filter(is_float, DTYPES.values()):
         operation = Operation("all_reduce", 1001, dtype, "avg", algorithm, chunk_bytes=64)
-        vectors = [
-            stored(np.random.default_rng(rank).standard_normal(1001), dtype) for rank in range(ranks.size)
-        ]
+        vectors = [stored(np.random.default_rng(rank).standard_normal(1001), dtype) for rank in range(ranks.size)]
 
-        def job(
-            one: Communicator, operation: Operation = operation, vectors: list[Array] = vectors
-        ) -> list[bytes]:
+        def job(one: Communicator, operation: Operation = operation, vectors: list[Array] = vectors) -> list[bytes]:
             results = []
             for _ in range(2):
                 destination = np.empty(1001, operation.dtype.numpy)
@@ -430,9 +431,7 @@ def test_all_ranks_hold_the_same_bits(ranks: Ranks, algorithm: str) -> None:
 @over_every_transport
 def test_the_naive_reduction_sums_in_rank_order(ranks: Ranks) -> None:
     """Beginning with the root's own: it is the reference for those who must know every rounding."""
-    vectors = [
-        np.random.default_rng(rank).standard_normal(100).astype(np.float32) for rank in range(ranks.size)
-    ]
+    vectors = [np.random.default_rng(rank).standard_normal(100).astype(np.float32) for rank in range(ranks.size)]
     for root in range(ranks.size):
         operation = Operation("reduce", 100, algorithm="naive", root=root)
         expected = vectors[root].copy()

@@ -15,6 +15,8 @@ from hoop.collectives.registry import Operation
 from hoop.errors import InvalidArgument
 from hoop.memory import dtype
 
+pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
+
 COUNT = 3001
 """Not a multiple of anything here."""
 PLACES = [("inproc", 1), ("inproc", 3), ("tcp", 2), ("shm", 3)]
@@ -51,12 +53,8 @@ def error(result: Any, exact: Any) -> float:
 
 
 @everywhere
-@pytest.mark.parametrize(
-    ("compression", "bound"), list(zip(EVERY, (1e-3, 6e-3, 2e-2, 0.9, 0.8), strict=True))
-)
-def test_one_step_is_within_its_bound_and_the_same_on_every_rank(
-    fresh: Ranks, compression: str, bound: float
-) -> None:
+@pytest.mark.parametrize(("compression", "bound"), list(zip(EVERY, (1e-3, 6e-3, 2e-2, 0.9, 0.8), strict=True)))
+def test_one_step_is_within_its_bound_and_the_same_on_every_rank(fresh: Ranks, compression: str, bound: float) -> None:
     vectors = gradients(fresh.size)
     results = reduced(fresh, compression, vectors)
     for result in results:
@@ -153,9 +151,7 @@ def test_fewer_bytes_are_sent(fresh: Ranks) -> None:
 
     def sent(one: Communicator, compression: str) -> int:
         vector = vectors[one.rank].copy()
-        return one.run(
-            Operation("all_reduce", 30_000, compression=compression), vector, vector, LONG_S
-        ).bytes_sent
+        return one.run(Operation("all_reduce", 30_000, compression=compression), vector, vector, LONG_S).bytes_sent
 
     full = max(fresh.run(lambda one: sent(one, "")))
     for compression, share in (

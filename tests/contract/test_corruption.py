@@ -69,9 +69,7 @@ def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flipper]:
 @pytest.fixture
 def pair(flipper: Flipper) -> Iterator[tuple[Endpoint, Endpoint]]:
     with ExitStack() as opened:
-        transports = [
-            opened.enter_context(TcpTransport(Address("127.0.0.1", 0), checksums=True)) for _ in range(2)
-        ]
+        transports = [opened.enter_context(TcpTransport(Address("127.0.0.1", 0), checksums=True)) for _ in range(2)]
         yield tuple(endpoints_of(transports))  # type: ignore[misc]
 
 
@@ -89,9 +87,7 @@ def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: i
     zero, one = pair
     exchanged(pair, [b"the first"])
     for index in range(count):
-        messages = [
-            random.randbytes(random.choice([0, 1, 8, 300, 5000])) for _ in range(random.randint(1, 4))
-        ]
+        messages = [random.randbytes(random.choice([0, 1, 8, 300, 5000])) for _ in range(random.randint(1, 4))]
         size = sum(HEADER_BYTES + len(message) for message in messages)
         flipper.back = index % 10 == 9
         before, damaged = flipper.injected, zero.messages_corrupted
@@ -107,12 +103,11 @@ def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: i
     assert one.messages_retransmitted >= count // 2
 
 
-def test_a_flipped_bit_is_noticed_and_its_message_sent_again(
-    pair: tuple[Endpoint, Endpoint], flipper: Flipper
-) -> None:
+def test_a_flipped_bit_is_noticed_and_its_message_sent_again(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
     tries(pair, flipper, 200, seed=1)
 
 
+@pytest.mark.slow
 def test_ten_thousand_flipped_bits(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
     tries(pair, flipper, 10_000, seed=2)
 

@@ -18,6 +18,8 @@ from hoop.collectives.registry import Operation
 from hoop.errors import DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.transport import open_transport
 
+pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
+
 N, COUNT = 4, 1000
 
 

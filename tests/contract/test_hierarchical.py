@@ -67,8 +67,7 @@ every_placement = pytest.mark.parametrize("hosts", PLACEMENTS.values(), ids=PLAC
 
 def over_placements(*names: str) -> pytest.MarkDecorator:
     places = [
-        pytest.param(("hybrid", len(PLACEMENTS[name]), PLACEMENTS[name]), id=name)
-        for name in names or PLACEMENTS
+        pytest.param(("hybrid", len(PLACEMENTS[name]), PLACEMENTS[name]), id=name) for name in names or PLACEMENTS
     ]
     return pytest.mark.parametrize("ranks", places, indirect=True)
 
@@ -130,9 +129,7 @@ def stray(shape: Shape, rank: int, plan: CollectivePlan) -> str:
         for where in ranges:
             if not 0 <= where.start <= where.stop <= room[where.buffer]:
                 return f"{step} leaves a buffer of {room[where.buffer]}"
-        if written is not None and (
-            written.buffer == SOURCE or (written.buffer == WINDOW and not shape.chunk)
-        ):
+        if written is not None and (written.buffer == SOURCE or (written.buffer == WINDOW and not shape.chunk)):
             return f"{step} writes to the source"
     return ""
 
@@ -140,14 +137,8 @@ def stray(shape: Shape, rank: int, plan: CollectivePlan) -> str:
 def test_a_meeting_of_some_that_one_misses_is_found() -> None:
     made = plans("all_reduce", "hierarchical", Shape(4, 8, hosts=(0, 0, 1, 1)))
     made[1] = CollectivePlan(())
-    assert [
-        problem
-        for problem in verify(made)
-        if problem.startswith("rank 0: waits for ever at Meet(ranks=(0, 1))")
-    ]
-    assert not [
-        problem for problem in verify(made) if problem.startswith("rank 2: waits for ever at Meet(ranks=(0")
-    ]
+    assert [problem for problem in verify(made) if problem.startswith("rank 0: waits for ever at Meet(ranks=(0, 1))")]
+    assert not [problem for problem in verify(made) if problem.startswith("rank 2: waits for ever at Meet(ranks=(0")]
 
 
 def log2_up(n: int) -> int:
@@ -162,15 +153,11 @@ def test_what_a_ring_between_hosts_costs(hosts: tuple[int, ...]) -> None:
         made = plans("all_reduce", "hierarchical", Shape(len(hosts), h * k * times, hosts=hosts))
         for rank, plan in enumerate(made):
             in_rail = hosts[:rank].count(hosts[rank]) < k
-            assert (plan.messages, plan.elements) == (
-                (2 * (h - 1), 2 * (h - 1) * times) if in_rail else (0, 0)
-            )
+            assert (plan.messages, plan.elements) == ((2 * (h - 1), 2 * (h - 1) * times) if in_rail else (0, 0))
     for shape in shapes("all_reduce", hosts):
         made = plans("all_reduce", "hierarchical", shape)
         assert sum(plan.elements for plan in made) == 2 * (h - 1) * shape.count
-        segments = [
-            b - a for start, stop in split_range(shape.count, k) for a, b in split_range(stop - start, h)
-        ]
+        segments = [b - a for start, stop in split_range(shape.count, k) for a, b in split_range(stop - start, h)]
         assert sum(plan.messages for plan in made) == 2 * (h - 1) * sum(map(bool, segments))
 
 
@@ -236,9 +223,7 @@ def test_large_vectors(ranks: Ranks, collective: str, algorithm: str) -> None:
 def test_the_order_is_fixed_and_all_ranks_hold_the_same_bits(ranks: Ranks, algorithm: str) -> None:
     """Rank order inside a host, then over hosts: from the segment's own in a ring, as the tree goes in a tree."""
     count = 1003
-    sources = [
-        np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(ranks.size)
-    ]
+    sources = [np.random.default_rng(rank).normal(size=count).astype(np.float32) for rank in range(ranks.size)]
 
     def job(one: Communicator) -> bytes:
         result = np.zeros(count, np.float32)
@@ -357,9 +342,7 @@ def test_in_arenas_nothing_is_copied_first(tmp_path: Path, with_arenas: tuple[in
 
 @over_placements("2x2", "2x2 in turn")
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "all_to_all"])
-def test_what_is_pending_one_way_moves_while_a_rank_waits_the_other_way(
-    ranks: Ranks, collective: str
-) -> None:
+def test_what_is_pending_one_way_moves_while_a_rank_waits_the_other_way(ranks: Ranks, collective: str) -> None:
     """In a ring through both hosts links take turns; nobody could go on if only one kind were handed over."""
     algorithm = "pairwise" if collective == "all_to_all" else "ring"
     count = 6_000_000 if collective == "all_reduce" else 1_500_000
@@ -406,9 +389,7 @@ def test_a_peer_that_goes_is_named_by_who_waits_for_it(peer: int) -> None:
 def test_who_is_lost_with_messages_pending_ends_the_wait_for_another(lost: int, awaited: int) -> None:
     with Ranks("hybrid", 4, PLACEMENTS["2x2"]) as ranks:
         zero = ranks.communicators[0].endpoint
-        assert zero.send(lost, memoryview(bytes(64 << 20)), soon()) is not None, (
-            "more than any link takes at once"
-        )
+        assert zero.send(lost, memoryview(bytes(64 << 20)), soon()) is not None, "more than any link takes at once"
         waiter = Waiter(zero, awaited)
         ranks.communicators[lost].close()
         error = waiter.error()
@@ -444,9 +425,7 @@ def test_hierarchical_is_chosen_where_hosts_have_several_ranks() -> None:
     assert choose_algorithm(Operation("all_reduce", 10**7), many) == "hierarchical"
 
 
-@pytest.mark.parametrize(
-    "hosts", [(0, 0, 0), (0, 1, 2), (0,)], ids=["one host", "one rank a host", "one rank"]
-)
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2), (0,)], ids=["one host", "one rank a host", "one rank"])
 def test_where_there_is_nothing_to_gain_it_is_not_chosen_and_cannot_be_forced(hosts: tuple[int, ...]) -> None:
     assert "hierarchical" not in choose_algorithm(Operation("all_reduce", 10), an_endpoint(hosts))
     for algorithm in ("hierarchical", "hierarchical_tree"):
@@ -462,9 +441,7 @@ def test_it_cannot_be_forced_where_there_are_no_hosts(scheme: str) -> None:
         one = Communicator(transport.endpoint(COMMUNICATOR, 1, 0, [transport.address]))
         vector = np.zeros(4, np.float32)
         there = "flat, staged" if scheme == "shm" else "ring, chunked_ring"
-        with pytest.raises(
-            InvalidArgument, match=rf"hierarchical needs several hosts.*here there is {there}"
-        ):
+        with pytest.raises(InvalidArgument, match=rf"hierarchical needs several hosts.*here there is {there}"):
             one.run(Operation("all_reduce", 4, algorithm="hierarchical"), vector, vector, LONG_S)
         one.close()
 

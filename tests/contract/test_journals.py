@@ -119,9 +119,7 @@ class InEtcd:
         self._do(pb.RequestOp(request_put=put))
 
     def delete(self, key: bytes) -> None:
-        self._do(
-            pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=self.prefix.encode() + b"/" + key))
-        )
+        self._do(pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=self.prefix.encode() + b"/" + key)))
 
     def _do(self, done: pb.RequestOp) -> None:
         with self.etcd.api() as api:
@@ -236,9 +234,7 @@ def test_damage_is_named(there: InEtcd) -> None:
     ]
     for key, value, reason in wrongs:
         there.put(key, value)
-        with pytest.raises(
-            FailedPrecondition, match=rf"^journal etcd://.*/{there.prefix}.*{reason}.*etcdctl del"
-        ):
+        with pytest.raises(FailedPrecondition, match=rf"^journal etcd://.*/{there.prefix}.*{reason}.*etcdctl del"):
             there()
         assert there.stored()[key].value == value, "nothing is thrown away"
         there.put(key, whole[key].value)
@@ -329,9 +325,7 @@ def test_etcd_is_away_for_a_while(there: InEtcd, monkeypatch: pytest.MonkeyPatch
         there.etcd.signal(signal.SIGSTOP)
         try:
             for _ in range(2):
-                with pytest.raises(
-                    DeadlineExceeded, match=f"^journal etcd://.* is away.*{there.etcd.address}"
-                ):
+                with pytest.raises(DeadlineExceeded, match=f"^journal etcd://.* is away.*{there.etcd.address}"):
                     journal.append(*BATCHES[1])
         finally:
             there.etcd.signal(signal.SIGCONT)

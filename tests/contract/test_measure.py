@@ -11,6 +11,8 @@ from hoop.collectives.registry import Operation
 from hoop.collectives.selection import LinkCost, choose_algorithm, measure_links
 from hoop.memory.dtypes import dtype
 
+pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
+
 
 @pytest.mark.parametrize("scheme", URIS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

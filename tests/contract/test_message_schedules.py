@@ -98,6 +98,7 @@ def test_no_message_is_taken_twice_or_for_another(transport: TcpTransport) -> No
     check(transport, 500)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_schedules(transport: TcpTransport) -> None:
     check(transport, 100_000)

@@ -152,8 +152,7 @@ def test_operations_that_were_started(made: Callable[..., Ranks], scheme: str) -
     def job(one: Communicator) -> list[object]:
         vector = np.ones(SMALL, np.float32)
         handles = [
-            one.start(unusual if one.rank and index == 1 else usual, vector, vector, LONG_S)
-            for index in range(3)
+            one.start(unusual if one.rank and index == 1 else usual, vector, vector, LONG_S) for index in range(3)
         ]
         return outcomes(_Waited(handle) for handle in handles)  # type: ignore[misc]
 
@@ -214,9 +213,7 @@ def test_vectors_in_arenas(tmp_path: Path, scheme: str) -> None:
 
     def outcome_of(job: Callable[[Communicator, np.ndarray], None], name: str) -> list[object]:
         with ExitStack() as opened:
-            arenas = [
-                opened.enter_context(Arena.create(tmp_path / f"{name}{rank}", 1 << 20)) for rank in range(4)
-            ]
+            arenas = [opened.enter_context(Arena.create(tmp_path / f"{name}{rank}", 1 << 20)) for rank in range(4)]
             transports: list[Transport] = []
             for rank, arena in enumerate(arenas):
                 address = Address.parse(uri_of("hybrid", rank, hosts).removeprefix("hybrid://"))
@@ -266,18 +263,14 @@ def test_a_launch_with_different_operations(tmp_path: Path) -> None:
         ]
 
         def request(rank: int, op: str) -> pb.LaunchRequest:
-            operation = pb.Operation(
-                collective="all_reduce", algorithm="ring", dtype="float64", op=op, count=8
-            )
+            operation = pb.Operation(collective="all_reduce", algorithm="ring", dtype="float64", op=op, count=8)
             place = pb.Location(address=arenas[rank].min_address)
             seat = pb.RankAssignment(communicator_id=1, generation=1, rank=rank, members=members)
             work = pb.LaunchOperation(operation=operation, operand=pb.Operand(source=place))
             return pb.LaunchRequest(assignment=seat, operations=[work], timeout_s=LONG_S)
 
         async def launch() -> list[object]:
-            launches = [
-                runner.launch(request(rank, ("sum", "max")[rank])) for rank, runner in enumerate(runners)
-            ]
+            launches = [runner.launch(request(rank, ("sum", "max")[rank])) for rank, runner in enumerate(runners)]
             return await asyncio.gather(*launches, return_exceptions=True)
 
         errors = asyncio.run(launch())

@@ -13,6 +13,8 @@ from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.shard_tree import merge_plan
 from hoop.errors import HoopError
 
+pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
+
 SHARES: dict[int, list[list[Sequence[int]]]] = {
     1: [[range(5)]],
     2: [[range(4), range(4, 8)], [range(3), range(3, 8)], [range(8), range(0)]],
@@ -65,9 +67,7 @@ def test_a_rank_that_leaves_is_named(scheme: str) -> None:
     with Ranks(scheme, 2) as ranks:
 
         def job(one: Communicator) -> str:
-            add = OrderedAllReduce(
-                one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon()
-            )
+            add = OrderedAllReduce(one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon())
             if one.rank == 1:
                 one.close()
                 return ""

@@ -55,9 +55,7 @@ def shapes(collective: str, algorithm: str) -> Iterator[Shape]:
     """Every size and count, with every root, pair or chunk where the collective has one."""
     for n, count in itertools.product(SIZES, COUNTS if collective != "barrier" else (0,)):
         rooted = collective in {"broadcast", "reduce", "gather", "scatter", "send"}
-        for root, peer in itertools.product(
-            range(n if rooted else 1), range(n if collective == "send" else 1)
-        ):
+        for root, peer in itertools.product(range(n if rooted else 1), range(n if collective == "send" else 1)):
             for chunk in (0, 1, 2, 3, 7, 100) if algorithm == "chunked_ring" else (0,):
                 yield Shape(n, count, root, peer, chunk)
 
@@ -130,9 +128,7 @@ def test_every_round_is_complete_in_itself(collective: str, algorithm: str) -> N
     """So a collective can be stepped."""
     for shape in shapes(collective, algorithm):
         all_rounds = [plan.rounds for plan in plans(collective, algorithm, shape)]
-        assert len(set(map(len, all_rounds))) == 1, (
-            f"{shape}: ranks differ in rounds {[*map(len, all_rounds)]}"
-        )
+        assert len(set(map(len, all_rounds))) == 1, f"{shape}: ranks differ in rounds {[*map(len, all_rounds)]}"
         for index, together in enumerate(zip(*all_rounds, strict=True)):
             problems = verify([CollectivePlan((instructions,)) for instructions in together])
             assert not problems, f"{shape}, round {index}: {problems}"
@@ -369,9 +365,7 @@ def test_empty_segments_are_not_sent() -> None:
                 )
 
 
-@pytest.mark.parametrize(
-    ("collective", "depth"), [("all_reduce", 2), ("reduce", 1), ("broadcast", 1), ("barrier", 1)]
-)
+@pytest.mark.parametrize(("collective", "depth"), [("all_reduce", 2), ("reduce", 1), ("broadcast", 1), ("barrier", 1)])
 def test_a_tree_takes_log2_n_rounds_of_messages(collective: str, depth: int) -> None:
     for n in SIZES:
         made = plans(collective, "tree", Shape(n, 5))
@@ -387,9 +381,7 @@ def test_a_tree_takes_log2_n_rounds_of_messages(collective: str, depth: int) -> 
 def test_a_pairwise_exchange_has_one_sender_for_each_receiver() -> None:
     """In no round is a rank everybody's target."""
     for n in SIZES:
-        for together in zip(
-            *(plan.rounds for plan in plans("all_to_all", "pairwise", Shape(n, 2))), strict=True
-        ):
+        for together in zip(*(plan.rounds for plan in plans("all_to_all", "pairwise", Shape(n, 2))), strict=True):
             peers = [step.peer for steps in together for step in steps if isinstance(step, Send)]
             assert len(peers) == len(set(peers))
 
@@ -417,9 +409,7 @@ def test_what_is_sent_is_what_was_planned(ranks: Ranks, collective: str, algorit
         for rank, report in enumerate(ranks.run(job)):
             plan = operation.plan(n, rank)
             found = (report.messages_sent, report.bytes_sent, report.algorithm)
-            assert found == (plan.messages, plan.elements * kind.itemsize, algorithm), (
-                f"rank {rank}: {operation}"
-            )
+            assert found == (plan.messages, plan.elements * kind.itemsize, algorithm), f"rank {rank}: {operation}"
             assert report.seconds >= 0
 
 
@@ -544,9 +534,7 @@ def test_operands_that_overlap_are_refused(
     operation = Operation(collective, 4, root=1)
     needs, _ = operation.extents(3, 1)
     operands = memory[source_at : source_at + needs], memory[destination_at : destination_at + gets]
-    with pytest.raises(
-        InvalidArgument, match=rf"rank 1: source and destination of {collective}.* overlap; use"
-    ):
+    with pytest.raises(InvalidArgument, match=rf"rank 1: source and destination of {collective}.* overlap; use"):
         alone.run(operation, *operands, timeout=LONG_S)
     assert memory.tolist() == list(range(32))
 
@@ -555,13 +543,9 @@ IN_PLACE = {"all_gather": (4, 0), "gather": (4, 0), "reduce_scatter": (0, 4), "s
 
 
 @every_algorithm
-def test_operands_side_by_side_or_in_place_are_accepted(
-    alone: Communicator, collective: str, algorithm: str
-) -> None:
+def test_operands_side_by_side_or_in_place_are_accepted(alone: Communicator, collective: str, algorithm: str) -> None:
     memory = np.zeros(24, np.float32)
-    operation = Operation(
-        collective, 4 if collective != "barrier" else 0, algorithm=algorithm, root=1, peer=1
-    )
+    operation = Operation(collective, 4 if collective != "barrier" else 0, algorithm=algorithm, root=1, peer=1)
     needs, gets = operation.extents(3, 1)
     alone.check(operation, memory[:needs], memory[needs : needs + gets])
     alone.check(operation, memory[gets : gets + needs], memory[:gets])

@@ -161,9 +161,7 @@ def test_a_newcomer_that_reports_next_has_what_the_others_had_not_emitted(scheme
     old.step(4, 5)
     handed_over(scheme, [old, newcomer], 5)
     newcomer.step(6)
-    assert newcomer.report() == [1, 2, 3, 4, 5, 6], (
-        "those that were emitted too: the old rank may be killed now"
-    )
+    assert newcomer.report() == [1, 2, 3, 4, 5, 6], "those that were emitted too: the old rank may be killed now"
 
 
 def test_a_rank_that_did_not_meet_the_others_gets_the_row_it_lacks() -> None:

@@ -237,9 +237,7 @@ def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
         target = right.endpoint(COMMUNICATOR, 1, 1, peers)
         real = left.endpoint(COMMUNICATOR + 1, 1, 0, peers)
         assert isinstance(real, ShmEndpoint)
-        hello = FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + pack_offer(
-            real.token, 0, 0
-        )
+        hello = FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack() + pack_offer(real.token, 0, 0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(LONG_S)
             sock.connect(socket_name(right.address))

@@ -107,9 +107,7 @@ def test_whoever_waits_too_briefly_can_wait_again(three: Ranks) -> None:
             assert come.wait(LONG_S)
         handle = one.start(sum_of(10), data, data, LONG_S)
         if one.rank == 1:
-            with pytest.raises(
-                DeadlineExceeded, match=r"all_reduce sum of 10 float32 is not finished .* it goes on"
-            ):
+            with pytest.raises(DeadlineExceeded, match=r"all_reduce sum of 10 float32 is not finished .* it goes on"):
                 handle.wait(BARELY_S)
             assert not handle.done
             come.set()
@@ -148,8 +146,6 @@ def test_one_that_fails_fails_those_behind_it(three: Ranks) -> None:
         assert isinstance(found, list), f"rank {rank}: {found!r}"
         first, second = map(str, found)
         assert "all_reduce sum of 20 float32" in first, f"rank {rank}: {first}"
-        assert second.startswith(f"rank {rank}: all_reduce sum of 30 float32 was not run: "), (
-            f"rank {rank}: {second}"
-        )
+        assert second.startswith(f"rank {rank}: all_reduce sum of 30 float32 was not run: "), f"rank {rank}: {second}"
         assert first in second, f"rank {rank}: {second}"
     three.broken = True

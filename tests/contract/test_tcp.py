@@ -158,9 +158,7 @@ def test_the_lobby_keeps_apart_who_waits_for_whom(transports: list[Transport], r
     endpoint.close()
 
 
-def test_the_lobby_has_a_limit(
-    transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lobby_has_a_limit(transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hoop.transport.tcp_listener, "MAX_PENDING", 2)
     for communicator in (1, 2):
         raw(transports[0], hello(communicator=communicator))
@@ -175,9 +173,7 @@ def test_nobody_waits_in_the_lobby_for_ever(
     assert refusal(raw(transports[0], hello())) == "no endpoint for this link within 0.01 s"
 
 
-def test_a_rank_that_is_not_in_the_communicator_is_refused(
-    transports: list[Transport], pair: Pair, raw: Dial
-) -> None:
+def test_a_rank_that_is_not_in_the_communicator_is_refused(transports: list[Transport], pair: Pair, raw: Dial) -> None:
     assert refusal(raw(transports[0], hello(source=2))) == "rank 2 is not in communicator 7"
     meet(pair)
 
@@ -231,9 +227,7 @@ def test_a_frame_of_another_generation_is_stale(
 
 
 @pytest.mark.parametrize("cut", [1, 51, 52, 53, 4095, 4097])
-def test_frames_may_arrive_in_any_portions(
-    transports: list[Transport], pair: Pair, raw: Dial, cut: int
-) -> None:
+def test_frames_may_arrive_in_any_portions(transports: list[Transport], pair: Pair, raw: Dial, cut: int) -> None:
     """However the stream is cut: what is read ahead of one message belongs to the next."""
     payloads = [bytes([index % 251]) * size for index, size in enumerate([8, 0, 4000, 30, 1, 9000, 8] * 20)]
     stream = b"".join(frame(index, payload) for index, payload in enumerate(payloads))
@@ -293,9 +287,7 @@ def test_a_link_that_changes_a_byte_is_named() -> None:
         assert honest is not None
         one._checksum = lambda data: honest(memoryview(bytes(data)[:-1] + b"?"))
         say(one, 0, b"and is no more")
-        with pytest.raises(
-            LinkCorrupted, match="link 1 -> 0 of communicator 7: message 2 of 14 bytes is not what"
-        ):
+        with pytest.raises(LinkCorrupted, match="link 1 -> 0 of communicator 7: message 2 of 14 bytes is not what"):
             receive(zero, 1, 14)
         zero.close()
         one.close()
@@ -315,15 +307,11 @@ def test_a_link_that_changes_a_byte_is_named() -> None:
     ],
     ids=["a browser", "damaged", "not a HELLO", "unknown kind", "absurd length"],
 )
-def test_who_does_not_say_hello_is_told_so(
-    transports: list[Transport], raw: Dial, words: bytes, answer: str
-) -> None:
+def test_who_does_not_say_hello_is_told_so(transports: list[Transport], raw: Dial, words: bytes, answer: str) -> None:
     assert answer in refusal(raw(transports[0], words))
 
 
-def test_who_says_nothing_is_sent_away(
-    transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_says_nothing_is_sent_away(transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hoop.transport.tcp_listener, "HELLO_TIMEOUT_S", 0.01)
     visitors = [raw(transports[0], words) for words in (b"", hello()[:20])]
     assert [refusal(visitor) for visitor in visitors] == ["no HELLO within 0.01 s"] * 2
@@ -430,9 +418,7 @@ def test_abort_wakes_who_is_connecting(transports: list[Transport], deaf: Addres
 
 
 @pytest.mark.parametrize("moment", ["before it watches", "after it woke"])
-def test_a_close_at_the_worst_moment_is_still_a_close(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_close_at_the_worst_moment_is_still_a_close(pair: Pair, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Another thread may close while this one is about to wait, or has just stopped waiting."""
     zero, _ = pair
     meet(pair)

@@ -418,9 +418,7 @@ def test_generations_do_not_mix(transports: list[Transport]) -> None:
 
 
 def test_a_rank_has_one_endpoint(transports: list[Transport], pair: Pair) -> None:
-    with pytest.raises(
-        InvalidArgument, match=rf"communicator {COMMUNICATOR}, generation 1: rank 0 has an end"
-    ):
+    with pytest.raises(InvalidArgument, match=rf"communicator {COMMUNICATOR}, generation 1: rank 0 has an end"):
         transports[0].endpoint(COMMUNICATOR, 1, 0, pair[0].peers)
 
 

@@ -199,10 +199,7 @@ def _rank(
                 for buffer in arena.buffers()
             }
             sizes = {buffer.name: buffer.size for buffer in arena.buffers()}
-            weights = {
-                str(stage): one.state_array.tobytes().hex()
-                for stage, one in run.executor.stage_states.items()
-            }
+            weights = {str(stage): one.state_array.tobytes().hex() for stage, one in run.executor.stage_states.items()}
             kept = [arena.buffer(name) for name in sizes if name.endswith("slice.weights")]
             sliced = [arena.read(one.address, one.size).hex() for one in kept]
             seen = getattr(job.data().train, "seen", {})

@@ -94,9 +94,7 @@ JOBS = {
 
 
 def settings(strategy: str, **changes: Any) -> Settings:
-    start = Settings(
-        strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=90.0
-    )
+    start = Settings(strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=90.0)
     return start.replaced(changes)
 
 

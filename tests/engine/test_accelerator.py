@@ -61,9 +61,7 @@ def test_a_run_goes_on_from_a_checkpoint_there() -> None:
 
 @pytest.mark.skipif(bool(torch.cuda.device_count()), reason="there is a GPU")
 def test_where_there_is_no_gpu() -> None:
-    with pytest.raises(
-        AssertionError, match="accelerator: cuda was asked for, and rank 0, 1 of 2 has none: "
-    ):
+    with pytest.raises(AssertionError, match="accelerator: cuda was asked for, and rank 0, 1 of 2 has none: "):
         train("shm", 2, settings("data", accelerator="cuda"), JOBS["tiny"])
     assert_same(trained("tiny", "data", 1, accelerator="auto"), alone("tiny"))
     with pytest.raises(InvalidArgument, match="accelerator: 'gpu' is unknown; known: cpu, cuda, auto"):
@@ -75,9 +73,7 @@ def test_where_there_is_no_gpu() -> None:
 def test_on_cuda_every_strategy_gives_the_same_bits(job: str) -> None:
     wanted = trained(job, "data", 1, accelerator="cuda")
     for strategy, devices in SAME:
-        if (
-            job == "normed" or strategy != "pipeline:interleaved"
-        ):  # the others have too few blocks for 4 stages
+        if job == "normed" or strategy != "pipeline:interleaved":  # the others have too few blocks for 4 stages
             assert_same(trained(job, strategy, devices, accelerator="cuda"), wanted)
 
 

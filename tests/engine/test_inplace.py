@@ -29,14 +29,10 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
         def world(number: int) -> RankContext:
             one = Communicator(transport.endpoint(number, 1, 0, [transport.address]))
             seats = lambda patience, lacks=None: world(number + 1)  # noqa: E731
-            return RankContext(
-                arena, one, lambda ranks: one, wait_reassignment=seats, persistent_memory=True, run=RUN
-            )
+            return RankContext(arena, one, lambda ranks: one, wait_reassignment=seats, persistent_memory=True, run=RUN)
 
         events: list[ev.JobEvent] = []
-        first = Trainer(
-            world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False
-        )
+        first = Trainer(world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False)
         first.train()
         wanted = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
         held = first.executor.stage_states[0]

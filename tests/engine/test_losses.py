@@ -41,16 +41,12 @@ def regression() -> Splits:
         torch.randn(SAMPLES + 100, 6, generator=draw),
         torch.randn(SAMPLES + 100, 3, generator=draw),
     )
-    return Splits(
-        TensorData(inputs[:SAMPLES], targets[:SAMPLES]), TensorData(inputs[SAMPLES:], targets[SAMPLES:])
-    )
+    return Splits(TensorData(inputs[:SAMPLES], targets[:SAMPLES]), TensorData(inputs[SAMPLES:], targets[SAMPLES:]))
 
 
 def small(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.GELU(), nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Linear(8, 3)
-    )
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Linear(8, 3))
 
 
 def jobs(name: str, loss: Any, **more: Any) -> Job:
@@ -207,9 +203,7 @@ def test_a_class_of_another_weight_is_refused_when_it_comes(batch: int) -> None:
     targets[100] = 1
     weights = torch.tensor([1.0, 50.0, 1.0])
     one = TensorData(inputs, targets)
-    job = Job(
-        small, lambda: Splits(one, one), lambda outputs, labels: F.cross_entropy(outputs, labels, weights)
-    )
+    job = Job(small, lambda: Splits(one, one), lambda outputs, labels: F.cross_entropy(outputs, labels, weights))
     with pytest.raises(AssertionError, match="neither the mean nor the sum over its samples"):
         hoop(job, 0.1, 1, batch_size=batch)
 

@@ -15,6 +15,10 @@ from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
 from hoop.strategies.memory_fit import fit
 
+pytestmark = pytest.mark.slow_if(
+    when=lambda params: params.get("scheme") == "tcp" or params.get("job") == "normed"
+)  # shm and mlp are there
+
 
 def workers_of(outcomes: list[Outcome]) -> list[Outcome]:
     return [one for one in outcomes if one.more["weights"]]
@@ -82,9 +86,7 @@ def test_more_servers_than_pieces_of_weights() -> None:
 def test_one_server_clips_like_one_device_and_several_refuse() -> None:
     outcomes = train("shm", 3, settings("ps", clip=0.05), JOBS["mlp"])
     assert differing(alone("mlp", (("clip", 0.05),)), tensors_in(checkpoint(outcomes))) == []
-    with pytest.raises(
-        AssertionError, match=r"InvalidArgument: clip: 0.05 needs the norm.*2 parameter servers"
-    ):
+    with pytest.raises(AssertionError, match=r"InvalidArgument: clip: 0.05 needs the norm.*2 parameter servers"):
         train("shm", 3, settings("ps:servers=2", clip=0.05), JOBS["mlp"])
 
 
@@ -109,9 +111,7 @@ def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, device
     for one in servers_of(outcomes):
         kinds = [Instruction.parse(text).kind for text in one.done]
         assert (
-            kinds.count(InstructionKind.UPDATE)
-            == kinds.count(InstructionKind.TAKE)
-            == 2 * STEPS * (devices - servers)
+            kinds.count(InstructionKind.UPDATE) == kinds.count(InstructionKind.TAKE) == 2 * STEPS * (devices - servers)
         )
     found = tensors_in(checkpoint(outcomes))
     assert all(int(one) == 2 * STEPS for name, one in found.items() if name.endswith("num_batches_tracked"))
@@ -121,9 +121,7 @@ def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, device
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_nobody_gets_weights_who_is_too_far_ahead(staleness: int) -> None:
     """From what the servers did: at each give, how many steps that worker has pushed more than the slowest."""
-    outcomes = train(
-        "tcp", 4, settings(f"ps:ssp,staleness={staleness}", epochs=1, batch_size=10), JOBS["mlp"]
-    )
+    outcomes = train("tcp", 4, settings(f"ps:ssp,staleness={staleness}", epochs=1, batch_size=10), JOBS["mlp"])
     clocks = dict.fromkeys(range(3), 0)
     gives = 0
     for text in outcomes[3].done:
@@ -152,6 +150,7 @@ def test_bsp_goes_on_from_a_checkpoint_to_the_bit() -> None:
     assert differing(end, tensors_in(checkpoint(resumed))) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ps:asp", "ps:ssp,servers=2"])
 def test_asynchronous_servers_go_on_from_the_state_of_a_checkpoint(spec: str) -> None:
     outcomes = train("shm", 4, settings(spec), JOBS["normed"])
@@ -199,9 +198,7 @@ def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> N
         state = 4 * wanted.optimizer.num_moments * layout.trained
         blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
     room = gradient_memory_for(wanted.balance)
-    counted = fit(
-        strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, gradient_buffers=room
-    ).bytes
+    counted = fit(strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, gradient_buffers=room).bytes
     gradients = max(room(strategy, plan))
     spare = 4 * 192 * len(blocks) * (2 + wanted.optimizer.num_moments + gradients)
     for rank, one in enumerate(outcomes):

@@ -8,6 +8,8 @@ from small_jobs import JOBS, alone, settings
 
 from hoop.runs.prediction import measured_job_costs, predicted_step_seconds
 
+pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "tcp")  # shm is there
+
 
 @pytest.mark.parametrize(
     ("scheme", "strategy", "devices"), [("shm", "data", 2), ("shm", "pipeline:1f1b", 3), ("tcp", "ring", 2)]

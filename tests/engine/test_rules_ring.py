@@ -13,6 +13,10 @@ from torch import Tensor
 from hoop.data.sampler import SampleOrder
 from hoop.plan.instructions import Instruction, InstructionKind
 
+pytestmark = pytest.mark.slow_if(
+    when=lambda params: params.get("scheme") == "tcp" or params.get("job") == "normed"
+)  # shm and mlp are there
+
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 @pytest.mark.parametrize(
@@ -43,9 +47,7 @@ def test_a_synchronous_ring_clips_like_one_device() -> None:
 
 
 def test_an_asynchronous_ring_refuses_to_clip() -> None:
-    with pytest.raises(
-        AssertionError, match=r"InvalidArgument: clip: 0.5 needs the norm over all stages.*ring:sync"
-    ):
+    with pytest.raises(AssertionError, match=r"InvalidArgument: clip: 0.5 needs the norm over all stages.*ring:sync"):
         train("shm", 2, settings("ring:async", clip=0.5), JOBS["mlp"])
 
 
@@ -66,9 +68,7 @@ def asynchronous(job: str) -> dict[str, Tensor]:
         ("normed", "ring:async,slices=2", 2),
     ],
 )
-def test_an_asynchronous_ring_does_not_depend_on_timing(
-    scheme: str, job: str, spec: str, devices: int
-) -> None:
+def test_an_asynchronous_ring_does_not_depend_on_timing(scheme: str, job: str, spec: str, devices: int) -> None:
     """Whatever the devices and their links, the bits are those of one device with weights one update old."""
     outcomes = train(scheme, devices, settings(spec), JOBS[job])
     found = tensors_in(checkpoint(outcomes))

@@ -114,9 +114,7 @@ def until_step(cluster: Cluster, job: int, step: int) -> None:
     raise AssertionError(f"job {job} was over before step {step}")
 
 
-def until(
-    cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: int = 1, **fields: object
-) -> None:
+def until(cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: int = 1, **fields: object) -> None:
     """Waits until the job has emitted this event ``times`` times."""
     for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
         event = observed.event

@@ -108,9 +108,7 @@ def survive(
 class Parent:
     """As the coordinator is to devices."""
 
-    def __init__(
-        self, scheme: str, settings: Settings, job: Job, faults: Sequence[Fault], hosts: str = ""
-    ) -> None:
+    def __init__(self, scheme: str, settings: Settings, job: Job, faults: Sequence[Fault], hosts: str = "") -> None:
         self._child = partial(_rank, scheme, settings, job)
         self._faults, self._hosts = faults, hosts
         self._links: dict[int, Connection] = {}
@@ -149,9 +147,7 @@ class Parent:
             links = {self._links[number]: number for number in [*members, *newcomers] if number not in found}
             came = wait(list(links), LONG_S)
             missing = sorted(links.values())
-            assert came, (
-                f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {reasons}"
-            )
+            assert came, f"ranks {missing} were not done within {LONG_S:g} s; they left their links: {reasons}"
             lost = []
             for ready_link in came:
                 assert isinstance(ready_link, Connection)
@@ -325,13 +321,9 @@ def _arm(faults: Sequence[Fault], wait_here: Callable[[], None]) -> None:
         setattr(owner, name, armed)
 
 
-def _rank(
-    scheme: str, settings: Settings, job: Job, link: Connection, faults: Sequence[Fault], joining: bool
-) -> None:
+def _rank(scheme: str, settings: Settings, job: Job, link: Connection, faults: Sequence[Fault], joining: bool) -> None:
     torch.set_num_threads(1)
-    engine_reporter.EMIT_S = (
-        LONG_S  # as late as can be: what a rank has not emitted when it dies is lost with it
-    )
+    engine_reporter.EMIT_S = LONG_S  # as late as can be: what a rank has not emitted when it dies is lost with it
     with tempfile.TemporaryDirectory() as folder:
         arena = Arena.create(f"{folder}/arena", ARENA_BYTES)
         local = Address("127.0.0.1", 0)

@@ -28,9 +28,7 @@ def check_events(ranks: Iterable[Iterable[Told]], losses: Sequence[float], begun
         for told in events:
             if told["kind"] != "steps":
                 continue
-            for step, (loss, fed) in enumerate(
-                zip(told["loss"], told["fed"], strict=True), told["first"] + 1
-            ):
+            for step, (loss, fed) in enumerate(zip(told["loss"], told["fed"], strict=True), told["first"] + 1):
                 assert fed is not None, f"step {step}: reported without what went into it"
                 assert min(fed[0]) >= 0, f"step {step}: a shard is in it twice: {fed}"
                 before = found.setdefault(step, (loss, fed[1]))
@@ -71,8 +69,6 @@ def check_same(result: Told, undisturbed: Told) -> None:
 
     They have the same weights after as many steps, and the disturbed one reported each step once, with the same loss.
     """
-    assert result["weights_sha256"] == undisturbed["weights_sha256"], (
-        "other weights than the undisturbed run's"
-    )
+    assert result["weights_sha256"] == undisturbed["weights_sha256"], "other weights than the undisturbed run's"
     assert result["steps"] == undisturbed["steps"]
     check_run(Path(result["out"]), result["steps"], Path(undisturbed["out"]))

@@ -58,12 +58,10 @@ PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
     [
         pytest.param(["data"], ["reduce", "reduce"], False, id="data"),
         pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline"),
-        pytest.param(PIPELINE, ["forward", "recv-input"], True, id="long: and the coordinator"),
+        pytest.param(PIPELINE, ["forward", "recv-input"], True, id="and the coordinator", marks=pytest.mark.slow),
     ],
 )
-def test_all_come_back(
-    tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool
-) -> None:
+def test_all_come_back(tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool) -> None:
     """No step is lost: each has the state of the step before, or its part of it, or the part of whose seat it has."""
     with cluster_of(0, tmp_path) as up:
         job, run = all_killed(up, strategy, instructions)
@@ -84,6 +82,7 @@ def test_all_come_back(
     assert steps_reported(events)[-1] == STEPS - 1
 
 
+@pytest.mark.slow
 def test_torn_states_are_not_believed(tmp_path: Path) -> None:
     """Long: killed within the same update, after an epoch: all go back to its snapshot, which was one device's."""
     with cluster_of(0, tmp_path) as up:
@@ -97,6 +96,7 @@ def test_torn_states_are_not_believed(tmp_path: Path) -> None:
     assert states == {1: (STEPS, "its own arena"), 2: (STEPS, "device 1")}
 
 
+@pytest.mark.slow
 def test_nobody_has_anything(tmp_path: Path) -> None:
     """Long: killed within the same update, before any snapshot."""
     with cluster_of(0, tmp_path) as up:
@@ -126,9 +126,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         assert result_of(run)["devices"] == 1
         events = all_events(up.cluster, job)
     (refused,) = [one.text for one in events if isinstance(one, ev.Refused)]
-    assert re.search(
-        r"device 2 .* has other data than job 1: .* of 64 samples .* put the same dataset on ", refused
-    )
+    assert re.search(r"device 2 .* has other data than job 1: .* of 64 samples .* put the same dataset on ", refused)
     assert not any(isinstance(one, ev.Resized) for one in events)
 
 

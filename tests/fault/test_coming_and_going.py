@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from fault_cluster import (
     JOB,
     PATIENCE_S,
@@ -41,13 +42,12 @@ def test_a_device_that_is_told_to_leave_hands_over(tmp_path: Path) -> None:
     assert kinds.count("left") == 1, kinds
     assert not {"lost", "recovered", "failed"} & set(kinds), kinds
     assert "device_left" in happened
-    assert not {"device_dead", "device_suspect", "communicator_failed", "job_failing"} & set(happened), (
-        happened
-    )
+    assert not {"device_dead", "device_suspect", "communicator_failed", "job_failing"} & set(happened), happened
     assert result["steps"] == STEPS
     check_same(result, undisturbed())
 
 
+@pytest.mark.slow
 def test_one_that_stalls_is_evicted_and_comes_back_by_itself(tmp_path: Path) -> None:
     """SIGSTOP, eviction, SIGCONT: what it still writes changes nothing, and it takes part again."""
     long = ("--set", "epochs=40")
@@ -60,16 +60,12 @@ def test_one_that_stalls_is_evicted_and_comes_back_by_itself(tmp_path: Path) -> 
         for times in (1, 2):  # a second time it is known by its silence as quickly as the first
             up.devices[1].send_signal(signal.SIGSTOP)
             news = up.cluster.events(after=seen, follow=True)
-            evicted = next(
-                one for one in news if (one.kind, one.fields.get("device")) == ("device_dead", "2")
-            )
+            evicted = next(one for one in news if (one.kind, one.fields.get("device")) == ("device_dead", "2"))
             assert "no heartbeat" in evicted.text
             up.devices[1].send_signal(signal.SIGCONT)  # while the others are being seated
             seen = evicted.sequence
             after = up.cluster.events(after=seen, follow=True)
-            back = next(
-                one for one in after if (one.kind, one.fields.get("device")) == ("device_joined", "2")
-            )
+            back = next(one for one in after if (one.kind, one.fields.get("device")) == ("device_joined", "2"))
             assert "is here again" in back.text
             until(up.cluster, job, ev.Resized | ev.Recovered, times, ranks=3)
         up.cluster.job(job).stop()
@@ -77,6 +73,7 @@ def test_one_that_stalls_is_evicted_and_comes_back_by_itself(tmp_path: Path) -> 
     check_same(result, undisturbed(*long, "--set", f"max_steps={result['steps']}"))
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_comes_back_on_its_memory(tmp_path: Path) -> None:
     """Restarted on its arena under its old number while the others go on, it is one of them again."""
     long, arena = ("--set", "epochs=40"), ("--id", "9", "--arena", str(tmp_path / "arena"))

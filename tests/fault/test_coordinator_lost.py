@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from fault_cluster import (
     JOB,
     SLOWLY,
@@ -21,6 +22,7 @@ from reported_rows import check_same
 from hoop import job_events as ev
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_is_found_again(tmp_path: Path) -> None:
     """Killed twice; whoever follows it, and whoever comes later, see the whole of it."""
     with cluster_of(3, tmp_path) as up:

@@ -16,7 +16,7 @@ from hoop.runs.audit import audit
     "strategy",
     [
         pytest.param(["data"], id="data"),
-        pytest.param(["pipeline:1f1b", "--set", "cut=[1]"], id="long: pipeline"),
+        pytest.param(["pipeline:1f1b", "--set", "cut=[1]"], id="pipeline", marks=pytest.mark.slow),
     ],
 )
 def test_all_devices_are_stopped_and_go_on(tmp_path: Path, strategy: list[str]) -> None:

@@ -65,9 +65,7 @@ def finished(run: subprocess.Popen[str]) -> dict[str, Any]:
 
 def undisturbed(*limit: object) -> str:
     """The weights of one device that nothing happens to."""
-    with subprocess.Popen(
-        command("train", JOB, "-n", 1, *limit, "--json"), text=True, stdout=subprocess.PIPE
-    ) as run:
+    with subprocess.Popen(command("train", JOB, "-n", 1, *limit, "--json"), text=True, stdout=subprocess.PIPE) as run:
         return str(finished(run)["weights_sha256"])
 
 
@@ -94,6 +92,7 @@ def test_the_shards_of_a_device_that_died_in_one_are_taken_over_once_and_the_led
     assert not any(dead in one for at, one in by.items() if at >= step)
 
 
+@pytest.mark.slow
 def test_a_run_whose_leader_was_killed_goes_on_from_the_checkpoint_before_the_damaged_one(
     tmp_path: Path,
 ) -> None:
@@ -138,11 +137,10 @@ def test_a_run_whose_leader_was_killed_goes_on_from_the_checkpoint_before_the_da
     assert "line 3: the chain is broken" in asked.stdout
 
 
-SMALL = (
-    'mount -t tmpfs -o size=100k hoop "$1" || exit 77; shift; "$@"; code=$?; cp -r "$OUT" "$COPY"; exit $code'
-)
+SMALL = 'mount -t tmpfs -o size=100k hoop "$1" || exit 77; shift; "$@"; code=$?; cp -r "$OUT" "$COPY"; exit $code'
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_training_and_what_was_kept_is_whole(tmp_path: Path) -> None:
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()

@@ -28,15 +28,12 @@ def test_a_connection_that_is_reset_is_made_anew_and_a_device_nobody_hears_is_le
     tmp_path: Path,
 ) -> None:
     check(
-        [
-            (strategy, f"{fault}@rank=1,step=4")
-            for strategy in ("data", "pipeline")
-            for fault in ("drop", "partition")
-        ],
+        [(strategy, f"{fault}@rank=1,step=4") for strategy in ("data", "pipeline") for fault in ("drop", "partition")],
         tmp_path,
     )
 
 
+@pytest.mark.slow
 def test_links_that_fail_again_and_again_or_under_other_strategies(tmp_path: Path) -> None:
     check(
         [
@@ -53,14 +50,14 @@ def test_links_that_fail_again_and_again_or_under_other_strategies(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("strategy", ["data", "long:pipeline"])
+@pytest.mark.parametrize("strategy", ["data", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_device_that_is_lost_before_the_first_step_costs_nothing(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flag, job = tmp_path / "flag", [f"{Path(__file__).parent / 'unready_job.py'}:job"]
     undisturbed = hoop_train(*job, "--devices", "1", out=tmp_path / "undisturbed")
     monkeypatch.setitem(ENV, "HOOP_TEST_FLAG", str(flag))
-    more = "--devices", "3", "--strategy", strategy.removeprefix("long:")
+    more = "--devices", "3", "--strategy", strategy
     disturbed = hoop_train(*job, *more, out=tmp_path / "disturbed")
     assert flag.exists(), "nobody died"
     check_same(disturbed, undisturbed)

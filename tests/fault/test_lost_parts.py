@@ -69,9 +69,7 @@ def test_a_part_is_lost_under_a_loss_of_the_users_own(reduction: str) -> None:
 
 def test_over_links_the_gradients_travel() -> None:
     """Where a mirror's holder does not see its owner's memory."""
-    ended = survive(
-        3, settings("pipeline:1f1b", **EPOCH), JOBS["normed"], [Fault(1, "settles", 3)], scheme="tcp"
-    )
+    ended = survive(3, settings("pipeline:1f1b", **EPOCH), JOBS["normed"], [Fault(1, "settles", 3)], scheme="tcp")
     trained = "normed", tuple(EPOCH.items())
     check(ended, alone(*trained), 2, alone_losses(*trained))
 
@@ -79,20 +77,23 @@ def test_over_links_the_gradients_travel() -> None:
 @pytest.mark.parametrize(
     ("strategy", "size", "faults"),
     [
-        pytest.param(
-            "pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="while it recovers"
-        ),
+        pytest.param("pipeline:1f1b", 4, [Fault(0, "instruction", 60), Fault(2, "collects")], id="while it recovers"),
         pytest.param(
             "pipeline:gpipe",
             4,
             [Fault(3, "keeps", 2), Fault(0, "prepares"), Fault(1, "meets", 6)],
-            id="long: down to one",
+            id="down to one",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "hybrid:replicas=2", 4, [Fault(0, "keeps", 3), Fault(3, "keeps", 3)], id="long: two at once"
+            "hybrid:replicas=2",
+            4,
+            [Fault(0, "keeps", 3), Fault(3, "keeps", 3)],
+            id="two at once",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            "ps:bsp", 4, [Fault(3, "keeps", 4), Fault(1, "collects")], id="long: a server, a worker"
+            "ps:bsp", 4, [Fault(3, "keeps", 4), Fault(1, "collects")], id="a server, a worker", marks=pytest.mark.slow
         ),
     ],
 )
@@ -132,10 +133,11 @@ SYNCHRONOUS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "size", "rank", "place", "time"),
     [
-        pytest.param(strategy, size, rank, place, time, id=f"long: {strategy} {rank} {place} {time}")
+        pytest.param(strategy, size, rank, place, time, id=f"{strategy} {rank} {place} {time}")
         for (strategy, size), (place, time) in product(SYNCHRONOUS, PLACES)
         for rank in range(size)
     ],
@@ -153,12 +155,17 @@ def test_any_rank_anywhere(strategy: str, size: int, rank: int, place: str, time
             4,
             [Fault(1, "keeps", 3, waits=True), Fault(2, "instruction", 150)],
             1,
-            id="long: a spare one that takes a place",
+            id="a spare one that takes a place",
+            marks=pytest.mark.slow,
         ),
-        pytest.param("pipeline:1f1b", 1, [Fault(0, "keeps", 4, waits=True)], 1, id="long: it was alone"),
-        pytest.param("hybrid:replicas=2", 2, [Fault(0, "keeps", 4, waits=True)], 2, id="long: two at once"),
-        pytest.param("ps:bsp", 2, [Fault(1, "keeps", 4, waits=True)], 1, id="long: another worker"),
-        pytest.param("ring", 2, [Fault(0, "instruction", 40, waits=True)], 1, id="long: in the ring"),
+        pytest.param(
+            "pipeline:1f1b", 1, [Fault(0, "keeps", 4, waits=True)], 1, id="it was alone", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "hybrid:replicas=2", 2, [Fault(0, "keeps", 4, waits=True)], 2, id="two at once", marks=pytest.mark.slow
+        ),
+        pytest.param("ps:bsp", 2, [Fault(1, "keeps", 4, waits=True)], 1, id="another worker", marks=pytest.mark.slow),
+        pytest.param("ring", 2, [Fault(0, "instruction", 40, waits=True)], 1, id="in the ring", marks=pytest.mark.slow),
     ],
 )
 def test_devices_join(strategy: str, size: int, faults: list[Fault], joins: int) -> None:
@@ -182,7 +189,7 @@ def test_the_asynchronous_ring_goes_back_to_where_it_met() -> None:
     check(ended, tensors_in(checkpoint(rest)), 2, losses)
 
 
-@pytest.mark.parametrize("mode", ["asp", pytest.param("ssp", id="long: ssp")])
+@pytest.mark.parametrize("mode", ["asp", pytest.param("ssp", id="ssp", marks=pytest.mark.slow)])
 def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
     """One worker is left, whose pushes have an order; the result is that of one which was always alone."""
     changed = settings(f"ps:{mode}", **EPOCH)
@@ -208,7 +215,8 @@ def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
             [Fault(1, "instruction", 40)],
             {"replicate": False},
             "replication is off, and its part was lost: there is no checkpoint yet",
-            id="long: no mirrors",
+            id="no mirrors",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "ps:bsp",
@@ -216,7 +224,8 @@ def test_an_asynchronous_server_forgets_a_lost_workers_span(mode: str) -> None:
             [Fault(0, "instruction", 20)],
             {},
             "cannot go on with 1 of its devices: .*take 2 or more, or strategy data; there is no checkpoint yet",
-            id="long: too few",
+            id="too few",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -235,7 +244,5 @@ def test_mirrors_are_counted() -> None:
     room = [held + 300 + 100 for held in found.bytes]
     check_memory(plan, found, blocks, room)
     room[1] -= 1
-    with pytest.raises(
-        FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for replicas .*--no-replicate"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for replicas .*--no-replicate"):
         check_memory(plan, found, blocks, room)

@@ -59,13 +59,16 @@ def net(tmp_path: Path) -> Iterator[namespaces.Network]:
 @pytest.mark.parametrize(
     ("came", "left", "kind", "goes"),
     [
-        ("", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}),
-        (f"10.251.77.{OTHER}", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}),
-        ("all", "all", "device_dead", {"2"}),
-        ("", "all", "device_dead", {"2"}),
-        ("all", "", "device_dead", {"2"}),
+        pytest.param(
+            "", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}, id="one way to one peer", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *[f"10.251.77.{OTHER}"] * 2, "device_evicted", {"2", "3"}, id="from one peer", marks=pytest.mark.slow
+        ),
+        pytest.param("all", "all", "device_dead", {"2"}, id="cut off"),
+        pytest.param("", "all", "device_dead", {"2"}, id="nothing leaves", marks=pytest.mark.slow),
+        pytest.param("all", "", "device_dead", {"2"}, id="nothing comes", marks=pytest.mark.slow),
     ],
-    ids=["one way to one peer", "from one peer", "cut off", "nothing leaves", "nothing comes"],
 )
 def test_a_partition_costs_a_device_and_no_bit(
     net: namespaces.Network, tmp_path: Path, came: str, left: str, kind: str, goes: set[str]
@@ -74,7 +77,11 @@ def test_a_partition_costs_a_device_and_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(4, 2), (2, 3)], ids=["to the other replica", "long: to the next stage"]
+    ("source", "target"),
+    [
+        pytest.param(4, 2, id="to the other replica"),
+        pytest.param(2, 3, id="to the next stage", marks=pytest.mark.slow),
+    ],
 )
 def test_a_link_of_a_hybrid_that_drops_one_way(
     net: namespaces.Network, tmp_path: Path, source: int, target: int
@@ -97,9 +104,7 @@ def check_costs_a_device_and_no_bit(
     with ExitStack() as ended:
         out = folder / "disturbed"
         train = ["train", *JOB, *SLOWLY, *TIMEOUT, "--strategy", strategy, "--coordinator", address]
-        run = subprocess.Popen(
-            [*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE
-        )
+        run = subprocess.Popen([*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE)
         ended.callback(run.wait, PATIENCE_S)
         ended.callback(run.kill)
         with hoop.connect(address) as cluster:

@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
 from reported_rows import check_same
 from trainings import DRIVER, ENV, HOOP, PATIENCE_S, driven, hoop_train, linked
 
@@ -33,6 +34,7 @@ def test_faults_before_any_instruction_change_nothing(tmp_path: Path) -> None:
     assert undisturbed["faults"] == []
 
 
+@pytest.mark.slow
 def test_a_lost_stage_changes_nothing(tmp_path: Path) -> None:
     job = [f"{DRIVER}:job", "--epochs", "1", "--strategy", "pipeline", "--devices", "3"]
     fault = "kill@rank=0,step=5,instruction=send-output"
@@ -41,6 +43,7 @@ def test_a_lost_stage_changes_nothing(tmp_path: Path) -> None:
     check_same(disturbed, hoop_train(*job, out=tmp_path / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_slow_device_is_named_and_a_wrong_fault_is_refused(tmp_path: Path) -> None:
     slow = {**JOB, "epochs": 6, "shards": 8, "devices": 2, "faults": "slow@rank=1,step=3,factor=50"}
     wrong = {**JOB, "devices": 2, "faults": "kill@instruction=think"}
@@ -106,6 +109,7 @@ def test_a_fault_of_a_server_that_follows_a_rule_happens_in_its_step(tmp_path: P
     assert len(found.get("faults", [])) == 2, json.dumps(found)
 
 
+@pytest.mark.slow
 def test_a_bit_that_a_link_flips_does_not_change_the_weights(tmp_path: Path) -> None:
     faults = ["--fault", "corrupt@rank=0,step=2", "--fault", "corrupt@rank=1,step=4,instruction=reduce"]
 

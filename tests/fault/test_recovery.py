@@ -85,26 +85,21 @@ def disturbed(
 @pytest.mark.parametrize(
     ("strategy", "devices", "victims", "how"),
     [
-        ("data", 4, [2], signal.SIGKILL),
-        ("data", 3, [1, 3], signal.SIGKILL),
-        ("data", 3, [2], signal.SIGSTOP),
-        ("data", 2, [1], signal.SIGTERM),
-        ("pipeline", 3, [3], signal.SIGKILL),
-        ("ps", 4, [4, 1], signal.SIGKILL),
-        ("ring", 2, [1], signal.SIGTERM),
-        ("hybrid:replicas=2", 4, [2, 1], signal.SIGKILL),
-        ("pipeline:interleaved", 2, [2], signal.SIGSTOP),
-    ],
-    ids=[
-        "one of four killed",
-        "two of three killed",
-        "one stops answering",
-        "one leaves on notice",
-        "a stage killed",
-        "long: server and worker killed",
-        "long: a device of the ring leaves on notice",
-        "long: a stage of each replica killed",
-        "long: a stage stops answering",
+        pytest.param("data", 4, [2], signal.SIGKILL, id="one of four killed"),
+        pytest.param("data", 3, [1, 3], signal.SIGKILL, id="two of three killed", marks=pytest.mark.slow),
+        pytest.param("data", 3, [2], signal.SIGSTOP, id="one stops answering", marks=pytest.mark.slow),
+        pytest.param("data", 2, [1], signal.SIGTERM, id="one leaves on notice", marks=pytest.mark.slow),
+        pytest.param("pipeline", 3, [3], signal.SIGKILL, id="a stage killed", marks=pytest.mark.slow),
+        pytest.param("ps", 4, [4, 1], signal.SIGKILL, id="server and worker killed", marks=pytest.mark.slow),
+        pytest.param(
+            "ring", 2, [1], signal.SIGTERM, id="a device of the ring leaves on notice", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "hybrid:replicas=2", 4, [2, 1], signal.SIGKILL, id="a stage of each replica killed", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pipeline:interleaved", 2, [2], signal.SIGSTOP, id="a stage stops answering", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_loss_changes_nothing(
@@ -130,6 +125,7 @@ def test_a_loss_changes_nothing(
     check_same(result, undisturbed())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data", "pipeline"])
 def test_a_newcomer_changes_nothing_and_takes_part(tmp_path: Path, strategy: str) -> None:
     with cluster_of(2, tmp_path) as cluster:
@@ -155,9 +151,7 @@ def test_a_newcomer_changes_nothing_and_takes_part(tmp_path: Path, strategy: str
             str(tmp_path / "out"),
             stdout=subprocess.PIPE,
         )
-        number = next(
-            int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started"
-        )
+        number = next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started")
         ranks = set()
         for one in cluster.job(number).events():
             if isinstance(one.event, ev.Steps):

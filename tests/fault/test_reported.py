@@ -35,13 +35,13 @@ SIZES = {"hybrid:replicas=2": 4, "pipeline:interleaved": 2}
     "strategy",
     [
         "pipeline:1f1b",
-        pytest.param("pipeline:gpipe", id="long: gpipe"),
+        pytest.param("pipeline:gpipe", id="gpipe", marks=pytest.mark.slow),
         "pipeline:interleaved",
-        pytest.param("pipeline:zero-bubble", id="long: zero-bubble"),
+        pytest.param("pipeline:zero-bubble", id="zero-bubble", marks=pytest.mark.slow),
         "ps:bsp",
         "ring",
-        pytest.param("hybrid:replicas=2", id="long: hybrid"),
-        pytest.param("data", id="long: data"),
+        pytest.param("hybrid:replicas=2", id="hybrid", marks=pytest.mark.slow),
+        pytest.param("data", id="data", marks=pytest.mark.slow),
     ],
 )
 def test_one_dies_and_another_joins(strategy: str) -> None:
@@ -72,7 +72,7 @@ ASYNCHRONOUS = ["ring:async", "ps:asp", "ps:ssp"]
     "strategy",
     [
         SYNCHRONOUS[0],
-        *(pytest.param(one, id=f"long: {one}") for one in [*SYNCHRONOUS[1:], *ASYNCHRONOUS]),
+        *(pytest.param(one, id=f"{one}", marks=pytest.mark.slow) for one in [*SYNCHRONOUS[1:], *ASYNCHRONOUS]),
     ],
 )
 def test_a_kill_a_return_a_leave_and_a_join(tmp_path: Path, strategy: str) -> None:
@@ -80,10 +80,7 @@ def test_a_kill_a_return_a_leave_and_a_join(tmp_path: Path, strategy: str) -> No
     size = SIZES.get(strategy, 3)
     long = ("--set", "epochs=40")
     with cluster_of(0, tmp_path) as up:
-        arenas = [
-            ("--id", str(number), "--arena", str(tmp_path / f"arena{number}"))
-            for number in range(1, size + 1)
-        ]
+        arenas = [("--id", str(number), "--arena", str(tmp_path / f"arena{number}")) for number in range(1, size + 1)]
         devices = [up.device(*arena) for arena in arenas]
         up.cluster.wait_for_devices(size)
         out = tmp_path / "out"

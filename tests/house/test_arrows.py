@@ -128,9 +128,7 @@ def broken_arrows(src: Path) -> list[str]:
 def hollow_rooms(src: Path) -> list[str]:
     """Rooms with nothing in them, and rooms that the table does not know."""
     rooms = sorted(p for p in (src / "hoop").iterdir() if p.is_dir() and p.name != "__pycache__")
-    unknown = [
-        f"{room}: not in the table of {Path(__file__).name}" for room in rooms if room.name not in ARROWS
-    ]
+    unknown = [f"{room}: not in the table of {Path(__file__).name}" for room in rooms if room.name not in ARROWS]
     hollow = [
         f"{room}: a room without a module; fill it or remove it"
         for room in rooms
@@ -172,9 +170,7 @@ def test_every_room_is_known_and_lived_in() -> None:
     assert not hollow, "\n" + "\n".join(hollow)
 
 
-@pytest.mark.parametrize(
-    "room", [room for room in LEAN_ROOMS if (SRC / "hoop" / room).is_dir()] or ["memory"]
-)
+@pytest.mark.parametrize("room", [room for room in LEAN_ROOMS if (SRC / "hoop" / room).is_dir()] or ["memory"])
 def test_lean_room_loads_neither_torch_nor_grpc(room: str) -> None:
     assert heavy_imports(f"hoop.{room}", {"torch", "grpc"}, SRC) == set()
 
@@ -342,11 +338,7 @@ def test_other_rooms_import_a_rooms_public_modules_only() -> None:
             room, _, name = target.removeprefix("hoop.").partition(".")
             if name and room in public and module.split(".")[1:2] != [room]:
                 used[room].add(name)
-                if (
-                    name not in public[room]
-                    and target.count(".") > 1
-                    and not (SRC / target.replace(".", "/")).is_dir()
-                ):
+                if name not in public[room] and target.count(".") > 1 and not (SRC / target.replace(".", "/")).is_dir():
                     wrong.append(f"{module} imports {target}, which is not in PUBLIC of hoop.{room}")
     assert not wrong, "\n" + "\n".join(wrong)
     entry_points = {"torch_backend": {"autoload"}, "cli": {"main"}}

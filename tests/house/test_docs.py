@@ -100,9 +100,7 @@ def hoop_complaint(words: list[str], command: Any) -> str | None:
         if word.startswith("-") and word.strip("-"):
             flag, equals, _ = word.partition("=")
             flag = flag if flag.startswith("--") else flag[:2]
-            known = {
-                name: option for option in command.params for name in [*option.opts, *option.secondary_opts]
-            }
+            known = {name: option for option in command.params for name in [*option.opts, *option.secondary_opts]}
             if flag not in known and flag != "--help":
                 return f"'{' '.join(path)}' has no flag {flag}"
             takes_value = flag in known and not known[flag].is_flag and not known[flag].count
@@ -250,9 +248,7 @@ scripts/proto
 
 
 def test_good_pages_pass(tree: Path, hoop: Any) -> None:
-    links = (
-        "[up](../../README.md#a-page) ![it](<page.md>) [web](https://example.org) [here](#a) `[no](no.md)`"
-    )
+    links = "[up](../../README.md#a-page) ![it](<page.md>) [web](https://example.org) [here](#a) `[no](no.md)`"
     python = "1. ```python\n   if True:\n       x = 1\n   ```"
     console = "```console\n$ hoop train mnist\nhoop says: done\n```"
     page = tree / "docs" / "deep" / "page.md"
@@ -289,9 +285,7 @@ def test_good_pages_pass(tree: Path, hoop: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/ring/README.md"])
-def test_a_broken_promise_is_named(
-    tree: Path, hoop: Any, page: str, text: str, line: int, complaint: str
-) -> None:
+def test_a_broken_promise_is_named(tree: Path, hoop: Any, page: str, text: str, line: int, complaint: str) -> None:
     (tree / page).write_text(f"# A page\n{text}\n")
     assert broken_promises(tree, hoop) == [f"{tree / page}:{line}: {complaint}"]
 

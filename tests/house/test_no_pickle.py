@@ -39,8 +39,6 @@ def test_nothing_reads_code() -> None:
     assert found == []
 
 
-@pytest.mark.parametrize(
-    "line", ["import pickle", "from dill import loads", "eval(x)", "torch.load(f)", "np.load(f)"]
-)
+@pytest.mark.parametrize("line", ["import pickle", "from dill import loads", "eval(x)", "torch.load(f)", "np.load(f)"])
 def test_the_rule_sees(line: str) -> None:
     assert list(ways_in(ast.parse(line)))

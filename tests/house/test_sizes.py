@@ -14,9 +14,7 @@ DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc"}
 
 def modules(package: Path) -> Iterator[Path]:
     """Every file that a person wrote."""
-    return (
-        path for path in sorted(package.rglob("*.py")) if "generated" not in path.relative_to(package).parts
-    )
+    return (path for path in sorted(package.rglob("*.py")) if "generated" not in path.relative_to(package).parts)
 
 
 def long_files(package: Path) -> list[str]:

@@ -499,9 +499,7 @@ class Run:
 
     # ---- collective operations
 
-    def enter(
-        self, device: Device, name: str, payload: Any, then: Callable[[dict[int, Any] | None], None]
-    ) -> None:
+    def enter(self, device: Device, name: str, payload: Any, then: Callable[[dict[int, Any] | None], None]) -> None:
         assert device.task is not None
         generation = device.task.taken
         members = self.generations[generation]
@@ -665,9 +663,7 @@ class Run:
         life = self.life
 
         def done(answered: bool, ok: bool) -> None:
-            if (
-                not state[0] and self.life == life
-            ):  # the answer to a call goes with the coordinator that made it
+            if not state[0] and self.life == life:  # the answer to a call goes with the coordinator that made it
                 state[0] = True
                 self._apply(m.CallReported(number, "" if answered else "no answer", self.now))
                 then(answered, ok)
@@ -763,9 +759,7 @@ class Run:
                 self._handle(jm.Delivered(one.generation, all(answers)))
 
         for number in one.members:
-            self.call(
-                number, lambda device: device.reseat(one.generation, one.members, assign.planned), answered
-            )
+            self.call(number, lambda device: device.reseat(one.generation, one.members, assign.planned), answered)
 
     def _generation(self, generation: int, members: tuple[int, ...]) -> None:
         self.generations[generation] = members
@@ -843,9 +837,7 @@ class Run:
                     self._handle(jm.TaskReady(*task))
             case "waiting":
                 self._handle(
-                    jm.TaskWaiting(
-                        *task, about["generation"], about["lacks"], "PeerLost" if about["lacks"] else ""
-                    )
+                    jm.TaskWaiting(*task, about["generation"], about["lacks"], "PeerLost" if about["lacks"] else "")
                 )
             case "recovered":
                 self._apply(m.LinkWorked(JOB, about["generation"]))
@@ -857,9 +849,7 @@ class Run:
 
     def _over(self, text: str) -> None:
         assert self.job is not None
-        self.outcome = (
-            "finished" if self.job.finished else "lost" if text or not self.job.abandoned else "left"
-        )
+        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.abandoned else "left"
         if self.outcome == "finished":
             if not self.last_step_done:
                 raise Violation("a job finished, and no device has done its last step")
@@ -873,9 +863,7 @@ class Run:
                 held.setdefault(done, set()).update(pieces)
         for done, pieces in held.items():
             if {one.name for one in pieces} >= set(whole):
-                raise Violation(
-                    f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}"
-                )
+                raise Violation(f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}")
         begins = [one for one in self.devices.values() if one.alive and one.fresh_start and one.done == 0]
         if begins and len(begins) == len([one for one in self.devices.values() if one.alive]):
             raise Violation("a job that had only begun was declared lost")
@@ -1001,9 +989,7 @@ def generated(chance: random.Random) -> Setup:
         peer = chance.choice([one for one in range(1, devices + 1) if one != device])
         seconds = chance.choice([0.1, 0.5, 1.0, 2.0, 4.4, 8.0])
         if chance.random() < 0.15:  # all devices, one after the other
-            faults += [
-                Fault(chance.uniform(0, 2.5), "kill", one, 0, seconds) for one in range(1, devices + 1)
-            ]
+            faults += [Fault(chance.uniform(0, 2.5), "kill", one, 0, seconds) for one in range(1, devices + 1)]
         else:
             faults.append(Fault(chance.uniform(0, 2.5), chance.choice(KINDS), device, peer, seconds))
     ordered = tuple(sorted(faults, key=lambda one: one.at))

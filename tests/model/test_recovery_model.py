@@ -64,9 +64,7 @@ def test_a_run_without_faults_does_every_step_once() -> None:
 
 
 KEPT = {
-    "the others end while a newcomer is to join": Setup(
-        4, False, True, (Fault(0.4987, "kill", 3, 1, 0.5),), 1.0
-    ),
+    "the others end while a newcomer is to join": Setup(4, False, True, (Fault(0.4987, "kill", 3, 1, 0.5),), 1.0),
     "ranks are planned before the last ones are at work": Setup(
         5,
         False,

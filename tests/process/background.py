@@ -97,9 +97,7 @@ class Running:
         try:
             return self.process.wait(within)
         except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"{self} did not end within {within:g} s; its errors:\n{self.errors}"
-            ) from None
+            raise AssertionError(f"{self} did not end within {within:g} s; its errors:\n{self.errors}") from None
 
     def kill(self) -> None:
         """As the kernel would when memory is short: no goodbye."""

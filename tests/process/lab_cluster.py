@@ -53,11 +53,7 @@ class Cluster:
     def pids(self) -> dict[str, int]:
         """Who is alive, and in which process."""
         status = self.status()
-        alive = {
-            f"device {one['id']}": one["pid"]
-            for one in status["devices"]
-            if one["state"] in ("alive", "suspect")
-        }
+        alive = {f"device {one['id']}": one["pid"] for one in status["devices"] if one["state"] in ("alive", "suspect")}
         return {"coordinator": status["coordinator"]["pid"], **alive}
 
     def noise(self) -> list[str]:
@@ -120,9 +116,7 @@ def check_all_reduce(channel: grpc.Channel, devices: int = 3, count: int = 100) 
         comm.write(rank, address, vectors[rank])
     comm.all_reduce(lab.SUM, addresses, count)
     for rank, address in enumerate(addresses):
-        np.testing.assert_allclose(
-            comm.read(rank, address, count), vectors.sum(axis=0), rtol=1e-12, atol=1e-12
-        )
+        np.testing.assert_allclose(comm.read(rank, address, count), vectors.sum(axis=0), rtol=1e-12, atol=1e-12)
     comm.on_all("CommDestroy")
 
 

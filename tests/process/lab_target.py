@@ -57,9 +57,7 @@ class Target:
         """One call; a list of requests is a stream, and so is an answer that is a list."""
         method = METHODS[name]
         stub = Stub(self.channel(method), method.containing_service)
-        answer = getattr(stub, method.name)(
-            iter(request) if method.client_streaming else request, timeout=timeout
-        )
+        answer = getattr(stub, method.name)(iter(request) if method.client_streaming else request, timeout=timeout)
         return list(answer) if method.server_streaming else answer
 
     def raw(self, name: str, *messages: bytes, timeout: float = 20.0) -> Any:

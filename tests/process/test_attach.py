@@ -10,6 +10,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 import hoop
 from hoop.job_events import Steps
 
@@ -46,24 +48,19 @@ def test_a_detached_job_is_found_again_with_all_its_files(
     first = answered(run_hoop("attach", number, *there, "--out", out, "--json"))
     assert (first["job_id"], first["stopped"]) == (number, False)
     assert json.loads((out / "result.json").read_text())["weights_sha256"] == first["weights_sha256"]
-    steps = [
-        json.loads(line)["step"]
-        for line in (out / "metrics.jsonl").read_text().splitlines()
-        if "loss" in line
-    ]
+    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if "loss" in line]
     assert set(steps) == set(range(1, first["steps"] + 1)), "although nobody followed it from the beginning"
     assert [path.name for path in (out / "checkpoints").iterdir()][-1:], "the last state is kept"
     again = answered(run_hoop("attach", *there, "--json"))
     assert again["weights_sha256"] == first["weights_sha256"]
-    ((listed),) = [
-        one for one in answered(run_hoop("status", *there, "--json"))["jobs"] if one["id"] == number
-    ]
+    ((listed),) = [one for one in answered(run_hoop("status", *there, "--json"))["jobs"] if one["id"] == number]
     assert (listed["status"], listed["job"]) == ("ended", "train_driver:job")
     unknown = run_hoop("attach", 999, *there)
     assert unknown.returncode == 2
     assert "job: 999 is unknown" in unknown.stderr
 
 
+@pytest.mark.slow
 def test_a_job_outlives_whoever_started_it_and_whoever_watched(
     up: Running, cluster: hoop.Cluster, start: Start, run_hoop: Run
 ) -> None:

@@ -55,9 +55,7 @@ class Guarded:
         of_device = method.containing_service in (DEVICE, LAB_DEVICE)
         to = Role.DEVICE if of_device else Role.COORDINATOR
         address = Address.parse(self.device["address"] if of_device else self.running.address)
-        kind = "_".join(
-            "stream" if one else "unary" for one in (method.client_streaming, method.server_streaming)
-        )
+        kind = "_".join("stream" if one else "unary" for one in (method.client_streaming, method.server_streaming))
         path = f"/{method.containing_service.full_name}/{method.name}"
         with credentials.channel(address, to, channel_options()) as channel:
             answer = getattr(channel, kind)(path)(
@@ -165,9 +163,7 @@ def test_every_method_refuses_an_unauthenticated_call(with_token: Guarded) -> No
         "nearly the join token": (("authorization", f"Bearer {SECRET}x"),),
         "without its scheme": (("authorization", bare),),
     }
-    codes = {
-        (name, how): code_of(with_token, name, nobody, spoken[how]) for name in METHODS for how in spoken
-    }
+    codes = {(name, how): code_of(with_token, name, nobody, spoken[how]) for name in METHODS for how in spoken}
     assert {call: code for call, code in codes.items() if code != "UNAUTHENTICATED"} == {}
 
 
@@ -229,7 +225,7 @@ def test_a_device_does_not_pass_for_the_coordinator(with_tls: Guarded) -> None:
     """Whoever dials the coordinator and meets a device's certificate hangs up."""
     client = with_tls.proof(Role.CLIENT)
     with pytest.raises(DeadlineExceeded, match="did not answer"):
-        hoop.connect(with_tls.device["address"], patience=1.0, credentials=client)
+        hoop.connect(with_tls.device["address"], connect_timeout=1.0, credentials=client)
 
 
 # ---- ring sockets
@@ -336,11 +332,10 @@ def test_python_says_who_it_is(with_token: Guarded, monkeypatch: pytest.MonkeyPa
             cluster._call("Leave", pb.LeaveRequest(device_id=1))
 
 
+@pytest.mark.slow
 def test_training_with_a_token_of_its_own(run_hoop: Any) -> None:
     """``hoop train`` on this machine guards its coordinator and devices with HOOP_TOKEN."""
-    done = run_hoop(
-        "train", "mnist", "-n", 2, "--epochs", 0, "--json", environment={"HOOP_TOKEN": new_token()}
-    )
+    done = run_hoop("train", "mnist", "-n", 2, "--epochs", 0, "--json", environment={"HOOP_TOKEN": new_token()})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["devices"] == 2
 
@@ -359,9 +354,7 @@ def test_beyond_loopback_something_is_asked_for(command: str, tmp_path: Path) ->
 
 def test_with_a_token_it_listens_anywhere(start: Callable[..., Any], tmp_path: Path) -> None:
     write_private(tmp_path / "join", new_token())
-    assert start("coordinator", "--host", "0.0.0.0", "--token-file", tmp_path / "join").first.startswith(
-        "coordinator "
-    )
+    assert start("coordinator", "--host", "0.0.0.0", "--token-file", tmp_path / "join").first.startswith("coordinator ")
 
 
 def test_insecure_is_said_aloud(start: Callable[..., Any]) -> None:

@@ -34,9 +34,7 @@ def test_rows_say_what_ran(tmp_path: Path) -> None:
 
 def test_an_algorithm_can_be_forced_and_drawn(tmp_path: Path) -> None:
     picture = tmp_path / "plot.svg"
-    done = bench(
-        "--contenders", "shm,tcp", "--sizes", "4,4KiB", "--algorithm", "ring", "--plot", str(picture)
-    )
+    done = bench("--contenders", "shm,tcp", "--sizes", "4,4KiB", "--algorithm", "ring", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| 2 |")]
     assert len(lines) == 4

@@ -141,9 +141,7 @@ def test_algorithms(comm: hoop.Communicator, algorithm: str) -> None:
     buffer = comm.buffer("x", 1000).fill(x)
     report = comm.all_reduce(buffer, algorithm=algorithm, chunk_bytes=256)
     assert report.algorithm == algorithm
-    assert (
-        report.bytes_sent == 2 * (N - 1) * 4000
-    )  # all of them send what one rank's vector costs, spread or not
+    assert report.bytes_sent == 2 * (N - 1) * 4000  # all of them send what one rank's vector costs, spread or not
     same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
 
 
@@ -193,8 +191,7 @@ def test_blocks_in_place(comm: hoop.Communicator, collective: str) -> None:
     """Rank r's own block is block r of the whole: different addresses on every rank."""
     whole = comm.buffer("whole", 3 * N)
     places = [
-        device.buffers()["whole"][0] + rank * 3 * whole.dtype.itemsize
-        for rank, device in enumerate(comm.devices)
+        device.buffers()["whole"][0] + rank * 3 * whole.dtype.itemsize for rank, device in enumerate(comm.devices)
     ]
     mine = comm.at(places, 3)
     long = vectors(3 * N)
@@ -255,10 +252,7 @@ def test_drivers_agree_to_the_bit(comm: hoop.Communicator) -> None:
     """The coordinator that steps the devices does what they do by themselves, in the same order."""
     generator = np.random.default_rng(1)
     x = [generator.standard_normal(1001).astype("float32") for _ in range(N)]
-    found = {
-        driver: comm.all_reduce(x, driver=driver, algorithm="ring")
-        for driver in ("devices", "stepped", "relay")
-    }
+    found = {driver: comm.all_reduce(x, driver=driver, algorithm="ring") for driver in ("devices", "stepped", "relay")}
     for one, other in zip(found["devices"], found["stepped"], strict=True):
         assert one.tobytes() == other.tobytes()
     # The relay adds in rank order; the ring starts elsewhere for each segment.
@@ -562,9 +556,7 @@ def test_ranks_are_in_the_order_of_the_ids(cluster: hoop.Cluster) -> None:
 
 
 def test_communicators_that_cannot_be(cluster: hoop.Cluster) -> None:
-    with pytest.raises(
-        FailedPrecondition, match="9 were asked for, 4 are alive; start more with: hoop device"
-    ):
+    with pytest.raises(FailedPrecondition, match="9 were asked for, 4 are alive; start more with: hoop device"):
         cluster.communicator(9)
     with pytest.raises(NotFound, match=r"device 7 is unknown; known: \[1, 2, 3, 4\]"):
         cluster.communicator([1, 7])
@@ -655,7 +647,7 @@ def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> N
 
 def test_connect_says_what_it_tried() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
-        hoop.connect("127.0.0.1:1", patience=0.4)
+        hoop.connect("127.0.0.1:1", connect_timeout=0.4)
     for words in ("the coordinator at 127.0.0.1:1", "within 0.", "tries", "refused"):
         assert words in str(caught.value)
     with pytest.raises(InvalidArgument, match="'nonsense' is not host:port"):

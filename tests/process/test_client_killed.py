@@ -33,9 +33,7 @@ def used(cluster: hoop.Cluster) -> list[str]:
     return [name for device_id in ids for name in cluster.device(device_id).buffers()]
 
 
-def test_its_memory_and_communicators_are_freed(
-    up: Running, cluster: hoop.Cluster, await_event: Wait
-) -> None:
+def test_its_memory_and_communicators_are_freed(up: Running, cluster: hoop.Cluster, await_event: Wait) -> None:
     """A communicator of somebody else stays, as does memory that has a name of its own."""
     mine = cluster.communicator(2)
     mine.buffer("weights", 10)
@@ -49,9 +47,7 @@ def test_its_memory_and_communicators_are_freed(
         finally:
             client.kill()
     await_event(up.address, "communicator_destroyed", communicator=theirs)
-    while any(
-        name.startswith("hoop.staging.") for name in used(cluster)
-    ):  # the next thing that the coordinator does
+    while any(name.startswith("hoop.staging.") for name in used(cluster)):  # the next thing that the coordinator does
         assert mine.status().status != "failed"
     assert used(cluster) == ["weights", "weights"]
     mine.barrier()

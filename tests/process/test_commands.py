@@ -287,9 +287,7 @@ def test_nobody_is_there(run_hoop: Run) -> None:
     """Exit code 3, and who was asked, for how long, how often, and why it failed."""
     answer = run_hoop("status", "--coordinator", "127.0.0.1:1", "--connect-timeout", "400ms")
     assert answer.returncode == 3
-    story = (
-        r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"
-    )
+    story = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"
     assert re.match(story, answer.stderr), answer.stderr
 
 

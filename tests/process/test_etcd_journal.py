@@ -35,9 +35,7 @@ def etcd(tmp_path: Path, leaves_nothing_behind: None) -> Iterator[RealEtcd]:
 
 def works(comm: hoop.Communicator) -> None:
     for rank, found in enumerate(comm.all_reduce([np.full(10, 1 + rank) for rank in range(comm.size)])):
-        np.testing.assert_array_equal(
-            found, np.full(10, sum(range(1, comm.size + 1))), err_msg=f"rank {rank}"
-        )
+        np.testing.assert_array_equal(found, np.full(10, sum(range(1, comm.size + 1))), err_msg=f"rank {rank}")
 
 
 def until(held: Callable[[], bool], what: str) -> None:
@@ -48,9 +46,7 @@ def until(held: Callable[[], bool], what: str) -> None:
 
 
 @needs_etcd
-def test_one_that_stands_by_takes_over(
-    etcd: RealEtcd, start: Start, connect: Connect, await_event: Wait
-) -> None:
+def test_one_that_stands_by_takes_over(etcd: RealEtcd, start: Start, connect: Connect, await_event: Wait) -> None:
     """The first is stopped for longer than its lease. When it goes on it finds that it is the coordinator no longer."""
     one, two = (f"127.0.0.1:{free_port()}" for _ in range(2))
 
@@ -97,16 +93,12 @@ def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect, await_even
     cluster = connect(coordinator.address)
     comm = cluster.communicator([device.id])
     etcd.kill()
-    with pytest.raises(
-        DeadlineExceeded, match=f"journal etcd://{etcd.address}/test is away, and nothing can be"
-    ):
+    with pytest.raises(DeadlineExceeded, match=f"journal etcd://{etcd.address}/test is away, and nothing can be"):
         cluster.communicator([device.id])
     other.kill()
     await_event(coordinator.address, "coordinator_failing")
     health = {member.device.device_id: member.state for member in cluster.status().devices}
-    assert health == {device.id: "alive", other.id: "suspect"}, (
-        "a death that cannot be written is not one yet"
-    )
+    assert health == {device.id: "alive", other.id: "suspect"}, "a death that cannot be written is not one yet"
     works(comm)
     etcd.start()
     etcd.until_up()
@@ -126,6 +118,7 @@ def test_etcd_is_away(etcd: RealEtcd, start: Start, connect: Connect, await_even
     assert coordinator.wait() == 0
 
 
+@pytest.mark.slow
 def test_no_etcd_to_begin_with(run_hoop: Callable[..., CompletedProcess[str]]) -> None:
     answer = run_hoop("coordinator", "--journal", "etcd://127.0.0.1:1,127.0.0.1:2/test")
     assert answer.returncode == 3

@@ -58,9 +58,7 @@ exploring = settings(
 
 # ---- messages from descriptors
 
-EDGES = sorted(
-    {edge for bits in (0, 3, 8, 12, 31, 32, 48, 63, 64) for edge in (2**bits - 1, 2**bits, 2**bits + 1)}
-)
+EDGES = sorted({edge for bits in (0, 3, 8, 12, 31, 32, 48, 63, 64) for edge in (2**bits - 1, 2**bits, 2**bits + 1)})
 RANGES = {
     "uint32": (0, 2**32 - 1),
     "uint64": (0, 2**64 - 1),
@@ -208,9 +206,7 @@ def tame(request: Message) -> Message:
     Whoever can call Seat and Launch can take a communicator's place; that is what authentication is for.
     """
     if isinstance(request, pb.AssignRankRequest | pb.LaunchRequest) and request.assignment.communicator_id:
-        request.assignment.communicator_id = (
-            2**40 + (request.assignment.communicator_id + next(serial)) % 2**40
-        )
+        request.assignment.communicator_id = 2**40 + (request.assignment.communicator_id + next(serial)) % 2**40
     if isinstance(request, pb.LaunchRequest) and request.timeout_s > 0.05:
         request.timeout_s = 0.05 if request.timeout_s <= 3600 else request.timeout_s
     return request
@@ -236,9 +232,7 @@ def target(cluster: Target) -> Iterator[Target]:
         comm.on_all("CommDestroy")
     status = cluster.call("Coordinator.GetStatus", pb.GetStatusRequest())
     real = {one["id"] for one in cluster.devices}
-    cluster.wait_until_dead(
-        *(one.device.device_id for one in status.devices if one.device.device_id not in real)
-    )
+    cluster.wait_until_dead(*(one.device.device_id for one in status.devices if one.device.device_id not in real))
     check_all_reduce(cluster.coordinator)
 
 

@@ -174,9 +174,7 @@ def test_staging_is_freed_where_there_is_somebody_left(
     with pytest.raises((PeerError, FailedPrecondition), match="device 1"):
         comm.all_reduce(vectors(10, 3))
     assert [device.buffers() for device in comm.devices[1:]] == [{}, {}]
-    await_event(
-        three.address, "device_dead", KNOWN_S, device=1
-    )  # who called it may know before the coordinator
+    await_event(three.address, "device_dead", KNOWN_S, device=1)  # who called it may know before the coordinator
     works(comm.rebuild())
 
 
@@ -246,9 +244,7 @@ def test_the_only_device_falls_silent(
     pid = comm.devices[0].info.pid
     with looping(comm, "x") as loop:
         send_signal(pid, signal.SIGSTOP)
-        assert "device 1" in loop.failure(10 * PROMPT_S), (
-            "what it was doing fails when its connection is given up"
-        )
+        assert "device 1" in loop.failure(10 * PROMPT_S), "what it was doing fails when its connection is given up"
     send_signal(pid, signal.SIGCONT)
     await_event(up.address, "device_recovered", 10 * BACK_S, device=1)
     works(comm)

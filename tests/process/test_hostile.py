@@ -42,9 +42,7 @@ def test_refused_with_a_sentence(target: Target, method: str, codes: str, words:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "data", [b"\xff" * 12, b"\x0a\xff\xff\xff\xff\x7f", b"\x00", b"GET / HTTP/1.1\r\n\r\n"]
-)
+@pytest.mark.parametrize("data", [b"\xff" * 12, b"\x0a\xff\xff\xff\xff\x7f", b"\x00", b"GET / HTTP/1.1\r\n\r\n"])
 def test_bytes_that_are_no_message(target: Target, method: str, data: bytes) -> None:
     with refused("INVALID_ARGUMENT", words="not a valid"):
         target.raw(method, data)
@@ -177,8 +175,7 @@ class Flood:
         headers |= {"te": "trailers", "content-type": "application/grpc"}
         # Each a literal that is never indexed: a zero, then name and value with their lengths.
         self._headers = b"".join(
-            b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in header)
-            for header in headers.items()
+            b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in header) for header in headers.items()
         )
         self._ids = itertools.count(1, 2)
         self._heard = b""
@@ -217,8 +214,7 @@ def test_ten_thousand_open_streams(target: Target) -> None:
     before = memory_of(target.pid)
     with contextlib.ExitStack() as stack:
         floods = [
-            stack.enter_context(contextlib.closing(Flood(target.devices[0]["address"], STREAM_SEND)))
-            for _ in range(4)
+            stack.enter_context(contextlib.closing(Flood(target.devices[0]["address"], STREAM_SEND))) for _ in range(4)
         ]
         for flood in floods * 5:
             flood.open(500)

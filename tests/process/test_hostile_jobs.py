@@ -188,9 +188,7 @@ def test_a_journal_that_holds_such_jobs_is_read(start: Start, run_hoop: Run, tmp
     device |= {**places, "min_address": 4096, "max_address": 8192, "shared_address": None}
     bad = {2: "[" * 60_000, 3: '{"job":"' + "x" * (30 << 20) + '"}', 4: "[1]", 5: "\x1b"}
     data = line({"kind": "device_joined", "info": device})
-    data += old_communicator(1) + old_job(
-        1, '{"optimizer":{"\\ud800":1}}', text="no setting \ud800\x1b[31m" * 9999
-    )
+    data += old_communicator(1) + old_job(1, '{"optimizer":{"\\ud800":1}}', text="no setting \ud800\x1b[31m" * 9999)
     for number, settings in bad.items():
         data += old_communicator(number) + old_job(number, settings, ended=False)
     data += old_communicator(6) + old_job(6, "[" * 100_000, text="it failed before")
@@ -222,9 +220,7 @@ def test_names_are_bounded_where_they_enter(start: Start) -> None:
             with refused("INVALID_ARGUMENT", words="session: .* is not 16 hexadecimal digits"):
                 stub.CreateCommunicator(pb.CreateCommunicatorRequest(devices=1, session=session), timeout=30)
         with refused("INVALID_ARGUMENT", words="resume: 1048576 characters"):
-            stub.StartJob(
-                pb.StartJobRequest(settings="{}", device_ids=[1], resume="x" * (1 << 20)), timeout=30
-            )
+            stub.StartJob(pb.StartJobRequest(settings="{}", device_ids=[1], resume="x" * (1 << 20)), timeout=30)
         plain = {"address": "127.0.0.1:1", "data_address": "127.0.0.1:1", "min_address": 1, "max_address": 2}
         for name, text in {
             "host": "\x1b[31m",
@@ -279,9 +275,7 @@ def test_what_a_stranger_answers_is_shown_and_not_obeyed(run_hoop: Run) -> None:
         raise AssertionError("abort raises")
 
     def status(_: bytes, __: grpc.ServicerContext) -> bytes:
-        member = pb.Member(
-            device=pb.DeviceDescription(device_id=1, host=escape), state="alive", reason=escape
-        )
+        member = pb.Member(device=pb.DeviceDescription(device_id=1, host=escape), state="alive", reason=escape)
         job = pb.Job(id=1, name=escape, status=escape, reason=escape)
         return pb.GetStatusResponse(devices=[member], jobs=[job]).SerializeToString()
 

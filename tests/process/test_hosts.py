@@ -45,9 +45,7 @@ def vectors(count: int) -> list[Any]:
     return [np.arange(count, dtype="float32") % 7 + rank for rank in range(3)]
 
 
-def test_hierarchical_runs_where_some_share_a_host(
-    devices: tuple[Running, list[Running]], connect: Connect
-) -> None:
+def test_hierarchical_runs_where_some_share_a_host(devices: tuple[Running, list[Running]], connect: Connect) -> None:
     with connect(devices[0].address) as cluster:
         comm = cluster.communicator(3)
         for count in (1, 2, 5, 1000, 1_000_001):

@@ -78,9 +78,7 @@ def test_six_join_at_once(start: Start, connect: Connect, await_event: Wait) -> 
     assert [member.state for member in cluster.status().devices] == ["left"] * 6
 
 
-def test_an_id_that_is_taken(
-    start: Start, connect: Connect, run_hoop: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_an_id_that_is_taken(start: Start, connect: Connect, run_hoop: Callable[..., CompletedProcess[str]]) -> None:
     """Refused by name; the one that has it notices nothing."""
     coordinator = start("coordinator")
     device = start("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 5)

@@ -338,9 +338,7 @@ def test_so_many_devices_make_no_communicator(channel: grpc.Channel, devices: in
 def test_communicators_share_devices(channel: grpc.Channel) -> None:
     comms = [LabClient(channel, devices) for devices in (3, 2, 1, 3)]
     vectors = [random(len(comm.devices), 33) for comm in comms]
-    places = [
-        spread(comm, mine, 100 * at) for at, (comm, mine) in enumerate(zip(comms, vectors, strict=True))
-    ]
+    places = [spread(comm, mine, 100 * at) for at, (comm, mine) in enumerate(zip(comms, vectors, strict=True))]
     for comm, addresses in zip(comms, places, strict=True):
         comm.on_all("GroupStart")
         comm.all_reduce(lab.SUM, addresses, 33)

@@ -36,9 +36,7 @@ def channel(cluster: Cluster) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def launch(
-    comm: LabClient, addresses: list[int], count: int = COUNT, times: int = 1, op: int = lab.SUM
-) -> None:
+def launch(comm: LabClient, addresses: list[int], count: int = COUNT, times: int = 1, op: int = lab.SUM) -> None:
     """A group that is started and not waited for."""
     comm.on_all("GroupStart")
     for _ in range(times):
@@ -52,8 +50,7 @@ def rounds_without_polling(comm: LabClient, offset: int, rounds: int) -> None:
     for turn in range(rounds):
         expected = []
         places = [
-            [comm.address(rank, offset + vector * 16 * COUNT + 8 * rank) for rank in ranks]
-            for vector in range(2)
+            [comm.address(rank, offset + vector * 16 * COUNT + 8 * rank) for rank in ranks] for vector in range(2)
         ]
         for vector, addresses in enumerate(places):
             values = [np.arange(COUNT) + 1000 * vector + 7 * turn + rank for rank in ranks]
@@ -67,9 +64,7 @@ def rounds_without_polling(comm: LabClient, offset: int, rounds: int) -> None:
         for vector in reversed(range(2)):
             for rank in ranks:
                 found = comm.read(rank, places[vector][rank], COUNT)
-                np.testing.assert_array_equal(
-                    found, expected[vector], f"round {turn}, vector {vector}, rank {rank}"
-                )
+                np.testing.assert_array_equal(found, expected[vector], f"round {turn}, vector {vector}, rank {rank}")
 
 
 def test_a_client_that_never_polls_reads_the_result(channel: grpc.Channel) -> None:
@@ -152,9 +147,7 @@ def test_copies_made_at_a_device_itself_are_ordered(cluster: Cluster, channel: g
             for device, address in zip(devices, addresses, strict=True):
                 device.write(address, np.full(COUNT, float(turn)).tobytes())
             launch(comm, addresses, times=2)
-            found = [
-                np.frombuffer(one.read(to, 8 * COUNT)) for one, to in zip(devices, addresses, strict=True)
-            ]
+            found = [np.frombuffer(one.read(to, 8 * COUNT)) for one, to in zip(devices, addresses, strict=True)]
             np.testing.assert_array_equal(found, np.full((3, COUNT), 9.0 * turn))
             launch(comm, addresses)
             away = comm.address(1, 1 << 20)

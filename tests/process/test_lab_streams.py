@@ -74,9 +74,7 @@ class Device:
 
     def wait_for_data(self, streams: int = 1) -> None:
         """Until so many streams are open here, be it only that their data waits for a BeginReceive."""
-        wait_for(
-            lambda: self.own.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data"
-        )
+        wait_for(lambda: self.own.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data")
 
 
 def chunks(stream: int, *parts: bytes) -> Iterator[lab.DataChunk]:
@@ -187,10 +185,7 @@ def test_many_streams_at_once(comm: LabClient, devices: list[Device]) -> None:
     for rank in (0, 1):
         comm.write(rank, devices[rank].low, np.concatenate(vectors))
         comm.write(rank, devices[rank].low + 2**20, np.zeros(200 * 64))
-    begun = [
-        (devices[at % 2].begin_send(devices[at % 2].low + 512 * at, 512, to=1 - at % 2), at)
-        for at in range(200)
-    ]
+    begun = [(devices[at % 2].begin_send(devices[at % 2].low + 512 * at, 512, to=1 - at % 2), at) for at in range(200)]
     for stream, at in reversed(begun):
         target = devices[1 - at % 2]
         target.begin_receive(stream, target.low + 2**20 + 512 * at, 512, source=at % 2)
@@ -216,9 +211,7 @@ def test_sizes_that_differ(devices: list[Device], sent: int, awaited: int) -> No
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(
-    "parts", [(b"\1" * 640,), (b"\1" * 639, b"\1"), (b"", b"\1" * 640, b""), (b"\1",) * 640]
-)
+@pytest.mark.parametrize("parts", [(b"\1" * 640,), (b"\1" * 639, b"\1"), (b"", b"\1" * 640, b""), (b"\1",) * 640])
 def test_a_client_streams_by_itself(
     comm: LabClient, devices: list[Device], named: bool, parts: tuple[bytes, ...]
 ) -> None:

@@ -70,9 +70,7 @@ def test_from_python_it_is_refused_before_anything_is_forked() -> None:
         "try:\n    hoop.train('mnist', devices=500, memory='1TiB')\n"
         "except hoop.HoopError as error:\n    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout.startswith("ResourceExhausted memory: 500 of 1 TiB cannot fit on this machine")
 
 
@@ -110,9 +108,7 @@ def test_a_forked_device_that_is_killed_is_no_zombie(start: Start, status: Ask, 
     running.wait(PATIENCE_S)
 
 
-def test_a_device_of_up_that_is_killed_is_no_zombie(
-    start: Start, connect: Callable[..., hoop.Cluster]
-) -> None:
+def test_a_device_of_up_that_is_killed_is_no_zombie(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
     up = start("up", "--devices", 2, "--memory", "8MiB")
     pid = connect(up.address).status().devices[0].device.pid
     os.kill(pid, signal.SIGKILL)

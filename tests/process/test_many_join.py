@@ -31,9 +31,7 @@ def newcomer(number: int) -> DeviceInfo:
 async def all_join(address: Address) -> list[int]:
     """Each over a connection of its own, with heartbeats from then on; they leave with a word."""
     open_to_all = Credentials(Role.DEVICE)
-    crowd = [
-        HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)
-    ]
+    crowd = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
     joins = (one.join(newcomer(number), PATIENCE_S) for number, one in enumerate(crowd))
     ids = [info.device_id for info in await asyncio.gather(*joins)]
     for one in crowd:

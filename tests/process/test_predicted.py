@@ -31,7 +31,7 @@ def trained(strategy: str, *more: str) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["data", "pipeline:1f1b"])
+@pytest.mark.parametrize("strategy", ["data", pytest.param("pipeline:1f1b", marks=pytest.mark.slow)])
 def test_a_run_tells_its_prediction(strategy: str) -> None:
     result = trained(strategy)
     predicted, measured = result["predicted_step_seconds"], result["step_seconds"]
@@ -44,6 +44,4 @@ def test_a_run_is_predicted_from_a_calibration(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(Costs((block,) * 3, 64, FREE_MACHINE).to_json())
     result = trained("data", f"--costs={file}")
-    assert result["predicted_step_seconds"] == pytest.approx(2 * 90), (
-        "two shards of three blocks on each device"
-    )
+    assert result["predicted_step_seconds"] == pytest.approx(2 * 90), "two shards of three blocks on each device"

@@ -36,9 +36,7 @@ def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callabl
     cluster = connect(coordinator.address)
 
     kept = [cluster.communicator(1) for _ in range(2)]
-    with pytest.raises(
-        ResourceExhausted, match=r"has 2 communicators, its limit.*--communicators-per-client"
-    ):
+    with pytest.raises(ResourceExhausted, match=r"has 2 communicators, its limit.*--communicators-per-client"):
         cluster.communicator(1)
     kept.pop().destroy()
     kept.append(cluster.communicator(1))

@@ -76,6 +76,7 @@ print(json.dumps(dataclasses.asdict(best)))
 """
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_found_by_training_it() -> None:
     done = subprocess.run(
         [sys.executable, "-c", GROWING],

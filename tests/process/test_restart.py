@@ -40,9 +40,7 @@ def works(comm: hoop.Communicator) -> None:
         np.testing.assert_array_equal(found, sum(x), err_msg=f"rank {rank}")
 
 
-def test_a_device_is_restarted_on_its_arena(
-    start: Start, connect: Connect, await_event: Wait, tmp_path: Path
-) -> None:
+def test_a_device_is_restarted_on_its_arena(start: Start, connect: Connect, await_event: Wait, tmp_path: Path) -> None:
     """Killed without a warning, it has its id, its buffers and their bytes again."""
     coordinator = start("coordinator")
 

@@ -93,9 +93,7 @@ def test_sigint_stays_ignored_in_the_background(start: Start, status: Ask) -> No
     address = cluster.address
     cluster.signal(signal.SIGINT)
     assert [device["state"] for device in status(address)["devices"]] == ["alive"]
-    ignored = int(
-        next(line for line in status_lines(cluster.pid) if line.startswith("SigIgn")).split()[1], 16
-    )
+    ignored = int(next(line for line in status_lines(cluster.pid) if line.startswith("SigIgn")).split()[1], 16)
     assert ignored >> (signal.SIGINT - 1) & 1
     cluster.signal(signal.SIGTERM)
     assert cluster.wait(PATIENCE_S) == 0
@@ -105,9 +103,7 @@ def status_lines(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/status").read_text().splitlines()
 
 
-def test_a_training_in_the_background_ignores_sigint_and_stops_at_sigterm(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_training_in_the_background_ignores_sigint_and_stops_at_sigterm(start: Start, tmp_path: Path) -> None:
     out = tmp_path / "run"
     running = start("train", SLOW, "-n", "2", "--memory", "8MiB", "--out", out, ignoring=True)
     until(lambda: (out / "metrics.jsonl").exists(), running)

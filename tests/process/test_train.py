@@ -114,10 +114,19 @@ def test_recipes_are_listed() -> None:
     assert set(result("train", "--list")) == {"softmax", "mnist", "lenet", "mobilenet-cifar10", "gpt-tiny"}
 
 
+USUAL_MISTAKES: tuple[tuple[object, ...], ...] = (
+    (),
+    ("mnist", "--strategy", "teleport"),
+    ("mnist", "--set", "momentum"),
+    ("mnist", "--memory", "lots"),
+)
+
 # ---- the end
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_stopped_once_it_ends_after_a_step_with_a_checkpoint(
     start: Start, tmp_path: Path, number: int, code: int
 ) -> None:
@@ -138,6 +147,7 @@ def test_stopped_once_it_ends_after_a_step_with_a_checkpoint(
         assert resumed["devices"] == 2
 
 
+@pytest.mark.slow
 def test_stopped_twice_it_ends_at_once(start: Start, status: Ask, tmp_path: Path, gone: Any) -> None:
     address = tmp_path / "address"
     running = under_way(start, tmp_path / "run", "--address-file", address)
@@ -161,6 +171,7 @@ def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
     assert "Traceback" not in running.errors
 
 
+@pytest.mark.slow_if(when=lambda params: params["whom"] != "the coordinator")
 @pytest.mark.parametrize("whom", ["a device", "the coordinator", "the head"])
 def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Path, whom: str) -> None:
     """But for a device without which it goes on (tests/fault)."""
@@ -200,6 +211,7 @@ def test_a_model_that_does_not_suit_its_data_is_the_users() -> None:
     assert "bug" not in done.stderr
 
 
+@pytest.mark.slow_if(when=lambda params: params["arguments"] not in USUAL_MISTAKES)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -232,6 +244,7 @@ def test_memory_that_is_too_small_says_what_would_fit() -> None:
 # ---- on a cluster that is up
 
 
+@pytest.mark.slow
 def test_a_job_by_its_path_on_a_cluster(up: Running, tmp_path: Path) -> None:
     here = result("train", JOB, "-n", 1)
     there = result("train", JOB, "--coordinator", up.address, "--out", tmp_path / "run")

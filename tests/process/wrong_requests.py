@@ -136,9 +136,7 @@ HERE = {"address": LOW}
 
 def run(place: Any = HERE, ranks: Any = range(3), times: int = 1, driver: str = "", **fields: Any) -> Any:
     """An all-reduce by Hoop's own call, right but for the fields of its operation."""
-    request: dict[str, Any] = {
-        key: fields.pop(key) for key in ("timeout_s", "communicator_id") if key in fields
-    }
+    request: dict[str, Any] = {key: fields.pop(key) for key in ("timeout_s", "communicator_id") if key in fields}
 
     def build(to: Target) -> pb.RunRequest:
         one = pb.RunOperation(operation={**OPERATION, **fields}, driver=driver)
@@ -254,9 +252,7 @@ fresh = itertools.count(2**50)
 
 
 def seat(**fields: Any) -> pb.RankAssignment:
-    return pb.RankAssignment(
-        **{"communicator_id": next(fresh), "generation": 1, "members": [NOBODY, NOBODY], **fields}
-    )
+    return pb.RankAssignment(**{"communicator_id": next(fresh), "generation": 1, "members": [NOBODY, NOBODY], **fields})
 
 
 def beside(host: str) -> pb.RankAssignment:

@@ -82,9 +82,7 @@ def reductions(rank: int, size: int) -> None:
         blocks = [vector(rank + place, kind) for place in range(size)]
         wanted = reduce(FOLDS[op], [vector(other + rank, kind) for other in range(size)])
         if op is AVG:
-            wanted = (
-                wanted / size if kind.is_floating_point else torch.div(wanted, size, rounding_mode="trunc")
-            )
+            wanted = wanted / size if kind.is_floating_point else torch.div(wanted, size, rounding_mode="trunc")
         output = torch.zeros(7, dtype=kind)
         dist.reduce_scatter(output, blocks, op)
         same(output, wanted.to(kind), ("reduce_scatter", *what))
@@ -169,9 +167,7 @@ def moves(rank: int, size: int) -> None:
         for other, found in enumerate(outputs):
             same(found, vector(other * size + rank, kind, (2,)), ("all_to_all", kind))
         output = torch.zeros(size * 2, dtype=kind)
-        dist.all_to_all_single(
-            output, torch.cat([vector(rank * size + place, kind, (2,)) for place in range(size)])
-        )
+        dist.all_to_all_single(output, torch.cat([vector(rank * size + place, kind, (2,)) for place in range(size)]))
         same(output, torch.cat(outputs), ("all_to_all_single", kind))
         dist.barrier()
 

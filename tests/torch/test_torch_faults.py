@@ -154,9 +154,7 @@ def late(rank: int) -> str:
 
 def test_a_timeout_names_the_operation_and_who_was_waited_for(together: Together) -> None:
     words, _ = together(2, late)
-    assert words.startswith("rank 0 (global rank 0) of group '0': barrier ran into its timeout of 0.3 s"), (
-        words
-    )
+    assert words.startswith("rank 0 (global rank 0) of group '0': barrier ran into its timeout of 0.3 s"), words
     assert "waiting for rank 1" in words
 
 
@@ -212,7 +210,6 @@ def leaver(rank: int) -> list[str]:
 def test_who_leaves_is_not_taken_for_dead(together: Together) -> None:
     message, collective, *_ = together(2, leaver)[0]
     assert (
-        "recv failed: waiting for a message from rank 1 (tag 0, 20 bytes): rank 1 (global rank 1) has left"
-        in message
+        "recv failed: waiting for a message from rank 1 (tag 0, 20 bytes): rank 1 (global rank 1) has left" in message
     )
     assert "all_reduce failed: rank 1 (global rank 1) has left the group" in collective

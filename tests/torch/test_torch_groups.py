@@ -42,9 +42,7 @@ def test_torchrun_and_a_script_that_only_names_the_backend(tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script)], capture_output=True, text=True, timeout=LONG_S, check=False
-    )
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=LONG_S, check=False)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if "hoop" in line)
     assert lines == ["0 hoop [1.0, 1.0, 1.0]", "1 hoop [1.0, 1.0, 1.0]"]
@@ -212,8 +210,6 @@ def test_a_rank_that_never_comes_is_named(world: Worlds) -> None:
     store = dist.HashStore()
     from hoop.torch_backend import rendezvous
 
-    with pytest.raises(
-        RuntimeError, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0\.2 s"
-    ):
+    with pytest.raises(RuntimeError, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0\.2 s"):
         rendezvous.connect_group("g", store, 0, 3, range(3), timedelta(seconds=0.2))
     assert ranks.processes == []

@@ -128,14 +128,10 @@ def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:
 # ---- matching, without links
 
 
-def request(
-    peer: int | None, tag: int, size: int = 2
-) -> tuple[P2PRequest, list[tuple[HoopError | None, int]]]:
+def request(peer: int | None, tag: int, size: int = 2) -> tuple[P2PRequest, list[tuple[HoopError | None, int]]]:
     ends: list[tuple[HoopError | None, int]] = []
     data = np.zeros(size, np.uint8)
-    return P2PRequest(
-        False, peer, MessageKind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)
-    ), ends
+    return P2PRequest(False, peer, MessageKind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)), ends
 
 
 def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> P2PMessage:

@@ -116,9 +116,7 @@ def wrong_splits(group: Any, rank: int) -> tuple[list[str], str]:
     """Rank 0 sends rank 1 two rows, which expects one."""
     sent = [[1, 2, 1], [1, 1, 1], [1, 1, 1]][rank]
     return outcome(
-        lambda group: dist.all_to_all_single(
-            torch.zeros(3), torch.ones(sum(sent)), [1, 1, 1], sent, group=group
-        ),
+        lambda group: dist.all_to_all_single(torch.zeros(3), torch.ones(sum(sent)), [1, 1, 1], sent, group=group),
         group,
     )
 

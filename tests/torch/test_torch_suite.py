@@ -37,6 +37,6 @@ def test_pytorch_accepts_the_backend(tmp_path: Path) -> None:
     command += ["--json", str(out), "--log", str(tmp_path / "log"), *(f"-k={name}$" for name in NAMES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {
-        name: outcome["status"] for name, outcome in json.loads(out.read_text()).items()
-    } == dict.fromkeys(NAMES, "passed")
+    assert {name: outcome["status"] for name, outcome in json.loads(out.read_text()).items()} == dict.fromkeys(
+        NAMES, "passed"
+    )

@@ -87,9 +87,7 @@ class World:
             pipe.close()
 
 
-def _play(
-    rank: int, plan: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]
-) -> None:
+def _play(rank: int, plan: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(rank=rank, **plan)

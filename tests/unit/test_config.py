@@ -59,9 +59,7 @@ def test_sizes(text: str | int, size: int) -> None:
     assert isinstance(parse_size(text), int)
 
 
-@pytest.mark.parametrize(
-    "text", [*GARBAGE, "1 XB", "1 KiBs", "1K", "1 MiB/s", "1s", "nan", "inf", "NaN GB", "infGB"]
-)
+@pytest.mark.parametrize("text", [*GARBAGE, "1 XB", "1 KiBs", "1K", "1 MiB/s", "1s", "nan", "inf", "NaN GB", "infGB"])
 def test_what_is_no_size_is_refused_with_field_and_value(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_size(text, "memory")

@@ -182,7 +182,5 @@ def test_threads_share_one_log() -> None:
     in_threads(*(lambda numbers=numbers: publish(numbers) for numbers in published), come_and_go, look)
     leave()
     assert all(numbers == sorted(numbers) for numbers in published)
-    assert (
-        sorted(number for numbers in published for number in numbers) == sorted(heard) == list(range(1, 1001))
-    )
+    assert sorted(number for numbers in published for number in numbers) == sorted(heard) == list(range(1, 1001))
     assert [event.sequence for event in log.after()] == list(range(501, 1001))

@@ -76,9 +76,7 @@ def test_every_single_flipped_bit_is_noticed(header: FrameHeader) -> None:
     for bit in range(8 * HEADER_BYTES):
         flipped = bytearray(packed)
         flipped[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(
-            LinkCorrupted, match="checksum does not hold" if bit >= 32 else "not a Hoop frame"
-        ):
+        with pytest.raises(LinkCorrupted, match="checksum does not hold" if bit >= 32 else "not a Hoop frame"):
             FrameHeader.unpack(flipped)
 
 

@@ -32,10 +32,7 @@ VALUES = {
 def events() -> st.SearchStrategy[JobEvent]:
     kinds = [kind for kind in KINDS.values() if kind is not ev.Finished]
     return st.one_of(
-        [
-            st.builds(kind, **{one.name: VALUES[str(one.type)] for one in dataclasses.fields(kind)})
-            for kind in kinds
-        ]
+        [st.builds(kind, **{one.name: VALUES[str(one.type)] for one in dataclasses.fields(kind)}) for kind in kinds]
     )
 
 

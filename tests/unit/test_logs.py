@@ -30,9 +30,7 @@ def test_levels() -> None:
 
 @pytest.mark.parametrize("text", ["loud", "transport=", "=debug", "transport=loud"])
 def test_a_mistake_names_the_levels(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"neither a level \(debug, info, warning, error, off\) nor room=level"
-    ):
+    with pytest.raises(ValueError, match=r"neither a level \(debug, info, warning, error, off\) nor room=level"):
         parse_levels(text)
 
 

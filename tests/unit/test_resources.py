@@ -21,9 +21,7 @@ from hoop.resources import (
 )
 
 MIB, GIB = 1 << 20, 1 << 30
-LAPTOP = Resources(
-    memory=23 * GIB, shared_memory=24 * GIB, disk=60 * GIB, tasks=32_000, descriptors=1_048_576
-)
+LAPTOP = Resources(memory=23 * GIB, shared_memory=24 * GIB, disk=60 * GIB, tasks=32_000, descriptors=1_048_576)
 """24 GiB, most of them free, and /dev/shm as large as the memory."""
 CONTAINER = Resources(memory=GIB, shared_memory=64 * MIB, disk=20 * GIB, tasks=500, descriptors=1_048_576)
 """As Docker starts it: 64 MiB of /dev/shm."""

@@ -39,9 +39,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-@pytest.mark.parametrize(
-    "version", [f"{dotted(OLDEST)}.0", f"{dotted(NEWEST)}.3+cpu", "2.13.0a0+git1", "main"]
-)
+@pytest.mark.parametrize("version", [f"{dotted(OLDEST)}.0", f"{dotted(NEWEST)}.3+cpu", "2.13.0a0+git1", "main"])
 def test_a_tested_version_is_taken_without_a_word(version: str) -> None:
     assert torch_versions.check_version(version) is None
 
@@ -86,9 +84,7 @@ def test_the_requirement_begins_with_the_oldest() -> None:
 
 
 def test_every_version_of_the_range_has_its_row_in_the_docs() -> None:
-    rows = re.findall(
-        r"^\| (\d+)\.(\d+)\.\d+\S* \| 3\.", (ROOT / "docs" / "torch-backend.md").read_text(), re.M
-    )
+    rows = re.findall(r"^\| (\d+)\.(\d+)\.\d+\S* \| 3\.", (ROOT / "docs" / "torch-backend.md").read_text(), re.M)
     minors = {(int(major), int(minor)) for major, minor in rows}
     assert minors == {(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)}
 

@@ -55,9 +55,7 @@ def replayed(rows: int, channels_last: bool, tf32: bool, half: bool, repeats: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[32, 64, 256])
     given = parser.parse_args()
     print("| samples | " + " | ".join(WAYS) + " |")

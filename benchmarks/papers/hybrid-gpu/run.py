@@ -99,9 +99,7 @@ def chosen(name: str, accelerator: str) -> tuple[str, Job, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [*MOBILENET, *(f"{name}-{where}" for name in OTHERS for where in ("cuda", "cpu"))]
     parser.add_argument("runs", nargs="+", metavar="NAME:EPOCHS", help=", ".join(names))
     parser.add_argument("--out", type=Path, required=True)
@@ -133,9 +131,7 @@ def main() -> None:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
         (given.out / f"{name}.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-        print(
-            f"{name}: {said['median_step_ms']:.1f} ms a step, {said['result']}", file=sys.stderr, flush=True
-        )
+        print(f"{name}: {said['median_step_ms']:.1f} ms a step, {said['result']}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ from hoop.topology import Addresses
 def attach(
     coordinator: options.CoordinatorAddress,
     job: Annotated[
-        int | None,
-        typer.Argument(min=1, help="Which job (hoop status lists them). [default: the one that runs]"),
+        int | None, typer.Argument(min=1, help="Which job (hoop status lists them). [default: the one that runs]")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Write what hoop train --out would: metrics, checkpoints, plots, result."),
+        Path | None, typer.Option(help="Write what hoop train --out would: metrics, checkpoints, plots, result.")
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="Ask the job to stop after a step.")] = False,
     json: options.Json = False,

@@ -13,8 +13,7 @@ from hoop.cli import options
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="A run's folder: what --out named.")],
-    json: options.Json = False,
+    run: Annotated[Path, typer.Argument(help="A run's folder: what --out named.")], json: options.Json = False
 ) -> None:
     """Check a run's ledger: which samples went into which step, computed by which device.
 

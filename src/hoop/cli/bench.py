@@ -19,24 +19,16 @@ if TYPE_CHECKING:
 
 def bench(
     contenders: Annotated[
-        str,
-        typer.Option(
-            help="Any of arena, shm, tcp, torch (Hoop), gloo, openmpi, mpich; ratios are to the last."
-        ),
+        str, typer.Option(help="Any of arena, shm, tcp, torch (Hoop), gloo, openmpi, mpich; ratios are to the last.")
     ] = "arena,shm,tcp,gloo",
     ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4",
     sizes: Annotated[str, typer.Option(help="Sizes of the float32 vector.")] = "4,437544,4MiB,64MiB",
     seconds: Annotated[str, typer.Option(help="Time to measure each value.")] = "500ms",
     algorithm: Annotated[
-        str,
-        typer.Option(help="Algorithm of arena, shm and tcp: ring, tree, staged, … [default: chosen by cost]"),
+        str, typer.Option(help="Algorithm of arena, shm and tcp: ring, tree, staged, … [default: chosen by cost]")
     ] = "",
-    openmpi: Annotated[
-        Path | None, typer.Option(help="Open MPI's mpirun; the Python beside it has mpi4py.")
-    ] = None,
-    mpich: Annotated[
-        Path | None, typer.Option(help="MPICH's mpirun; the Python beside it has mpi4py.")
-    ] = None,
+    openmpi: Annotated[Path | None, typer.Option(help="Open MPI's mpirun; the Python beside it has mpi4py.")] = None,
+    mpich: Annotated[Path | None, typer.Option(help="MPICH's mpirun; the Python beside it has mpi4py.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time by size into this file, as SVG.")] = None,
     json: options.Json = False,
 ) -> None:
@@ -60,8 +52,7 @@ def bench(
     for row in contest.run():
         rows.append(row)
         typer.echo(
-            f"{row.contender} on {row.ranks} ranks, {format_size(row.bytes)}: {row.seconds * 1e6:.1f} us",
-            err=True,
+            f"{row.contender} on {row.ranks} ranks, {format_size(row.bytes)}: {row.seconds * 1e6:.1f} us", err=True
         )
     if json:
         plain = [
@@ -109,9 +100,7 @@ def draw(rows: list[BenchResult], path: Path) -> None:
     for count in sorted({row.ranks for row in rows}):
         lines = []
         for name in dict.fromkeys(row.contender for row in rows):
-            mine = sorted(
-                (row.bytes, row.seconds * 1e6) for row in rows if (row.contender, row.ranks) == (name, count)
-            )
+            mine = sorted((row.bytes, row.seconds * 1e6) for row in rows if (row.contender, row.ranks) == (name, count))
             lines.append(ChartLine(name, [size for size, _ in mine], [time for _, time in mine]))
         panels.append(Lines(f"us, {count} ranks", lines, kind="log"))
     path.write_text(Chart("All-reduce, median time", panels, x_label="bytes", x_kind="log").svg())

@@ -37,9 +37,7 @@ def calibrate(
     typer.echo(f"loading {job} and measuring its blocks …", err=True)
     found = job_named(resolved(job), load=False)
     changes = {"batch_size": batch_size, "shards": shards}
-    settings = (
-        found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
-    )
+    settings = found.defaults(resolved(job)).replaced({k: v for k, v in changes.items() if v is not None}).check()
     costs = calibrated(found, settings, machine, contention_factor)
     write_text(out, costs.to_json())
     if json:

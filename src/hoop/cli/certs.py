@@ -22,9 +22,7 @@ _WAIT_S = 60.0
 
 def certs(
     folder: Annotated[Path, typer.Argument(help="A new folder for the authority and a folder a role.")],
-    days: Annotated[
-        int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="How long certificates are good for.")
-    ] = 825,
+    days: Annotated[int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="How long certificates are good for.")] = 825,
 ) -> None:
     """Make a certificate authority, and certificates for the coordinator, devices and clients.
 
@@ -49,9 +47,7 @@ def certs(
         (folder / role / AUTHORITY).write_bytes((folder / AUTHORITY).read_bytes())
         if role is Role.DEVICE:
             write_private(folder / role / LINK_KEY, links)
-    typer.echo(
-        f"{folder}: coordinator, device and client, good for {days} days; use them with --tls {folder}"
-    )
+    typer.echo(f"{folder}: coordinator, device and client, good for {days} days; use them with --tls {folder}")
 
 
 def _sign(folder: Path, role: str, days: int) -> None:
@@ -67,9 +63,7 @@ def _sign(folder: Path, role: str, days: int) -> None:
             f"subjectAltName=DNS:{certificate_name(Role(role))}\nextendedKeyUsage=serverAuth,clientAuth\n"
             "basicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\n"
         )
-        _openssl(
-            "req", "-new", *_CURVE, "-keyout", place / KEY, "-out", request, "-subj", f"/O=hoop/CN={role}"
-        )
+        _openssl("req", "-new", *_CURVE, "-keyout", place / KEY, "-out", request, "-subj", f"/O=hoop/CN={role}")
         _openssl(
             "x509", "-req", "-in", request, "-CA", folder / "ca.pem", "-CAkey", folder / "ca.key",
             "-set_serial", f"0x{secrets.token_hex(16)}", "-days", days, "-sha256",
@@ -81,16 +75,9 @@ def _openssl(*arguments: object) -> None:
     """Runs openssl with a umask of 077: only this user can read the files."""
     try:
         done = subprocess.run(
-            ["openssl", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            timeout=_WAIT_S,
-            umask=0o077,
-            check=False,
+            ["openssl", *map(str, arguments)], capture_output=True, text=True, timeout=_WAIT_S, umask=0o077, check=False
         )
     except FileNotFoundError:
-        raise FailedPrecondition(
-            "hoop certs: the openssl command is not here; install it, or use a token"
-        ) from None
+        raise FailedPrecondition("hoop certs: the openssl command is not here; install it, or use a token") from None
     if done.returncode:
         raise FailedPrecondition(f"openssl {arguments[0]}: {done.stderr.strip()[-500:]}")

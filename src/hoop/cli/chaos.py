@@ -24,16 +24,10 @@ def chaos(
         str, typer.Option(help="Kinds of faults: kill, stop, slow, join, leave, coordinator.")
     ] = "kill,stop,slow,join,leave,coordinator",
     pace: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Slow every device down by this factor, so that faults hit during training."
-        ),
+        int, typer.Option(min=1, help="Slow every device down by this factor, so that faults hit during training.")
     ] = 8,
     every: Annotated[
-        str,
-        typer.Option(
-            help="Least time between two faults, like 15s; 0: the next follows when the last is over."
-        ),
+        str, typer.Option(help="Least time between two faults, like 15s; 0: the next follows when the last is over.")
     ] = "0",
     out: Annotated[Path | None, typer.Option(help="File for all results, as JSON.")] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")] = False,
@@ -70,6 +64,4 @@ def chaos(
     if not found.equal:
         raise InternalError("the weights are not those of the undisturbed run")
     if found.violation:
-        raise InternalError(
-            f"the weights are those of the undisturbed run, the record is not: {found.violation}"
-        )
+        raise InternalError(f"the weights are those of the undisturbed run, the record is not: {found.violation}")

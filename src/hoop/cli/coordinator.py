@@ -68,23 +68,18 @@ def coordinator(
         ),
     ] = None,
     journal_lease: Annotated[
-        str,
-        typer.Option(help="etcd: lease of the leading coordinator; a standby takes over when it expires."),
+        str, typer.Option(help="etcd: lease of the leading coordinator; a standby takes over when it expires.")
     ] = "10s",
     journal_tls: Annotated[
         Path | None,
-        typer.Option(
-            help="etcd over TLS: a folder with ca.pem and, if etcd asks for them, cert.pem and key.pem."
-        ),
+        typer.Option(help="etcd over TLS: a folder with ca.pem and, if etcd asks for them, cert.pem and key.pem."),
     ] = None,
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
     restart_grace: Annotated[
         str,
-        typer.Option(
-            help="How long a job that lost all devices waits for those started with --arena; 0s: not at all."
-        ),
+        typer.Option(help="How long a job that lost all devices waits for those started with --arena; 0s: not at all."),
     ] = "60s",
     max_communicators: Annotated[int, typer.Option(min=1, help="Most communicators in all.")] = 1024,
     communicators_per_client: Annotated[
@@ -106,9 +101,7 @@ def coordinator(
     from hoop.servers.journal_store import journal_location
 
     place = (
-        journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls)
-        if journal
-        else None
+        journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls) if journal else None
     )
     config = replace(
         configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),

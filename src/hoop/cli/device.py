@@ -41,13 +41,11 @@ def device(
     jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     advertise: Annotated[
-        str | None,
-        typer.Option(help="Address at which others reach this device, if not the one it listens on."),
+        str | None, typer.Option(help="Address at which others reach this device, if not the one it listens on.")
     ] = None,
     advertise_data: Annotated[str | None, typer.Option(help="The same for its data links.")] = None,
     checksums: Annotated[
-        bool,
-        typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices."),
+        bool, typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices.")
     ] = True,
     max_streams: Annotated[int, typer.Option(min=1, help="Most transfers that are open at once.")] = 4096,
     max_message: options.MaxMessage = "64MiB",

@@ -28,12 +28,7 @@ def events(
     with hoop.connect(coordinator, credentials=credentials) as cluster:
         for event in cluster.events(after, follow):
             if json:
-                plain = {
-                    "sequence": event.sequence,
-                    "time": event.time,
-                    "kind": event.kind,
-                    "text": event.text,
-                }
+                plain = {"sequence": event.sequence, "time": event.time, "kind": event.kind, "text": event.text}
                 typer.echo(json_module.dumps({**plain, "fields": dict(event.fields)}))
             else:
                 clock = time.strftime("%H:%M:%S", time.localtime(event.time))

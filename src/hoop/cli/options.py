@@ -11,28 +11,21 @@ Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unle
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
 Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
 Jobs = Annotated[
-    Path,
-    typer.Option(
-        help="Folder with the code of jobs: my_job:job is FOLDER/my_job.py, or an installed module."
-    ),
+    Path, typer.Option(help="Folder with the code of jobs: my_job:job is FOLDER/my_job.py, or an installed module.")
 ]
 AddressFile = Annotated[Path | None, typer.Option(help="File to write host:port to, once everything is up.")]
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure",
-        help="Allow listening beyond loopback without a token or certificates: anyone can then call.",
+        "--insecure", help="Allow listening beyond loopback without a token or certificates: anyone can then call."
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(
-        help="The cluster's token, from hoop token; or set HOOP_TOKEN_FILE, or HOOP_TOKEN to the token."
-    ),
+    typer.Option(help="The cluster's token, from hoop token; or set HOOP_TOKEN_FILE, or HOOP_TOKEN to the token."),
 ]
 Tls = Annotated[
-    Path | None,
-    typer.Option(help="The folder with this process's certificate, from hoop certs; or set HOOP_TLS."),
+    Path | None, typer.Option(help="The folder with this process's certificate, from hoop certs; or set HOOP_TLS.")
 ]
 CoordinatorAddress = Annotated[
     str,
@@ -44,14 +37,11 @@ CoordinatorAddress = Annotated[
     ),
 ]
 MaxMessage = Annotated[
-    str,
-    typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read."),
+    str, typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 CountUnit = Annotated[
     str, typer.Option(help="Unit of count in the lab's AllReduce calls: bytes, or elements of float64.")
 ]
-Lease = Annotated[
-    str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")
-]
+Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]

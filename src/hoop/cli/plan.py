@@ -20,9 +20,7 @@ MIB = 1024 * 1024
 def plan(
     job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
     cluster: Annotated[Path | None, typer.Option(help="The cluster, in TOML (docs/simulator.md).")] = None,
-    devices: Annotated[
-        int, typer.Option("--devices", "-n", min=1, help="Without --cluster: devices of one host.")
-    ] = 4,
+    devices: Annotated[int, typer.Option("--devices", "-n", min=1, help="Without --cluster: devices of one host.")] = 4,
     cores: Annotated[int | None, typer.Option(min=1, help="Without --cluster: that host's cores.")] = None,
     costs: Annotated[
         Path | None,
@@ -32,10 +30,7 @@ def plan(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
     failures: Annotated[
-        float,
-        typer.Option(
-            min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy."
-        ),
+        float, typer.Option(min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy.")
     ] = 0.0,
     replicate: Annotated[
         bool,
@@ -75,9 +70,7 @@ def plan(
     found = search(priced, where, batch, losses, room, progress, replicate=replicate)
     if json:
         rows = [one.to_dict() for one in found]
-        typer.echo(
-            json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows})
-        )
+        typer.echo(json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows}))
         return
     running = [one for one in found if one.result is not None]
     typer.echo(f"{job}, batch {batch}, on {where.describe()}; {len(found)} candidates\n")
@@ -114,13 +107,6 @@ def _table(found: list[Candidate]) -> Table:
         useful = one.goodput.useful if one.goodput else 1.0
         memory = one.result.peak_memory / MIB
         rows.append(
-            [
-                one.strategy.spec,
-                one.num_microbatches,
-                1e3 * one.result.step_seconds,
-                memory,
-                100 * useful,
-                one.reason,
-            ]
+            [one.strategy.spec, one.num_microbatches, 1e3 * one.result.step_seconds, memory, 100 * useful, one.reason]
         )
     return Table(columns, rows)

@@ -27,18 +27,12 @@ LINE_S = 10.0
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="A study (--list), or all.")] = None,
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Less of everything, under a minute; the report says what was left out."
-        ),
+        bool, typer.Option("--quick", help="Less of everything, under a minute; the report says what was left out.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder for the report; otherwise runs/papers/NAME.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder for the report; otherwise runs/papers/NAME.")] = None,
     accelerator: Annotated[str, typer.Option(help="What devices compute on: cpu, or cuda.")] = "cpu",
     mpirun: Annotated[
-        Path | None,
-        typer.Option(help="MPI's mpirun, with mpi4py's Python beside it; otherwise the one on the path."),
+        Path | None, typer.Option(help="MPI's mpirun, with mpi4py's Python beside it; otherwise the one on the path.")
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the studies.")] = False,
     json: options.Json = False,

@@ -25,8 +25,7 @@ def simulate(
         typer.Option("--strategy", "-s", help="As for hoop train; several to compare them. [default: data]"),
     ] = None,
     link: Annotated[
-        str | None,
-        typer.Option(help="Between hosts, e.g. 1Gbps,0.5ms. Without it all devices are on one host."),
+        str | None, typer.Option(help="Between hosts, e.g. 1Gbps,0.5ms. Without it all devices are on one host.")
     ] = None,
     per_host: Annotated[
         int | None, typer.Option(min=1, help="Devices a host. [default: 1 with --link, else all]")
@@ -34,12 +33,9 @@ def simulate(
     cores: Annotated[
         int | None, typer.Option(min=1, help="Cores a host; devices share them. [default: one a device]")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="A device's memory, e.g. 2GiB. [default: enough]")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="A device's memory, e.g. 2GiB. [default: enough]")] = None,
     cluster: Annotated[
-        Path | None,
-        typer.Option(help="A cluster in TOML instead (docs/simulator.md); --devices of it are used."),
+        Path | None, typer.Option(help="A cluster in TOML instead (docs/simulator.md); --devices of it are used.")
     ] = None,
     costs: Annotated[
         Path | None,
@@ -58,9 +54,7 @@ def simulate(
     stragglers: Annotated[
         str | None, typer.Option(help="Chance and factor of a slow computation, e.g. 0.05,3.")
     ] = None,
-    failures: Annotated[
-        float | None, typer.Option(min=0, help="Losses an hour and device: adds goodput.")
-    ] = None,
+    failures: Annotated[float | None, typer.Option(min=0, help="Losses an hour and device: adds goodput.")] = None,
     replicate: Annotated[
         bool,
         typer.Option(
@@ -121,9 +115,7 @@ def simulate(
             one.to_dict() | ({"goodput": share} if share is not None else {})
             for one, share in zip(found, good, strict=True)
         ]
-        typer.echo(
-            json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows})
-        )
+        typer.echo(json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows}))
         return
     typer.echo(f"{table.title}\n\n{table.markdown()}")
     for outcome, share in zip(found, good, strict=True):
@@ -134,9 +126,7 @@ def simulate(
         typer.echo(f"written to {out}: {', '.join(path.name for path in files)}")
 
 
-def _cluster(
-    devices: int, link: str | None, per_host: int | None, cores: int | None, memory: str | None
-) -> Cluster:
+def _cluster(devices: int, link: str | None, per_host: int | None, cores: int | None, memory: str | None) -> Cluster:
     from hoop.simulate.cluster import Cluster, Link
 
     host: dict[str, Any] = {"cores": cores, "memory": parse_size(memory, "--memory") if memory else None}

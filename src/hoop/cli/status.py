@@ -33,7 +33,7 @@ def status(
 
     credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
     seconds = parse_duration(connect_timeout, "--connect-timeout")
-    with hoop.connect(coordinator, patience=seconds, credentials=credentials) as cluster:
+    with hoop.connect(coordinator, connect_timeout=seconds, credentials=credentials) as cluster:
         found = cluster.status()
     if json:
         typer.echo(json_module.dumps(as_plain(found)))
@@ -76,13 +76,7 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
             for one in found.communicators
         ],
         "jobs": [
-            {
-                "id": one.id,
-                "job": one.name,
-                "devices": list(one.device_ids),
-                "status": one.status,
-                "reason": one.reason,
-            }
+            {"id": one.id, "job": one.name, "devices": list(one.device_ids), "status": one.status, "reason": one.reason}
             for one in found.jobs
         ],
     }

@@ -16,10 +16,7 @@ _ROLES = ("join", "device", "client")
 def token(
     file: Annotated[Path, typer.Argument(help="New file for the token, readable by you alone.")],
     role: Annotated[
-        str,
-        typer.Option(
-            help="join: for every role; device or client: for that role alone, made from the join token."
-        ),
+        str, typer.Option(help="join: for every role; device or client: for that role alone, made from the join token.")
     ] = "join",
     token_file: options.TokenFile = None,
 ) -> None:
@@ -41,7 +38,5 @@ def token(
         return
     held = find_credentials(Role.COORDINATOR, token_file=token_file).token
     if held is None:
-        raise InvalidArgument(
-            f"--role {role}: made from the join token; name it with --token-file or HOOP_TOKEN"
-        )
+        raise InvalidArgument(f"--role {role}: made from the join token; name it with --token-file or HOOP_TOKEN")
     write_private(file, held.role_token(Role(role)))

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 def train(
     job: Annotated[
-        str | None,
-        typer.Argument(help="A recipe (--list), or your own job: file.py:name or package.module:name."),
+        str | None, typer.Argument(help="A recipe (--list), or your own job: file.py:name or package.module:name.")
     ] = None,
     devices: Annotated[
         int | None, typer.Option("--devices", "-n", min=1, help="How many devices. [default: 4, or all]")
@@ -48,9 +47,7 @@ def train(
         ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=0, help="Passes over the data.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples an update, over all devices.")
-    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update, over all devices.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of weights, order, dropout, augmentation.")] = None,
@@ -70,8 +67,7 @@ def train(
         typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9 (docs/training.md)."),
     ] = None,
     accelerator: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto. [default: cpu]"),
+        str | None, typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto. [default: cpu]")
     ] = None,
     memory: options.Memory = "256MiB",
     threads_per_device: Annotated[int | None, typer.Option(min=1, help="Cores a device computes on.")] = None,
@@ -82,8 +78,7 @@ def train(
         int | None, typer.Option(min=1, help="Checkpoints that stay in --out, the newest. [default: 3]")
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit."),
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit.")
     ] = False,
     costs: Annotated[
         Path | None,
@@ -92,16 +87,12 @@ def train(
         ),
     ] = None,
     coordinator: Annotated[
-        str | None,
-        typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here."),
+        str | None, typer.Option("--coordinator", "-c", help="Train on the cluster at host:port instead of here.")
     ] = None,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     detach: Annotated[
-        bool,
-        typer.Option(
-            "--detach", help="With --coordinator: start it, print its number and go; see hoop attach."
-        ),
+        bool, typer.Option("--detach", help="With --coordinator: start it, print its number and go; see hoop attach.")
     ] = False,
     address_file: options.AddressFile = None,
     fault: Annotated[
@@ -164,9 +155,7 @@ def train(
         view.say("loading PyTorch and the data …")
         launch = replace(_launch(job, changes, devices, size, out, resume, there, address_file), costs=priced)
         if there is not None:
-            launch = replace(
-                launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
-            )
+            launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if detach:
             _detach(launch, json)
             return
@@ -178,9 +167,7 @@ def train(
     if number:
         raise typer.Exit(128 + number)
     if out is not None and result["checkpoint"] is None:
-        raise FailedPrecondition(
-            f"--out: the trained weights are not kept in {out}; what is wrong is said above"
-        )
+        raise FailedPrecondition(f"--out: the trained weights are not kept in {out}; what is wrong is said above")
 
 
 def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resume: bool) -> None:
@@ -233,9 +220,7 @@ def _launch(
     address_file: Path | None,
 ) -> Launch:
     """Checks everything that can be wrong before anything runs."""
-    untested = torch_versions.check_version(
-        torch_versions.installed_version()
-    )  # before these imports load it
+    untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.api import DEFAULT_DEVICES, Launch
     from hoop.runs.checkpoint_store import newest_checkpoint
@@ -262,13 +247,7 @@ def _launch(
         check_faults(settings, devices or DEFAULT_DEVICES, len(known.data().train))
     warnings = (untested,) if untested else ()
     launch = Launch(
-        settings,
-        devices,
-        memory,
-        out,
-        warnings=warnings,
-        coordinator=coordinator,
-        address_file=address_file,
+        settings, devices, memory, out, warnings=warnings, coordinator=coordinator, address_file=address_file
     )
     if found is None:
         return launch

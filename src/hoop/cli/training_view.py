@@ -111,9 +111,7 @@ class View(PlainView):
             case ev.CoordinatorLost() | ev.CoordinatorBack() | ev.WaitingForRestart() | ev.Refused():
                 self._console.print(event.text)
             case ev.StateLoaded():
-                self._console.print(
-                    f"step {event.step}: device {event.device} has its state from {event.source}"
-                )
+                self._console.print(f"step {event.step}: device {event.device} has its state from {event.source}")
             case ev.Resized():
                 self._devices = event.ranks
                 self._console.print(f"step {event.step}: goes on with {_devices(event.ranks)}")
@@ -127,9 +125,7 @@ class View(PlainView):
         self._started, self._devices = event, event.devices
         self._marks.append((time.monotonic(), event.done))
         self._printed = time.monotonic()
-        self._progress.reset(
-            self._task, total=event.steps, completed=event.done, figures="", description="epoch 1"
-        )
+        self._progress.reset(self._task, total=event.steps, completed=event.done, figures="", description="epoch 1")
         after = f", after step {event.done}" if event.done else ""
         lines = [
             f"{event.parameters:,} parameters on {_devices(event.devices)}",

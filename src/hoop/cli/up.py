@@ -23,8 +23,7 @@ def up(
     jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,
     state: Annotated[
-        Path | None,
-        typer.Option(help="Keep arenas and journal in this folder, and start from them if they are there."),
+        Path | None, typer.Option(help="Keep arenas and journal in this folder, and start from them if they are there.")
     ] = None,
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
@@ -57,9 +56,7 @@ def up(
         *(["--token-file", str(token_file)] if token_file else []),
         *(["--tls", str(tls)] if tls else []),
     ]
-    config = LocalConfig(
-        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more)
-    )
+    config = LocalConfig(devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more))
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)

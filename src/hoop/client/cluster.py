@@ -61,9 +61,7 @@ class Session:
         """Open the stream again after a transport failure; gRPC waits until the coordinator is reachable."""
         with self._lock:
             if not self._closed and unreachable(call):
-                self._call = self._stub.KeepSession(
-                    pb.KeepSessionRequest(session=self.id), wait_for_ready=True
-                )
+                self._call = self._stub.KeepSession(pb.KeepSessionRequest(session=self.id), wait_for_ready=True)
                 self._call.add_done_callback(self._reopen)
 
     def close(self) -> None:
@@ -150,12 +148,7 @@ class Cluster:
             stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
         raise DeadlineExceeded(f"{count} devices were not all there within {timeout:g} s at {self.address}")
 
-    def copy(
-        self,
-        source: tuple[int, int | str],
-        destination: tuple[int, int | str],
-        size: int,
-    ) -> None:
+    def copy(self, source: tuple[int, int | str], destination: tuple[int, int | str], size: int) -> None:
         """Copy ``size`` bytes between devices. Each end is a device id and an address or a buffer name."""
         request = pb.CopyRequest(
             source_device=source[0],
@@ -187,9 +180,7 @@ class Cluster:
 
     def job(self, job_id: int) -> JobHandle:
         """A handle for a job that was started before."""
-        return JobHandle(
-            self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.wait_ready
-        )
+        return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.wait_ready)
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
         """The coordinator's events with a sequence number above ``after``; with ``follow`` the stream does not end."""
@@ -230,7 +221,7 @@ class Cluster:
 
 def connect(
     address: str | Address | Addresses,
-    patience: float = 10.0,
+    connect_timeout: float = 10.0,
     timeout: float = 60.0,
     *,
     token: str | None = None,
@@ -241,7 +232,7 @@ def connect(
 
     With a standby coordinator ``address`` is ``host:port,host:port``; the client calls the one that answers.
 
-    ``patience``: seconds to wait for the coordinator's first answer. ``timeout``: seconds of each later call.
+    ``connect_timeout``: seconds to wait for the coordinator's first answer. ``timeout``: seconds of each later call.
 
     A cluster that listens beyond this machine authenticates its callers: give ``token``, or ``tls``, a folder made by
     ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE (SECURITY.md).
@@ -254,7 +245,7 @@ def connect(
     credentials = credentials or find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None)
     cluster = Cluster(address, timeout, credentials)
     try:
-        cluster.wait_ready(patience)
+        cluster.wait_ready(connect_timeout)
         return cluster
     except BaseException:
         cluster.close()

@@ -28,9 +28,7 @@ from hoop.wire.service import device_info
 class Staging:
     """Device buffers that hold one array or tensor a rank for one operation."""
 
-    def __init__(
-        self, communicator: Communicator, values: Sequence[Any], blocks_in: int, blocks_out: int
-    ) -> None:
+    def __init__(self, communicator: Communicator, values: Sequence[Any], blocks_in: int, blocks_out: int) -> None:
         """``blocks_in``, ``blocks_out``: blocks of an input and of a result (1 and world size for an all_gather)."""
         self._values = list(values)
         if len(self._values) != communicator.size:
@@ -150,9 +148,7 @@ class Communicator:
         """Every rank gets the root's vector."""
         return self._run("broadcast", x, out, root=root, **options)
 
-    def reduce(
-        self, x: Vectors, out: Buffer | None = None, root: int = 0, op: str = "sum", **options: Any
-    ) -> Any:
+    def reduce(self, x: Vectors, out: Buffer | None = None, root: int = 0, op: str = "sum", **options: Any) -> Any:
         """The root gets the reduction of all vectors."""
         return self._run("reduce", x, out, root=root, op=op, **options)
 
@@ -176,9 +172,7 @@ class Communicator:
         """Rank r gets block r of every vector, in rank order."""
         return self._run("all_to_all", x, out, blocks_in=self.size, blocks_out=self.size, **options)
 
-    def send(
-        self, x: Vectors, source: int, destination: int, out: Buffer | None = None, **options: Any
-    ) -> Any:
+    def send(self, x: Vectors, source: int, destination: int, out: Buffer | None = None, **options: Any) -> Any:
         """Rank ``destination`` gets the vector of rank ``source``."""
         return self._run("send", x, out, root=source, peer=destination, **options)
 
@@ -215,9 +209,7 @@ class Communicator:
         staging = None
         if not isinstance(x, Buffer):
             if out is not None or self._queue is not None:
-                raise InvalidArgument(
-                    "values: arrays are returned, so they need no out and cannot be in a group"
-                )
+                raise InvalidArgument("values: arrays are returned, so they need no out and cannot be in a group")
             if fields.get("compression"):
                 raise InvalidArgument(
                     f"compression: {fields['compression']} keeps with a vector's memory what was not sent, and arrays "

@@ -14,12 +14,7 @@ from functools import partial
 import numpy as np
 
 from hoop.collectives.compressed_all_reduce import CompressedAllReduce
-from hoop.collectives.link_executor import (
-    MultiHostExecutor,
-    confirm_all_started,
-    run_collective,
-    run_over_links,
-)
+from hoop.collectives.link_executor import MultiHostExecutor, confirm_all_started, run_collective, run_over_links
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.registry import CATALOG, Operation
 from hoop.collectives.selection import LinkCost, choose_algorithm, measure_links
@@ -82,9 +77,7 @@ class PreparedOperation:
         except (PeerLost, DeadlineExceeded, LinkCorrupted) as error:
             raise with_operation(error, self.operation) from error
 
-    def try_run(
-        self, source: Array, destination: Array, until: float, deadline: float
-    ) -> Callable[[], None] | None:
+    def try_run(self, source: Array, destination: Array, until: float, deadline: float) -> Callable[[], None] | None:
         """Runs the operation if that is possible by ``until``.
 
         Returns None if it is done, else the function that resumes it. An operation that cannot be suspended is not
@@ -174,10 +167,7 @@ class PersistentAllReduce:
     ) -> None:
         self.algorithm = algorithm
         self._communicator, self._operation, self._run = communicator, operation, run
-        self._try_acquire, self._release = (
-            communicator.work_queue.try_acquire,
-            communicator.work_queue.release,
-        )
+        self._try_acquire, self._release = (communicator.work_queue.try_acquire, communicator.work_queue.release)
 
     def __call__(self, deadline: float) -> None:
         if not self._try_acquire():
@@ -213,9 +203,7 @@ class Communicator:
         """The error that broke the links, which queued operations raise instead of running."""
         self._scratch: Array = np.empty(0, np.uint8)
         self._shm_executor = ShmExecutor(endpoint) if isinstance(endpoint, SharedEndpoint) else None
-        self._multi_host_executor = (
-            MultiHostExecutor(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
-        )
+        self._multi_host_executor = MultiHostExecutor(endpoint) if isinstance(endpoint, SpanningEndpoint) else None
 
     # ---- planning
 
@@ -227,9 +215,7 @@ class Communicator:
         prepared = self._prepared.get((operation, text))
         if prepared is None:
             call = self.call(text or str(operation))
-            prepared = self._prepared[operation, text] = PreparedOperation(
-                self.endpoint, operation, call, self._plan
-            )
+            prepared = self._prepared[operation, text] = PreparedOperation(self.endpoint, operation, call, self._plan)
             if len(self._prepared) > _CACHE_SIZE:
                 del self._prepared[next(iter(self._prepared))]
         return prepared
@@ -246,9 +232,7 @@ class Communicator:
         """Chooses the algorithm; returns its name and the function that runs the operation with it."""
         endpoint = self.endpoint
         if operation.compression:
-            return operation.compression, CompressedAllReduce(
-                operation, self.size, partial(self._prepared_part, call)
-            )
+            return operation.compression, CompressedAllReduce(operation, self.size, partial(self._prepared_part, call))
         if isinstance(endpoint, SharedEndpoint):
             endpoint.wait_for_peers(deadline)  # the choice depends on the memory that they share
         self._measure_links_once(operation, call, deadline)
@@ -282,12 +266,7 @@ class Communicator:
         """Collective. Measures the links before the first choice that depends on their cost."""
         # Not with several ranks on a host: an error while measuring would not name the rank that was lost first.
         only_links = self._shm_executor is None and self._multi_host_executor is None and self.size > 2
-        if (
-            self.cost is None
-            and only_links
-            and operation.collective == "all_reduce"
-            and not operation.algorithm
-        ):
+        if self.cost is None and only_links and operation.collective == "all_reduce" and not operation.algorithm:
             sent = self.endpoint.messages_sent, self.endpoint.bytes_sent
             run_collective(self.endpoint, partial(self._measure_links, call, deadline))
             self.endpoint.messages_sent, self.endpoint.bytes_sent = sent  # not part of any operation's report
@@ -299,12 +278,7 @@ class Communicator:
     # ---- running
 
     def run(
-        self,
-        operation: Operation,
-        source: Array,
-        destination: Array,
-        timeout: float,
-        round_index: int | None = None,
+        self, operation: Operation, source: Array, destination: Array, timeout: float, round_index: int | None = None
     ) -> Report:
         """Runs the operation with the other ranks. ``round_index``: run only this round of its plan."""
         prepared = self.prepared(operation)
@@ -328,9 +302,7 @@ class Communicator:
         """
         prepared = self.prepared(operation)
         prepared.check(source, destination)
-        return self.submit(
-            operation, partial(prepared, source, destination), timeout, lambda: prepared.algorithm
-        )
+        return self.submit(operation, partial(prepared, source, destination), timeout, lambda: prepared.algorithm)
 
     def submit(
         self, operation: Operation, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
@@ -357,35 +329,25 @@ class Communicator:
             self._broken = with_operation(error, operation)
             raise self._broken from error
 
-    def _run_reported(
-        self, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]
-    ) -> Report:
+    def _run_reported(self, job: Callable[[float], None], timeout: float, algorithm: Callable[[], str]) -> Report:
         endpoint = self.endpoint
         messages, sent, started = endpoint.messages_sent, endpoint.bytes_sent, time.monotonic()
         job(started + timeout)
         return Report(
-            time.monotonic() - started,
-            endpoint.messages_sent - messages,
-            endpoint.bytes_sent - sent,
-            algorithm(),
+            time.monotonic() - started, endpoint.messages_sent - messages, endpoint.bytes_sent - sent, algorithm()
         )
 
-    def _run_round(
-        self, operation: Operation, source: Array, destination: Array, index: int, deadline: float
-    ) -> None:
+    def _run_round(self, operation: Operation, source: Array, destination: Array, index: int, deadline: float) -> None:
         """Runs one round of the plan by messages. Plans in shared memory have no rounds to step through."""
         plan = operation.plan(self.size, self.rank, operation.default_algorithm)
         if not index or self._scratch.size < plan.scratch:
             self._scratch = np.empty(plan.scratch, source.dtype)  # kept: later rounds read it
         reduction = Reduction(operation.op, operation.dtype)
         buffers = source, destination, self._scratch
-        begin = partial(
-            self.endpoint.begin_collective, self.call(str(operation)), deadline, resumed=index > 0
-        )
+        begin = partial(self.endpoint.begin_collective, self.call(str(operation)), deadline, resumed=index > 0)
         steps = plan.rounds[index]
         run_collective(
-            self.endpoint,
-            partial(run_over_links, self.endpoint, operation, begin, steps, buffers, reduction, deadline),
+            self.endpoint, partial(run_over_links, self.endpoint, operation, begin, steps, buffers, reduction, deadline)
         )
 
     # ---- repeated operations
@@ -413,11 +375,7 @@ class Communicator:
         self, source: Array, destination: Array, deadline: float, call: Call
     ) -> tuple[list[Array], list[Array]] | None:
         """Collective. The sources and the destinations of all ranks, mapped here; None unless all are in arenas."""
-        return (
-            self._shm_executor.map_peer_buffers(source, destination, deadline, call)
-            if self._shm_executor
-            else None
-        )
+        return self._shm_executor.map_peer_buffers(source, destination, deadline, call) if self._shm_executor else None
 
     # ---- closing
 

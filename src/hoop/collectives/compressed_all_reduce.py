@@ -28,10 +28,7 @@ class CompressedAllReduce:
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        size: int,
-        prepared: Callable[[Operation], Callable[[Array, Array, float], None]],
+        self, operation: Operation, size: int, prepared: Callable[[Operation], Callable[[Array, Array, float], None]]
     ) -> None:
         """``prepared``: makes an operation callable, as part of this one."""
         self._operation, self._prepared = operation, prepared

@@ -82,9 +82,7 @@ class Cast(Compressor):
 
     def _unpack(self, data: Array) -> Vector:
         return (
-            bfloat16_to_float32(data.view(np.uint16))
-            if self._is_bfloat16
-            else data.view(np.float16).astype(np.float32)
+            bfloat16_to_float32(data.view(np.uint16)) if self._is_bfloat16 else data.view(np.float16).astype(np.float32)
         )
 
     def all_reduce(self, peers: Peers, vector: Vector) -> None:
@@ -132,9 +130,7 @@ class Int8(Compressor):
         self._residual = _finite(values - np.concatenate([decoded for _, decoded in packed]))
         received = peers.exchange("all_to_all", np.concatenate([data for data, _ in packed]))
         count = values.size // n
-        total = np.sum(
-            [self._unpack(data, count) for data in received.reshape(n, -1)], axis=0, dtype=np.float32
-        )
+        total = np.sum([self._unpack(data, count) for data in received.reshape(n, -1)], axis=0, dtype=np.float32)
         total += self._total_residual
         own, decoded = self._pack(total)
         self._total_residual = _finite(total - decoded)
@@ -189,9 +185,7 @@ class PowerSGD(Compressor):
         rank = min(self._rank, *matrix.shape)
         if self._right is None or not np.isfinite(self._right).all():
             # The same on every rank. It is kept between steps and converges to the gradient's dominant directions.
-            self._right = (
-                np.random.default_rng(self._seed).standard_normal((columns, rank)).astype(np.float32)
-            )
+            self._right = np.random.default_rng(self._seed).standard_normal((columns, rank)).astype(np.float32)
         left = peers.total(matrix @ self._right)
         left = np.linalg.qr(left.astype(np.float64))[0].astype(np.float32)
         own = matrix.T @ left

@@ -20,11 +20,7 @@ from hoop.transport.shm_segment import SLOT_BYTES
 
 
 def exchange(
-    communicator: Communicator,
-    call: Call,
-    sources: Sequence[Array],
-    destinations: Sequence[Array],
-    deadline: float,
+    communicator: Communicator, call: Call, sources: Sequence[Array], destinations: Sequence[Array], deadline: float
 ) -> None:
     """Collective. Sends the bytes ``sources[i]`` to rank i and receives ``destinations[i]`` from it.
 
@@ -38,9 +34,7 @@ def exchange(
         else:
             endpoint.begin_collective(call, deadline)
         if sources[rank].size != destinations[rank].size:
-            raise length_mismatch_error(
-                call, rank, rank, destinations[rank].nbytes, str(sources[rank].nbytes)
-            )
+            raise length_mismatch_error(call, rank, rank, destinations[rank].nbytes, str(sources[rank].nbytes))
         np.copyto(destinations[rank], sources[rank])
         for k in range(1, size):
             _exchange_round(endpoint, call, sources, destinations, k, deadline)
@@ -52,12 +46,7 @@ def exchange(
 
 
 def _exchange_round(
-    endpoint: Endpoint,
-    call: Call,
-    sources: Sequence[Array],
-    destinations: Sequence[Array],
-    k: int,
-    deadline: float,
+    endpoint: Endpoint, call: Call, sources: Sequence[Array], destinations: Sequence[Array], k: int, deadline: float
 ) -> None:
     to, by = (endpoint.rank + k) % endpoint.size, (endpoint.rank - k) % endpoint.size
     if sources[to].size:
@@ -71,11 +60,7 @@ def _exchange_round(
 
 
 def _compare_lengths(
-    endpoint: SharedEndpoint,
-    call: Call,
-    sources: Sequence[Array],
-    destinations: Sequence[Array],
-    deadline: float,
+    endpoint: SharedEndpoint, call: Call, sources: Sequence[Array], destinations: Sequence[Array], deadline: float
 ) -> None:
     """Begins the collective: every rank publishes its lengths before the barrier and compares all lengths after it."""
     size = endpoint.size
@@ -85,8 +70,7 @@ def _compare_lengths(
     endpoint.wait_for_peers(deadline)  # the segments of all ranks are mapped from here on
     endpoint.publish_count = publication = endpoint.publish_count + 1
     lengths = [
-        segment.slots[publication & 1].view(np.int64)[: 2 * size].reshape(2, size)
-        for segment in endpoint.segments
+        segment.slots[publication & 1].view(np.int64)[: 2 * size].reshape(2, size) for segment in endpoint.segments
     ]
     lengths[endpoint.rank][:] = [[one.nbytes for one in vectors] for vectors in (sources, destinations)]
     endpoint.begin_collective(call, deadline)
@@ -97,11 +81,7 @@ def _compare_lengths(
         sender, receiver = (int(one) for one in different[0])
         names = endpoint.global_ranks
         error = length_mismatch_error(
-            call,
-            names[receiver],
-            names[sender],
-            int(expected[sender, receiver]),
-            str(sent[sender, receiver]),
+            call, names[receiver], names[sender], int(expected[sender, receiver]), str(sent[sender, receiver])
         )
         endpoint.abort(error)
         raise error

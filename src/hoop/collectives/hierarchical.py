@@ -60,9 +60,7 @@ class HostLayout:
         members: dict[int, tuple[int, ...]] = {}
         for one, host in enumerate(hosts):
             members[host] = (*members.get(host, ()), one)
-        return cls(
-            tuple(members.values()), list(members).index(hosts[rank]), members[hosts[rank]].index(rank)
-        )
+        return cls(tuple(members.values()), list(members).index(hosts[rank]), members[hosts[rank]].index(rank))
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
@@ -94,9 +92,7 @@ def _all_reduce(shape: Shape, rank: int, between: Callable[[Shape, int], Collect
     rail = [ranks[layout.local_rank] for ranks in layout.host_ranks] if in_rail else []
     rounds = _between_hosts(across, rail, start) if in_rail else [()] * len(across.rounds)
     owners = dict(zip(layout.local_ranks, slices, strict=False))
-    return CollectivePlan(
-        (_fold_inside(shape, layout, slices), *rounds, _share_inside(shape, layout, owners))
-    )
+    return CollectivePlan((_fold_inside(shape, layout, slices), *rounds, _share_inside(shape, layout, owners)))
 
 
 def broadcast(shape: Shape, rank: int) -> CollectivePlan:
@@ -149,9 +145,7 @@ def _fold_inside(shape: Shape, layout: HostLayout, slices: list[tuple[int, int]]
         return (Copy(Range(SOURCE, 0, shape.count), Range(DESTINATION, 0, shape.count)),)
     if not shape.chunk:
         own = slices[layout.local_rank : layout.local_rank + 1]
-        folds = [
-            Fold(Range(WINDOW, *part), Range(DESTINATION, *part), ranks=layout.local_ranks) for part in own
-        ]
+        folds = [Fold(Range(WINDOW, *part), Range(DESTINATION, *part), ranks=layout.local_ranks) for part in own]
         return (Meet(layout.local_ranks), *folds)
     steps: list[CollectiveInstruction] = []
     width = shape.chunk // len(slices)
@@ -166,9 +160,7 @@ def _fold_inside(shape: Shape, layout: HostLayout, slices: list[tuple[int, int]]
         if layout.local_rank < len(slices) and windows[layout.local_rank].length > 0:
             steps.append(
                 Fold(
-                    windows[layout.local_rank],
-                    Range(DESTINATION, *parts[layout.local_rank]),
-                    ranks=layout.local_ranks,
+                    windows[layout.local_rank], Range(DESTINATION, *parts[layout.local_rank]), ranks=layout.local_ranks
                 )
             )
     return tuple(steps)

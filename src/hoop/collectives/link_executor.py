@@ -182,13 +182,7 @@ class MultiHostExecutor:
         self._shm_executor = None if endpoint.local is None else ShmExecutor(endpoint.local)
 
     def run(
-        self,
-        operation: Operation,
-        algorithm: str,
-        call: Call,
-        source: Array,
-        destination: Array,
-        deadline: float,
+        self, operation: Operation, algorithm: str, call: Call, source: Array, destination: Array, deadline: float
     ) -> None:
         """Runs one operation, from the first barrier to the last."""
         endpoint = self._endpoint
@@ -212,13 +206,7 @@ class MultiHostExecutor:
             endpoint.end_collective()
 
     def _run(
-        self,
-        operation: Operation,
-        algorithm: str,
-        call: Call,
-        source: Array,
-        destination: Array,
-        deadline: float,
+        self, operation: Operation, algorithm: str, call: Call, source: Array, destination: Array, deadline: float
     ) -> None:
         endpoint, width = self._endpoint, STAGE_BYTES // operation.dtype.itemsize
         host, in_arenas = None, False
@@ -258,12 +246,7 @@ class _HostExecution:
     """Executes the instructions of one operation among the ranks of this host."""
 
     def __init__(
-        self,
-        local: SharedEndpoint,
-        operation: Operation,
-        source: Array,
-        destination: Array,
-        deadline: float,
+        self, local: SharedEndpoint, operation: Operation, source: Array, destination: Array, deadline: float
     ) -> None:
         self.local = local
         self._deadline = deadline
@@ -318,6 +301,4 @@ class _HostExecution:
 
 
 def _is_inside_host(step: CollectiveInstruction) -> bool:
-    return isinstance(step, Meet | Take | Fold) or (
-        isinstance(step, Copy) and step.destination.buffer == WINDOW
-    )
+    return isinstance(step, Meet | Take | Fold) or (isinstance(step, Copy) and step.destination.buffer == WINDOW)

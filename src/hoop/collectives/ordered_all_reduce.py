@@ -42,11 +42,7 @@ Step = Callable[[float], None]
 
 
 def linked_plan(
-    expression: Sum,
-    merge_plans: Sequence[MergePlan],
-    count: int,
-    rank: int,
-    span: tuple[int, int] | None = None,
+    expression: Sum, merge_plans: Sequence[MergePlan], count: int, rank: int, span: tuple[int, int] | None = None
 ) -> CollectivePlan:
     """The plan of one rank for the sum over links. SOURCE: the rank's slots in a row, each of ``count`` elements.
 
@@ -66,8 +62,7 @@ def linked_plan(
     if not width:
         return CollectivePlan((tuple(first_round), tuple(_all_gather(slices, rank))))
     operands: dict[Leaf, Range] = {
-        Leaf(rank, slot): Range(SOURCE, slot * count + low, slot * count + high)
-        for _, slot in merge_plans[rank].nodes
+        Leaf(rank, slot): Range(SOURCE, slot * count + low, slot * count + high) for _, slot in merge_plans[rank].nodes
     }
     scratch = 0
     for peer in reversed(_other_ranks(rank, len(merge_plans))):
@@ -160,9 +155,7 @@ class OrderedAllReduce:
         own = _slices(low, high, communicator.size)[communicator.rank]
         other_nodes = sum(len(one.nodes) for one in merge_plans) - len(merge_plans[communicator.rank].nodes)
         self._bytes_per_call = (other_nodes + communicator.size - 1) * (own[1] - own[0]) * output.itemsize
-        self._sum = _build_sum(
-            expression, [one.reshape(-1, count) for one in sources], destinations, slice(*own)
-        )
+        self._sum = _build_sum(expression, [one.reshape(-1, count) for one in sources], destinations, slice(*own))
 
     def __call__(self, deadline: float) -> float:
         """Sums; returns the seconds that this rank waited for the others to arrive."""
@@ -185,9 +178,7 @@ def _no_sum(deadline: float) -> None:
 def _call_text(merge_plans: Sequence[MergePlan], count: int, span: tuple[int, int], output: Array) -> str:
     """The text of the call, which all ranks must agree on."""
     shards = " | ".join(" ".join(map(str, one.order)) for one in merge_plans)
-    return (
-        f"ordered all_reduce of {count} {output.dtype}, elements {span[0]} to {span[1]}, of shards {shards}"
-    )
+    return f"ordered all_reduce of {count} {output.dtype}, elements {span[0]} to {span[1]}, of shards {shards}"
 
 
 def _build_linked_sum(

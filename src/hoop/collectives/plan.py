@@ -219,10 +219,6 @@ def verify(plans: Sequence[CollectivePlan]) -> list[str]:
                 for queue in participants:
                     queue.popleft()
                 progress = True
-    problems += [
-        f"rank {rank}: waits for ever at {queue[0]}" for rank, queue in enumerate(remaining) if queue
-    ]
-    problems += [
-        f"{len(link)} messages {a} -> {b} are never received" for (a, b), link in links.items() if link
-    ]
+    problems += [f"rank {rank}: waits for ever at {queue[0]}" for rank, queue in enumerate(remaining) if queue]
+    problems += [f"{len(link)} messages {a} -> {b} are never received" for (a, b), link in links.items() if link]
     return problems

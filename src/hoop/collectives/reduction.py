@@ -40,9 +40,7 @@ class _Quiet(threading.local):
     """
 
     def __init__(self) -> None:
-        self.run: Callable[..., Any] = (
-            Context().run if int(np.__version__.split(".")[0]) >= 2 else _with_errstate
-        )
+        self.run: Callable[..., Any] = Context().run if int(np.__version__.split(".")[0]) >= 2 else _with_errstate
         self.run(np.seterr, all="ignore")
 
 
@@ -105,9 +103,7 @@ class Reduction:
             return
         for start in range(0, size, block):
             stop = start + block
-            self._fold_block(
-                [vector[start:stop] for vector in vectors], [target[start:stop] for target in into]
-            )
+            self._fold_block([vector[start:stop] for vector in vectors], [target[start:stop] for target in into])
 
     def _fold_block(self, parts: Sequence[Array], targets: Sequence[Array]) -> None:
         total, kernel = targets[0], self._kernel

@@ -82,10 +82,7 @@ CATALOG: dict[str, Collective] = {
             "direct": shm_algorithms.direct_all_reduce,
         },
         reduces=True,
-        spanning={
-            "hierarchical": hierarchical.all_reduce,
-            "hierarchical_tree": hierarchical.tree_all_reduce,
-        },
+        spanning={"hierarchical": hierarchical.all_reduce, "hierarchical_tree": hierarchical.tree_all_reduce},
     ),
     "broadcast": Collective(
         {"tree": tree.broadcast, "naive": naive.broadcast},
@@ -101,22 +98,12 @@ CATALOG: dict[str, Collective] = {
         _shared(shm_algorithms.reduce),
         reduces=True,
     ),
-    "all_gather": Collective(
-        {"ring": ring.all_gather}, _one_block, _all_blocks, _shared(shm_algorithms.all_gather)
-    ),
+    "all_gather": Collective({"ring": ring.all_gather}, _one_block, _all_blocks, _shared(shm_algorithms.all_gather)),
     "reduce_scatter": Collective(
-        {"ring": ring.reduce_scatter},
-        _all_blocks,
-        _one_block,
-        _shared(shm_algorithms.reduce_scatter),
-        reduces=True,
+        {"ring": ring.reduce_scatter}, _all_blocks, _one_block, _shared(shm_algorithms.reduce_scatter), reduces=True
     ),
-    "gather": Collective(
-        {"naive": naive.gather}, _one_block, _at_root(_all_blocks), _shared(shm_algorithms.gather)
-    ),
-    "scatter": Collective(
-        {"naive": naive.scatter}, _at_root(_all_blocks), _one_block, _shared(shm_algorithms.scatter)
-    ),
+    "gather": Collective({"naive": naive.gather}, _one_block, _at_root(_all_blocks), _shared(shm_algorithms.gather)),
+    "scatter": Collective({"naive": naive.scatter}, _at_root(_all_blocks), _one_block, _shared(shm_algorithms.scatter)),
     "all_to_all": Collective(
         {"pairwise": naive.all_to_all}, _all_blocks, _all_blocks, _shared(shm_algorithms.all_to_all)
     ),
@@ -146,9 +133,7 @@ class Operation:
             raise InvalidArgument(f"collective: {self.collective!r} is unknown; known: {', '.join(CATALOG)}")
         known = CATALOG[self.collective].all_algorithms
         if self.algorithm and self.algorithm not in known:
-            raise InvalidArgument(
-                f"algorithm: {self.collective} has no {self.algorithm!r}; it has {', '.join(known)}"
-            )
+            raise InvalidArgument(f"algorithm: {self.collective} has no {self.algorithm!r}; it has {', '.join(known)}")
         if self.op not in OPERATIONS:
             raise InvalidArgument(f"op: {self.op!r} is unknown; known: {', '.join(OPERATIONS)}")
         if not 0 <= self.count <= MAX_ELEMENTS:
@@ -182,9 +167,7 @@ class Operation:
 
     def shape(self, size: int) -> Shape:
         # A segment is never cut into more than 256 chunks, so that the plan stays small.
-        chunk = max(
-            (self.chunk_bytes or DEFAULT_CHUNK_BYTES) // self.dtype.itemsize, self.count // size // 256
-        )
+        chunk = max((self.chunk_bytes or DEFAULT_CHUNK_BYTES) // self.dtype.itemsize, self.count // size // 256)
         return Shape(size, self.count, self.root, self.peer, chunk)
 
     def plan(

@@ -119,7 +119,6 @@ def all_gather(shape: Shape, rank: int) -> CollectivePlan:
     rounds: list[tuple[CollectiveInstruction, ...]] = [(Copy(Range(SOURCE, 0, count), block(rank)),)]
     if count:
         rounds += [
-            (Send(next_rank, block(rank - step)), Recv(previous, block(rank - step - 1)))
-            for step in range(n - 1)
+            (Send(next_rank, block(rank - step)), Recv(previous, block(rank - step - 1))) for step in range(n - 1)
         ]
     return CollectivePlan(tuple(rounds))

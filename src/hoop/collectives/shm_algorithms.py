@@ -42,9 +42,7 @@ def staged_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     """Two barriers; rank r folds slice r in its window, then every rank takes every slice."""
     slices = split_range(shape.count, shape.size)
     own = Range(WINDOW, *slices[rank])
-    takes = tuple(
-        Take(peer, Range(WINDOW, *bounds), Range(DESTINATION, *bounds)) for peer, bounds in enumerate(slices)
-    )
+    takes = tuple(Take(peer, Range(WINDOW, *bounds), Range(DESTINATION, *bounds)) for peer, bounds in enumerate(slices))
     return CollectivePlan(((Meet(),), (Fold(own, own), Meet()), takes))
 
 
@@ -58,8 +56,7 @@ def direct_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
 def broadcast(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
     """Every rank takes the root's vector."""
     return _plan(
-        Take(shape.root, Range(WINDOW, 0, shape.count), Range(DESTINATION, 0, shape.count)),
-        final_barrier=final_barrier,
+        Take(shape.root, Range(WINDOW, 0, shape.count), Range(DESTINATION, 0, shape.count)), final_barrier=final_barrier
     )
 
 
@@ -72,10 +69,7 @@ def reduce(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePl
 
 def all_gather(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
     """Every rank takes the vectors of all ranks."""
-    steps = [
-        Take(peer, Range(WINDOW, 0, shape.count), _block(DESTINATION, peer, shape))
-        for peer in range(shape.size)
-    ]
+    steps = [Take(peer, Range(WINDOW, 0, shape.count), _block(DESTINATION, peer, shape)) for peer in range(shape.size)]
     return _plan(*steps, final_barrier=final_barrier)
 
 
@@ -100,10 +94,7 @@ def scatter(shape: Shape, rank: int, final_barrier: bool = False) -> CollectiveP
 
 def all_to_all(shape: Shape, rank: int, final_barrier: bool = False) -> CollectivePlan:
     """Rank r takes block r of all ranks' vectors."""
-    steps = [
-        Take(peer, _block(WINDOW, rank, shape), _block(DESTINATION, peer, shape))
-        for peer in range(shape.size)
-    ]
+    steps = [Take(peer, _block(WINDOW, rank, shape), _block(DESTINATION, peer, shape)) for peer in range(shape.size)]
     return _plan(*steps, final_barrier=final_barrier)
 
 

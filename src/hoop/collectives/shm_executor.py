@@ -55,8 +55,7 @@ class WindowedOperation:
         count = operation.count
         full, last = (self._window_steps(windows, size) for size in (min(piece, count), count % piece))
         self._pieces = [
-            (start, full if start + piece <= count or piece >= count else last)
-            for start in range(0, count, piece)
+            (start, full if start + piece <= count or piece >= count else last) for start in range(0, count, piece)
         ]
 
     def __call__(self, source: Array, destination: Array, deadline: float) -> None:
@@ -66,9 +65,7 @@ class WindowedOperation:
             self._run_phases(source, destination, start, phases, deadline, call)
             call = None
 
-    def try_run(
-        self, source: Array, destination: Array, until: float, deadline: float
-    ) -> Callable[[], None] | None:
+    def try_run(self, source: Array, destination: Array, until: float, deadline: float) -> Callable[[], None] | None:
         """Runs an operation of a single piece, if the other ranks arrive by ``until``.
 
         Returns None if it is done, else the function that resumes it. Only the first barrier can take long: a rank that
@@ -223,9 +220,7 @@ def _take_step(window: Array, offset: int, length: int, own: int | None) -> Step
     return take if own is None else copy_own
 
 
-def _fold_step(
-    reduction: Reduction, parts: list[Array], rank: int, own: int, into: Array | None, offset: int
-) -> Step:
+def _fold_step(reduction: Reduction, parts: list[Array], rank: int, own: int, into: Array | None, offset: int) -> Step:
     """``parts``: the windows of all ranks; this rank's part is read from offset ``own`` of its source.
 
     The result goes to ``into``, or to the destination at ``offset``.
@@ -267,26 +262,20 @@ class ShmExecutor:
 
     def _build_windowed(self, operation: Operation, algorithm: str, call: Call | None) -> RunFunction:
         """``call``: compared at the first barrier; None: it was compared before."""
-        if (
-            not operation.count
-        ):  # nothing to move, but a barrier, because another rank's call may have a count
+        if not operation.count:  # nothing to move, but a barrier, because another rank's call may have a count
             return lambda source, destination, deadline: self._endpoint.barrier(deadline, call)
         kind, blocks = operation.dtype, operation.blocks(self._endpoint.size)
         small = blocks * operation.count * kind.itemsize <= SLOT_BYTES and algorithm == "flat"
         windows, capacity = ("slots", SLOT_BYTES) if small else ("stages", STAGE_BYTES)
         piece = max(1, capacity // kind.itemsize // blocks)
-        return WindowedOperation(
-            self._endpoint, operation, algorithm, self._windows(windows, kind), piece, call
-        )
+        return WindowedOperation(self._endpoint, operation, algorithm, self._windows(windows, kind), piece, call)
 
     def _windows(self, name: str, kind: DType) -> list[list[Array]]:
         """The ``slots`` or ``stages`` of all ranks as arrays of this dtype, for each parity."""
         windows = self._window_cache.get((name, kind))
         if windows is None:
             segments = self._endpoint.segments
-            windows = [
-                [getattr(segment, name)[parity].view(kind.numpy) for segment in segments] for parity in (0, 1)
-            ]
+            windows = [[getattr(segment, name)[parity].view(kind.numpy) for segment in segments] for parity in (0, 1)]
             self._window_cache[name, kind] = windows
         return windows
 
@@ -358,9 +347,7 @@ class ShmExecutor:
                 case Meet():
                     endpoint.barrier(deadline)
                 case Take(peer, remote, local) if local.length:
-                    np.copyto(
-                        destination[local.start : local.stop], sources[peer][remote.start : remote.stop]
-                    )
+                    np.copyto(destination[local.start : local.stop], sources[peer][remote.start : remote.stop])
                 case Fold(remote, local, to_all) if local.length:
                     targets = destinations if to_all else [destination]
                     reduction.fold(
@@ -385,9 +372,7 @@ class ShmExecutor:
         mapped = self.map_peer_buffers(source, destination, deadline, preparing)
         if mapped is None:
             return "staged", partial(self._build_windowed(operation, "staged", call), source, destination)
-        fold = next(
-            one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold)
-        )
+        fold = next(one for one in operation.plan(endpoint.size, endpoint.rank, "direct") if isinstance(one, Fold))
         span = slice(fold.remote.start, fold.remote.stop)
         sources, destinations = ([array[span] for array in arrays] for arrays in mapped)
         reduce_slice = Reduction(operation.op, operation.dtype).bind(sources, destinations)

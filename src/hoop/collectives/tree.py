@@ -83,12 +83,7 @@ def all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     own = Range(DESTINATION, 0, shape.count)
     finish = ((Finish(own),),) if rank == 0 else ((),)
     return CollectivePlan(
-        (
-            (Copy(Range(SOURCE, 0, shape.count), own),),
-            *_up(shape, rank, own),
-            *finish,
-            *_down(shape, rank, own),
-        )
+        ((Copy(Range(SOURCE, 0, shape.count), own),), *_up(shape, rank, own), *finish, *_down(shape, rank, own))
     )
 
 
@@ -106,9 +101,7 @@ def reduce(shape: Shape, rank: int) -> CollectivePlan:
 def broadcast(shape: Shape, rank: int) -> CollectivePlan:
     """n-1 messages of S in all, in ceil(log2 n) rounds."""
     own = Range(DESTINATION, 0, shape.count)
-    start: tuple[CollectiveInstruction, ...] = (
-        (Copy(Range(SOURCE, 0, shape.count), own),) if rank == shape.root else ()
-    )
+    start: tuple[CollectiveInstruction, ...] = (Copy(Range(SOURCE, 0, shape.count), own),) if rank == shape.root else ()
     return CollectivePlan((start, *_down(shape, rank, own)))
 
 
@@ -117,10 +110,7 @@ def barrier(shape: Shape, rank: int) -> CollectivePlan:
     n = shape.size
     nothing = Range(SOURCE, 0, 0)
     return CollectivePlan(
-        tuple(
-            (Send((rank + (1 << k)) % n, nothing), Recv((rank - (1 << k)) % n, nothing))
-            for k in range(_levels(n))
-        )
+        tuple((Send((rank + (1 << k)) % n, nothing), Recv((rank - (1 << k)) % n, nothing)) for k in range(_levels(n)))
     )
 
 
@@ -139,9 +129,7 @@ def halving_doubling_all_reduce(shape: Shape, rank: int) -> CollectivePlan:
     if rank >= power:
         partner = rank - power
         return CollectivePlan(((copy, Send(partner, whole)), *_idle(power), (Recv(partner, whole),)))
-    first: tuple[CollectiveInstruction, ...] = (
-        (copy, Reduce(rank + power, whole)) if rank < extra else (copy,)
-    )
+    first: tuple[CollectiveInstruction, ...] = (copy, Reduce(rank + power, whole)) if rank < extra else (copy,)
     last: tuple[CollectiveInstruction, ...] = (Send(rank + power, whole),) if rank < extra else ()
     return CollectivePlan((first, *_halve_and_double(rank, power, count), last))
 

@@ -25,11 +25,5 @@ __all__ = [
     "shard",
 ]
 
-PUBLIC = (
-    "catalog",
-    "dataset",
-    "mnist",
-    "sampler",
-    "tensors",
-)
+PUBLIC = ("catalog", "dataset", "mnist", "sampler", "tensors")
 """Modules that other rooms may import."""

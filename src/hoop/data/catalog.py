@@ -25,18 +25,12 @@ DATASETS: dict[str, Callable[..., Splits]] = {
 def load(name: str, **options: Any) -> Splits:
     """The train and test splits of a dataset by name; ``options`` are those of its loader."""
     if name not in DATASETS:
-        raise NotFound(
-            f"dataset: {name!r} is unknown; known: {', '.join(DATASETS)}, or give tensors of your own"
-        )
+        raise NotFound(f"dataset: {name!r} is unknown; known: {', '.join(DATASETS)}, or give tensors of your own")
     known = inspect.signature(DATASETS[name]).parameters
     if unknown := sorted(set(options) - set(known)):
-        raise InvalidArgument(
-            f"dataset {name}: no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
-        )
+        raise InvalidArgument(f"dataset {name}: no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
     if missing := [
-        field
-        for field, option in known.items()
-        if option.default is inspect.Parameter.empty and field not in options
+        field for field, option in known.items() if option.default is inspect.Parameter.empty and field not in options
     ]:
         raise InvalidArgument(f"dataset {name}: it needs the option {', '.join(missing)}")
     return DATASETS[name](**options)

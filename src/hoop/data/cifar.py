@@ -49,11 +49,7 @@ Bytes = npt.NDArray[np.uint8]
 def cifar10(*, augment: bool = True, download: bool = False, progress: Progress | None = None) -> Splits:
     """Loads CIFAR-10. ``augment``: flip and crop training images. ``download``: download it (170 MB) if not found."""
     sources = ("data_batch_1.bin", ARCHIVE, ZIP)
-    names = [
-        f"{folder}{name}"
-        for folder in (f"{FOLDER}/", "", "cifar10/", f"cifar10/{FOLDER}/")
-        for name in sources
-    ]
+    names = [f"{folder}{name}" for folder in (f"{FOLDER}/", "", "cifar10/", f"cifar10/{FOLDER}/") for name in sources]
     source = next(existing_paths(names), None)
     if source is None and download:
         source = fetch(URL, cache_dir() / "cifar10" / ARCHIVE, URL_CHECKSUM, progress=progress)
@@ -79,15 +75,7 @@ def _arrays(source: Path) -> tuple[tuple[Bytes, Bytes], tuple[Bytes, Bytes]]:
     reader = _READERS[source.suffix]
     try:
         batches = {name: verify(data, what, CHECKSUMS[name]) for name, what, data in reader(source)}
-    except (
-        KeyError,
-        EOFError,
-        tarfile.TarError,
-        zipfile.BadZipFile,
-        zlib.error,
-        OSError,
-        ValueError,
-    ) as error:
+    except (KeyError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error, OSError, ValueError) as error:
         raise FailedPrecondition(f"{source} is damaged ({error}); remove it and fetch it again") from error
     if absent := sorted(set(CHECKSUMS) - set(batches)):
         raise FailedPrecondition(f"{source} has no {', '.join(absent)}; remove it and fetch it again")
@@ -140,8 +128,4 @@ def _from_zip(path: Path) -> Batches:
             yield name, f"{path}, {name}", records.tobytes()
 
 
-_READERS: dict[str, Callable[[Path], Batches]] = {
-    ".bin": _from_files,
-    ".gz": _from_archive,
-    ".zip": _from_zip,
-}
+_READERS: dict[str, Callable[[Path], Batches]] = {".bin": _from_files, ".gz": _from_archive, ".zip": _from_zip}

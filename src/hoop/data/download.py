@@ -41,9 +41,7 @@ def existing_paths(names: Iterable[str], also: Iterable[Path] = ()) -> Iterator[
 
 def not_found(dataset: str, wanted: str, remedy: str) -> NotFound:
     """The error for a dataset that was not found; ``wanted``: files to provide, ``remedy``: another way to get it."""
-    searched = ", ".join(
-        f"{folder}{'' if folder.is_dir() else ' (no such directory)'}" for folder in data_dirs()
-    )
+    searched = ", ".join(f"{folder}{'' if folder.is_dir() else ' (no such directory)'}" for folder in data_dirs())
     return NotFound(
         f"dataset {dataset} is not in {searched}: put {wanted} into one of them, name its directory in {VARIABLE}, "
         f"or {remedy}"
@@ -93,9 +91,7 @@ Progress = Callable[[int, int], None]
 CHUNK = 1 << 20
 
 
-def download(
-    url: str, path: Path, checksum: str, *, progress: Progress | None = None, timeout_s: float = 30.0
-) -> Path:
+def download(url: str, path: Path, checksum: str, *, progress: Progress | None = None, timeout_s: float = 30.0) -> Path:
     """Downloads a file to ``path`` unless it exists; ``timeout_s``: how long the server may be silent.
 
     The download goes to a temporary file in the same directory, which is renamed once its checksum is right. So no

@@ -26,12 +26,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 
 Bytes = npt.NDArray[np.uint8]
 
-NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
 class Arrays(NamedTuple):
@@ -70,9 +65,7 @@ def parse_idx(data: bytes, what: object) -> Bytes:
     start = 4 + 4 * ndim
     shape = struct.unpack_from(f">{ndim}I", data, 4) if len(data) >= start else ()
     if not shape or len(data) - start != np.prod(shape, dtype=np.int64):
-        raise FailedPrecondition(
-            f"{what} is not an IDX file of bytes: {len(data)} B, begins {data[:8].hex(' ')}"
-        )
+        raise FailedPrecondition(f"{what} is not an IDX file of bytes: {len(data)} B, begins {data[:8].hex(' ')}")
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 

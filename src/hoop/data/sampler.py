@@ -104,9 +104,7 @@ class SampleOrder:
         """The sample indices of one step."""
         steps = self.steps(batch_size)
         if not 0 <= step < steps:
-            raise OutOfRange(
-                f"step: an epoch of {self.length} by {batch_size} has 0..{steps - 1}, not {step}"
-            )
+            raise OutOfRange(f"step: an epoch of {self.length} by {batch_size} has 0..{steps - 1}, not {step}")
         if steps == 1:
             return _storage_order(self.length)
         return self.permutation(epoch)[step * batch_size : (step + 1) * batch_size]

@@ -25,9 +25,7 @@ class TensorData:
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, *, name: str = "tensors") -> None:
         for field, tensor in (("inputs", inputs), ("targets", targets)):
             if tensor.dim() < 1 or tensor.device.type != "cpu":
-                raise InvalidArgument(
-                    f"{field}: {list(tensor.shape)} on {tensor.device} is not rows on the CPU"
-                )
+                raise InvalidArgument(f"{field}: {list(tensor.shape)} on {tensor.device} is not rows on the CPU")
         if not len(inputs) == len(targets) > 0:
             raise InvalidArgument(
                 f"inputs, targets: {len(inputs)} and {len(targets)} rows; both need the same number, at least 1"

@@ -34,9 +34,7 @@ class TextData:
         if context < 1:
             raise InvalidArgument(f"context: {context} is not at least 1")
         if len(tokens) <= context:
-            raise InvalidArgument(
-                f"context: {name} has {len(tokens)} characters, too few for {context} and one more"
-            )
+            raise InvalidArgument(f"context: {name} has {len(tokens)} characters, too few for {context} and one more")
         self.name, self.vocabulary, self.context = name, vocabulary, context
         self.tokens = read_only(tokens.astype(np.uint8 if len(vocabulary) <= 256 else np.uint32))
         self._buffers = BatchBuffers()
@@ -89,9 +87,7 @@ def text(*, path: str, context: int = 128, test_fraction: float = 0.1) -> Splits
     return _splits(file.stem, file.read_bytes(), file, context, test_fraction)
 
 
-def tinyshakespeare(
-    *, context: int = 128, download: bool = False, progress: Progress | None = None
-) -> Splits:
+def tinyshakespeare(*, context: int = 128, download: bool = False, progress: Progress | None = None) -> Splits:
     """Loads tinyshakespeare (1.1 MB); the last tenth is the test split. ``download``: download it if not found."""
     file = next(existing_paths([SHAKESPEARE, "tinyshakespeare/input.txt"]), None)
     if file is None and download:

@@ -182,9 +182,7 @@ def _measure_block(
     return forward, backward, activation_bytes, outputs.detach()
 
 
-def _measure_chain(
-    blocks: Sequence[nn.Module], inputs: Tensor, repeats: int
-) -> dict[int, tuple[float, float]]:
+def _measure_chain(blocks: Sequence[nn.Module], inputs: Tensor, repeats: int) -> dict[int, tuple[float, float]]:
     """Return the seconds of forward and backward of each block of a chain: the median of several runs.
 
     All blocks run forward, then all backward, so that each finds the caches as in training. The first run is dropped.
@@ -251,10 +249,7 @@ def measure_costs(
         "rows": rows,
         "blocks": [_block_values(one) for one in costs],
         "load": [(count, _load_seconds(data, count)) for count in sorted({max(1, few // 4), few})],
-        "loss": [
-            (count, _loss_seconds(blocks, batch[1][:count], loss))
-            for count in sorted({max(1, few // 4), few})
-        ],
+        "loss": [(count, _loss_seconds(blocks, batch[1][:count], loss)) for count in sorted({max(1, few // 4), few})],
         "update_fixed_s": fixed,
         "update_s": max(0.0, _update_seconds(optimizer, elements) - fixed) / (4 * elements),
         "joint": batched_shards,
@@ -301,9 +296,7 @@ def measure_memory(sizes: Sequence[int] = VECTOR_BYTES) -> dict[str, Any]:
             for _ in range(turns):
                 np.copyto(into, one)
 
-        def add(
-            one: Vector = first, other: Vector = second, into: Vector = third, turns: int = turns
-        ) -> None:
+        def add(one: Vector = first, other: Vector = second, into: Vector = third, turns: int = turns) -> None:
             for _ in range(turns):
                 np.add(one, other, out=into)
 
@@ -345,9 +338,7 @@ def _update_seconds(optimizer: OptimizerSettings, elements: int) -> float:
     return median_seconds(lambda: update(gradient, optimizer.lr, 0), cold=elements > 1)
 
 
-def _batched_seconds(
-    blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int, batched_shards: int
-) -> float:
+def _batched_seconds(blocks: Sequence[nn.Module], inputs: torch.Tensor, rows: int, batched_shards: int) -> float:
     """Measure forward and backward of several micro-batches as one batch; 0 if the model does not allow it."""
     layers = layers_of(blocks)
     if batched_shards < 2 or layers is None or batched_shards * rows > _MAX_BATCHED_ROWS:

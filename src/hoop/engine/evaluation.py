@@ -49,9 +49,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
                 elif chain[stage - 1] != rank:
                     arriving = Instruction(InstructionKind.RECV_INPUT, stage, chunk, chain[stage - 1])
                     value = executor.channel.expect(arriving, deadline)
-                assert value is not None, (
-                    "a stage's input is loaded, received, or the previous stage's output"
-                )
+                assert value is not None, "a stage's input is loaded, received, or the previous stage's output"
                 value = executor.stage_states[stage].evaluate(value)
                 if stage == executor.last_stage:
                     targets = data.batch(samples, epoch=0, seed=0, out=out)[1]

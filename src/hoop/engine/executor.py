@@ -54,10 +54,7 @@ def max_gradient_slots(plan: Plan, balance: bool) -> int:
 def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
     slots = max_gradient_slots(plan, balance)
     if plan.servers:
-        nodes = sum(
-            len(merge_plan(plan.computed_by(rank, 0), plan.num_microbatches).nodes)
-            for rank in plan.holders[0]
-        )
+        nodes = sum(len(merge_plan(plan.computed_by(rank, 0), plan.num_microbatches).nodes) for rank in plan.holders[0])
         return Gradients(slots, nodes if strategy.synchronous else 1)
     # A rank with several stages reduces one of them while another stage writes gradients of the next step.
     several = any(len(plan.held_by(rank)) > 1 for rank in range(plan.size))
@@ -140,15 +137,11 @@ class ActivationFlow:
 
     def send_output(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self.channel.send(
-                instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline
-            )
+            self.channel.send(instruction, self.outputs.pop((instruction.stage, instruction.micro)), self.deadline)
 
     def recv_input(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
-            self.inputs[instruction.stage, instruction.micro] = self.channel.expect(
-                instruction, self.deadline
-            )
+            self.inputs[instruction.stage, instruction.micro] = self.channel.expect(instruction, self.deadline)
 
     def send_gradient(self, instruction: Instruction) -> None:
         if not self.feed.empty(instruction.micro):
@@ -286,20 +279,12 @@ class PlanExecutor:
         for stage, stage_state in sorted(self.stage_states.items()):
             ranks = plan.holders[stage]
             if holdings is None:
-                holdings = [
-                    merge_plan(plan.computed_by(rank, stage), plan.num_microbatches) for rank in ranks
-                ]
+                holdings = [merge_plan(plan.computed_by(rank, stage), plan.num_microbatches) for rank in ranks]
             mine: MergePlan = holdings[ranks.index(self.rank)]
             stage_state.allocate_slots(mine, max_gradient_slots(plan, self.settings.balance))
             if not plan.servers:  # servers reduce the gradients that workers push
-                group = (
-                    self.context.communicator
-                    if len(ranks) == self.context.size
-                    else self.context.group(ranks)
-                )
-                self._reducers[stage] = GradientReducer(
-                    group, holdings, plan.num_microbatches, stage_state, deadline
-                )
+                group = self.context.communicator if len(ranks) == self.context.size else self.context.group(ranks)
+                self._reducers[stage] = GradientReducer(group, holdings, plan.num_microbatches, stage_state, deadline)
             holdings = None
         most = self.max_batched_shards if self._batched is not None else 1
         self._program = list(group_shards(plan.ranks[self.rank], most))
@@ -309,9 +294,7 @@ class PlanExecutor:
 
     # ---- a step
 
-    def begin(
-        self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
-    ) -> None:
+    def begin(self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()) -> None:
         """Begin a step on these samples, without executing anything.
 
         ``stop``: this rank asks all ranks to stop after the step. ``computed``: shards whose gradients are already in
@@ -325,9 +308,7 @@ class PlanExecutor:
         for stage_state in self.stage_states.values():
             stage_state.begin()
 
-    def step(
-        self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()
-    ) -> None:
+    def step(self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()) -> None:
         """Run the plan on these samples; the parameters are those of ``begin``."""
         self.begin(position, samples, stop, computed)
         profiler, handlers, batched = self.profiler, self._handlers, self._batched
@@ -368,9 +349,7 @@ class PlanExecutor:
         if self.feed.empty(micro):
             return
         started = now()
-        outputs = self.stage_states[stage].forward(
-            micro, self.activations.input(stage, micro), self.feed.seed(micro)
-        )
+        outputs = self.stage_states[stage].forward(micro, self.activations.input(stage, micro), self.feed.seed(micro))
         if stage == self.last_stage:
             self._compute_loss(micro, outputs)
         else:
@@ -395,9 +374,7 @@ class PlanExecutor:
             # After the last shard, the reducer starts with each bucket as soon as the backward has written it.
             reducer = self._reducers.get(stage) if instruction is self._final_gradient else None
             overlap = reducer is not None and bool(reducer.num_buckets)
-            on_segment = (
-                partial(reducer.start, micro=micro, deadline=self._deadline) if reducer and overlap else None
-            )
+            on_segment = partial(reducer.start, micro=micro, deadline=self._deadline) if reducer and overlap else None
             gradient = stage_state.to_device(self.activations.output_gradient(*key))
             input_gradient = stage_state.stage.backward(
                 micro, gradient, stage_state.gradient_views(micro), stage > 0, on_segment
@@ -435,9 +412,7 @@ class PlanExecutor:
 
     def _on_gradient(self, stage_state: StageState, stage: int, micro: int, merged: bool = False) -> None:
         metrics = self._metrics.pop(micro, NO_METRICS) if stage == self.last_stage else NO_METRICS
-        stage_state.on_gradient(
-            micro, metrics, self.feed.num_nonempty, self.feed.fingerprints.get(micro, 0), merged
-        )
+        stage_state.on_gradient(micro, metrics, self.feed.num_nonempty, self.feed.fingerprints.get(micro, 0), merged)
         self.computed.append(micro)
         if stage == self._first_stage:
             self.feed.release(micro)

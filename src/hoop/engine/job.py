@@ -59,9 +59,7 @@ class Job:
             )
         elif not callable(self.loss) and not isinstance(self.loss, Criterion):
             known = ", ".join(LOSSES)
-            raise InvalidArgument(
-                f"loss: {self.loss!r} is neither a function of (outputs, targets) nor one of {known}"
-            )
+            raise InvalidArgument(f"loss: {self.loss!r} is neither a function of (outputs, targets) nor one of {known}")
         own = getattr(self.loss, "reduction", None) if isinstance(self.loss, nn.Module) else None
         if self.reduction is not None and own in REDUCTIONS and own != self.reduction:
             raise InvalidArgument(

@@ -99,9 +99,7 @@ MAX_RATIO = 0.85
 """A new plan must be predicted to take at most this share of the present plan's step time."""
 
 
-def load_balancer_for(
-    strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float
-) -> LoadBalancer | None:
+def load_balancer_for(strategy: Strategy, plan: Plan, enabled: bool, oversubscription: float) -> LoadBalancer | None:
     """None if shards cannot move: balancing is off, there is one rank, or a rank holds no stage."""
     whole = plan.size > 1 and all(plan.held_by(rank) for rank in range(plan.size))
     return LoadBalancer(strategy, plan, plan.size, oversubscription) if enabled and whole else None

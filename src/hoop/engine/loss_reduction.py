@@ -75,9 +75,7 @@ def with_criterion(job: Job, data: Dataset, seed: int, model: nn.Module | None =
                 f"model: it returned {type(outputs).__name__}, not a tensor; return one tensor, with a row a sample"
             )
         reduction = reduction_of(function, outputs, targets)
-        Objective(Criterion.of(function, reduction))(
-            outputs, targets, SAMPLES
-        )  # raises if there is no gradient
+        Objective(Criterion.of(function, reduction))(outputs, targets, SAMPLES)  # raises if there is no gradient
     check = _MeanCheck(function, targets) if reduction == MEAN else None
     return dataclasses.replace(job, loss=Criterion.of(function, reduction, check))
 
@@ -95,10 +93,7 @@ def reduction_of(function: Loss, outputs: Tensor, targets: Tensor) -> str:
             f"their number: shards would not add up to the batch. Give it reduction='none' or 'sum', or {_REMEDY}"
         )
     possible, tried = {MEAN, SUM}, []
-    for tried_outputs in (
-        outputs,
-        outputs.roll(1, 0),
-    ):  # the rolled ones are other valid outputs for these targets
+    for tried_outputs in (outputs, outputs.roll(1, 0)):  # the rolled ones are other valid outputs for these targets
         for ends in CUTS:
             one = decompose(function, tried_outputs, targets, ends)
             if one.is_conclusive:
@@ -174,11 +169,7 @@ def _check_rows(function: Loss, outputs: Tensor, targets: Tensor, whole: Tensor)
         for low, high in itertools.pairwise([0, *ends, len(targets)]):
             part = call_loss(function, outputs[low:high], targets[low:high])
             same = part.shape == whole[low:high].shape and torch.allclose(
-                part,
-                whole[low:high],
-                rtol=TOLERANCE,
-                atol=TOLERANCE * float(whole.abs().nanmean()),
-                equal_nan=True,
+                part, whole[low:high], rtol=TOLERANCE, atol=TOLERANCE * float(whole.abs().nanmean()), equal_nan=True
             )
             if not same:
                 raise InvalidArgument(
@@ -217,9 +208,7 @@ class _MeanCheck:
             return
         outputs = outputs.detach()
         if len(targets) == 1 and self._spare_sample is not None:
-            outputs, targets = (
-                torch.cat(pair) for pair in zip((outputs, targets), self._spare_sample, strict=True)
-            )
+            outputs, targets = (torch.cat(pair) for pair in zip((outputs, targets), self._spare_sample, strict=True))
         if len(targets) == 1:
             return
         new = torch.tensor([not self._seen_targets >= set(one.flatten().tolist()) for one in targets.cpu()])

@@ -58,9 +58,7 @@ class ProgressReporter:
         self._provenance = provenance
         self._split = split
         width = 2 + provenance.width
-        self._rows: deque[tuple[float, float]] = deque(
-            maxlen=min(KEPT_ROWS, max(256, KEPT_BYTES // width // 8))
-        )
+        self._rows: deque[tuple[float, float]] = deque(maxlen=min(KEPT_ROWS, max(256, KEPT_BYTES // width // 8)))
         """Loss and seconds of the last steps; the last row is that of step ``_done``."""
         self._done = 0
         self._emitted = 0

@@ -104,9 +104,7 @@ class Settings:
         if self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
         if self.accelerator not in ACCELERATORS:
-            raise InvalidArgument(
-                f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}"
-            )
+            raise InvalidArgument(f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}")
         if any(factor < 1 for factor in self.slowdown):
             raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 or more")
         if not 0 < self.timeout_s <= 86400:
@@ -144,13 +142,9 @@ class Settings:
             elif key in inner:
                 deep[key] = value
             else:
-                raise InvalidArgument(
-                    f"{key}: no such setting; there are {', '.join([*own, *sorted(inner)])}"
-                )
+                raise InvalidArgument(f"{key}: no such setting; there are {', '.join([*own, *sorted(inner)])}")
         if unknown := sorted(set(deep) - inner - {"name"}):
-            raise InvalidArgument(
-                f"optimizer: no setting {', '.join(unknown)}; it has {', '.join(sorted(inner))}"
-            )
+            raise InvalidArgument(f"optimizer: no setting {', '.join(unknown)}; it has {', '.join(sorted(inner))}")
         deep = {key: _like(key, value, getattr(self.optimizer, key)) for key, value in deep.items()}
         optimizer = dataclasses.replace(self.optimizer, **deep)
         return dataclasses.replace(self, optimizer=optimizer, **outer)

@@ -58,11 +58,7 @@ def check_clipping(strategy: Strategy, plan: Plan, settings: Settings) -> None:
 
 
 def make_role(
-    executor: PlanExecutor,
-    strategy: Strategy,
-    blocks: Sequence[nn.Module],
-    data: Dataset,
-    vectors: StateVectors,
+    executor: PlanExecutor, strategy: Strategy, blocks: Sequence[nn.Module], data: Dataset, vectors: StateVectors
 ) -> RankRole:
     plan = executor.plan
     if executor.rank in plan.servers:
@@ -106,12 +102,7 @@ class TrainingSetup:
 
 
 def prepare(
-    context: RankContext,
-    settings: Settings,
-    job: Job,
-    data: Splits,
-    vectors: StateVectors,
-    resharding: bool = False,
+    context: RankContext, settings: Settings, job: Job, data: Splits, vectors: StateVectors, resharding: bool = False
 ) -> TrainingSetup:
     """Collective. Builds this rank's part of the job; raises at every rank if the job cannot run.
 
@@ -122,9 +113,7 @@ def prepare(
     accelerator = select_accelerator(context, settings)
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise FailedPrecondition(
-            "precision: bfloat16 needs a processor that computes in it; this one does not"
-        )
+        raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
     model = job.model(settings.seed)
     blocks = blocks_of(model)
     strategy = parse(settings.strategy)
@@ -143,17 +132,11 @@ def prepare(
     reduction = f"{criterion.returns} {criterion.minimised}"
     _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
     rows = -(-settings.batch_size // settings.num_microbatches)
-    sample = data.train.batch(
-        np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed
-    )
-    found = profile_blocks(
-        blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator
-    )
+    sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
+    found = profile_blocks(blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator)
     costs = _broadcast_costs(context, settings, found)
     bounds, free = _partition(context, settings, strategy, costs, plan, blocks)
-    executor = PlanExecutor(
-        context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator
-    )
+    executor = PlanExecutor(context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
     if strategy.replicated and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
     role = make_role(executor, strategy, blocks, data.train, vectors)
@@ -177,9 +160,7 @@ def _measure_step_costs(
         executor.max_batched_shards, -(-settings.num_microbatches // max(1, len(executor.plan.holders[0])))
     )
     blocks = blocks_of(model)
-    found = measure_costs(
-        setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, batched_shards
-    )
+    found = measure_costs(setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, batched_shards)
     found |= measure_communication(context.communicator, settings.num_microbatches, settings.timeout_s)
     return found | {"hosts": list(hosts) if separate else [0] * context.size}
 
@@ -246,9 +227,7 @@ def _partition(
     try:
         found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, gradient_buffers=gradients)
     except FailedPrecondition as error:
-        others = fitting_strategies(
-            all_strategies(plan.size), costs, memory, plan.num_microbatches, gradients
-        )
+        others = fitting_strategies(all_strategies(plan.size), costs, memory, plan.num_microbatches, gradients)
         raise FailedPrecondition(f"{error}. {advice(others)}") from None
     if settings.replicate and not strategy.replicated and context.wait_reassignment is not None:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory)

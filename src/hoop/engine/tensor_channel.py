@@ -40,9 +40,7 @@ class TensorChannel:
         The caller must not write to the tensor until the endpoint is flushed, or the returned send is done.
         """
         if tensor.dim() > _MAX_DIMENSIONS or tensor.dtype not in _DTYPES:
-            raise InternalError(
-                f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot be sent"
-            )
+            raise InternalError(f"{instruction}: a tensor of {tensor.dtype} {list(tensor.shape)} cannot be sent")
         tensor = tensor.detach().cpu().contiguous()
         arriving = instruction.counterpart(self.endpoint.rank)
         header = np.zeros(5 + _MAX_DIMENSIONS, np.int64)
@@ -57,9 +55,7 @@ class TensorChannel:
         self.endpoint.send(instruction.peer, header.view(np.uint8).data, deadline)
         return self.endpoint.send(instruction.peer, _bytes(tensor), deadline) if tensor.numel() else None
 
-    def receive(
-        self, peer: int, deadline: float, receiver: TensorReceiver | None = None
-    ) -> tuple[Instruction, Tensor]:
+    def receive(self, peer: int, deadline: float, receiver: TensorReceiver | None = None) -> tuple[Instruction, Tensor]:
         """Receive the next message from ``peer``; returns it as the receiving instruction of this rank, and its tensor.
 
         ``receiver`` may provide the tensor to receive into. Raises if its shape or dtype differs from the message's.
@@ -72,9 +68,7 @@ class TensorChannel:
         shape = [int(number) for number in header[5 : 5 + max(0, dimensions)]]
         known = 0 <= kind < len(_KINDS) and 0 <= dtype < len(_DTYPES) and 0 <= dimensions <= _MAX_DIMENSIONS
         if not known or any(not 0 <= one < _MAX_ELEMENTS for one in shape):
-            raise LinkCorrupted(
-                f"invalid tensor header from {self.endpoint.describe(peer)}: {header.tolist()}"
-            )
+            raise LinkCorrupted(f"invalid tensor header from {self.endpoint.describe(peer)}: {header.tolist()}")
         message = Instruction(_KINDS[kind], stage, micro, peer)
         tensor = receiver(message) if receiver is not None else None
         if tensor is None:

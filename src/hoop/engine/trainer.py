@@ -15,6 +15,7 @@ already.
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Callable
@@ -41,20 +42,13 @@ from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, StateVectors
 from hoop.engine.thread_pinning import pin_threads
-from hoop.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    HoopError,
-    InternalError,
-    PeerError,
-    PeerLost,
-    UserError,
-)
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerError, PeerLost, UserError
 from hoop.job_events import Emit
 from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
 
+log = logging.getLogger("hoop.engine")
 TAKE_OVER_TIMEOUT_S = 30.0
 REASSIGNMENT_TIMEOUT_S = 600.0
 """How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
@@ -331,12 +325,7 @@ class Trainer:
         if losses:
             self._progress.add(self._done, losses, time.perf_counter() - began)
             self._report()
-        if (
-            sees_stop_vote
-            and self._balancer is not None
-            and last is not None
-            and not self._reassignment_agreed
-        ):
+        if sees_stop_vote and self._balancer is not None and last is not None and not self._reassignment_agreed:
             plan = self._balancer.observe(last.tail)
             if plan is not None:
                 executor.switch_plan(plan)
@@ -376,12 +365,7 @@ class Trainer:
         role, reshard_count = self._role, self._sharded.reshard_count if self._sharded is not None else 0
         tensors = role.checkpoint_tensors(self._setup.model)
         self._snapshots.publish(
-            tensors,
-            self._done,
-            self._schedule.steps_per_epoch,
-            final,
-            role.num_checkpoint_parts,
-            reshard_count,
+            tensors, self._done, self._schedule.steps_per_epoch, final, role.num_checkpoint_parts, reshard_count
         )
 
     # ---- membership changes
@@ -394,6 +378,7 @@ class Trainer:
         job is over.
         """
         began, context = time.perf_counter(), self._context
+        log.info("step %d: waiting for a new rank: %s", self._done, error)
         obstacle: HoopError | None = None
         while True:
             if context.wait_reassignment is None:
@@ -418,6 +403,7 @@ class Trainer:
                 obstacle = refused
             except Exception as bug:
                 obstacle = InternalError("".join(traceback.format_exception(bug)))
+        log.info("step %d: continuing as rank %d of %d", self._done, self._context.rank, self._context.size)
         self._emit_started()
         self._emit_change(ev.Recovered, began, str(error))
 
@@ -505,9 +491,7 @@ class Trainer:
             executor.step(work.position, work.samples, self._should_stop(), kept[context.rank])
             self._count_finished_step()
             executor.switch_plan(usual)
-        self._balancer = load_balancer_for(
-            self._setup.strategy, usual, settings.balance, context.oversubscription
-        )
+        self._balancer = load_balancer_for(self._setup.strategy, usual, settings.balance, context.oversubscription)
 
     def _forget_state(self) -> None:
         """Called before this rank's state, which is stale, is overwritten."""

@@ -39,9 +39,7 @@ def blamed(error: Exception, where: str) -> HoopError:
         users = [len(frames) - 1]  # nothing of theirs to show but where PyTorch noticed
     what = "".join(traceback.format_exception_only(error)).strip()
     if not users and not isinstance(error, SyntaxError):
-        return InternalError(
-            f"a bug in Hoop, {where}: {what}\n{''.join(traceback.format_list(frames)).rstrip()}"
-        )
+        return InternalError(f"a bug in Hoop, {where}: {what}\n{''.join(traceback.format_list(frames)).rstrip()}")
     shown = "".join(traceback.format_list(frames[users[0] :] if users else [])).rstrip()
     return UserError(f"your code failed, {where}: {what}" + (f"\n{shown}" if shown else ""))
 

@@ -28,14 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hoop.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    HoopError,
-    InternalError,
-    PeerLost,
-    error_from_name,
-)
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerLost, error_from_name
 from hoop.launch.processes import remove_arenas
 from hoop.membership.failure_detector import DetectorConfig
 from hoop.resources import Request, admit
@@ -260,9 +253,7 @@ class ForkedCluster:
         admit(Request(config.devices, config.memory))
         events_read, events_write = os.pipe()
         control_read, control_write = os.pipe()
-        self._pid = fork(
-            partial(_head, config, head, events_write, control_read), close={events_read, control_write}
-        )
+        self._pid = fork(partial(_head, config, head, events_write, control_read), close={events_read, control_write})
         os.close(events_write)
         os.close(control_read)
         self._events = os.fdopen(events_read, "r", encoding="utf-8")
@@ -332,9 +323,7 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
         parent.emit({"kind": "head_done"})
     except BaseException as error:
         text = str(error) if isinstance(error, HoopError) else traceback.format_exc()
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the parent has ended, which may be the cause of this error
+        with contextlib.suppress(BrokenPipeError):  # the parent has ended, which may be the cause of this error
             parent.emit({"kind": "head_failed", "error": type(error).__name__, "text": text})
     finally:
         groups.end(END_S)

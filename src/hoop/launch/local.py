@@ -76,9 +76,7 @@ class LocalCluster:
         if self.config.state is not None:
             command += ["--arena", str(self.config.state / f"device-{device_id}.arena")]
         # In its own session: Ctrl-C reaches this process only, which then ends the devices in order.
-        return await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
+        return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
 
     async def _wait_joined(self) -> None:
         coordinator = self._server.coordinator
@@ -99,9 +97,7 @@ class LocalCluster:
                                 f"device {device_id} ended with code {code} as it started"
                             )
         except TimeoutError:
-            raise DeadlineExceeded(
-                f"devices {missing} did not join within {self.config.join_timeout_s:g} s"
-            ) from None
+            raise DeadlineExceeded(f"devices {missing} did not join within {self.config.join_timeout_s:g} s") from None
         finally:
             unsubscribe()
             for exited in exits:

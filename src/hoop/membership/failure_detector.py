@@ -70,9 +70,7 @@ class HeartbeatHistory:
         """Ignores the last ``seconds``, during which the coordinator itself was paused or cut off."""
         first_heartbeat_until = self.first_heartbeat_until and self.first_heartbeat_until + seconds
         return replace(
-            self,
-            last_heartbeat=min(now, self.last_heartbeat + seconds),
-            first_heartbeat_until=first_heartbeat_until,
+            self, last_heartbeat=min(now, self.last_heartbeat + seconds), first_heartbeat_until=first_heartbeat_until
         )
 
     def silence_verdict(self, now: float, config: DetectorConfig) -> str:

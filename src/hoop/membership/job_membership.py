@@ -337,18 +337,14 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
             job = _without_task(job, device_id, incarnation)
             if refused:
                 return replace(job, refused=job.refused | {incarnation}), ()
-            return replace(
-                job, invite_again={**job.invite_again, device_id: now + cluster.config.lease_s}
-            ), ()
+            return replace(job, invite_again={**job.invite_again, device_id: now + cluster.config.lease_s}), ()
         case TaskLost(device_id, incarnation):
             return _without_task(job, device_id, incarnation), ()
         case TaskReady(device_id, incarnation):
             if _task(job, device_id, incarnation) is None:
                 return job, ()
             task = TaskView(incarnation, TaskStage.READY)
-            return _reset_backoff(
-                _with_task(replace(job, leaving=job.leaving - {device_id}), device_id, task)
-            ), ()
+            return _reset_backoff(_with_task(replace(job, leaving=job.leaving - {device_id}), device_id, task)), ()
         case TaskWaiting():
             return _on_waiting(job, event, cluster, now), ()
         case TaskResumed(generation):
@@ -356,14 +352,7 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
         case TaskFinished(device_id, incarnation, finished, failed):
             had_rank = _stage(job, device_id, incarnation) == TaskStage.ACTIVE
             job = _without_task(job, device_id, incarnation)
-            return (
-                replace(
-                    job,
-                    finished=job.finished or finished,
-                    failed=job.failed or (failed and had_rank),
-                ),
-                (),
-            )
+            return (replace(job, finished=job.finished or finished, failed=job.failed or (failed and had_rank)), ())
         case Assigned(generation, planned):
             return _on_assigned(job, cluster, generation, planned)
         case AssignFailed():
@@ -491,9 +480,7 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
         return _rebuild(_count_attempt(job, now), cluster)
     ready = _ready(job, cluster)
     leaving = [key for key in one.members if key in job.leaving]
-    if (
-        not job.unsettled and not job.finished and (ready or (leaving and len(leaving) < len(one.members)))
-    ):  # (6)
+    if not job.unsettled and not job.finished and (ready or (leaving and len(leaving) < len(one.members))):  # (6)
         if job.planned:
             assign = Assign(tuple(ready), tuple(leaving), planned=True)
             return replace(job, assigning=True), (assign,)
@@ -607,9 +594,7 @@ def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
 
 def active(job: JobView, cluster: State) -> list[int]:
     """The members of the newest generation whose tasks run."""
-    return [
-        key for key in cluster.communicator(job.id).members if _at_stage(job, cluster, key, TaskStage.ACTIVE)
-    ]
+    return [key for key in cluster.communicator(job.id).members if _at_stage(job, cluster, key, TaskStage.ACTIVE)]
 
 
 def _ready(job: JobView, cluster: State) -> list[int]:

@@ -23,15 +23,7 @@ from typing import Any, Protocol
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 from hoop.membership import events as m
 from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
-from hoop.membership.state import (
-    CommunicatorState,
-    Health,
-    JobState,
-    Member,
-    OperationOutcome,
-    State,
-    with_job,
-)
+from hoop.membership.state import CommunicatorState, Health, JobState, Member, OperationOutcome, State, with_job
 from hoop.texts import parse_json, printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.job_settings import check_settings

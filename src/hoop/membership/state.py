@@ -45,13 +45,9 @@ class LinkFaults:
     def failed_again(self, pair: Pair, now: float) -> bool:
         """Whether new links did not help this pair, or only for a short time and too often."""
         generations = [
-            generation
-            for one, generation, when in self.relinked
-            if one == pair and now - when < RELINK_WINDOW_S
+            generation for one, generation, when in self.relinked if one == pair and now - when < RELINK_WINDOW_S
         ]
-        return bool(generations) and (
-            generations[-1] >= self.working_generation or len(generations) >= MAX_RELINKS
-        )
+        return bool(generations) and (generations[-1] >= self.working_generation or len(generations) >= MAX_RELINKS)
 
 
 class Health(StrEnum):
@@ -165,9 +161,7 @@ class State:
             for device_id in communicator.members:
                 load[device_id] = load.get(device_id, 0) + 1
         ready = [device_id for device_id, member in self.members.items() if member.usable]
-        return sorted(
-            ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id)
-        )
+        return sorted(ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id))
 
     def link_faults_of(self, communicator_id: int) -> LinkFaults:
         return self.link_faults.get(communicator_id, LinkFaults())

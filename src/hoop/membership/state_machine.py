@@ -145,9 +145,7 @@ def _on_heartbeat(state: State, event: m.Heartbeat) -> Result:
         raise MembershipChanged(f"device {event.device_id} is not a member (any more): join again")
     recovered = member.health == Health.SUSPECT
     state = _end_isolation(state, event.now)
-    member = replace(
-        member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=Health.ALIVE, reason=""
-    )
+    member = replace(member, heartbeats=member.heartbeats.with_heartbeat(event.now), health=Health.ALIVE, reason="")
     instructions = (_device_event("device_recovered", member, "answers again"),) if recovered else ()
     return state.with_member(member), instructions
 
@@ -262,9 +260,7 @@ def _break_communicators(state: State, device_id: int, reason: str) -> Result:
     for one in state.communicators.values():
         if device_id not in one.members:
             continue
-        why = (
-            f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
-        )
+        why = f"{state.members[device_id].info} is gone: {reason}; rebuild the communicator to go on without it"
         if one.broken_by:  # operations that wait for this device must fail too
             instructions += (m.Stop(one.id, one.generation, why, one.members, device_id),)
             continue
@@ -300,9 +296,7 @@ def _on_complained(state: State, event: m.Complained) -> Result:
     if faults.decided_generation >= one.generation:
         return state, ()
     if faults.generation != one.generation:
-        faults = replace(
-            faults, generation=one.generation, complaints=frozenset(), first_complaint_at=event.now
-        )
+        faults = replace(faults, generation=one.generation, complaints=frozenset(), first_complaint_at=event.now)
     complaints = faults.complaints | {(event.device_id, event.peer_id)}
     return state.with_link_faults(one.id, replace(faults, complaints=complaints)), ()
 
@@ -335,9 +329,7 @@ def _settled(state: State, faults: LinkFaults, now: float) -> bool:
     if now - faults.first_complaint_at < SETTLING * lease:
         return False
     involved = [state.members[key] for pair in faults.complaints for key in pair]
-    return all(
-        one.health == Health.ALIVE and now - one.heartbeats.last_heartbeat < FRESH * lease for one in involved
-    )
+    return all(one.health == Health.ALIVE and now - one.heartbeats.last_heartbeat < FRESH * lease for one in involved)
 
 
 def _relink_or_evict(state: State, one: CommunicatorState, faults: LinkFaults, now: float) -> Result:
@@ -345,9 +337,7 @@ def _relink_or_evict(state: State, one: CommunicatorState, faults: LinkFaults, n
     hopeless = {key for pair in pairs if faults.failed_again(pair, now) for key in pair}
     recent = tuple(entry for entry in faults.relinked if now - entry[2] < RELINK_WINDOW_S)
     after = replace(
-        faults,
-        decided_generation=one.generation,
-        relinked=(*recent, *((pair, one.generation, now) for pair in pairs)),
+        faults, decided_generation=one.generation, relinked=(*recent, *((pair, one.generation, now) for pair in pairs))
     )
     named = ", ".join(f"{low} and {high}" for low, high in pairs)
     if not hopeless:  # (2)
@@ -368,11 +358,7 @@ def _relink_or_evict(state: State, one: CommunicatorState, faults: LinkFaults, n
     fields = {"communicator": one.id, "generation": one.generation, "device": evicted}
     news = m.Announce("device_evicted", f"communicator {one.id}: {why}", fields)
     stop = m.Stop(one.id, one.generation, why, one.members, evicted)
-    return state.with_communicator(one).with_link_faults(one.id, after), (
-        communicator_record(one),
-        news,
-        stop,
-    )
+    return state.with_communicator(one).with_link_faults(one.id, after), (communicator_record(one), news, stop)
 
 
 def _lift_expired_evictions(state: State, communicator_id: int, now: float) -> Result:

@@ -36,15 +36,7 @@ from hoop.config import format_size
 from hoop.errors import FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted
 from hoop.memory.allocator import MAX_NAME, Allocator, Span
 from hoop.memory.dtypes import DType
-from hoop.memory.storage import (
-    MIN_ADDRESS,
-    PAGE,
-    TABLE_SIZE,
-    BackingFile,
-    Geometry,
-    check_uint64,
-    damaged_header,
-)
+from hoop.memory.storage import MIN_ADDRESS, PAGE, TABLE_SIZE, BackingFile, Geometry, check_uint64, damaged_header
 from hoop.texts import parse_json
 
 _SLOT = struct.Struct("<QQ")  # sequence, payload length

@@ -43,9 +43,7 @@ _BLOCK = 65536
 _QUIET = 0x0040
 
 
-def bfloat16_to_float32(
-    bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None
-) -> NDArray[np.float32]:
+def bfloat16_to_float32(bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """Convert bfloat16 bits to float32. Exact: a bfloat16 is the upper half of a float32."""
     result = np.empty(bits.shape, np.float32) if out is None else out
     _check("bfloat16_to_float32", bits, np.uint16, result, np.float32)
@@ -53,9 +51,7 @@ def bfloat16_to_float32(
     return result
 
 
-def float32_to_bfloat16(
-    values: NDArray[np.float32], out: NDArray[np.uint16] | None = None
-) -> NDArray[np.uint16]:
+def float32_to_bfloat16(values: NDArray[np.float32], out: NDArray[np.uint16] | None = None) -> NDArray[np.uint16]:
     """Round float32 to bfloat16 bits: nearest, ties to even. Infinities stay; a NaN stays a (quiet) NaN."""
     result = np.empty(values.shape, np.uint16) if out is None else out
     _check("float32_to_bfloat16", values, np.float32, result, np.uint16)
@@ -90,6 +86,4 @@ def _check(subject: str, source: NDArray[Any], source_type: type, out: NDArray[A
             f"it is {out.dtype} of shape {out.shape}{'' if out.flags.c_contiguous else ', not contiguous'}"
         )
     if np.may_share_memory(source, out):
-        raise InvalidArgument(
-            f"{subject}: out shares memory with the input, which would be read half overwritten"
-        )
+        raise InvalidArgument(f"{subject}: out shares memory with the input, which would be read half overwritten")

@@ -63,9 +63,7 @@ class Geometry:
                 f"= {self.max_address:#x} does not fit in 63 bits"
             )
         if self.table_size < PAGE or self.table_size % PAGE:
-            raise InvalidArgument(
-                f"{subject}: table_size is {self.table_size}, it must be a multiple of {PAGE}"
-            )
+            raise InvalidArgument(f"{subject}: table_size is {self.table_size}, it must be a multiple of {PAGE}")
         return self
 
     @cached_property
@@ -87,9 +85,7 @@ class Geometry:
         """File offset of ``[address, address + size)``; raises OutOfRange unless the arena contains it."""
         # Convert to Python integers: a sum of NumPy integers could wrap around.
         address, size = index(address), index(size)
-        if (
-            address | size
-        ) >> 64:  # negative or too large; tested inline, the call would cost more than the rest
+        if (address | size) >> 64:  # negative or too large; tested inline, the call would cost more than the rest
             check_uint64(subject, address=address, size=size)
         if address < self.min_address or address + size > self.max_address:
             raise OutOfRange(
@@ -105,9 +101,7 @@ class Geometry:
 
     def pack(self) -> bytes:
         """Encode as a superblock."""
-        body = _IDENTITY.pack(_MAGIC, _VERSION) + _SIZES.pack(
-            self.capacity, self.min_address, self.table_size
-        )
+        body = _IDENTITY.pack(_MAGIC, _VERSION) + _SIZES.pack(self.capacity, self.min_address, self.table_size)
         return body + _CRC.pack(zlib.crc32(body))
 
     @classmethod
@@ -123,9 +117,7 @@ class Geometry:
         if magic != _MAGIC:
             raise damaged_header(subject, f"the superblock begins with {magic!r} instead of {_MAGIC!r}")
         if version != _VERSION:
-            raise damaged_header(
-                subject, f"the superblock has format version {version}, this Hoop reads {_VERSION}"
-            )
+            raise damaged_header(subject, f"the superblock has format version {version}, this Hoop reads {_VERSION}")
         if _CRC.pack(zlib.crc32(body)) != crc:
             raise damaged_header(subject, "the superblock does not match its checksum")
         try:
@@ -133,9 +125,7 @@ class Geometry:
         except InvalidArgument as error:
             raise damaged_header(subject, f"the superblock is impossible ({error})") from error
         if file_size < found.file_size:
-            raise damaged_header(
-                subject, f"the file has {file_size} bytes where the superblock says {found.file_size}"
-            )
+            raise damaged_header(subject, f"the file has {file_size} bytes where the superblock says {found.file_size}")
         return found
 
 
@@ -283,9 +273,7 @@ def free_space(directory: Path) -> int | None:
         found = os.statvfs(directory)
     except OSError:
         return None
-    return (
-        found.f_bavail * found.f_frsize if found.f_blocks else None
-    )  # a tmpfs without a limit reports 0 of 0
+    return found.f_bavail * found.f_frsize if found.f_blocks else None  # a tmpfs without a limit reports 0 of 0
 
 
 def default_directory(needed_bytes: int) -> Path:

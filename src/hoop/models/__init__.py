@@ -7,9 +7,5 @@ from hoop.models.catalog import MODELS, build
 
 __all__ = ["MODELS", "build"]
 
-PUBLIC = (
-    "catalog",
-    "mlp",
-    "softmax",
-)
+PUBLIC = ("catalog", "mlp", "softmax")
 """Modules that other rooms may import."""

@@ -28,9 +28,7 @@ MODELS: dict[str, Callable[..., nn.Sequential]] = {
 def build(name: str, seed: int, **options: Any) -> nn.Sequential:
     """Builds a model by name; ``options`` are those of its function in ``MODELS``."""
     if name not in MODELS:
-        raise NotFound(
-            f"model: {name!r} is unknown; known: {', '.join(MODELS)}, or give any nn.Module of your own"
-        )
+        raise NotFound(f"model: {name!r} is unknown; known: {', '.join(MODELS)}, or give any nn.Module of your own")
     _, *known = inspect.signature(MODELS[name]).parameters
     if unknown := sorted(set(options) - set(known)):
         raise InvalidArgument(f"model {name}: no option {', '.join(unknown)}; it has {', '.join(known)}")

@@ -91,12 +91,7 @@ def gpt(
     seed: int, *, vocabulary: int = 65, context: int = 128, width: int = 128, layers: int = 4, heads: int = 4
 ) -> nn.Sequential:
     """A GPT from token indices (batch, time) to logits of the next token (batch, time, vocabulary)."""
-    for field, value in {
-        "vocabulary": vocabulary,
-        "context": context,
-        "layers": layers,
-        "heads": heads,
-    }.items():
+    for field, value in {"vocabulary": vocabulary, "context": context, "layers": layers, "heads": heads}.items():
         if value < 1:
             raise InvalidArgument(f"{field}: {value} is not at least 1")
     if width < 1 or width % heads:

@@ -29,9 +29,7 @@ def _norm(kind: str, channels: int) -> nn.Module:
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(channels // 8, channels)
 
 
-def _convolution(
-    norm: str, fan_in: int, fan_out: int, kernel: int, stride: int = 1, groups: int = 1
-) -> nn.Sequential:
+def _convolution(norm: str, fan_in: int, fan_out: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
     """Convolution, normalisation, ReLU6."""
     convolution = nn.Conv2d(fan_in, fan_out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return nn.Sequential(convolution, _norm(norm, fan_out), nn.ReLU6(inplace=True))

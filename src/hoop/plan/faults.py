@@ -63,14 +63,10 @@ class Fault:
             )
         finite = math.isfinite(self.seconds) and math.isfinite(self.factor)
         if self.rank < 0 or self.step < 1 or self.seconds < 0 or self.factor < 1 or not finite:
-            raise InvalidArgument(
-                f"fault {self}: rank is 0 or more, step and factor 1 or more, seconds not negative"
-            )
+            raise InvalidArgument(f"fault {self}: rank is 0 or more, step and factor 1 or more, seconds not negative")
 
     def __str__(self) -> str:
-        fields = [
-            f"{name}={getattr(self, name):g}" for name in FAULT_FIELDS[self.kind] if name != "instruction"
-        ]
+        fields = [f"{name}={getattr(self, name):g}" for name in FAULT_FIELDS[self.kind] if name != "instruction"]
         if self.instruction:
             fields.append(f"instruction={self.instruction}")
         return f"{self.kind}@{','.join(fields)}"
@@ -93,9 +89,7 @@ def check_reachable(faults: Sequence[Fault], plan: Plan, steps: int, has_tcp_lin
                 if steps
                 else "train for at least one"
             )
-            raise InvalidArgument(
-                f"fault {fault}: step {fault.step} never comes, the job has {steps} steps; {remedy}"
-            )
+            raise InvalidArgument(f"fault {fault}: step {fault.step} never comes, the job has {steps} steps; {remedy}")
         if fault.kind == DISK_FULL:
             continue
         if fault.rank >= plan.size:
@@ -118,13 +112,9 @@ def _check_instruction(fault: Fault, plan: Plan) -> None:
     one of these ranks has in the first plan.
     """
     own = plan.held_by(fault.rank)
-    replicas = [
-        rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)
-    ]
+    replicas = [rank for rank in range(plan.size) if rank == fault.rank or (own and plan.held_by(rank) == own)]
     possible = [
-        _name(kind)
-        for kind in InstructionKind
-        if kind in {one.kind for rank in replicas for one in plan.ranks[rank]}
+        _name(kind) for kind in InstructionKind if kind in {one.kind for rank in replicas for one in plan.ranks[rank]}
     ]
     if not possible:
         raise InvalidArgument(
@@ -132,9 +122,7 @@ def _check_instruction(fault: Fault, plan: Plan) -> None:
         )
     if fault.instruction and fault.instruction not in possible:
         wanted = _INSTRUCTIONS[fault.instruction]
-        ranks = [
-            str(rank) for rank in range(plan.size) if any(one.kind is wanted for one in plan.ranks[rank])
-        ]
+        ranks = [str(rank) for rank in range(plan.size) if any(one.kind is wanted for one in plan.ranks[rank])]
         others = f"ranks {', '.join(ranks)} have it" if ranks else "no rank of this strategy has it"
         raise InvalidArgument(
             f"fault {fault}: rank {fault.rank} has no {fault.instruction}; it has {', '.join(possible)}; {others}"

@@ -110,14 +110,10 @@ class Instruction(NamedTuple):
         """The inverse of ``str``."""
         match = _TEXT.fullmatch(text)
         if match is None or match[2] not in _LETTERS:
-            raise InvalidArgument(
-                f"instruction: {text[:40]!r} is not an instruction; examples: 2F0, 2>0@3, 2A, 2U"
-            )
+            raise InvalidArgument(f"instruction: {text[:40]!r} is not an instruction; examples: 2F0, 2>0@3, 2A, 2U")
         kind = _LETTERS[match[2]]
         if (kind in PER_MICRO) != bool(match[3]):
-            raise InvalidArgument(
-                f"instruction: {text!r} {'lacks' if kind in PER_MICRO else 'has'} a micro-batch"
-            )
+            raise InvalidArgument(f"instruction: {text!r} {'lacks' if kind in PER_MICRO else 'has'} a micro-batch")
         if (kind in WITH_PEER) != (match[4] is not None):
             raise InvalidArgument(f"instruction: {text!r} {'lacks' if kind in WITH_PEER else 'has'} a peer")
         return cls(kind, int(match[1]), int(match[3] or -1), int(match[4] or -1))

@@ -87,20 +87,14 @@ def partition(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> list[S
     return stages
 
 
-def partition_at(
-    blocks: Sequence[Block], devices: Sequence[StageDevice], cuts: Sequence[int]
-) -> list[StageCut]:
+def partition_at(blocks: Sequence[Block], devices: Sequence[StageDevice], cuts: Sequence[int]) -> list[StageCut]:
     """The partition with given cuts: ``[2, 5]`` begins stages at blocks 0, 2 and 5."""
     _check(blocks, devices)
     bounds = [0, *cuts, len(blocks)]
     if len(cuts) != len(devices) - 1:
-        raise InvalidArgument(
-            f"cuts: {list(cuts)} makes {len(cuts) + 1} stages; there are {len(devices)} devices"
-        )
+        raise InvalidArgument(f"cuts: {list(cuts)} makes {len(cuts) + 1} stages; there are {len(devices)} devices")
     if any(low >= high for low, high in itertools.pairwise(bounds)):
-        raise InvalidArgument(
-            f"cuts: {list(cuts)} must go up within 1..{len(blocks) - 1}, one block a stage at least"
-        )
+        raise InvalidArgument(f"cuts: {list(cuts)} must go up within 1..{len(blocks) - 1}, one block a stage at least")
     stages = [
         _stage(blocks, range(low, high), device)
         for (low, high), device in zip(itertools.pairwise(bounds), devices, strict=True)
@@ -132,9 +126,7 @@ def required_bytes(blocks: Sequence[Block], device: StageDevice) -> int:
 
 def _stage(blocks: Sequence[Block], indices: range, device: StageDevice) -> StageCut:
     own = blocks[indices.start : indices.stop]
-    return StageCut(
-        indices, device, sum(block.seconds for block in own) / device.speed, required_bytes(own, device)
-    )
+    return StageCut(indices, device, sum(block.seconds for block in own) / device.speed, required_bytes(own, device))
 
 
 def _check(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> None:
@@ -168,9 +160,7 @@ def _best(
     """
     count, last = len(blocks), len(devices)
     sums: list[list[float]] = [list(itertools.accumulate((block.seconds for block in blocks), initial=0.0))]
-    memory_sums: dict[
-        tuple[int, int], list[float]
-    ] = {}  # equal for devices with equal in_flight and versions
+    memory_sums: dict[tuple[int, int], list[float]] = {}  # equal for devices with equal in_flight and versions
     for device in devices:
         key = device.in_flight, device.versions
         if key not in memory_sums:
@@ -184,9 +174,7 @@ def _best(
         first = max(low + 1, windows[stage + 1][0]) if stage < last - 1 else count
         for high in range(first, count - last + stage + 2):
             seconds = (sums[0][high] - sums[0][low]) / devices[stage].speed
-            if seconds > bound or (
-                limit is not None and sums[stage + 1][high] - sums[stage + 1][low] > limit
-            ):
+            if seconds > bound or (limit is not None and sums[stage + 1][high] - sums[stage + 1][low] > limit):
                 return
             yield high, seconds
 
@@ -284,6 +272,4 @@ def _does_not_fit(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> st
             f"; the largest block, {block.name}, needs {format_size(required_bytes([block], largest))} and "
             f"{largest.name} has {format_size(largest.memory or 0)}"
         )
-    return (
-        f"memory: no cut of {len(blocks)} blocks into {len(devices)} stages fits; with the fastest {problems}"
-    )
+    return f"memory: no cut of {len(blocks)} blocks into {len(devices)} stages fits; with the fastest {problems}"

@@ -52,15 +52,12 @@ class Plan:
 
     def computed_by(self, rank: int, stage: int) -> tuple[int, ...]:
         """The micro-batches for which this rank computes the stage's weight gradient, in execution order."""
-        return tuple(
-            one.micro for one in self.ranks[rank] if one.kind in GRADIENT_KINDS and one.stage == stage
-        )
+        return tuple(one.micro for one in self.ranks[rank] if one.kind in GRADIENT_KINDS and one.stage == stage)
 
     def grid(self, messages: bool = False) -> str:
         """The instructions as a text table, one line per rank; sends and receives only if ``messages``."""
         rows = [
-            [str(one) for one in instructions if messages or one.kind not in WITH_PEER]
-            for instructions in self.ranks
+            [str(one) for one in instructions if messages or one.kind not in WITH_PEER] for instructions in self.ranks
         ]
         width = max((len(cell) for row in rows for cell in row), default=1)
         rank_width = len(str(len(rows) - 1))

@@ -98,9 +98,7 @@ def timeline(plan: Plan, cost: Callable[[int, Instruction], float] = unit_cost) 
                     waiting.remove(key)
                     runnable.append(one.peer)
     stuck = [
-        (rank, plan.ranks[rank][len(done)])
-        for rank, done in enumerate(spans)
-        if len(done) < len(plan.ranks[rank])
+        (rank, plan.ranks[rank][len(done)]) for rank, done in enumerate(spans) if len(done) < len(plan.ranks[rank])
     ]
     return UnitTimeline(spans, stuck)
 
@@ -175,8 +173,6 @@ def run_rules(
             advance(rank, now)
     stuck = [rank for rank, rule in enumerate(rules) if not rule.finished]
     if stuck:
-        last = ", ".join(
-            f"rank {rank} after {lines[rank][-1] if lines[rank] else 'nothing'}" for rank in stuck
-        )
+        last = ", ".join(f"rank {rank} after {lines[rank][-1] if lines[rank] else 'nothing'}" for rank in stuck)
         raise InternalError(f"deadlock: rules wait for each other for ever: {last}")
     return tuple(map(tuple, lines))

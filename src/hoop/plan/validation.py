@@ -156,12 +156,8 @@ class StepProgress:
         seen.add(item)
 
 
-_SLICE_KINDS = frozenset(
-    {InstructionKind.PUSH, InstructionKind.GET, InstructionKind.TAKE, InstructionKind.GIVE}
-)
-_SERVER_KINDS = frozenset(
-    {InstructionKind.TAKE, InstructionKind.GIVE, InstructionKind.REDUCE, InstructionKind.UPDATE}
-)
+_SLICE_KINDS = frozenset({InstructionKind.PUSH, InstructionKind.GET, InstructionKind.TAKE, InstructionKind.GIVE})
+_SERVER_KINDS = frozenset({InstructionKind.TAKE, InstructionKind.GIVE, InstructionKind.REDUCE, InstructionKind.UPDATE})
 
 
 def check(plan: Plan) -> list[str]:
@@ -188,9 +184,7 @@ def _check_numbers(plan: Plan) -> Iterator[str]:
         own_slices = [number for number, server in enumerate(plan.servers) if server == rank]
         if one.kind in _SLICE_KINDS or own_slices:
             allowed = (
-                range(len(plan.servers))
-                if one.kind in {InstructionKind.PUSH, InstructionKind.GET}
-                else own_slices
+                range(len(plan.servers)) if one.kind in {InstructionKind.PUSH, InstructionKind.GET} else own_slices
             )
             if own_slices and one.kind not in _SERVER_KINDS:
                 yield f"rank {rank}: {one} is no instruction of a server"
@@ -216,9 +210,7 @@ def _check_coverage(plan: Plan) -> Iterator[str]:
             for backward in (False, True):
                 times = computed[backward, stage, micro]
                 if times != 1:
-                    name = Instruction(
-                        InstructionKind.BACKWARD if backward else InstructionKind.FORWARD, stage, micro
-                    )
+                    name = Instruction(InstructionKind.BACKWARD if backward else InstructionKind.FORWARD, stage, micro)
                     yield f"{name} happens {times} times over all ranks, not once"
 
 

@@ -3,16 +3,5 @@
 May import: plan.
 """
 
-PUBLIC = (
-    "chart",
-    "metrics",
-    "page",
-    "spans",
-    "strict_json",
-    "tables",
-    "tensorboard",
-    "timeline",
-    "trace",
-    "training",
-)
+PUBLIC = ("chart", "metrics", "page", "spans", "strict_json", "tables", "tensorboard", "timeline", "trace", "training")
 """Modules that other rooms may import."""

@@ -41,9 +41,7 @@ class Chart:
 
     def svg(self) -> str:
         panels: Sequence[Panel] = self.panels
-        colours = {
-            name: index for index, name in enumerate(dict.fromkeys(n for p in panels for n in p.names()))
-        }
+        colours = {name: index for index, name in enumerate(dict.fromkeys(n for p in panels for n in p.names()))}
         horizontal = self._horizontal()
         labels = [words for panel in panels for words in panel.vertical().labels()]
         left = _MARGIN + max(map(width_of, labels), default=0) + 10
@@ -61,9 +59,7 @@ class Chart:
         y = 34.0
         if self.subtitle:
             y += 20
-            parts.append(
-                text(_MARGIN, y, shortened(self.subtitle, self.width - 2 * _MARGIN, NORMAL), size=NORMAL)
-            )
+            parts.append(text(_MARGIN, y, shortened(self.subtitle, self.width - 2 * _MARGIN, NORMAL), size=NORMAL))
         for index, panel in enumerate(panels):
             keys = panel.keys(colours)
             y += 42 + ROW * (len(heading_rows(panel.label, list(keys), self.width - 2 * _MARGIN)) - 1)
@@ -77,9 +73,7 @@ class Chart:
                 y += 22
                 if self.x_label:
                     y += 16
-                    parts.append(
-                        text(left + width / 2, y, self.x_label, class_="ink", size=NORMAL, anchor="middle")
-                    )
+                    parts.append(text(left + width / 2, y, self.x_label, class_="ink", size=NORMAL, anchor="middle"))
         return document(self.title, self.width, y + 18, parts)
 
     def _horizontal(self) -> Scale:

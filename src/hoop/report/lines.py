@@ -121,9 +121,7 @@ def _horizontal_axis(area: Area, axis: Scale, labelled: bool) -> list[str]:
     return parts
 
 
-def _places(
-    one: ChartLine, values: ArrayLike, area: Area, horizontal: Scale, vertical: Scale
-) -> tuple[Floats, Floats]:
+def _places(one: ChartLine, values: ArrayLike, area: Area, horizontal: Scale, vertical: Scale) -> tuple[Floats, Floats]:
     """Pixel coordinates of a line; points outside the limits become gaps."""
     x, y = horizontal.at(one.x), vertical.at(values)
     with np.errstate(invalid="ignore"):
@@ -158,17 +156,10 @@ def _stroke(one: ChartLine, place: int) -> dict[str, object]:
     if one.style == "faint":
         return {"stroke_width": 1, "stroke_opacity": 0.3}
     dash = "6 4" if one.style == "dashed" else _DASHES[place // 6 % len(_DASHES)]
-    return {
-        "stroke_width": 2,
-        "stroke_linejoin": "round",
-        "stroke_linecap": "round",
-        "stroke_dasharray": dash,
-    }
+    return {"stroke_width": 2, "stroke_linejoin": "round", "stroke_linecap": "round", "stroke_dasharray": dash}
 
 
-def _drawn(
-    one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
-) -> Iterator[str]:
+def _drawn(one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]) -> Iterator[str]:
     x, y = _places(one, one.y, area, horizontal, vertical)
     which, place = colour(one.name, colours), colours.get(one.name, 0)
     marked = len(x) <= MARKED and one.style != "faint"
@@ -183,9 +174,7 @@ def _drawn(
                 yield _marker(float(x[index]), float(y[index]), which, hint)
 
 
-def _band(
-    one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]
-) -> Iterator[str]:
+def _band(one: ChartLine, area: Area, horizontal: Scale, vertical: Scale, colours: Mapping[str, int]) -> Iterator[str]:
     if one.band is not None:
         x, low = _places(one, one.band[0], area, horizontal, vertical)
         _, high = _places(one, one.band[1], area, horizontal, vertical)
@@ -206,9 +195,7 @@ def _marker(x: float, y: float, which: int, hint: str = "") -> str:
     look = {"class_": f"f{which} halo", "stroke_width": 1}
     if corners is None:
         return tag("circle", hint, cx=x, cy=y, r=3.4, **look)
-    return tag(
-        "polygon", hint, points=" ".join(f"{number(x + a)},{number(y + b)}" for a, b in corners), **look
-    )
+    return tag("polygon", hint, points=" ".join(f"{number(x + a)},{number(y + b)}" for a, b in corners), **look)
 
 
 def _key(one: ChartLine, which: int, place: int, x: float, y: float) -> str:

@@ -33,9 +33,7 @@ class Picture:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.name):
-            raise InvalidArgument(
-                f"picture name: {self.name!r} is to be a file's; use letters, digits, - and _"
-            )
+            raise InvalidArgument(f"picture name: {self.name!r} is to be a file's; use letters, digits, - and _")
         if not self.svg.startswith("<svg"):
             raise InvalidArgument(f"picture {self.name}: not SVG, it begins {self.svg[:20]!r}")
 
@@ -62,9 +60,7 @@ class Page:
         if self.lead:
             body.append(f'<div class="lead">{prose(self.lead)}</div>')
         if self.facts:
-            rows = "".join(
-                f"<dt>{clean(key)}</dt><dd>{clean(value)}</dd>" for key, value in self.facts.items()
-            )
+            rows = "".join(f"<dt>{clean(key)}</dt><dd>{clean(value)}</dd>" for key, value in self.facts.items())
             body.append(f"<dl>{rows}</dl>")
         for section in self.sections:
             body.append(f"<section>\n<h2>{clean(section.heading)}</h2>")

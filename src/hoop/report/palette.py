@@ -40,14 +40,7 @@ DARK = Theme(
 
 COLOURS = len(LIGHT.colours)
 
-KINDS = {
-    "forward": 0,
-    "backward": 1,
-    "update": 2,
-    "communicate": 3,
-    "load": 4,
-    "compute": 5,
-}
+KINDS = {"forward": 0, "backward": 1, "update": 2, "communicate": 3, "load": 4, "compute": 5}
 """The colour of each kind of span; ``send``, ``recv``, ``reduce``, ``push``, ``pull`` are communication too."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

@@ -75,13 +75,7 @@ def scale(
         raise InvalidArgument(f"scale: {kind!r} is not known; use 'linear' or 'log'")
     arrays = [plottable(one, kind) for one in values]
     known = np.concatenate([one[~np.isnan(one)] for one in arrays]) if arrays else np.empty(0)
-    low, high = (
-        (float(known.min()), float(known.max()))
-        if len(known)
-        else (1.0, 10.0)
-        if kind == "log"
-        else (0.0, 1.0)
-    )
+    low, high = (float(known.min()), float(known.max())) if len(known) else (1.0, 10.0) if kind == "log" else (0.0, 1.0)
     distinct = sorted(set(known.tolist()))[:13] if own else []
     if kind == "log":
         return _logarithmic(low, high, limits, about, tight, distinct)
@@ -153,18 +147,12 @@ def _logarithmic(
     decades = math.log10(high) - math.log10(low)
     if 1 < len(distinct) <= 12 and tight:
         return Scale(low, high, "log", tuple(distinct))
-    factors: tuple[int, ...] = (
-        (1,) if decades > 1.7 else (1, 2, 5) if decades > 0.7 else (1, 2, 3, 4, 5, 6, 7, 8, 9)
-    )
+    factors: tuple[int, ...] = (1,) if decades > 1.7 else (1, 2, 5) if decades > 0.7 else (1, 2, 3, 4, 5, 6, 7, 8, 9)
     every = max(1, math.ceil(decades / about)) if factors == (1,) else 1
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     marks = [factor * 10.0**power for power in powers if power % every == 0 for factor in factors]
     if not tight:
         low = max((mark for mark in marks if mark <= low * 1.0001), default=low) if limits[0] is None else low
-        high = (
-            min((mark for mark in marks if mark >= high * 0.9999), default=high)
-            if limits[1] is None
-            else high
-        )
+        high = min((mark for mark in marks if mark >= high * 0.9999), default=high) if limits[1] is None else high
     within = tuple(float(f"{mark:.12g}") for mark in marks if low * 0.9999 <= mark <= high * 1.0001)
     return Scale(low, high, "log", within or (low, high))

@@ -54,9 +54,7 @@ def window(spans: Iterable[Span]) -> tuple[float, float]:
     return min(start for start, _ in times), max(end for _, end in times)
 
 
-def shares(
-    spans: Iterable[Span], start_us: float | None = None, end_us: float | None = None
-) -> dict[str, Shares]:
+def shares(spans: Iterable[Span], start_us: float | None = None, end_us: float | None = None) -> dict[str, Shares]:
     """Shares of each track in a time window, by default the window of all spans."""
     spans = list(spans)
     first, last = window(spans)
@@ -68,9 +66,7 @@ def shares(
         compute = _covered(own, COMPUTE, first, last)
         busy = _covered(own, COMPUTE + COMMUNICATE, first, last)
         found[track] = (
-            Shares(compute / whole, (busy - compute) / whole, 1 - busy / whole)
-            if whole > 0
-            else Shares(0.0, 0.0, 1.0)
+            Shares(compute / whole, (busy - compute) / whole, 1 - busy / whole) if whole > 0 else Shares(0.0, 0.0, 1.0)
         )
     return found
 

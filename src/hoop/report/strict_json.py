@@ -20,12 +20,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
     separators = (",", ":") if indent is None else None
     try:
         return json.dumps(
-            value,
-            allow_nan=False,
-            default=_plain,
-            ensure_ascii=False,
-            indent=indent,
-            separators=separators,
+            value, allow_nan=False, default=_plain, ensure_ascii=False, indent=indent, separators=separators
         )
     except ValueError:  # a number is not finite; rare, so the whole value is traversed only now
         return json.dumps(_encode_non_finite(value), ensure_ascii=False, indent=indent, separators=separators)

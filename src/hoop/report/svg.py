@@ -65,18 +65,14 @@ def line(x1: float, y1: float, x2: float, y2: float, class_: str, **attributes: 
     return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_, **attributes)
 
 
-def box(
-    x: float, y: float, width: float, height: float, class_: str, content: str = "", **attributes: object
-) -> str:
+def box(x: float, y: float, width: float, height: float, class_: str, content: str = "", **attributes: object) -> str:
     place = {"x": float(x), "y": float(y), "width": float(width), "height": float(height)}
     return tag("rect", content, **place, class_=class_, **attributes)
 
 
 def width_of(words: object, size: int = SMALL) -> float:
     """Estimated width of a text in pixels. There is no font to measure, so the estimate is generous."""
-    units = sum(
-        0.34 if c in _NARROW else 0.9 if c in _WIDE else 0.62 if c.isupper() else 0.57 for c in str(words)
-    )
+    units = sum(0.34 if c in _NARROW else 0.9 if c in _WIDE else 0.62 if c.isupper() else 0.57 for c in str(words))
     return units * size
 
 

@@ -165,8 +165,4 @@ def _escape_markdown(words: str) -> str:
 
 def _row(name: str, cells: Sequence[str], right: Sequence[bool]) -> str:
     sides = (' class="number"' if side else "" for side in right)
-    return (
-        "<tr>"
-        + "".join(f"<{name}{s}>{clean(c)}</{name}>" for c, s in zip(cells, sides, strict=True))
-        + "</tr>"
-    )
+    return "<tr>" + "".join(f"<{name}{s}>{clean(c)}</{name}>" for c, s in zip(cells, sides, strict=True)) + "</tr>"

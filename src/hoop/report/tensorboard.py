@@ -68,9 +68,7 @@ class TensorBoardLog(Appender):
         """``resumes_after``: the step after which the run resumes; TensorBoard discards old points of later steps."""
         # TensorBoard reads the files of a directory in the order of their names.
         seconds, rest = divmod(time.time_ns(), 10**9)
-        super().__init__(
-            Path(directory) / f"events.out.tfevents.{seconds:010d}.{rest:09d}.{os.getpid()}", new=True
-        )
+        super().__init__(Path(directory) / f"events.out.tfevents.{seconds:010d}.{rest:09d}.{os.getpid()}", new=True)
         self.append(record(_event(time.time(), 0, _nested(3, b"brain.Event:2"))))
         if resumes_after is not None:
             start = _nested(7, b"\x08\x01")

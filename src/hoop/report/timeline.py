@@ -48,10 +48,7 @@ class TimelineChart:
         last = last if self.end_us is None else self.end_us
         every = by_track(self.spans)
         rows = _selection(list(every))
-        idle = {
-            track: f"{100 * share.idle:.0f} % idle"
-            for track, share in shares(self.spans, first, last).items()
-        }
+        idle = {track: f"{100 * share.idle:.0f} % idle" for track, share in shares(self.spans, first, last).items()}
         factor, unit = next(((f, u) for f, u in _UNITS if last - first >= 2 * f), _UNITS[-1])
         names = min(max((width_of(row, NORMAL) for row in rows), default=0), 200)
         left = _MARGIN + names + 12
@@ -63,16 +60,7 @@ class TimelineChart:
         area = Area(left, top, self.width - left - _MARGIN - 62, max(len(rows) * (height + gap), 30))
         axis = scale([[0, (last - first) / factor]], about=8, tight=True)
 
-        parts = [
-            text(
-                _MARGIN,
-                34,
-                shortened(self.title, self.width - 40, LARGE),
-                class_="ink",
-                size=LARGE,
-                weight=600,
-            )
-        ]
+        parts = [text(_MARGIN, 34, shortened(self.title, self.width - 40, LARGE), class_="ink", size=LARGE, weight=600)]
         if subtitle:
             parts.append(text(_MARGIN, 54, shortened(subtitle, self.width - 40, NORMAL), size=NORMAL))
         parts += _legend(self.spans, _MARGIN, top - 18)
@@ -86,9 +74,7 @@ class TimelineChart:
             parts += _bars(every[row], place, first, last)
             size = NORMAL if height > 12 else SMALL - 2
             middle = place.top + height / 2 + size * 0.35
-            parts.append(
-                text(left - 10, middle, shortened(row, names, size), class_="ink", size=size, anchor="end")
-            )
+            parts.append(text(left - 10, middle, shortened(row, names, size), class_="ink", size=size, anchor="end"))
             parts.append(text(area.right + 8, middle, idle[row], size=min(size, SMALL)))
         if not rows:
             parts.append(text(area.left + area.width / 2, area.top + 18, "no data", anchor="middle"))

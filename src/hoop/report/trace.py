@@ -64,9 +64,7 @@ class Trace:
         """Add a point of a counter, which viewers draw as an area; several values are stacked."""
         self._append({"ph": "C", "name": name, "ts": at_us, "pid": self.track(track)}, values)
 
-    def mark(
-        self, name: str, at_us: float, track: str | None = None, args: Mapping[str, Any] | None = None
-    ) -> None:
+    def mark(self, name: str, at_us: float, track: str | None = None, args: Mapping[str, Any] | None = None) -> None:
         """Add an instant event, such as the death of a device. Without a track it spans all tracks."""
         place = {"s": "g", "pid": 0, "tid": 0} if track is None else {"s": "p", **self._ids(track, "")}
         self._append({"ph": "i", "name": name, "ts": at_us, **place}, args)

@@ -12,10 +12,7 @@ _MAX_RAW_POINTS = 120
 
 
 def training_chart(
-    rows: Sequence[Mapping[str, Any]],
-    title: str,
-    subtitle: str = "",
-    rules: Mapping[str, float] | None = None,
+    rows: Sequence[Mapping[str, Any]], title: str, subtitle: str = "", rules: Mapping[str, float] | None = None
 ) -> Chart:
     """Chart of metrics rows.
 

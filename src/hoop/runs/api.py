@@ -157,9 +157,7 @@ class Training:
         """``save``: file for the trained weights."""
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
-                raise InvalidArgument(
-                    f"fault {fault}: no file of this run is written; name a folder with out (--out)"
-                )
+                raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
         self._launch = launch
         self._save = save
         self._stop_requested = False
@@ -222,9 +220,7 @@ class Training:
         if self._stop_requested:
             stop()
 
-    def _follow(
-        self, address: Address | Addresses, devices: int | None, on_stop: OnStop
-    ) -> Iterator[Observed]:
+    def _follow(self, address: Address | Addresses, devices: int | None, on_stop: OnStop) -> Iterator[Observed]:
         from hoop.client.cluster import connect
         from hoop.launch.forked import own_token
         from hoop.runs.job_follower import COORDINATOR_TIMEOUT_S, JobFollower
@@ -298,9 +294,7 @@ def train(
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
 
     if reduction is not None and isinstance(model, str | Job):
-        raise InvalidArgument(
-            f"reduction: {reduction!r} is for a loss that is given here; a job states its own"
-        )
+        raise InvalidArgument(f"reduction: {reduction!r} is for a loss that is given here; a job states its own")
     if isinstance(model, str):
         job, name = find_job(model, RECIPES), model
     else:

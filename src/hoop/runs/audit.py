@@ -165,9 +165,7 @@ class _History:
         if place == self._an_epoch - 1:
             wrong = np.flatnonzero(self._counts != 1)
             if wrong.size:
-                raise self._wrong(
-                    f"epoch {epoch + 1}: sample {wrong[0]} was fed {self._counts[wrong[0]]} times"
-                )
+                raise self._wrong(f"epoch {epoch + 1}: sample {wrong[0]} was fed {self._counts[wrong[0]]} times")
             self._counts[:] = 0
 
     def _shard(self, step: int, number: int, by: int, fed: str, samples: np.ndarray[Any, Any]) -> None:

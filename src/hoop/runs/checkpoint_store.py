@@ -149,9 +149,7 @@ class CheckpointWriter:
         """Waits until every snapshot is written or has failed; a timeout is a warning."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._busy and self._waiting is None, within):
-                self._events.put(
-                    _warning(self._folder, f"the disk has not taken the last one within {within:g} s")
-                )
+                self._events.put(_warning(self._folder, f"the disk has not taken the last one within {within:g} s"))
 
     def close(self, within: float) -> None:
         """Drops the waiting snapshot and waits for the one that is being written."""

@@ -149,9 +149,7 @@ class JobFollower:
         self._stragglers: list[dict[str, Any]] = []
         self._states: list[dict[str, Any]] = []
         self._faults: list[str] = []
-        self._disk_full = DiskFullInjector(
-            settings.parsed_faults, lambda: self._deduplicator.step, self._faults.append
-        )
+        self._disk_full = DiskFullInjector(settings.parsed_faults, lambda: self._deduplicator.step, self._faults.append)
         self._weights_sha256 = ""
         self._diverged: tuple[int, float] | None = None
         """Step and loss of the first loss that is not finite."""
@@ -297,9 +295,7 @@ class JobFollower:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
             self._weights_sha256 = digest
 
-    def _read_snapshot(
-        self, observed: Observed, event: ev.SnapshotTaken
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _read_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> tuple[dict[str, Tensor], dict[str, Any]]:
         where = f"the snapshot of rank {observed.rank} (device {observed.device})"
         if self._coordinator_timeout:
             self._cluster.wait_ready(self._coordinator_timeout)  # it knows the device's address
@@ -384,9 +380,7 @@ def find(cluster: Cluster, job_id: int | None) -> pb.Job:
     return known[job_id or (running or list(known.values()))[-1].id]
 
 
-def attach(
-    address: Addresses, job_id: int | None, out: Path | None = None, stop: bool = False
-) -> Iterator[Observed]:
+def attach(address: Addresses, job_id: int | None, out: Path | None = None, stop: bool = False) -> Iterator[Observed]:
     """A job's events from its first to its result; ``out`` gets its files.
 
     The job goes on when this iterator is closed. With ``stop`` it is asked to stop after a step.
@@ -397,12 +391,7 @@ def attach(
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
             raise FailedPrecondition(f"--out: {out} holds another run than job {job.id}; name another folder")
         follower = JobFollower(
-            cluster,
-            settings,
-            list(job.device_ids),
-            out,
-            attached=job.id,
-            coordinator_timeout=COORDINATOR_TIMEOUT_S,
+            cluster, settings, list(job.device_ids), out, attached=job.id, coordinator_timeout=COORDINATOR_TIMEOUT_S
         )
         if stop and job.status == "running":
             follower.job.stop(COORDINATOR_TIMEOUT_S)

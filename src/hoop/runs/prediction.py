@@ -25,13 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hoop.engine.cost_probe import (
-    VECTOR_BYTES,
-    available_cores,
-    measure_communication,
-    measure_costs,
-    profile_blocks,
-)
+from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_communication, measure_costs, profile_blocks
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
@@ -162,15 +156,11 @@ class Prediction:
         return {
             "step_seconds": measured,
             "predicted_step_seconds": self._expected,
-            "prediction_error": measured / self._expected - 1
-            if both and measured and self._expected
-            else None,
+            "prediction_error": measured / self._expected - 1 if both and measured and self._expected else None,
         }
 
 
-def predicted_step_seconds(
-    measured: MeasuredCosts, settings: Settings, given: Costs | None = None
-) -> float | None:
+def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: Costs | None = None) -> float | None:
     """Seconds of a step; None where there is nothing to simulate from, or too much.
 
     ``given``: costs to take instead of those that were measured; where devices are is measured in any case.
@@ -181,19 +171,13 @@ def predicted_step_seconds(
     size = 6 * settings.num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
-    how: dict[str, Any] = {
-        "num_microbatches": settings.num_microbatches,
-        "cuts": settings.cut or None,
-        "trace": False,
-    }
+    how: dict[str, Any] = {"num_microbatches": settings.num_microbatches, "cuts": settings.cut or None, "trace": False}
     how["replicate"] = settings.replicate
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
         if not strategy.replicated or not settings.balance or settings.slowdown:
             return even
-        return min(
-            even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds
-        )
+        return min(even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds)
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
 
@@ -203,9 +187,7 @@ def _with_cores(cluster: Cluster) -> list[float] | None:
     if all(host.devices <= (host.cores or host.devices) for host in cluster.hosts):
         return None
     return [
-        1.0 if index < (host.cores or host.devices) else 1e-9
-        for host in cluster.hosts
-        for index in range(host.devices)
+        1.0 if index < (host.cores or host.devices) else 1e-9 for host in cluster.hosts for index in range(host.devices)
     ]
 
 
@@ -287,10 +269,7 @@ def machine_of(links: Mapping[str, float]) -> Machine:
 
 
 def calibrated(
-    job: Job,
-    settings: Settings,
-    machine: Machine,
-    crowding: Callable[[Callable[[], float], int], float] | None = None,
+    job: Job, settings: Settings, machine: Machine, crowding: Callable[[Callable[[], float], int], float] | None = None
 ) -> Costs:
     """Measures a job in this process, on one thread; ``crowding`` measures how busy cores slow each other down."""
     torch.set_num_threads(1)
@@ -303,8 +282,7 @@ def calibrated(
         machine = dataclasses.replace(
             costs.machine,
             crowding=crowding(
-                lambda: sum(one["forward_s"] for one in _measure(job, settings, rows)["blocks"]),
-                available_cores(),
+                lambda: sum(one["forward_s"] for one in _measure(job, settings, rows)["blocks"]), available_cores()
             ),
         )
         costs = dataclasses.replace(costs, machine=machine)

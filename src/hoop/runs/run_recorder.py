@@ -44,9 +44,7 @@ from hoop.texts import parse_json
 class DiskFullInjector:
     """Injects the placed faults of kind ``full-disk``: each fails the first checkpoint at its step or later, once."""
 
-    def __init__(
-        self, faults: Sequence[Fault], done: Callable[[], int], on_fault: Callable[[str], None]
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault], done: Callable[[], int], on_fault: Callable[[str], None]) -> None:
         """``done``: steps done so far. ``on_fault`` is called with the text of each fault that is injected."""
         self._due = [fault for fault in faults if fault.kind == DISK_FULL]
         self._done, self._on_fault = done, on_fault
@@ -76,11 +74,7 @@ class RunRecorder:
     """Writes a run's files while it trains."""
 
     def __init__(
-        self,
-        out: Path,
-        settings: Settings,
-        devices: Sequence[int],
-        resumed: Mapping[str, Any] | None = None,
+        self, out: Path, settings: Settings, devices: Sequence[int], resumed: Mapping[str, Any] | None = None
     ) -> None:
         """``resumed``: metadata of the checkpoint that the run resumes from."""
         self._out = out
@@ -243,7 +237,5 @@ def saved_settings(out: Path) -> tuple[Settings, int]:
         config = parse_json(path.read_text("utf-8"))
         devices = int(config.pop("devices"))
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise FailedPrecondition(
-            f"{path} is not a run's config ({error}); is {out} a folder of --out?"
-        ) from None
+        raise FailedPrecondition(f"{path} is not a run's config ({error}); is {out} a folder of --out?") from None
     return Settings().replaced(config), devices

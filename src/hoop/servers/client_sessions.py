@@ -58,9 +58,7 @@ class ClientSessions:
         if self._streams[session]:
             return
         del self._streams[session]
-        for communicator_id in self._communicators.pop(session, set()) & set(
-            self._coordinator.state.communicators
-        ):
+        for communicator_id in self._communicators.pop(session, set()) & set(self._coordinator.state.communicators):
             await self._coordinator.apply_with_retry(m.Destroyed(communicator_id))
         state = self._coordinator.state
         usable = [device_id for device_id, member in state.members.items() if member.usable]

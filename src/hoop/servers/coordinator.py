@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -37,6 +38,7 @@ from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
 from hoop.wire.service import status_of, translate, unreachable, with_metadata
 
+log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 DeviceMethod = Callable[["pb_grpc.DeviceAsyncStub"], "grpc.aio.UnaryUnaryMultiCallable[Request, Response]"]
@@ -104,6 +106,8 @@ class Coordinator:
         if entries and self._journal is not None:
             self._journal.append(*entries)
         self.state = state
+        if instructions:
+            log.debug("%s -> %s", event, instructions)
         for instruction in instructions:
             match instruction:
                 case m.Announce(kind, text, fields):
@@ -144,9 +148,7 @@ class Coordinator:
         failure = ""
         self._probing.add(device_id)
         try:
-            _, writer = await asyncio.wait_for(
-                asyncio.open_connection(info.address.host, info.address.port), PROBE_S
-            )
+            _, writer = await asyncio.wait_for(asyncio.open_connection(info.address.host, info.address.port), PROBE_S)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
@@ -182,9 +184,7 @@ class Coordinator:
         if known is not None:
             self.in_background(known[1].close(None))
         credentials = self.config.credentials
-        channel = credentials.aio_channel(
-            info.address, Role.DEVICE, channel_options(self.config.max_message + 65536)
-        )
+        channel = credentials.aio_channel(info.address, Role.DEVICE, channel_options(self.config.max_message + 65536))
         stub = with_metadata(pb_grpc.DeviceStub(channel), credentials.metadata)
         async_stub = cast("pb_grpc.DeviceAsyncStub", stub)
         self._channels[device_id] = (info.incarnation, channel, async_stub)
@@ -205,9 +205,7 @@ class Coordinator:
         except grpc.RpcError as error:
             if unreachable(error):
                 failure, name = status_of(error), type(request).__name__.removesuffix("Request")
-                with contextlib.suppress(
-                    DeadlineExceeded
-                ):  # the journal does not answer: the lease will expire
+                with contextlib.suppress(DeadlineExceeded):  # the journal does not answer: the lease will expire
                     self.apply(m.CallReported(device_id, failure, time.monotonic()))
                 raise PeerLost(
                     f"{member.info} was lost during {name}: {failure}", cause=PeerCause.DEVICE_LOST
@@ -237,9 +235,7 @@ class Coordinator:
             waited = True
             self.events.publish("coordinator_waiting", text)
 
-        self._journal = await open_journal(
-            self.config.journal, self.config.detector, owner, on_waiting, on_lost
-        )
+        self._journal = await open_journal(self.config.journal, self.config.detector, owner, on_waiting, on_lost)
         self.state = self._journal.state
         if waited:
             usable = tuple(key for key, one in self.state.members.items() if one.usable)

@@ -45,29 +45,21 @@ class CoordinatorService:
     async def join(self, request: pb.JoinRequest) -> pb.JoinResponse:
         info = device_info(request.device)
         if info.device_id >= 1 << 63 and info.device_id not in self._coordinator.state.members:
-            raise InvalidArgument(
-                f"device_id: {info.device_id} leaves no room for others; choose one below 2^63"
-            )
+            raise InvalidArgument(f"device_id: {info.device_id} leaves no room for others; choose one below 2^63")
         state = await self._coordinator.apply_with_retry(m.Joined(info, time.monotonic()))
         device_id = info.device_id or next(
             key for key, member in state.members.items() if member.info.incarnation == info.incarnation
         )
         detector = self._coordinator.config.detector
-        return pb.JoinResponse(
-            device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s
-        )
+        return pb.JoinResponse(device_id=device_id, heartbeat_s=detector.heartbeat_s, lease_s=detector.lease_s)
 
-    async def send_heartbeats(
-        self, heartbeats: AsyncIterator[pb.Heartbeat]
-    ) -> AsyncIterator[pb.HeartbeatAnswer]:
+    async def send_heartbeats(self, heartbeats: AsyncIterator[pb.Heartbeat]) -> AsyncIterator[pb.HeartbeatAnswer]:
         last: pb.Heartbeat | None = None
         try:
             async for heartbeat in heartbeats:
                 last = heartbeat
                 try:
-                    self._coordinator.apply(
-                        m.Heartbeat(heartbeat.device_id, heartbeat.incarnation, time.monotonic())
-                    )
+                    self._coordinator.apply(m.Heartbeat(heartbeat.device_id, heartbeat.incarnation, time.monotonic()))
                 except MembershipChanged:
                     yield pb.HeartbeatAnswer(known=False)
                     return
@@ -107,9 +99,7 @@ class CoordinatorService:
         )
 
     def _communicator(self, one: CommunicatorState) -> pb.Communicator:
-        members = [
-            device_message(self._coordinator.state.members[device_id].info) for device_id in one.members
-        ]
+        members = [device_message(self._coordinator.state.members[device_id].info) for device_id in one.members]
         return pb.Communicator(
             id=one.id, generation=one.generation, members=members, status=str(one.outcome), reason=one.reason
         )
@@ -128,9 +118,7 @@ class CoordinatorService:
     async def start_job(self, request: pb.StartJobRequest) -> pb.StartJobResponse:
         check_settings(request.settings)
         if len(request.resume) > MAX_NAME:
-            raise InvalidArgument(
-                f"resume: {len(request.resume)} characters name no buffer; at most {MAX_NAME}"
-            )
+            raise InvalidArgument(f"resume: {len(request.resume)} characters name no buffer; at most {MAX_NAME}")
         job_id = await self.jobs.start(request.settings, tuple(request.device_ids), request.resume)
         return pb.StartJobResponse(job_id=job_id)
 
@@ -180,21 +168,16 @@ class CoordinatorService:
         one = await self._operations.rebuild(request.id)
         return pb.CommunicatorResponse(communicator=self._communicator(one))
 
-    async def destroy_communicator(
-        self, request: pb.DestroyCommunicatorRequest
-    ) -> pb.DestroyCommunicatorResponse:
+    async def destroy_communicator(self, request: pb.DestroyCommunicatorRequest) -> pb.DestroyCommunicatorResponse:
         self._groups.discard(request.id)
         await self._operations.destroy(request.id)
         return pb.DestroyCommunicatorResponse()
 
     async def run(self, request: pb.RunRequest) -> pb.RunResponse:
         requests = [
-            OperationRequest(one.operation, dict(one.operands), one.driver or "devices")
-            for one in request.operations
+            OperationRequest(one.operation, dict(one.operands), one.driver or "devices") for one in request.operations
         ]
-        return pb.RunResponse(
-            reports=await self._operations.run(request.communicator_id, requests, request.timeout_s)
-        )
+        return pb.RunResponse(reports=await self._operations.run(request.communicator_id, requests, request.timeout_s))
 
     async def copy(self, request: pb.CopyRequest) -> pb.CopyResponse:
         await copy(self._coordinator, request)
@@ -210,10 +193,7 @@ class CoordinatorServer:
         service = CoordinatorService(self.coordinator, operations, groups)
         self._jobs = service.jobs
         self._services = (
-            handlers(
-                lab_service.COORDINATOR_SERVICE,
-                lab_service.LabCoordinator(self.coordinator, operations, groups),
-            ),
+            handlers(lab_service.COORDINATOR_SERVICE, lab_service.LabCoordinator(self.coordinator, operations, groups)),
             handlers(SERVICE, service),
         )
 

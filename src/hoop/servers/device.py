@@ -79,9 +79,7 @@ class DeviceServer:
         except HoopError:
             self._arena.close(delete=not self._keeps_arena)
             raise
-        self._shared = (
-            None if config.advertise_data else open_shm_transport(self._transport.address, self._arena)
-        )
+        self._shared = None if config.advertise_data else open_shm_transport(self._transport.address, self._arena)
         self._runner = OperationRunner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
         self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)

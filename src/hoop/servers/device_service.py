@@ -42,9 +42,7 @@ class DeviceService:
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
-        buffer = self._arena.allocate(
-            request.name, request.bytes, request.alignment or 64, reuse=request.reuse
-        )
+        buffer = self._arena.allocate(request.name, request.bytes, request.alignment or 64, reuse=request.reuse)
         return pb.AllocateResponse(buffer=_buffer_message(buffer))
 
     async def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
@@ -124,9 +122,7 @@ class DeviceService:
         self._tasks.reassign(request)
         return pb.ReassignTaskResponse()
 
-    async def commit_reassignment(
-        self, request: pb.CommitReassignmentRequest
-    ) -> pb.CommitReassignmentResponse:
+    async def commit_reassignment(self, request: pb.CommitReassignmentRequest) -> pb.CommitReassignmentResponse:
         self._tasks.move(request.job_id)
         return pb.CommitReassignmentResponse()
 

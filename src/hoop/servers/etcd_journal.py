@@ -105,9 +105,7 @@ class Etcd:
 
         Tries the endpoint that answered last, then the others in turn.
         """
-        for answer in self._answers(
-            lambda stubs, seconds: [method(stubs)(request, timeout=seconds)], timeout
-        ):
+        for answer in self._answers(lambda stubs, seconds: [method(stubs)(request, timeout=seconds)], timeout):
             return answer
         raise DeadlineExceeded(f"etcd at {self.endpoints} ended a call without an answer")
 
@@ -136,10 +134,7 @@ class Etcd:
                 raise
 
     def _answers(
-        self,
-        start: Callable[[EtcdStubs, float], Iterable[Response]],
-        timeout: float,
-        endpoint_timeout: float = TRY_S,
+        self, start: Callable[[EtcdStubs, float], Iterable[Response]], timeout: float, endpoint_timeout: float = TRY_S
     ) -> Iterator[Response]:
         """The answers of the first endpoint that answers; ``start`` makes the call with a timeout in seconds."""
         until = time.monotonic() + timeout
@@ -192,13 +187,7 @@ class LeaderLease:
     """The right to write the journal, while a lease in etcd lasts."""
 
     def __init__(
-        self,
-        etcd: Etcd,
-        where: str,
-        key: bytes,
-        owner: str,
-        lease_s: float,
-        on_lost: Callable[[PeerLost], None],
+        self, etcd: Etcd, where: str, key: bytes, owner: str, lease_s: float, on_lost: Callable[[PeerLost], None]
     ) -> None:
         """``owner``: describes this coordinator. ``on_lost`` is called, from a thread, when the lease is lost."""
         self.key, self.term = key, 0
@@ -243,9 +232,7 @@ class LeaderLease:
     def _try_acquire(self) -> None:
         """Writes the owner key if there is none. The next read shows whether another coordinator was faster."""
         sent = time.monotonic()
-        granted = self._etcd.call(
-            lambda etcd: etcd.lease.LeaseGrant, pb.LeaseGrantRequest(TTL=self._ttl), START_S
-        )
+        granted = self._etcd.call(lambda etcd: etcd.lease.LeaseGrant, pb.LeaseGrantRequest(TTL=self._ttl), START_S)
         self._lease_id, self._ttl, self._expires_at = granted.ID, granted.TTL, sent + granted.TTL
         free = pb.Compare(target=pb.Compare.CREATE, key=self.key, create_revision=0)
         put = pb.PutRequest(key=self.key, value=self._owner_text.encode(), lease=self._lease_id)
@@ -264,9 +251,7 @@ class LeaderLease:
         if self._lost is not None:
             raise self._lost
         if self._unreachable:
-            raise DeadlineExceeded(
-                f"journal {self._where} is away, and nothing can be changed: {self._unreachable}"
-            )
+            raise DeadlineExceeded(f"journal {self._where} is away, and nothing can be changed: {self._unreachable}")
 
     def mark_unreachable(self, reason: str) -> None:
         """etcd did not answer. Refuses writes until a renewal succeeds, which is tried at once."""
@@ -283,9 +268,7 @@ class LeaderLease:
 
     def mark_taken_by(self, owner: pb.KeyValue | None) -> PeerLost:
         another = owner is not None and owner.create_revision != self.term
-        return self.mark_lost(
-            f"it was taken over by {_name(owner)}" if owner and another else "its lease ended"
-        )
+        return self.mark_lost(f"it was taken over by {_name(owner)}" if owner and another else "its lease ended")
 
     def _renew(self) -> None:
         while True:
@@ -300,11 +283,7 @@ class LeaderLease:
                 return
             try:
                 # Expired by our own clock: this process was suspended. Do not renew; read the current owner.
-                ttl = (
-                    self._etcd.renew(self._lease_id, self._expires_at - sent)
-                    if sent < self._expires_at
-                    else 0
-                )
+                ttl = self._etcd.renew(self._lease_id, self._expires_at - sent) if sent < self._expires_at else 0
                 if ttl <= 0:
                     self.mark_taken_by(self._read_owner())
                     return
@@ -320,9 +299,7 @@ class LeaderLease:
         if self._thread.is_alive():
             self._thread.join()
             with contextlib.suppress(HoopError):  # the lease expires by itself
-                self._etcd.call(
-                    lambda etcd: etcd.lease.LeaseRevoke, pb.LeaseRevokeRequest(ID=self._lease_id), TRY_S
-                )
+                self._etcd.call(lambda etcd: etcd.lease.LeaseRevoke, pb.LeaseRevokeRequest(ID=self._lease_id), TRY_S)
 
 
 def _without_repeats(on_waiting: OnWaiting) -> OnWaiting:
@@ -366,9 +343,7 @@ class EtcdLocation:
         """``etcd://HOST:PORT[,HOST:PORT...]/PREFIX``"""
         hosts, _, prefix = text.removeprefix(SCHEME).partition("/")
         if "@" in hosts:  # the part before it may be a password: do not repeat it
-            raise InvalidArgument(
-                "--journal: etcd's users are known by certificate, --journal-tls; leave out USER@"
-            )
+            raise InvalidArgument("--journal: etcd's users are known by certificate, --journal-tls; leave out USER@")
         if not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", prefix, re.ASCII):
             raise InvalidArgument(
                 f"--journal: {text[:80]!r} has no prefix for its keys, e.g. {SCHEME}{hosts[:60]}/hoop"
@@ -391,9 +366,7 @@ class EtcdJournal:
         self._etcd = Etcd(location.endpoints, location.tls)
         self._where, self._root = str(location), location.prefix.encode()
         self._remedy = f"start on another prefix, or delete this one: etcdctl del --prefix {location.prefix}/"
-        self._lease = LeaderLease(
-            self._etcd, self._where, self._root + b"/owner", owner, location.lease_s, on_lost
-        )
+        self._lease = LeaderLease(self._etcd, self._where, self._root + b"/owner", owner, location.lease_s, on_lost)
         self._number = 0
 
     def open(self, config: DetectorConfig, on_waiting: OnWaiting) -> None:
@@ -407,9 +380,7 @@ class EtcdJournal:
         older = pb.DeleteRangeRequest(key=self._root + b"/entries/", range_end=self._folder(self._lease.term))
         commit = [pb.RequestOp(request_put=current), pb.RequestOp(request_delete_range=older)]
         if not self._etcd.call(
-            lambda etcd: etcd.kv.Txn,
-            pb.TxnRequest(compare=[self._lease.owner_condition], success=commit),
-            WRITE_S,
+            lambda etcd: etcd.kv.Txn, pb.TxnRequest(compare=[self._lease.owner_condition], success=commit), WRITE_S
         ).succeeded:
             raise self._lease.mark_taken_by(None)
 
@@ -428,15 +399,11 @@ class EtcdJournal:
 
     def _read(self) -> list[Entry]:
         """All entries of the current term, in order."""
-        found = self._etcd.call(
-            lambda etcd: etcd.kv.Range, pb.RangeRequest(key=self._root + b"/current"), WRITE_S
-        ).kvs
+        found = self._etcd.call(lambda etcd: etcd.kv.Range, pb.RangeRequest(key=self._root + b"/current"), WRITE_S).kvs
         if not found:
             return []
         if not re.fullmatch(rb"[0-9a-f]{16}", found[0].value):
-            raise FailedPrecondition(
-                f"journal {self._where}: its key current is no term of Hoop's; {self._remedy}"
-            )
+            raise FailedPrecondition(f"journal {self._where}: its key current is no term of Hoop's; {self._remedy}")
         folder = self._folder(int(found[0].value, 16))
         key, end = folder, folder[:-1] + b"0"  # 0 is the byte after /
         keys: list[pb.KeyValue] = []
@@ -451,9 +418,7 @@ class EtcdJournal:
         entries: list[Entry] = []
         for number, one in enumerate(keys, start=1):
             if one.key != b"%s%016x" % (folder, number):
-                raise FailedPrecondition(
-                    f"journal {self._where}: entry {number} is not there; {self._remedy}"
-                )
+                raise FailedPrecondition(f"journal {self._where}: entry {number} is not there; {self._remedy}")
             entries += decode(one.value, f"{self._where}, entry {number}", self._remedy, whole=True)
         return entries
 
@@ -485,9 +450,7 @@ class EtcdJournal:
                 self._lease.check()
                 raise
             except UserError as error:  # too large, or etcd is full
-                raise ResourceExhausted(
-                    f"journal {self._where}: cannot write {len(lines)} bytes: {error}"
-                ) from None
+                raise ResourceExhausted(f"journal {self._where}: cannot write {len(lines)} bytes: {error}") from None
             if answer.succeeded:
                 break
             owner, written = (one.response_range.kvs for one in answer.responses)

@@ -104,9 +104,7 @@ class HeartbeatClient:
     async def hand_over(self) -> None:
         """Asks for the jobs of this device to continue without it. Returns when they do, or cannot."""
         if self.info is not None:
-            request = pb.LeaveRequest(
-                device_id=self.info.device_id, incarnation=self.info.incarnation, planned=True
-            )
+            request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation, planned=True)
             try:
                 await self._stub.Leave(request, timeout=HAND_OVER_S)
             except grpc.RpcError as error:

@@ -82,9 +82,7 @@ class JobSupervisor:
         try:
             while self._events:
                 now = time.monotonic()
-                self.view, instructions = jm.advance(
-                    self.view, self._events.popleft(), self._coordinator.state, now
-                )
+                self.view, instructions = jm.advance(self.view, self._events.popleft(), self._coordinator.state, now)
                 for instruction in instructions:
                     self._perform(instruction)
         finally:
@@ -150,16 +148,12 @@ class JobSupervisor:
             case jm.Move(members):
                 move = pb.CommitReassignmentRequest(job_id=self.record.id)
                 for key in members:
-                    self._coordinator.in_background(
-                        self._notify(key, lambda device: device.CommitReassignment, move)
-                    )
+                    self._coordinator.in_background(self._notify(key, lambda device: device.CommitReassignment, move))
             case jm.Invite(device_id):
                 self._coordinator.in_background(self._invite(device_id))
             case jm.Release(device_id, final):
                 release = pb.ReassignTaskRequest(job_id=self.record.id, final=final)
-                self._coordinator.in_background(
-                    self._notify(device_id, lambda device: device.ReassignTask, release)
-                )
+                self._coordinator.in_background(self._notify(device_id, lambda device: device.ReassignTask, release))
             case jm.Readmit(device_id):
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
@@ -202,9 +196,7 @@ class JobSupervisor:
             self._coordinator.events.publish("job_failing", text, job=record.id)
         self.handle(jm.Delivered(one.generation, not failures))
 
-    async def _notify(
-        self, device_id: int, method: DeviceMethod[Request, Response], request: Request
-    ) -> None:
+    async def _notify(self, device_id: int, method: DeviceMethod[Request, Response], request: Request) -> None:
         """One call whose failure does not matter: an unreachable device has left the job anyway."""
         calls = [self._coordinator.call(device_id, method, request, ASSIGN_S)]
         await asyncio.gather(*calls, return_exceptions=True)
@@ -235,9 +227,7 @@ class JobSupervisor:
         self._coordinator.events.publish("job_not_joined", reason, job=self.record.id, device=info.device_id)
         self.record.emit(ev.Refused(info.device_id, reason))
         release = pb.ReassignTaskRequest(job_id=self.record.id, final=True)
-        self._coordinator.in_background(
-            self._notify(info.device_id, lambda device: device.ReassignTask, release)
-        )
+        self._coordinator.in_background(self._notify(info.device_id, lambda device: device.ReassignTask, release))
         self.handle(jm.InviteFailed(info.device_id, info.incarnation))
 
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
@@ -252,7 +242,7 @@ class JobSupervisor:
         active = jm.active(self.view, self._coordinator.state)
         why = "needs state that other devices have" if active else "has no device left"
         text = f"job {self.record.id} {why}; waits {seconds:.0f} s more for {devices} to come back"
-        self._coordinator.events.publish("job_scattered", text, job=self.record.id)
+        self._coordinator.events.publish("job_waiting_for_restart", text, job=self.record.id)
         self.record.emit(ev.WaitingForRestart(list(device_ids), seconds, text))
 
 

@@ -129,8 +129,7 @@ class Jobs:
         self._supervisors[job.id] = supervisor
         usable = [device_id for device_id, member in state.members.items() if member.usable]
         calls = (
-            self._coordinator.call(key, lambda device: device.Describe, pb.DescribeRequest(), STOP_S)
-            for key in usable
+            self._coordinator.call(key, lambda device: device.Describe, pb.DescribeRequest(), STOP_S) for key in usable
         )
         answers = await asyncio.gather(*calls, return_exceptions=True)
         ended: list[asyncio.Task[None]] = []
@@ -241,9 +240,7 @@ class Jobs:
                 supervisor.handle(jm.TaskFinished(device_id, incarnation, failed=True))
             case ev.Waiting() as event:
                 supervisor.report_link_fault(event.generation, device_id, event.failed)
-                supervisor.handle(
-                    jm.TaskWaiting(device_id, incarnation, event.generation, event.lacks, event.error)
-                )
+                supervisor.handle(jm.TaskWaiting(device_id, incarnation, event.generation, event.lacks, event.error))
                 return
             case ev.Loaded():
                 supervisor.excuse([device_id], 0.0)
@@ -323,11 +320,7 @@ class Jobs:
             status = "running" if not one.ended else "failed" if one.error else "ended"
             found.append(
                 pb.Job(
-                    id=one.id,
-                    name=job_name(one.settings),
-                    device_ids=devices,
-                    status=status,
-                    reason=one.text[:1000],
+                    id=one.id, name=job_name(one.settings), device_ids=devices, status=status, reason=one.text[:1000]
                 )
             )
         return found

@@ -188,9 +188,7 @@ class StreamTable:
         def found() -> Stream | None:
             if stream_id:
                 return self._receives.get(stream_id)
-            waiting = (
-                one for one in self._receives.values() if not one.has_sender and not one.ended.is_set()
-            )
+            waiting = (one for one in self._receives.values() if not one.has_sender and not one.ended.is_set())
             return next(waiting, None)
 
         try:
@@ -206,9 +204,7 @@ class StreamTable:
         stream.has_sender = True
         return stream
 
-    async def _write_chunks(
-        self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]
-    ) -> None:
+    async def _write_chunks(self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]) -> None:
         await stream.wait_turn()
         received = 0
         chunk: lab.DataChunk | None = first
@@ -216,9 +212,7 @@ class StreamTable:
             if stream.ended.is_set():
                 raise PeerLost(f"stream {stream.id}: {stream.reason}")
             if received + len(chunk.data) > stream.size:
-                raise LinkCorrupted(
-                    f"stream {stream.id}: the sender sent more than the {stream.size} bytes agreed"
-                )
+                raise LinkCorrupted(f"stream {stream.id}: the sender sent more than the {stream.size} bytes agreed")
             self._arena.write(stream.address + received, chunk.data)
             received += len(chunk.data)
             chunk = await anext(aiter(chunks), None)
@@ -353,9 +347,7 @@ class LabCoordinator:
         location, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
         check_range(self._coordinator, device_id, location, len(data))
         memory_range = MemoryRange(device_id, address, address + len(data), writes=True)
-        async with self._coordinator.memory_order.in_turn(
-            f"Memcpy to {memory_range}", [memory_range], timeout
-        ):
+        async with self._coordinator.memory_order.in_turn(f"Memcpy to {memory_range}", [memory_range], timeout):
             await write(self._coordinator, device_id, location, data, timeout)
 
     async def _to_host(self, device_id: int, address: int, size: int) -> bytes:
@@ -364,9 +356,7 @@ class LabCoordinator:
         check_fits(size, self._coordinator.config.max_message)
         check_range(self._coordinator, device_id, location, size)
         memory_range = MemoryRange(device_id, address, address + size, writes=False)
-        async with self._coordinator.memory_order.in_turn(
-            f"Memcpy from {memory_range}", [memory_range], timeout
-        ):
+        async with self._coordinator.memory_order.in_turn(f"Memcpy from {memory_range}", [memory_range], timeout):
             return await read(self._coordinator, device_id, location, size, timeout)
 
     async def comm_finalize(self, request: lab.CommFinalizeRequest) -> lab.CommFinalizeResponse:
@@ -381,10 +371,7 @@ class LabCoordinator:
 
 
 def _operands(request: _AllReduce) -> dict[int, pb.Operand]:
-    return {
-        rank: pb.Operand(source=pb.Location(address=address.value))
-        for rank, address in request.memAddrs.items()
-    }
+    return {rank: pb.Operand(source=pb.Location(address=address.value)) for rank, address in request.memAddrs.items()}
 
 
 DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
@@ -393,9 +380,7 @@ DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 class LabDevice:
     """The lab's device service. Each public method is the RPC of the same name."""
 
-    def __init__(
-        self, arena: Arena, runner: OperationRunner, streams: StreamTable, credentials: Credentials
-    ) -> None:
+    def __init__(self, arena: Arena, runner: OperationRunner, streams: StreamTable, credentials: Credentials) -> None:
         self._credentials = credentials
         self._arena = arena
         self._runner = runner
@@ -414,9 +399,7 @@ class LabDevice:
 
     async def begin_send(self, request: lab.BeginSendRequest) -> lab.BeginSendResponse:
         member = self._runner.member(request.dstRank.value, request.commId)
-        stream, view = self._streams.begin_send(
-            request.sendBuffAddr.value, request.numBytes, member.device_id
-        )
+        stream, view = self._streams.begin_send(request.sendBuffAddr.value, request.numBytes, member.device_id)
         self._in_background(self._send(stream, view, member.address))
         return lab.BeginSendResponse(initiated=True, streamId=lab.StreamId(value=stream.id))
 

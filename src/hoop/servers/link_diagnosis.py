@@ -39,9 +39,7 @@ class LinkDiagnosis:
 
     def _current(self, stall: pb.Stall, device_id: int, peer: int) -> bool:
         one = self._coordinator.state.communicators.get(stall.job_id)
-        return (
-            one is not None and one.generation == stall.generation and {device_id, peer} <= set(one.members)
-        )
+        return one is not None and one.generation == stall.generation and {device_id, peer} <= set(one.members)
 
     async def _diagnose(self, case: tuple[int, int, int, int], stall: pb.Stall) -> None:
         _, _, device_id, peer = case

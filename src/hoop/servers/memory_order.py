@@ -139,9 +139,7 @@ class MemoryOrder:
     def __init__(self) -> None:
         self._accesses: dict[Access, None] = {}
 
-    def accept(
-        self, description: str, ranges: Iterable[MemoryRange], deadline: float | None = None
-    ) -> Access:
+    def accept(self, description: str, ranges: Iterable[MemoryRange], deadline: float | None = None) -> Access:
         """Registers a request. Later requests that conflict with it wait until ``end``."""
         access = self.wait_only(description, ranges)
         access.deadline = deadline
@@ -170,9 +168,7 @@ class MemoryOrder:
             self.end(one)
 
     @asynccontextmanager
-    async def in_turn(
-        self, description: str, ranges: Iterable[MemoryRange], timeout: float
-    ) -> AsyncIterator[None]:
+    async def in_turn(self, description: str, ranges: Iterable[MemoryRange], timeout: float) -> AsyncIterator[None]:
         """Accepts a request, waits for its turn, and ends it with the context."""
         access = self.accept(description, ranges)
         try:

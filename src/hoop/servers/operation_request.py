@@ -52,20 +52,11 @@ class OperationRequest:
         if self.driver not in DRIVERS:
             raise InvalidArgument(f"driver: {self.driver!r} is unknown; known: {', '.join(DRIVERS)}")
         if self.driver != "devices" and operation.compression:
-            raise InvalidArgument(
-                f"driver: {self.driver} cannot compress; leave it, or {operation.compression}, out"
-            )
+            raise InvalidArgument(f"driver: {self.driver} cannot compress; leave it, or {operation.compression}, out")
         if self.driver == "relay" and operation.collective != "all_reduce":
             raise InvalidArgument(f"driver: relay does all_reduce only, not {operation.collective}")
-        if self.driver == "stepped" and operation.default_algorithm in (
-            "chunked_ring",
-            "flat",
-            "staged",
-            "direct",
-        ):
-            raise InvalidArgument(
-                f"driver: {operation.default_algorithm} has no rounds that can be stepped; use ring"
-            )
+        if self.driver == "stepped" and operation.default_algorithm in ("chunked_ring", "flat", "staged", "direct"):
+            raise InvalidArgument(f"driver: {operation.default_algorithm} has no rounds that can be stepped; use ring")
         unknown = sorted(rank for rank in self.operands if rank >= size)
         if unknown:
             raise InvalidArgument(f"operands: ranks {unknown} are not in 0..{size - 1}")
@@ -80,9 +71,7 @@ class OperationRequest:
             locations = operand_locations(operand)
             counts = operation.extents(size, rank)
             for location, count, writes in zip(locations, counts, (False, True), strict=True):
-                start = (
-                    location.offset + location.address
-                )  # the address of a named buffer is unknown here, and 0
+                start = location.offset + location.address  # the address of a named buffer is unknown here, and 0
                 stop = start + count * operation.dtype.itemsize
                 yield MemoryRange(device_id, start, stop, writes, location.buffer)
 

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
-from hoop.errors import (
-    FailedPrecondition,
-    HoopError,
-    InvalidArgument,
-    MembershipChanged,
-    PeerLost,
-    ResourceExhausted,
-)
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged, PeerLost, ResourceExhausted
 from hoop.memory import Arena
 from hoop.servers.memory_order import Access, MemoryOrder, MemoryRange
 from hoop.servers.operation_request import operand_locations, operation_from
@@ -117,9 +110,7 @@ class OperationRunner:
                 f"seat: rank {message.rank} of {len(message.members)} members in communicator "
                 f"{message.communicator_id} is not valid"
             )
-        assignment = RankAssignment(
-            message.generation, message.rank, tuple(map(device_info, message.members))
-        )
+        assignment = RankAssignment(message.generation, message.rank, tuple(map(device_info, message.members)))
         self._close_assignment(message.communicator_id)
         self._assignments[message.communicator_id] = assignment
         return assignment
@@ -134,12 +125,8 @@ class OperationRunner:
         if communicator_id and communicator_id not in self._assignments:
             raise FailedPrecondition(f"commId: this device is not in communicator {communicator_id}")
         if not self._assignments:
-            raise FailedPrecondition(
-                "this device is in no communicator yet, so ranks mean nothing: call CommInit"
-            )
-        assignment = (
-            self._assignments[communicator_id] if communicator_id else list(self._assignments.values())[-1]
-        )
+            raise FailedPrecondition("this device is in no communicator yet, so ranks mean nothing: call CommInit")
+        assignment = self._assignments[communicator_id] if communicator_id else list(self._assignments.values())[-1]
         if rank >= len(assignment.members):
             raise InvalidArgument(f"rank: {rank} is not in 0..{len(assignment.members) - 1}")
         return assignment.members[rank]
@@ -161,9 +148,7 @@ class OperationRunner:
         )
         return assignment, assignment.communicator
 
-    def connect_group(
-        self, communicator_id: int, assignment: RankAssignment, ranks: tuple[int, ...]
-    ) -> Communicator:
+    def connect_group(self, communicator_id: int, assignment: RankAssignment, ranks: tuple[int, ...]) -> Communicator:
         """Opens links among some ranks of an assignment."""
         members = tuple(assignment.members[rank] for rank in ranks)
         group = RankAssignment(assignment.generation, ranks.index(assignment.rank), members)
@@ -174,13 +159,7 @@ class OperationRunner:
         peers = [member.data_address for member in assignment.members]
         shared = [member.shared_address for member in assignment.members]
         return endpoint_for(
-            self._links,
-            self._shared,
-            communicator_id,
-            assignment.generation,
-            assignment.rank,
-            peers,
-            shared,
+            self._links, self._shared, communicator_id, assignment.generation, assignment.rank, peers, shared
         )
 
     def detach(self, communicator_id: int, assignment: RankAssignment) -> None:
@@ -213,12 +192,8 @@ class OperationRunner:
                 raise _with_position(position, error) from error
             operations.append(operation)
         loop = asyncio.get_running_loop()
-        description = (
-            f"a launch of communicator {request.assignment.communicator_id} ({', '.join(_names(operations))})"
-        )
-        access = self._running.accept(
-            description, (one for operation in operations for one in operation.ranges)
-        )
+        description = f"a launch of communicator {request.assignment.communicator_id} ({', '.join(_names(operations))})"
+        access = self._running.accept(description, (one for operation in operations for one in operation.ranges))
         access.max_wait_s = request.timeout_s
         thread = loop.run_in_executor(self._threads, _run_all, communicator, operations, request.timeout_s)
 
@@ -247,8 +222,7 @@ class OperationRunner:
         counts = operation.extents(size, rank)
         locations = operand_locations(message.operand)
         (read_at, source), (write_at, destination) = (
-            self._locate(location, operation, count)
-            for location, count in zip(locations, counts, strict=True)
+            self._locate(location, operation, count) for location, count in zip(locations, counts, strict=True)
         )
         ranges = (
             MemoryRange(0, read_at, read_at + source.nbytes, False),
@@ -295,9 +269,7 @@ class OperationRunner:
         if access is not None:
             self._announced.end(access)
 
-    def order_access(
-        self, description: str, address: int, size: int, writes: bool, ordered: bool = False
-    ) -> Access:
+    def order_access(self, description: str, address: int, size: int, writes: bool, ordered: bool = False) -> Access:
         """A direct read or write of ``size`` bytes, which waits for all earlier operations on them.
 
         ``ordered``: the coordinator has ordered it already. It must not wait for announced operations then, which may
@@ -349,9 +321,7 @@ def _run_all(communicator: Communicator, operations: list[_LocalOperation], time
                 f"operation {index} of {len(operations)}" if len(operations) > 1 else "", error
             ) from error
         except (OSError, UnicodeError) as error:  # no descriptor left; a host name that no resolver accepts
-            raise PeerLost(
-                f"rank {communicator.rank}: no link could be made for {one.operation}: {error}"
-            ) from error
+            raise PeerLost(f"rank {communicator.rank}: no link could be made for {one.operation}: {error}") from error
     return reports
 
 

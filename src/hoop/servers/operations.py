@@ -86,9 +86,7 @@ class OperationGroups:
     def end(self, communicator_id: int) -> list[OperationRequest]:
         """Closes the group and returns its operations."""
         if communicator_id not in self._open:
-            raise FailedPrecondition(
-                f"communicator {communicator_id} has no open group: call GroupStart first"
-            )
+            raise FailedPrecondition(f"communicator {communicator_id} has no open group: call GroupStart first")
         return self._open.pop(communicator_id)
 
     def discard(self, communicator_id: int) -> None:
@@ -148,9 +146,7 @@ class OperationQueue:
         self, communicator_id: int, joining: Sequence[int] = (), leaving: Sequence[int] = ()
     ) -> CommunicatorState:
         """Begins the next generation: the usable members, plus ``joining``, minus ``leaving``."""
-        state = await self._coordinator.apply_with_retry(
-            m.Rebuilt(communicator_id, tuple(joining), tuple(leaving))
-        )
+        state = await self._coordinator.apply_with_retry(m.Rebuilt(communicator_id, tuple(joining), tuple(leaving)))
         return await self._send_assignments(state.communicator(communicator_id))
 
     async def _send_assignments(self, communicator: CommunicatorState) -> CommunicatorState:
@@ -159,9 +155,7 @@ class OperationQueue:
             self._coordinator.call(
                 device_id,
                 lambda device: device.AssignRank,
-                pb.AssignRankRequest(
-                    assignment=rank_assignment_message(self._coordinator, communicator, rank)
-                ),
+                pb.AssignRankRequest(assignment=rank_assignment_message(self._coordinator, communicator, rank)),
                 ASSIGN_S,
             )
             for rank, device_id in enumerate(communicator.members)
@@ -202,9 +196,7 @@ class OperationQueue:
                 position = f"operation {index} of {len(requests)}: " if len(requests) > 1 else ""
                 raise type(error)(f"{position}{error}") from None
 
-    async def run(
-        self, communicator_id: int, requests: Sequence[OperationRequest], timeout: float = 0.0
-    ) -> Reports:
+    async def run(self, communicator_id: int, requests: Sequence[OperationRequest], timeout: float = 0.0) -> Reports:
         """Runs the operations in order. They go on even if the caller is cancelled."""
         self.check(communicator_id, requests, timeout)
         return await asyncio.shield(self.enqueue(communicator_id, requests, timeout))
@@ -231,27 +223,17 @@ class OperationQueue:
         return task
 
     def _enqueue(
-        self,
-        communicator_id: int,
-        requests: Sequence[OperationRequest],
-        timeout: float,
-        reserve: bool = False,
+        self, communicator_id: int, requests: Sequence[OperationRequest], timeout: float, reserve: bool = False
     ) -> tuple[asyncio.Task[Reports], Reservation | None]:
         coordinator, timeout = self._coordinator, timeout or self._coordinator.config.timeout_s
         communicator = coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
         description = f"{', '.join(_names(requests))} of communicator {communicator_id}"
-        ranges = {
-            one for request in requests for one in request.memory_ranges(communicator) if one.start < one.stop
-        }
+        ranges = {one for request in requests for one in request.memory_ranges(communicator) if one.start < one.stop}
         access = coordinator.memory_order.accept(description, ranges)
         reservation = (
-            Reservation(coordinator, communicator, ranges, description, timeout)
-            if reserve and requests
-            else None
+            Reservation(coordinator, communicator, ranges, description, timeout) if reserve and requests else None
         )
-        task = coordinator.in_background(
-            self._run_in_turn(communicator_id, requests, timeout, access, reservation)
-        )
+        task = coordinator.in_background(self._run_in_turn(communicator_id, requests, timeout, access, reservation))
 
         def ended(_: asyncio.Task[Reports]) -> None:
             coordinator.memory_order.end(access)
@@ -278,8 +260,7 @@ class OperationQueue:
                 if reservation is not None:
                     await reservation.announced  # a launch must not end before its reservation arrives
                 batches = [
-                    (driver, list(batch))
-                    for driver, batch in groupby(requests, key=lambda request: request.driver)
+                    (driver, list(batch)) for driver, batch in groupby(requests, key=lambda request: request.driver)
                 ]
                 # Devices end the reservation with the launch, if one launch is all of it.
                 whole = reservation.id if reservation is not None and len(batches) == 1 else 0
@@ -302,9 +283,7 @@ class OperationQueue:
         reservation_id: int,
     ) -> Reports:
         if driver == "devices":
-            return await fan_out(
-                self._coordinator, communicator, requests, timeout, reservation_id=reservation_id
-            )
+            return await fan_out(self._coordinator, communicator, requests, timeout, reservation_id=reservation_id)
         drive = {"stepped": stepped, "relay": relay}[driver]
         return [await drive(self._coordinator, communicator, request, timeout) for request in requests]
 
@@ -318,9 +297,7 @@ def _names(requests: Sequence[OperationRequest]) -> list[str]:
 # ---- one launch
 
 
-def rank_assignment_message(
-    coordinator: Coordinator, communicator: CommunicatorState, rank: int
-) -> pb.RankAssignment:
+def rank_assignment_message(coordinator: Coordinator, communicator: CommunicatorState, rank: int) -> pb.RankAssignment:
     """The assignment of one rank: generation, rank, and all members in rank order."""
     members = [device_message(coordinator.state.member(device_id).info) for device_id in communicator.members]
     return pb.RankAssignment(
@@ -345,9 +322,7 @@ async def fan_out(
 
     def launch_request(rank: int) -> pb.LaunchRequest:
         operations = [
-            pb.LaunchOperation(
-                operation=request.message, operand=request.operands.get(rank), round=round_index
-            )
+            pb.LaunchOperation(operation=request.message, operand=request.operands.get(rank), round=round_index)
             for request in requests
         ]
         assignment = rank_assignment_message(coordinator, communicator, rank)
@@ -363,9 +338,7 @@ async def fan_out(
     stop = asyncio.ensure_future(stopped.wait())
     calls = [
         asyncio.ensure_future(
-            coordinator.call(
-                device_id, lambda device: device.Launch, launch_request(rank), timeout + 2 * GRACE_S
-            )
+            coordinator.call(device_id, lambda device: device.Launch, launch_request(rank), timeout + 2 * GRACE_S)
         )
         for rank, device_id in enumerate(communicator.members)
     ]  # (1)
@@ -375,15 +348,9 @@ async def fan_out(
             _, pending = await asyncio.wait(pending, return_when="FIRST_COMPLETED")
         if not all(call.done() for call in calls):  # (2)
             reason = str(_root_cause(coordinator, communicator, calls))
-            await coordinator.abort(
-                m.Stop(communicator.id, communicator.generation, reason, communicator.members)
-            )
-            usable = {
-                device_id: coordinator.state.member(device_id).usable for device_id in communicator.members
-            }
-            alive = [
-                call for device_id, call in zip(communicator.members, calls, strict=True) if usable[device_id]
-            ]
+            await coordinator.abort(m.Stop(communicator.id, communicator.generation, reason, communicator.members))
+            usable = {device_id: coordinator.state.member(device_id).usable for device_id in communicator.members}
+            alive = [call for device_id, call in zip(communicator.members, calls, strict=True) if usable[device_id]]
             if alive:  # calls to lost devices do not return
                 await asyncio.wait(alive, timeout=GRACE_S)
         if stop.done() or _failures(calls):
@@ -406,9 +373,7 @@ def _failures(calls: Sequence[asyncio.Future[pb.LaunchResponse]]) -> list[BaseEx
 
 
 def _root_cause(
-    coordinator: Coordinator,
-    communicator: CommunicatorState,
-    calls: Sequence[asyncio.Future[pb.LaunchResponse]],
+    coordinator: Coordinator, communicator: CommunicatorState, calls: Sequence[asyncio.Future[pb.LaunchResponse]]
 ) -> BaseException:
     """The failure that explains the rest: a lost device or a user error comes before errors of its neighbours."""
     current = coordinator.state.communicators.get(communicator.id)
@@ -506,9 +471,7 @@ def _destination(operand: pb.Operand) -> pb.Location:
 # ---- copies
 
 
-async def write(
-    coordinator: Coordinator, device_id: int, location: pb.Location, data: bytes, timeout: float
-) -> None:
+async def write(coordinator: Coordinator, device_id: int, location: pb.Location, data: bytes, timeout: float) -> None:
     """Copies host to device. The caller has its turn in the coordinator's memory order."""
     check_range(coordinator, device_id, location, len(data))
 
@@ -523,9 +486,7 @@ async def write(
         raise _copy_error(coordinator, device_id, error) from None
 
 
-async def read(
-    coordinator: Coordinator, device_id: int, location: pb.Location, size: int, timeout: float
-) -> bytes:
+async def read(coordinator: Coordinator, device_id: int, location: pb.Location, size: int, timeout: float) -> bytes:
     """Copies ``size`` bytes device to host. The caller has its turn in the coordinator's memory order."""
     _check_usable(coordinator, device_id)
     info = coordinator.state.member(device_id).info
@@ -556,15 +517,11 @@ async def copy(coordinator: Coordinator, request: pb.CopyRequest) -> None:
     operands = {0: pb.Operand(source=request.source), last: pb.Operand(destination=request.destination)}
     if not last:
         operands = {0: pb.Operand(source=request.source, destination=request.destination)}
-    send = OperationRequest(
-        pb.Operation(collective="send", dtype="uint8", count=request.bytes, peer=last), operands
-    )
+    send = OperationRequest(pb.Operation(collective="send", dtype="uint8", count=request.bytes, peer=last), operands)
     communicator = CommunicatorState(next(_copy_ids), members)
     send.check(coordinator.state, communicator)
     timeout = coordinator.config.timeout_s
-    access = coordinator.memory_order.accept(
-        f"Copy of {request.bytes} bytes", send.memory_ranges(communicator)
-    )
+    access = coordinator.memory_order.accept(f"Copy of {request.bytes} bytes", send.memory_ranges(communicator))
 
     async def run() -> None:
         try:
@@ -581,9 +538,7 @@ def check_range(coordinator: Coordinator, device_id: int, location: pb.Location,
     _check_usable(coordinator, device_id)
     info = coordinator.state.member(device_id).info
     start = location.address + location.offset
-    if location.WhichOneof("base") == "address" and not (
-        info.min_address <= start <= start + size <= info.max_address
-    ):
+    if location.WhichOneof("base") == "address" and not (info.min_address <= start <= start + size <= info.max_address):
         raise OutOfRange(
             f"[{start:#x}, {start + size:#x}) is outside device {device_id}'s memory "
             f"[{info.min_address:#x}, {info.max_address:#x})"

@@ -41,18 +41,14 @@ class Reservation:
 
     async def _announce(self, ranges: Iterable[MemoryRange]) -> None:
         requests = {
-            device_id: pb.ReserveRequest(
-                reservation_id=self.id, timeout_s=self._timeout, what=self._description
-            )
+            device_id: pb.ReserveRequest(reservation_id=self.id, timeout_s=self._timeout, what=self._description)
             for device_id in self._communicator.members
         }
         for one in ranges:
             location = pb.Location(address=one.start)
             if one.buffer:
                 location = pb.Location(buffer=one.buffer, offset=one.start)
-            requests[one.device_id].ranges.add(
-                location=location, bytes=one.stop - one.start, writes=one.writes
-            )
+            requests[one.device_id].ranges.add(location=location, bytes=one.stop - one.start, writes=one.writes)
         calls = [
             asyncio.ensure_future(
                 self._coordinator.call(device_id, lambda device: device.Reserve, request, self._timeout)
@@ -78,9 +74,7 @@ class Reservation:
     async def _release(self) -> None:
         request = pb.ReleaseRequest(reservation_id=self.id)
         state = self._coordinator.state
-        usable = [
-            key for key in self._communicator.members if key in state.members and state.members[key].usable
-        ]
+        usable = [key for key in self._communicator.members if key in state.members and state.members[key].usable]
         calls = (self._coordinator.device(key).Release(request, timeout=RELEASE_S) for key in usable)
         # Where Release does not arrive, the reservation lapses by its timeout.
         await asyncio.gather(*calls, return_exceptions=True)

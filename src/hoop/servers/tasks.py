@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
@@ -42,6 +43,7 @@ from hoop.servers.operation_runner import OperationRunner, RankAssignment
 from hoop.transport.base import LinkStats
 from hoop.wire.generated import hoop_pb2 as pb
 
+log = logging.getLogger("hoop.servers")
 MAX_TASKS = 8
 """Tasks that a device keeps. The oldest is forgotten first, if it has ended; until then it can be watched."""
 HANDOVER_S = 600.0
@@ -148,17 +150,11 @@ class TaskLinks:
     """The communicators of one rank assignment: of all ranks, and of groups of ranks, opened when first asked for."""
 
     def __init__(
-        self,
-        runner: OperationRunner,
-        communicator_id: int,
-        assignment: RankAssignment,
-        world: Communicator,
+        self, runner: OperationRunner, communicator_id: int, assignment: RankAssignment, world: Communicator
     ) -> None:
         self._runner, self._id, self._assignment = runner, communicator_id, assignment
         all_ranks = tuple(range(len(assignment.members)))
-        self._communicators: dict[tuple[int, ...], tuple[int, Communicator]] = {
-            all_ranks: (communicator_id, world)
-        }
+        self._communicators: dict[tuple[int, ...], tuple[int, Communicator]] = {all_ranks: (communicator_id, world)}
         """By ranks: communicator id, communicator."""
         self._error: HoopError | None = None
 
@@ -194,9 +190,7 @@ class TaskLinks:
     def failed_device(self) -> int:
         """The device whose link failed, or 0."""
         found = (
-            devices[stats.failed_peer]
-            for _, devices, stats in self._link_stats()
-            if stats.failed_peer is not None
+            devices[stats.failed_peer] for _, devices, stats in self._link_stats() if stats.failed_peer is not None
         )
         return next(found, 0)
 
@@ -319,6 +313,13 @@ class Tasks:
     ) -> RankContext:
         """Opens the links of a rank assignment, and makes it the task's current one."""
         assignment, communicator = self._runner.connect(message)
+        log.debug(
+            "job %d: rank %d of %d, generation %d",
+            job_id,
+            assignment.rank,
+            len(assignment.members),
+            assignment.generation,
+        )
         left_out = task.ranks.left_out
         if not joining:
             task.update_ranks(partial(ranks.took, generation=assignment.generation))
@@ -362,13 +363,7 @@ class Tasks:
         )
 
     def _wait_reassignment(
-        self,
-        job_id: int,
-        task: Task,
-        generation: int,
-        failed_device: int,
-        timeout: float,
-        lacks: HoopError | None,
+        self, job_id: int, task: Task, generation: int, failed_device: int, timeout: float, lacks: HoopError | None
     ) -> RankContext:
         """Emits ``waiting``, and takes the newest assignment; drops a stale one and waits for the next."""
         waiting = ev.Waiting(generation, failed_device)
@@ -405,9 +400,7 @@ class Tasks:
         if not request.HasField("assignment"):
             task.update_ranks(partial(ranks.released, final=request.final))
         else:
-            assigned = partial(
-                ranks.assigned, generation=request.assignment.generation, planned=request.planned
-            )
+            assigned = partial(ranks.assigned, generation=request.assignment.generation, planned=request.planned)
             task.update_ranks(assigned, request.assignment)
         task.abort_outdated_links()
 

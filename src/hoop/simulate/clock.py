@@ -185,9 +185,7 @@ class Processor:
             return
         busy = Counter((rank - self._first_rank) % self._cores for rank in self._remaining)
         core_rate = 1 / (1 + self._slowdown_per_core * (len(busy) - 1))
-        self._rates = {
-            rank: core_rate / busy[(rank - self._first_rank) % self._cores] for rank in self._remaining
-        }
+        self._rates = {rank: core_rate / busy[(rank - self._first_rank) % self._cores] for rank in self._remaining}
         wait = max(0.0, min(left / self._rates[rank] for rank, left in self._remaining.items()))
         self._clock.deliver(self._clock.now + wait, -self._number - 1, self._version)
 

@@ -202,9 +202,7 @@ def _link(data: Any, where: str) -> Link:
         raise InvalidArgument(f'{where}: {data!r} is no link; write "1Gbps,0.5ms" or a table')
     _check_fields(data, ("bandwidth", "latency", "shared"), where)
     latency = parse_duration(data.get("latency", 0.0), f"{where}: latency")
-    return Link(
-        parse_bandwidth(str(data.get("bandwidth", "")), where), latency, bool(data.get("shared", True))
-    )
+    return Link(parse_bandwidth(str(data.get("bandwidth", "")), where), latency, bool(data.get("shared", True)))
 
 
 def _check_fields(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:

@@ -278,7 +278,5 @@ def shipped_costs(name: str) -> Costs:
 
 
 def _read_shipped() -> dict[str, object]:
-    found: dict[str, object] = json.loads(
-        resources.files("hoop.simulate").joinpath(_SHIPPED_FILE).read_text("utf-8")
-    )
+    found: dict[str, object] = json.loads(resources.files("hoop.simulate").joinpath(_SHIPPED_FILE).read_text("utf-8"))
     return found

@@ -101,11 +101,7 @@ def goodput(
             loss = next_loss()
             continue
         until = min(loss, returns[0] if returns else math.inf)
-        completed = (
-            steps - done
-            if until == math.inf
-            else max(0, min(steps - done, math.floor((until - now) / step_s)))
-        )
+        completed = steps - done if until == math.inf else max(0, min(steps - done, math.floor((until - now) / step_s)))
         now, done = now + completed * step_s, done + completed
         if done == steps:
             break

@@ -29,9 +29,7 @@ _INPUT_SHARE = 0.5
 class InstructionCosts:
     """Costs of a plan's instructions, for a model whose stages begin at the blocks ``cuts``."""
 
-    def __init__(
-        self, plan: Plan, costs: Costs, cuts: Sequence[int], fixed_lists: bool, synchronous: bool
-    ) -> None:
+    def __init__(self, plan: Plan, costs: Costs, cuts: Sequence[int], fixed_lists: bool, synchronous: bool) -> None:
         """``fixed_lists``: ranks run lists, not rules, so a rank with the whole model may batch several shards."""
         machine, rows = costs.machine, costs.rows
         self._machine, self._plan = machine, plan
@@ -53,9 +51,7 @@ class InstructionCosts:
         for stage, blocks in enumerate(stages):
             last = costs.loss.at(rows) if stage == plan.stages - 1 else 0.0
             if 0 < stage == plan.stages - 1:
-                last += costs.load.at(
-                    rows
-                )  # the last stage loads the targets itself, and the inputs with them
+                last += costs.load.at(rows)  # the last stage loads the targets itself, and the inputs with them
             backward = sum(one.backward.at(rows) for one in blocks)
             first_half, second_half = _INPUT_SHARE * backward, (1 - _INPUT_SHARE) * backward
             self._seconds |= {
@@ -64,9 +60,7 @@ class InstructionCosts:
                 (InstructionKind.BACKWARD_INPUT, stage): base + first_half,
                 (InstructionKind.BACKWARD_WEIGHT, stage): base + second_half,
                 (InstructionKind.REDUCE, stage): base,
-                (InstructionKind.UPDATE, stage): base
-                + costs.update_fixed_s
-                + costs.update_s * weights[stage],
+                (InstructionKind.UPDATE, stage): base + costs.update_fixed_s + costs.update_s * weights[stage],
             }
             self._sizes |= {
                 (InstructionKind.SEND_OUTPUT, stage): outputs[stage],
@@ -103,9 +97,7 @@ class InstructionCosts:
         self._push_bytes = {
             rank: gradients / count * (pushed if synchronous else 1) for rank, pushed in partial_sums.items()
         }
-        added = (
-            (sum(partial_sums.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
-        )
+        added = (sum(partial_sums.values()) - 1) * self._machine.add(gradients / count) if synchronous else 0.0
         for number in range(count):
             self._sizes |= {
                 (InstructionKind.GIVE, number): weights / count,
@@ -187,12 +179,7 @@ class ReplicationCosts:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        costs: Costs,
-        stages: Sequence[StageCut],
-        synchronous: bool,
-        hosts: Sequence[Hashable] = (),
+        self, plan: Plan, costs: Costs, stages: Sequence[StageCut], synchronous: bool, hosts: Sequence[Hashable] = ()
     ) -> None:
         self._costs, self._incremental = costs, synchronous
         self._shares = replica_shares(plan, stages, costs.partition_blocks())

@@ -56,9 +56,7 @@ class SimulatedStragglers:
 
     def __post_init__(self) -> None:
         if not 0 <= self.chance <= 1 or not self.factor >= 1:
-            raise InvalidArgument(
-                f"stragglers: chance {self.chance} is not in 0..1, or factor {self.factor} below 1"
-            )
+            raise InvalidArgument(f"stragglers: chance {self.chance} is not in 0..1, or factor {self.factor} below 1")
 
 
 @dataclass(frozen=True)
@@ -194,9 +192,7 @@ class SimulatedRank:
                 yield deferred + seconds
                 yield from self._reduce(reduction)
             else:
-                yield (
-                    deferred + (seconds if self._random is None else seconds * self._slowdown(kind)) - overlap
-                )
+                yield (deferred + (seconds if self._random is None else seconds * self._slowdown(kind)) - overlap)
                 if sends:
                     self._send(one.peer, one.counterpart(rank), size)
                     if overlap and not defer:

@@ -64,12 +64,8 @@ class ReductionCosts:
         self._ranks_on_host = Counter(self._hosts)
         n = len(ranks)
         self.in_shared_memory = len(set(self._hosts)) == 1 and cluster.inside is None and algorithm == ORDERED
-        messages = (
-            n * (n - 1) * (1 + max(partial_sums, default=1)) if algorithm == ORDERED else 2 * n * (n - 1)
-        )
-        self.closed_form = (
-            algorithm in (ORDERED, "ring") and not self.in_shared_memory and messages > max_messages
-        )
+        messages = n * (n - 1) * (1 + max(partial_sums, default=1)) if algorithm == ORDERED else 2 * n * (n - 1)
+        self.closed_form = algorithm in (ORDERED, "ring") and not self.in_shared_memory and messages > max_messages
         self._plans: dict[int, CollectivePlan] = {}
         self._plan_of: Callable[[int], CollectivePlan] = self._make_planner()
 
@@ -97,9 +93,7 @@ class ReductionCosts:
         n, total = len(self.ranks), self._num_elements * FLOAT_BYTES
         slice_, vector = total / n, max(total, UNCACHED_BYTES)
         machine = self._machine
-        return (sum(self._partial_sums) - 1) * machine.add(slice_, vector) + (n - 1) * machine.copy(
-            slice_, vector
-        )
+        return (sum(self._partial_sums) - 1) * machine.add(slice_, vector) + (n - 1) * machine.copy(slice_, vector)
 
     def bytes(self, index: int) -> float:
         """Bytes that a rank sends, or moves through other ranks' memory."""
@@ -128,9 +122,7 @@ class ReductionCosts:
         q = ranks_per_core * machine.message(s)
         add = ranks_per_core * machine.add(s)
         if self._algorithm == "ring":
-            u = (
-                s / link.bandwidth
-            )  # the ranks of a host are ring neighbours: one message per round crosses its NIC
+            u = s / link.bandwidth  # the ranks of a host are ring neighbours: one message per round crosses its NIC
             first = ranks_per_core * machine.copy(s * n)  # the source is copied, then summed in place
             return first + 2 * (n - 1) * (2 * q + u + link.latency) + (n - 1) * add
         ranks_per_nic = max(self._ranks_on_host.values()) if link.shared else 1

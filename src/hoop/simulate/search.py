@@ -75,9 +75,7 @@ def candidates(devices: int, batch_size: int) -> Iterator[tuple[Strategy, int]]:
         staged = strategy.stages(devices) > 1
         wanted = {replicas * each for each in ((1, 2, 4) if not staged else (4, 8, 16, 32))}
         yield from (
-            (strategy, num_microbatches)
-            for num_microbatches in sorted(wanted)
-            if num_microbatches <= batch_size
+            (strategy, num_microbatches) for num_microbatches in sorted(wanted) if num_microbatches <= batch_size
         )
 
 
@@ -105,13 +103,7 @@ def search(
         rows = -(-batch_size // num_microbatches)
         tried.append(
             _simulate_candidate(
-                strategy,
-                num_microbatches,
-                costs.with_rows(rows),
-                cluster,
-                failures,
-                gradient_buffers,
-                replicate,
+                strategy, num_microbatches, costs.with_rows(rows), cluster, failures, gradient_buffers, replicate
             )
         )
     running = sorted((one for one in tried if one.result is not None), key=lambda one: one.seconds)
@@ -132,9 +124,7 @@ def _simulate_candidate(
 ) -> Candidate:
     size = 6 * num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else ASYNC_STEPS)
     if size > MAX_INSTRUCTIONS:
-        return Candidate(
-            strategy, num_microbatches, None, None, f"not simulated: about {size:,} instructions"
-        )
+        return Candidate(strategy, num_microbatches, None, None, f"not simulated: about {size:,} instructions")
     try:
         steps = None if strategy.synchronous else ASYNC_STEPS
         result = simulate(
@@ -164,11 +154,7 @@ def goodput_with_failures(
     data_parallel = result.plan.stages == 1 and not result.plan.servers
     elastic = data_parallel or replicated
     replicate_every = (
-        0
-        if data_parallel or not replicated
-        else 1
-        if parse(result.strategy).synchronous
-        else STEPS_BETWEEN_FLUSHES
+        0 if data_parallel or not replicated else 1 if parse(result.strategy).synchronous else STEPS_BETWEEN_FLUSHES
     )
 
     def seconds(alive: int) -> float | None:
@@ -208,10 +194,7 @@ def _with_reason(one: Candidate, best: Candidate) -> Candidate:
 def _seconds(result: SimulationResult) -> dict[str, float]:
     """A device's compute, communication and idle time per step, averaged over devices."""
     parts = result.steps * result.devices
-    return {
-        name: sum(one.seconds[name] for one in result.accounts) / parts
-        for name in (COMPUTE, COMMUNICATE, IDLE)
-    }
+    return {name: sum(one.seconds[name] for one in result.accounts) / parts for name in (COMPUTE, COMMUNICATE, IDLE)}
 
 
 def _shares(result: SimulationResult) -> dict[str, float]:

@@ -22,13 +22,7 @@ from hoop.simulate.clock import Clock, Group, Network
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
 from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
-from hoop.simulate.rank import (
-    GroupReduction,
-    Outage,
-    SimulatedRank,
-    SimulatedStragglers,
-    SimulationContext,
-)
+from hoop.simulate.rank import GroupReduction, Outage, SimulatedRank, SimulatedStragglers, SimulationContext
 from hoop.simulate.reduction_cost import MAX_EXECUTED_MESSAGES, ORDERED, ReductionCosts, check_algorithm
 from hoop.simulate.result import SimulationResult
 from hoop.strategies.base import Strategy
@@ -87,9 +81,7 @@ def simulate(
         trace = steps * sum(map(len, plan.ranks)) <= MAX_TRACED_INSTRUCTIONS
     for one in outages:
         if not 0 <= one.rank < cluster.size or one.at < 0 or one.seconds < 0:
-            raise InvalidArgument(
-                f"outage: {one} is of no device or no time; there are {cluster.size} devices"
-            )
+            raise InvalidArgument(f"outage: {one} is of no device or no time; there are {cluster.size} devices")
     options = SimulationOptions(
         steps=steps,
         algorithm=check_algorithm(all_reduce),
@@ -119,13 +111,7 @@ class Simulation:
     """Builds the shared context of a simulation, runs its ranks, and collects the result."""
 
     def __init__(
-        self,
-        strategy: Strategy,
-        plan: Plan,
-        fitted: Fit,
-        costs: Costs,
-        cluster: Cluster,
-        options: SimulationOptions,
+        self, strategy: Strategy, plan: Plan, fitted: Fit, costs: Costs, cluster: Cluster, options: SimulationOptions
     ) -> None:
         self._strategy, self._plan, self._fit, self._costs = strategy, plan, fitted, costs
         self._steps = options.steps

@@ -4,14 +4,5 @@ A strategy runs nothing.
 May import: plan.
 """
 
-PUBLIC = (
-    "base",
-    "catalog",
-    "data_parallel",
-    "hybrid",
-    "memory_fit",
-    "parameter_server",
-    "pipeline",
-    "ring",
-)
+PUBLIC = ("base", "catalog", "data_parallel", "hybrid", "memory_fit", "parameter_server", "pipeline", "ring")
 """Modules that other rooms may import."""

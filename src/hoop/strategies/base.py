@@ -57,6 +57,4 @@ def check_sizes(devices: int, num_microbatches: int, speeds: Sequence[float] | N
 
 def split_microbatches(num_microbatches: int, parts: int, speeds: Sequence[float] | None) -> list[range]:
     """The micro-batches of each part: contiguous ranges of equal size, or sized by speed."""
-    return (
-        split_evenly(num_microbatches, parts) if speeds is None else split_by_speed(num_microbatches, speeds)
-    )
+    return split_evenly(num_microbatches, parts) if speeds is None else split_by_speed(num_microbatches, speeds)

@@ -33,9 +33,7 @@ def adapt_to_devices(strategy: Strategy, devices: int) -> Strategy:
     return strategy
 
 
-def plan_for_devices(
-    strategy: Strategy, devices: int, num_microbatches: int, blocks: int
-) -> tuple[Strategy, Plan]:
+def plan_for_devices(strategy: Strategy, devices: int, num_microbatches: int, blocks: int) -> tuple[Strategy, Plan]:
     """The adapted strategy and its plan on as many devices as it can use; the remaining ranks are standby ranks.
 
     A standby rank has no instructions and holds no stage. ``blocks``: number of the model's blocks, which limits the
@@ -52,9 +50,7 @@ def plan_for_devices(
             reason = reason or f"{one.stages(count)} stages are more than the model's {blocks} blocks"
         except UserError as error:
             reason = reason or str(error)
-    raise FailedPrecondition(
-        f"strategy: {strategy.spec} cannot go on with {devices} of its devices: {reason}"
-    )
+    raise FailedPrecondition(f"strategy: {strategy.spec} cannot go on with {devices} of its devices: {reason}")
 
 
 STRATEGIES: dict[str, type[DataParallel | ParameterServer | RingModel | Pipeline | Hybrid]] = {
@@ -91,9 +87,7 @@ def parse(text: str) -> Strategy:
                 )
             key, parsed = _BARE_VALUES[name][item]
         elif key not in fields:
-            raise InvalidArgument(
-                f"strategy: {name} has no field {key[:40]!r}; it has {', '.join(fields) or 'none'}"
-            )
+            raise InvalidArgument(f"strategy: {name} has no field {key[:40]!r}; it has {', '.join(fields) or 'none'}")
         else:
             parsed = _value(fields[key], value)
         if key in values:

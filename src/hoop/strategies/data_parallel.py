@@ -49,8 +49,7 @@ class DataParallel:
         check_sizes(devices, num_microbatches, speeds)
         end = (Instruction(InstructionKind.REDUCE, 0), Instruction(InstructionKind.UPDATE, 0))
         ranks = tuple(
-            (*forward_backward(share), *end)
-            for share in split_microbatches(num_microbatches, devices, speeds)
+            (*forward_backward(share), *end) for share in split_microbatches(num_microbatches, devices, speeds)
         )
         return Plan(num_microbatches, (tuple(range(devices)),), ranks)
 

@@ -69,9 +69,7 @@ def fit(
     rank_speeds = speeds or [1.0] * plan.size
     devices = []
     in_flights = {
-        (rank, stage): in_flight(plan, rank, stage)
-        for stage, ranks in enumerate(plan.holders)
-        for rank in ranks
+        (rank, stage): in_flight(plan, rank, stage) for stage, ranks in enumerate(plan.holders) for rank in ranks
     }
     for stage, ranks in enumerate(plan.holders):
         limits = [limit for rank in ranks if (limit := memory[rank]) is not None]

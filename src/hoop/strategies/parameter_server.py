@@ -89,10 +89,7 @@ class ParameterServer:
             )
         servers = tuple(range(workers, devices))
         worker_speeds = speeds and speeds[:workers]
-        lines = [
-            worker_step(share, servers)
-            for share in split_microbatches(num_microbatches, workers, worker_speeds)
-        ]
+        lines = [worker_step(share, servers) for share in split_microbatches(num_microbatches, workers, worker_speeds)]
         active = [rank for rank, line in enumerate(lines) if line]
         for number in range(self.servers):
             lines.append(bsp_server_step(number, active))
@@ -128,12 +125,7 @@ def bsp_server_step(number: int, workers: Sequence[int]) -> list[Instruction]:
     """A server's instructions for one step under bsp; ``number``: its slice."""
     gives = [Instruction(InstructionKind.GIVE, number, peer=worker) for worker in workers]
     takes = [Instruction(InstructionKind.TAKE, number, peer=worker) for worker in workers]
-    return [
-        *gives,
-        *takes,
-        Instruction(InstructionKind.REDUCE, number),
-        Instruction(InstructionKind.UPDATE, number),
-    ]
+    return [*gives, *takes, Instruction(InstructionKind.REDUCE, number), Instruction(InstructionKind.UPDATE, number)]
 
 
 class ServerRule:

@@ -62,10 +62,7 @@ def interleaved(rank: int, ranks: int, microbatches: range, slices: int = 1) -> 
     groups = [range(start, start + ranks) for start in range(microbatches.start, microbatches.stop, ranks)]
     held = range(rank, ranks * slices, ranks)
     forwards = [
-        Instruction(InstructionKind.FORWARD, stage, micro)
-        for group in groups
-        for stage in held
-        for micro in group
+        Instruction(InstructionKind.FORWARD, stage, micro) for group in groups for stage in held for micro in group
     ]
     backwards = [
         Instruction(InstructionKind.BACKWARD, stage, micro)
@@ -135,9 +132,7 @@ class Pipeline:
 
     @property
     def spec(self) -> str:
-        return f"{self.name}:schedule={self.schedule}" + (
-            f",slices={self.slices}" if self._interleaved else ""
-        )
+        return f"{self.name}:schedule={self.schedule}" + (f",slices={self.slices}" if self._interleaved else "")
 
     @property
     def _interleaved(self) -> bool:

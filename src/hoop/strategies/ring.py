@@ -110,9 +110,7 @@ class RingRule:
         elif self._holder[stage + 1] == self._rank:
             self._inputs[stage + 1].append(micro)
         else:
-            self._queue.append(
-                Instruction(InstructionKind.SEND_OUTPUT, stage, micro, self._holder[stage + 1])
-            )
+            self._queue.append(Instruction(InstructionKind.SEND_OUTPUT, stage, micro, self._holder[stage + 1]))
 
     def _backward(self, stage: int) -> None:
         micro = self._gradients[stage].popleft()
@@ -121,9 +119,7 @@ class RingRule:
         if stage > 0 and self._holder[stage - 1] == self._rank:
             self._gradients[stage - 1].append(micro)
         elif stage > 0:
-            self._queue.append(
-                Instruction(InstructionKind.SEND_GRADIENT, stage, micro, self._holder[stage - 1])
-            )
+            self._queue.append(Instruction(InstructionKind.SEND_GRADIENT, stage, micro, self._holder[stage - 1]))
         step = micro // self._num_microbatches
         self._backwards[step] += 1
         if self._backwards[step] == self._num_microbatches * len(self._held):
@@ -161,15 +157,11 @@ class RingModel:
     @property
     def spec(self) -> str:
         limit = [] if self.limit is None else [f"limit={self.limit}"]
-        return f"{self.name}:" + ",".join(
-            ["async" if self.asynchronous else "sync", f"slices={self.slices}", *limit]
-        )
+        return f"{self.name}:" + ",".join(["async" if self.asynchronous else "sync", f"slices={self.slices}", *limit])
 
     def describe(self) -> str:
         how = "no flush, weights one update old" if self.asynchronous else "a flush a step"
-        return (
-            f"RingTMP: the model's stages round a ring, each device deciding by its neighbours alone; {how}"
-        )
+        return f"RingTMP: the model's stages round a ring, each device deciding by its neighbours alone; {how}"
 
     def stages(self, devices: int) -> int:
         return devices * self.slices
@@ -190,9 +182,7 @@ class RingModel:
         check_sizes(devices, num_microbatches, speeds)
         holders = tuple((stage % devices,) for stage in range(self.stages(devices)))
         empty = Plan(num_microbatches, holders, ((),) * devices)
-        return Plan(
-            num_microbatches, holders, run_rules([self._rule(empty, rank, 1) for rank in range(devices)])
-        )
+        return Plan(num_microbatches, holders, run_rules([self._rule(empty, rank, 1) for rank in range(devices)]))
 
     def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
         return self._rule(plan, rank, steps)

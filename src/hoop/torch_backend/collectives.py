@@ -80,16 +80,7 @@ def gather(links: GroupLinks, outputs: Tensors, tensor: torch.Tensor, root: int,
     target = FlatTensors(outputs, copy_in=False) if links.rank == root else None
     received = bytes_of(target.flat) if target is not None else empty_array(0)
     description = Described("gather", tensor.dtype, tensor.numel(), root=f"to {root}")
-    links.run(
-        "gather",
-        source.nbytes,
-        BYTES,
-        bytes_of(source),
-        received,
-        timeout,
-        root=root,
-        description=description,
-    )
+    links.run("gather", source.nbytes, BYTES, bytes_of(source), received, timeout, root=root, description=description)
     if target is not None:
         target.copy_back()
 
@@ -105,11 +96,7 @@ def scatter(links: GroupLinks, output: torch.Tensor, tensors: Tensors, root: int
 
 
 def all_to_all(
-    links: GroupLinks,
-    outputs: Tensors,
-    tensors: Tensors,
-    timeout: float,
-    description: Described | None = None,
+    links: GroupLinks, outputs: Tensors, tensors: Tensors, timeout: float, description: Described | None = None
 ) -> None:
     """``description``: the call that it is part of; None: an all_to_all itself."""
     description = description or Described("all_to_all with splits", tensors[0].dtype)
@@ -122,11 +109,7 @@ def all_to_all(
 
 
 def all_to_all_single(
-    links: GroupLinks,
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    timeout: float,
-    description: Described | None = None,
+    links: GroupLinks, output: torch.Tensor, tensor: torch.Tensor, timeout: float, description: Described | None = None
 ) -> None:
     """``description``: the call that it is part of; None: an all_to_all itself."""
     view, source = ContiguousView(output), as_contiguous(tensor)
@@ -155,14 +138,7 @@ def all_reduce(
     if reduction.in_place and reduction.element is not None and is_plain(tensor):
         data = elements_of(tensor)
         links.run(
-            "all_reduce",
-            data.size,
-            reduction.element,
-            data,
-            data,
-            timeout,
-            op=reduction.op,
-            description=description,
+            "all_reduce", data.size, reduction.element, data, data, timeout, op=reduction.op, description=description
         )
         return
     source = as_contiguous(reduction.prescale(tensor))
@@ -193,16 +169,7 @@ def all_reduce_compressed(
     """A lossy all_reduce of a plain float32 tensor."""
     assert reduction.element is not None, "float32 has an element type"
     data = elements_of(tensor)
-    links.run(
-        "all_reduce",
-        data.size,
-        reduction.element,
-        data,
-        data,
-        timeout,
-        op=reduction.op,
-        compression=compression,
-    )
+    links.run("all_reduce", data.size, reduction.element, data, data, timeout, op=reduction.op, compression=compression)
 
 
 def try_all_reduce(
@@ -219,9 +186,7 @@ def _resume(resume: Callable[[], None], tensor: torch.Tensor, timeout: float) ->
     resume()
 
 
-def all_reduce_coalesced(
-    links: GroupLinks, tensors: Tensors, reduction: TorchReduction, timeout: float
-) -> None:
+def all_reduce_coalesced(links: GroupLinks, tensors: Tensors, reduction: TorchReduction, timeout: float) -> None:
     joined = FlatTensors(tensors, copy_in=True)
     sizes = tuple(tensor.numel() for tensor in tensors)
     description = Described("all_reduce_coalesced", tensors[0].dtype, sizes, reduction.name)
@@ -240,9 +205,7 @@ def reduce(
     """``description``: the call that it is part of; None: a reduce itself."""
     source = as_contiguous(reduction.prescale(tensor))
     result = ContiguousView(tensor) if links.rank == root else None
-    description = description or Described(
-        "reduce", tensor.dtype, tensor.numel(), reduction.name, f"to {root}"
-    )
+    description = description or Described("reduce", tensor.dtype, tensor.numel(), reduction.name, f"to {root}")
     if not reduction.native or reduction.element is None:
         tensors = _all_gather_list(links, source, description, timeout)
         if result is not None:

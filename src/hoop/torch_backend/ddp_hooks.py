@@ -29,9 +29,7 @@ def compressed(name: str) -> Hook:
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         group: Any = state if state is not None else dist.group.WORLD
         if not hasattr(group, "allreduce_compressed"):
-            raise InvalidArgument(
-                f"group: {dist.get_backend(group)} cannot compress; make it with backend hoop"
-            )
+            raise InvalidArgument(f"group: {dist.get_backend(group)} cannot compress; make it with backend hoop")
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.AVG)
         work = group.allreduce_compressed(bucket.buffer(), name, options)

@@ -16,14 +16,7 @@ from hoop.collectives.communicator import Communicator, PreparedOperation
 from hoop.collectives.exchange import exchange
 from hoop.collectives.registry import Operation
 from hoop.collectives.work_queue import PendingWork
-from hoop.errors import (
-    CollectiveMismatch,
-    DeadlineExceeded,
-    HoopError,
-    MembershipChanged,
-    PeerError,
-    PeerLost,
-)
+from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
 from hoop.memory.dtypes import DType
 from hoop.torch_backend.errors import torch_error
 from hoop.torch_backend.p2p import P2PEngine
@@ -117,11 +110,7 @@ class GroupLinks:
         return prepared
 
     def exchange(
-        self,
-        sources: Sequence[Array],
-        destinations: Sequence[Array],
-        description: Described,
-        timeout: float,
+        self, sources: Sequence[Array], destinations: Sequence[Array], description: Described, timeout: float
     ) -> None:
         """Sends ``sources[i]`` to rank i, of any length; all ranks must pass the same ``description``."""
         call = self._calls.get(description)
@@ -131,9 +120,7 @@ class GroupLinks:
             call = self._calls[description] = self._communicator.call(str(description))
         exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
 
-    def submit(
-        self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False
-    ) -> None:
+    def submit(self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False) -> None:
         """Queues a job behind the jobs submitted before it, and returns at once.
 
         ``acquired``: the caller holds the work queue and passes on the rest of its operation, which runs next.
@@ -147,9 +134,7 @@ class GroupLinks:
         """Returns ``job(timeout)``; an error is raised as the user's error, and if ranks may now differ in how far
         they are, it breaks the group."""
         if self._broken is not None:
-            raise torch_error(
-                type(self._broken), f"{self.own_label}: {title} cannot run any more: {self._broken}"
-            )
+            raise torch_error(type(self._broken), f"{self.own_label}: {title} cannot run any more: {self._broken}")
         try:
             return job(timeout)
         except (PeerError, MembershipChanged, CollectiveMismatch) as error:
@@ -180,9 +165,7 @@ class GroupLinks:
     def _diagnose(self, title: str, error: HoopError, timeout: float) -> HoopError:
         """Breaks the group and returns the user's error, which names the rank that died or left first."""
         departed = self.p2p.first_departed(DEATH_REPORT_SECONDS) if isinstance(error, PeerLost) else None
-        if departed is not None and (reason := f"{self.rank_label(departed[0])} {departed[1]}") not in str(
-            error
-        ):
+        if departed is not None and (reason := f"{self.rank_label(departed[0])} {departed[1]}") not in str(error):
             error = PeerLost(f"{reason}; {error}")
         self._break(error)
         return self.user_error(title, error, timeout)

@@ -83,9 +83,7 @@ def _send(links: GroupLinks, peer: int, number: int, status: int, deadline: floa
     return _submit(links, True, peer, number, np.full(1, status, np.uint8), deadline)
 
 
-def _submit(
-    links: GroupLinks, is_send: bool, peer: int, number: int, data: Array, deadline: float
-) -> PendingMessage:
+def _submit(links: GroupLinks, is_send: bool, peer: int, number: int, data: Array, deadline: float) -> PendingMessage:
     completed, errors = threading.Event(), list[HoopError]()
 
     def on_complete(error: HoopError | None, source: int) -> None:

@@ -233,9 +233,7 @@ class P2PEngine:
     def _live_peers(self) -> list[int]:
         """Peers not known to have died or left."""
         return [
-            peer
-            for peer in range(self._endpoint.size)
-            if peer != self._endpoint.rank and peer not in self._departed
+            peer for peer in range(self._endpoint.size) if peer != self._endpoint.rank and peer not in self._departed
         ]
 
     def _readable_peers(self) -> list[int]:

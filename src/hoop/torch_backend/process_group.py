@@ -67,9 +67,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- construction
 
-    def __init__(
-        self, name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
-    ) -> None:
+    def __init__(self, name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta) -> None:
         """``world``: the global rank of each rank of the group. Returns when every rank has published its address."""
         super().__init__(rank, size)
         self._registered = c10d_backend.register(self, rank, size)
@@ -91,12 +89,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- dispatch: in the caller's thread or on the work queue
 
     def _dispatch(
-        self,
-        title: str,
-        options: Any,
-        job: Callable[[float], None],
-        results: Any,
-        inputs: Sequence[torch.Tensor],
+        self, title: str, options: Any, job: Callable[[float], None], results: Any, inputs: Sequence[torch.Tensor]
     ) -> HoopWork:
         """Runs ``job(timeout)`` in the caller's thread (1) or on the work queue (3), and returns its work.
 
@@ -188,9 +181,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         reduction = self._reduction("sparse_all_reduce", opts, tensor)
         if reduction.name != "sum":
-            raise InvalidArgument(
-                f"sparse_all_reduce: {reduction.name} of sparse tensors; only sum is possible"
-            )
+            raise InvalidArgument(f"sparse_all_reduce: {reduction.name} of sparse tensors; only sum is possible")
         job = partial(collectives.sparse_all_reduce, self._links, tensor)
         return self._dispatch("sparse_all_reduce", opts, job, [tensor], [tensor])
 
@@ -229,11 +220,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         check_same("reduce_scatter", output, tensors, sizes=False)
         check_same("reduce_scatter", output, [tensors[self._links.rank]])
         job = partial(
-            collectives.reduce_scatter,
-            self._links,
-            output,
-            tensors,
-            self._reduction("reduce_scatter", opts, output),
+            collectives.reduce_scatter, self._links, output, tensors, self._reduction("reduce_scatter", opts, output)
         )
         return self._dispatch("reduce_scatter", opts, job, [output], tensors)
 
@@ -251,9 +238,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             partial(collectives.reduce_scatter_single, self._links, output, tensor, reduction)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._dispatch(
-            "reduce_scatter_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs
-        )
+        return self._dispatch("reduce_scatter_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
 
     # ---- collectives that only move data
 
@@ -285,9 +270,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             partial(collectives.all_gather_single, self._links, output, tensor)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._dispatch(
-            "all_gather_into_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs
-        )
+        return self._dispatch("all_gather_into_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """``outputs[r][i]`` receives tensor i of rank r."""
@@ -407,9 +390,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return tensor.detach().chunk(self._links.size) if tensor.numel() else [tensor] * self._links.size
         self._check_one_per_rank(title, sizes)
         if sum(sizes) != tensor.shape[0]:
-            raise InvalidArgument(
-                f"{title}: split sizes {list(sizes)} do not sum up to dimension 0, {tensor.shape[0]}"
-            )
+            raise InvalidArgument(f"{title}: split sizes {list(sizes)} do not sum up to dimension 0, {tensor.shape[0]}")
         return split(tensor.detach(), sizes)
 
     # ---- point-to-point messages

@@ -11,6 +11,7 @@ All groups of a process share its listeners.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -35,6 +36,7 @@ from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore
 from hoop.transport.shm_endpoint import semaphore_name
 from hoop.transport.shm_segment import PAGE, create_shared_memory, map_bytes
 
+log = logging.getLogger("hoop.torch_backend")
 SAME_HOST_TRANSPORT = "shm"
 """Transport of collectives whose ranks are all on one host, unless HOOP_TRANSPORT names another. Between hosts it is
 tcp, or hybrid where some ranks share a host. Messages always use tcp."""
@@ -53,6 +55,7 @@ def connect_group(
     round_number = store.add(f"hoop/round/{rank}", 1)
     hosts = _exchange(name, store, f"hoop/{round_number}/host", rank, size, _host_key(), timeout)
     on_one_host = len(set(hosts)) == 1
+    log.debug("group %s: rank %d of %d, %d hosts", name, rank, size, len(set(hosts)))
     scheme = "inproc" if size == 1 else _same_host_scheme() if on_one_host else _multi_host_scheme(hosts)
     on_one_machine = len({host.rpartition("/")[0] for host in hosts}) == 1
     own_host = LOOPBACK if on_one_machine else _address_towards(store)
@@ -61,8 +64,7 @@ def connect_group(
     try:
         place = " ".join([str(secrets.randbits(62)), *(str(transport.address) for transport in transports)])
         places = [
-            text.split()
-            for text in _exchange(name, store, f"hoop/{round_number}/place", rank, size, place, timeout)
+            text.split() for text in _exchange(name, store, f"hoop/{round_number}/place", rank, size, place, timeout)
         ]
         communicator = 2 * int(places[0][0])
         endpoints: list[Endpoint] = []
@@ -81,9 +83,7 @@ def connect_group(
     return GroupLinks(name, Communicator(endpoints[0]), p2p, world, seconds), transports
 
 
-def _exchange(
-    name: str, store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta
-) -> list[str]:
+def _exchange(name: str, store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
     """Publishes this rank's value, waits until all ranks have, and returns all values in rank order."""
     store.set(f"{key}/{rank}", value)
     keys = [f"{key}/{peer}" for peer in range(size)]
@@ -151,9 +151,9 @@ def _address_towards(store: Any) -> str:
         store = store.underlying_store
     store_host = getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            store_host or socket.gethostname(), 9, type=socket.SOCK_DGRAM
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(store_host or socket.gethostname(), 9, type=socket.SOCK_DGRAM)[
+            0
+        ]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])

@@ -45,9 +45,7 @@ def check_same(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], s
         if other.dtype != like.dtype:
             raise InvalidArgument(f"{title}: tensor {index} is {other.dtype}, expected {like.dtype}")
         if sizes and other.numel() != like.numel():
-            raise InvalidArgument(
-                f"{title}: tensor {index} has {other.numel()} elements, expected {like.numel()}"
-            )
+            raise InvalidArgument(f"{title}: tensor {index} has {other.numel()} elements, expected {like.numel()}")
 
 
 def only(title: str, items: Sequence[Any]) -> Any:
@@ -71,11 +69,7 @@ def as_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def elements_of(tensor: torch.Tensor) -> Array:
     """A contiguous tensor's memory as an array of its dtype. It does not own the memory: keep the tensor alive."""
     count = tensor.numel()
-    return (
-        _memory(tensor.data_ptr(), count, ELEMENTS[tensor.dtype].numpy)
-        if count
-        else empty_array(0, tensor.dtype)
-    )
+    return _memory(tensor.data_ptr(), count, ELEMENTS[tensor.dtype].numpy) if count else empty_array(0, tensor.dtype)
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:

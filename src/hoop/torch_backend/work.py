@@ -50,9 +50,7 @@ class HoopWork(PendingWork, Work):
         if completion is None:
             return True
         if self._future_thread:  # a callback may wait for the very thread that runs this
-            threading.Thread(
-                target=completion.set_result, args=(None,), name="hoop-future", daemon=True
-            ).start()
+            threading.Thread(target=completion.set_result, args=(None,), name="hoop-future", daemon=True).start()
         else:
             completion.set_result(None)
         return True
@@ -64,8 +62,7 @@ class HoopWork(PendingWork, Work):
         if not self._wait_done(seconds if seconds > 0 else -1):
             raise torch_error(
                 DeadlineExceeded,
-                f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; "
-                "it goes on",
+                f"{self.title} is not finished after the timeout of {seconds:g} s that wait was given; it goes on",
             )
         if self._error is not None:
             raise self._error
@@ -139,9 +136,7 @@ class CoalescedWork(HoopWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(
-            lambda collected: [tensor for future in collected.value() for tensor in future.value()]
-        )
+        return futures.then(lambda collected: [tensor for future in collected.value() for tensor in future.value()])
 
 
 DONE = HoopWork("done")

@@ -71,19 +71,12 @@ class Greeting:
             self._expected += PROOF_BYTES
             payload = self._nonce + _proof(self.key, b"dialled", head, nonces + self._nonce)
             challenge = FrameHeader(
-                FrameKind.CHALLENGE,
-                communicator=0,
-                generation=0,
-                source=0,
-                sequence=0,
-                length=len(payload),
+                FrameKind.CHALLENGE, communicator=0, generation=0, source=0, sequence=0, length=len(payload)
             )
             return challenge.pack() + payload
         expected = _proof(self.key, b"dials", head, nonces + self._nonce)
         if not hmac.compare_digest(expected, bytes(self._received[-PROOF_BYTES:])):
-            raise LinkCorrupted(
-                "this link could not prove itself: both devices need the same token or certificates"
-            )
+            raise LinkCorrupted("this link could not prove itself: both devices need the same token or certificates")
         self.hello = hello
         return b""
 

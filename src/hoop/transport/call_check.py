@@ -75,15 +75,12 @@ def mismatch_error(calls: Iterable[tuple[int, str]]) -> CollectiveMismatch:
     for rank, text in sorted(calls):
         ranks_by_text.setdefault(text, []).append(rank)
     listed = [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in ranks_by_text.items()
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_by_text.items()
     ]
     return CollectiveMismatch(f"ranks called different collectives: {'; '.join(listed)}; {REMEDY}")
 
 
-def length_mismatch_error(
-    call: Call, rank: int, peer: int, expected: int, received: str
-) -> CollectiveMismatch:
+def length_mismatch_error(call: Call, rank: int, peer: int, expected: int, received: str) -> CollectiveMismatch:
     """The error for a message of the same collective that has the wrong length: splits that do not match."""
     return CollectiveMismatch(
         f"ranks called a collective with sizes that do not match: in {call.short_text} rank {rank} expects "

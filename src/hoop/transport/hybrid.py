@@ -52,24 +52,18 @@ class _LinkSet:
                 return lost
         return []
 
-    def wait_readable(
-        self, peers: Sequence[int], deadline: float, on_return: Callable[[], None]
-    ) -> list[int]:
+    def wait_readable(self, peers: Sequence[int], deadline: float, on_return: Callable[[], None]) -> list[int]:
         """``wait_readable`` of its endpoint, until a peer is readable, a message was sent, or
         ``run_in_background`` stops it; calls ``on_return`` at the end."""
         ready: list[int] = []
         before = self.pending_count
-        while (
-            not self._stopping and not ready and self.pending_count == before and time.monotonic() < deadline
-        ):
+        while not self._stopping and not ready and self.pending_count == before and time.monotonic() < deadline:
             ready = self.endpoint.wait_readable(peers, deadline)
         on_return()
         return ready
 
     @contextlib.contextmanager
-    def run_in_background(
-        self, pool: ThreadPoolExecutor, job: Callable[[], list[int]]
-    ) -> Iterator[list[int]]:
+    def run_in_background(self, pool: ThreadPoolExecutor, job: Callable[[], list[int]]) -> Iterator[list[int]]:
         """Runs one of the methods above on another thread, and stops it when the context ends.
 
         Yields a list that contains the job's result after the context has ended.
@@ -281,8 +275,7 @@ def number_hosts(shared_peers: Sequence[Address | None]) -> list[int]:
     """The host of each rank, as the number of its first rank; a rank that shares no memory has a host of its own."""
     first: dict[str, int] = {}
     return [
-        rank if address is None else first.setdefault(address.host, rank)
-        for rank, address in enumerate(shared_peers)
+        rank if address is None else first.setdefault(address.host, rank) for rank, address in enumerate(shared_peers)
     ]
 
 
@@ -304,12 +297,7 @@ class HybridTransport(Transport):
                     raise
 
     def endpoint(
-        self,
-        communicator: int,
-        generation: int,
-        rank: int,
-        peers: Sequence[Address],
-        hosts: Sequence[str | None] = (),
+        self, communicator: int, generation: int, rank: int, peers: Sequence[Address], hosts: Sequence[str | None] = ()
     ) -> Endpoint:
         """``hosts``: an identity for each rank, if not its address; ranks with the same identity share memory,
         a rank with None shares none."""
@@ -317,9 +305,7 @@ class HybridTransport(Transport):
             Address(host, peer.port) if host is not None else None
             for peer, host in zip(peers, hosts or [peer.host for peer in peers], strict=True)
         ]
-        return spanning_endpoint(
-            self._links, self._shared, communicator, generation, rank, peers, shared_peers
-        )
+        return spanning_endpoint(self._links, self._shared, communicator, generation, rank, peers, shared_peers)
 
     def close(self) -> None:
         self._shared.close()

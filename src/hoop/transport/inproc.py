@@ -107,8 +107,7 @@ class InprocEndpoint(Endpoint):
         with _BOARD.changed:
             queue = _BOARD.queues.setdefault((self._key(self.rank), peer), deque())
             _BOARD.changed.wait_for(
-                lambda: queue or self._current_error() or self._key(peer) in _BOARD.closed,
-                remaining(deadline),
+                lambda: queue or self._current_error() or self._key(peer) in _BOARD.closed, remaining(deadline)
             )
             if (error := self._current_error()) is not None:
                 raise error
@@ -137,9 +136,7 @@ class InprocEndpoint(Endpoint):
         def ready() -> list[int]:
             queues = _BOARD.queues
             return [
-                peer
-                for peer in peers
-                if queues.get((self._key(self.rank), peer)) or self._key(peer) in _BOARD.closed
+                peer for peer in peers if queues.get((self._key(self.rank), peer)) or self._key(peer) in _BOARD.closed
             ]
 
         with _BOARD.changed:

@@ -34,10 +34,7 @@ class CheckedMessage(PendingBuffers):
     """A message that is sent as several frames; each frame is copied and checksummed when the link is ready for it."""
 
     def __init__(
-        self,
-        payload: memoryview,
-        make_frame: Callable[[memoryview, bool], CheckedFrame],
-        busy: threading.RLock,
+        self, payload: memoryview, make_frame: Callable[[memoryview, bool], CheckedFrame], busy: threading.RLock
     ) -> None:
         """``make_frame``: called with a payload and whether more frames follow. ``busy``: the endpoint's lock; the
         thread that sends holds it, which need not be the rank's own thread."""

@@ -86,10 +86,7 @@ class ShmEndpoint(SharedEndpoint):
         self._activity = self._own_semaphores[-1]
 
         rounds = self._rounds = barrier_rounds(self.size)
-        self._own_round_semaphores = [
-            self._own_semaphores[:rounds],
-            self._own_semaphores[rounds : 2 * rounds],
-        ]
+        self._own_round_semaphores = [self._own_semaphores[:rounds], self._own_semaphores[rounds : 2 * rounds]]
         self._peer_round_semaphores: list[dict[int, Semaphore]] = [{}, {}]
         """For each turn, by round: the semaphore that this rank posts."""
         self._steps: list[list[tuple[int, Callable[[], None], Callable[[bool], bool], Semaphore]]] = [[], []]
@@ -178,12 +175,7 @@ class ShmEndpoint(SharedEndpoint):
         with self._peers_changed:
             links = [self._incoming[peer].filled for peer in peers if peer in self._incoming]
             links += [self._outgoing[peer].free for peer in peers if peer in self._outgoing]
-            for semaphore in (
-                *self._own_round_semaphores[0],
-                *self._own_round_semaphores[1],
-                *links,
-                self._activity,
-            ):
+            for semaphore in (*self._own_round_semaphores[0], *self._own_round_semaphores[1], *links, self._activity):
                 semaphore.post()
             self._peers_changed.notify_all()
 
@@ -257,8 +249,7 @@ class ShmEndpoint(SharedEndpoint):
         """Sent bytes are only safe once the receiver has opened the memory that they are in."""
         with self._peers_changed:
             self._peers_changed.wait_for(
-                lambda: peer not in self._unconfirmed or peer in self._lost_peers or self._error,
-                remaining(deadline),
+                lambda: peer not in self._unconfirmed or peer in self._lost_peers or self._error, remaining(deadline)
             )
         if peer in self._unconfirmed:
             if self._error is not None or peer in self._lost_peers:
@@ -297,9 +288,7 @@ class ShmEndpoint(SharedEndpoint):
         while True:
             if self._pending:
                 self._push_pending()
-            lost = (
-                peer in self._lost_peers
-            )  # read before the last attempt: the peer made its posts before it was lost
+            lost = peer in self._lost_peers  # read before the last attempt: the peer made its posts before it was lost
             if self._error is not None:
                 raise self._error
             if filled.acquire(False):
@@ -319,9 +308,7 @@ class ShmEndpoint(SharedEndpoint):
             if self._error is not None:
                 raise self._error
             ready = [peer for peer in peers if self._is_readable(peer)]
-            for peer in [
-                peer for peer in self._pending if peer in self._lost_peers
-            ]:  # they accept no more bytes
+            for peer in [peer for peer in self._pending if peer in self._lost_peers]:  # they accept no more bytes
                 self._pending.pop(peer).queue.clear()
                 ready += [peer] if peer not in ready else []
             if self._woken or moved or ready:
@@ -356,11 +343,7 @@ class ShmEndpoint(SharedEndpoint):
             raise self._error
         if missing:
             lost = next((peer for peer in self._lost_peers if peer in missing), None)
-            raise (
-                self._peer_lost(lost)
-                if lost is not None
-                else self.deadline_exceeded(min(missing), "waiting for")
-            )
+            raise (self._peer_lost(lost) if lost is not None else self.deadline_exceeded(min(missing), "waiting for"))
         self._steps = [
             [
                 (k, self._peer_round_semaphores[turn][k].post, semaphore.acquire, semaphore)
@@ -424,9 +407,7 @@ class ShmEndpoint(SharedEndpoint):
         """Raises unless every rank has entered the current barrier; a peer may be lost after it entered."""
         absent = self._first_absent()
         if absent is not None:
-            raise self._error or self._peer_lost(
-                absent if absent in self._lost_peers else next(iter(self._lost_peers))
-            )
+            raise self._error or self._peer_lost(absent if absent in self._lost_peers else next(iter(self._lost_peers)))
 
     def _mismatch(self, call: Call) -> CollectiveMismatch:
         """Every rank gets here, because all compare the same fingerprints: they exchange their texts and abort."""
@@ -465,9 +446,7 @@ class ShmEndpoint(SharedEndpoint):
         self._on_close(self)
         self.abort(PeerLost(f"rank {self.global_ranks[self.rank]}: this endpoint is closed"))
         self._unlink_semaphores()
-        with (
-            self._peers_changed
-        ):  # close it once only: by the second time the number may belong to another file
+        with self._peers_changed:  # close it once only: by the second time the number may belong to another file
             descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -134,12 +134,7 @@ class ShmTransport(Transport):
     def _dial(self, endpoint: ShmEndpoint, peer: int, offer: bytes, descriptors: list[int]) -> None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         hello = FrameHeader(
-            FrameKind.HELLO,
-            endpoint.communicator,
-            endpoint.generation,
-            endpoint.rank,
-            sequence=peer,
-            length=len(offer),
+            FrameKind.HELLO, endpoint.communicator, endpoint.generation, endpoint.rank, sequence=peer, length=len(offer)
         )
         try:
             sock.connect(socket_name(endpoint.peers[peer]))
@@ -156,9 +151,7 @@ class ShmTransport(Transport):
         endpoint = peer_socket.endpoint
         with self._lock:
             # The endpoint may have closed while its peer connected.
-            still_open = (
-                self._endpoints.get((endpoint.communicator, endpoint.generation, endpoint.rank)) is endpoint
-            )
+            still_open = self._endpoints.get((endpoint.communicator, endpoint.generation, endpoint.rank)) is endpoint
             if still_open:
                 self._peer_sockets.append(peer_socket)
                 self._selector.register(peer_socket.sock, selectors.EVENT_READ, peer_socket)

@@ -30,9 +30,7 @@ _MAX_PAYLOAD = BLOCK_BYTES - _HEAD.size
 class RingWriter:
     """The sender's end."""
 
-    def __init__(
-        self, blocks: list[memoryview], activity: Semaphore, free: Semaphore, filled: Semaphore
-    ) -> None:
+    def __init__(self, blocks: list[memoryview], activity: Semaphore, free: Semaphore, filled: Semaphore) -> None:
         self._blocks = blocks
         self.free = free
         self.filled = filled

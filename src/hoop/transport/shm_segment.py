@@ -90,9 +90,7 @@ class ShmSegment:
         control = memory[:PAGE].view(np.uint64)
         self.barrier_count = memoryview(control[:1])  # type: ignore[arg-type]
         """How many barriers its owner has entered."""
-        self.control_words = [
-            control[8 + turn * CONTROL_WORDS : 8 + (turn + 1) * CONTROL_WORDS] for turn in (0, 1)
-        ]
+        self.control_words = [control[8 + turn * CONTROL_WORDS : 8 + (turn + 1) * CONTROL_WORDS] for turn in (0, 1)]
         self._call_text = memory[_CALL_TEXT_AT:_ABORT_REASON_AT]
         self._abort_reason = memory[_ABORT_REASON_AT:PAGE]
         first, width = _calls_at(ranks), _calls_bytes(ranks)

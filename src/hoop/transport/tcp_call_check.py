@@ -239,13 +239,7 @@ class CallCheck:
     def _frame(self, kind: FrameKind, text: str, stamp: int) -> bytes:
         payload = text.encode()[:_MAX_REPORT_BYTES]
         header = FrameHeader(
-            kind,
-            self._communicator,
-            self._generation,
-            self._rank,
-            sequence=0,
-            length=len(payload),
-            call=stamp,
+            kind, self._communicator, self._generation, self._rank, sequence=0, length=len(payload), call=stamp
         )
         return header.pack() + payload
 

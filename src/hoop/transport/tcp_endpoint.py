@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import select
 import socket
 import threading
@@ -36,30 +37,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from hoop.errors import (
-    CollectiveMismatch,
-    HoopError,
-    InvalidArgument,
-    LinkCorrupted,
-    MembershipChanged,
-    PeerLost,
-)
+from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.auth_handshake import authenticate
 from hoop.transport.base import Endpoint, LinkStats, PendingBuffers, PendingSend, remaining
 from hoop.transport.call_check import Call
-from hoop.transport.retransmit import (
-    CHECKED_BYTES,
-    PIECE_BYTES,
-    CheckedFrame,
-    CheckedMessage,
-    RetransmitBuffer,
-)
+from hoop.transport.retransmit import CHECKED_BYTES, PIECE_BYTES, CheckedFrame, CheckedMessage, RetransmitBuffer
 from hoop.transport.semaphore import spins_before_yield
 from hoop.transport.tcp_call_check import CallCheck
 from hoop.transport.tcp_socket import GAVE_UP, IncomingLink, OutgoingLink, closing_frame, connect
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, pack_header
 
+log = logging.getLogger("hoop.transport")
 MAX_RETRANSMITS = 3
 """How often a frame is sent again before its link fails."""
 REPLY_POLL_S = 0.05
@@ -183,9 +172,7 @@ class TcpEndpoint(Endpoint):
             raise self._error
         link = self._outgoing.get(peer) or self._dial(peer, deadline)
         payload = data.cast("B") if data.nbytes else data
-        message = (
-            self._checked_message(link, payload) if self._checksum else self._plain_message(link, payload)
-        )
+        message = self._checked_message(link, payload) if self._checksum else self._plain_message(link, payload)
         link.queue.append(message)
         self._push(peer, link, PIECE_BYTES if payload.nbytes > _AT_ONCE_BYTES else None)
         self.messages_sent += 1
@@ -235,9 +222,7 @@ class TcpEndpoint(Endpoint):
     def _dial(self, peer: int, deadline: float) -> OutgoingLink:  # (1)
         if peer == self.rank:
             raise InvalidArgument(f"rank {self.rank}: a rank cannot send a message to itself")
-        hello = FrameHeader(
-            FrameKind.HELLO, self.communicator, self.generation, self.rank, sequence=peer, length=0
-        )
+        hello = FrameHeader(FrameKind.HELLO, self.communicator, self.generation, self.rank, sequence=peer, length=0)
         self.link_stats.waiting_for, self.link_stats.connecting = (peer,), True
         try:
             sock = connect(self.peers[peer], self._wakeup, deadline, lambda: self._error is not None)
@@ -253,9 +238,7 @@ class TcpEndpoint(Endpoint):
             raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)}: {error}") from None
         except (OSError, ValueError) as error:
             self.link_stats.failed_peer = peer
-            raise self._error or PeerLost(
-                f"rank {self.rank}: {self.describe(peer)} does not answer: {error}"
-            ) from None
+            raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} does not answer: {error}") from None
         finally:
             self.link_stats.waiting_for, self.link_stats.connecting = (), False
         link = OutgoingLink(sock, RetransmitBuffer() if self._checksum else None)
@@ -345,14 +328,7 @@ class TcpEndpoint(Endpoint):
         expected = b""
         if self._checksum is None:  # packed before the wait, in which there is time for it
             expected = pack_header(
-                FrameKind.DATA,
-                self.communicator,
-                self.generation,
-                peer,
-                link.sequence,
-                size,
-                0,
-                self.call_check.stamp,
+                FrameKind.DATA, self.communicator, self.generation, peer, link.sequence, size, 0, self.call_check.stamp
             )
         while link.buffered < HEADER_BYTES:
             self._read(peer, link, link.read_ahead, deadline)
@@ -368,9 +344,7 @@ class TcpEndpoint(Endpoint):
                 reason = bytes(link.take(header.length)).decode(errors="replace")
                 if header.kind == FrameKind.MISMATCH:
                     raise self._error or CollectiveMismatch(reason)
-                raise self._error or PeerLost(
-                    f"rank {self.rank}: {self.describe(peer)} closed its link, {reason}"
-                )
+                raise self._error or PeerLost(f"rank {self.rank}: {self.describe(peer)} closed its link, {reason}")
             self._check_header(peer, link, header)
             if header.call != self.call_check.stamp:
                 raise self.call_check.stamp_mismatch(peer, deadline)
@@ -386,14 +360,10 @@ class TcpEndpoint(Endpoint):
                 f"came at generation {self.generation}; refused as stale"
             )
         if header.kind not in (FrameKind.DATA, FrameKind.CHECKED, FrameKind.PART) or header.source != peer:
-            raise LinkCorrupted(
-                f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place"
-            )
+            raise LinkCorrupted(f"{link_name}: a frame of kind {header.kind} from rank {header.source} is out of place")
         if header.sequence != link.sequence:
             what = "duplicated" if header.sequence < link.sequence else "lost or reordered"
-            raise LinkCorrupted(
-                f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})"
-            )
+            raise LinkCorrupted(f"{link_name}: message {header.sequence} came where {link.sequence} was due ({what})")
         if header.kind != FrameKind.DATA and header.length > CHECKED_BYTES:
             raise LinkCorrupted(f"{link_name}: a checked frame of {header.length} bytes is too long")
 
@@ -448,24 +418,18 @@ class TcpEndpoint(Endpoint):
             if not moved:
                 self._wait_for_bytes(peer, link, deadline)
 
-    def _verify_and_acknowledge(
-        self, peer: int, link: IncomingLink, header: FrameHeader, payload: memoryview
-    ) -> None:
+    def _verify_and_acknowledge(self, peer: int, link: IncomingLink, header: FrameHeader, payload: memoryview) -> None:
         """Raises Damaged if the checksum is wrong, else acknowledges the frame."""
         if self._checksum is not None and self._checksum(payload) != header.checksum:
             raise Damaged(
                 f"{self._link_name(peer)}: message {header.sequence} of {header.length} bytes is not what was sent"
             )
         link.acknowledged = link.sequence
-        with contextlib.suppress(
-            OSError
-        ):  # (4); if this fails, the next acknowledgement covers this frame too
+        with contextlib.suppress(OSError):  # (4); if this fails, the next acknowledgement covers this frame too
             link.sock.send(self._reply(FrameKind.ACK, link.sequence))
 
     def _reply(self, kind: FrameKind, sequence: int) -> bytes:
-        return FrameHeader(
-            kind, self.communicator, self.generation, self.rank, sequence=sequence, length=0
-        ).pack()
+        return FrameHeader(kind, self.communicator, self.generation, self.rank, sequence=sequence, length=0).pack()
 
     # ---- waiting
 
@@ -473,13 +437,9 @@ class TcpEndpoint(Endpoint):
         with self._busy:
             while True:
                 links = {peer: self._incoming.get(peer) or self._outgoing.get(peer) for peer in peers}
-                found = [
-                    peer for peer, link in links.items() if isinstance(link, IncomingLink) and link.buffered
-                ]
+                found = [peer for peer, link in links.items() if isinstance(link, IncomingLink) and link.buffered]
                 watched = {link.sock.fileno(): peer for peer, link in links.items() if link}
-                at_once = (
-                    bool(found) or self._woken
-                )  # polls without waiting, so that other links get a turn too
+                at_once = bool(found) or self._woken  # polls without waiting, so that other links get a turn too
                 result = self._poll_links(watched, time.monotonic() if at_once else deadline, tuple(peers))
                 broken = [peer for peer in result.broken if not self._redial_if_requested(peer)]
                 for peer in broken:
@@ -523,9 +483,7 @@ class TcpEndpoint(Endpoint):
         finally:
             self.link_stats.waiting_for = ()
 
-    def _wait_for_progress(
-        self, peer: int, readable: socket.socket | None, deadline: float, action: str
-    ) -> None:
+    def _wait_for_progress(self, peer: int, readable: socket.socket | None, deadline: float, action: str) -> None:
         """Waits for ``peer`` until anything happened on its link or on a link with unsent bytes.
 
         ``readable``: the socket of its incoming link; None: there is none, or this rank waits to send.
@@ -659,9 +617,7 @@ class TcpEndpoint(Endpoint):
         fresh.sequence, fresh.retransmit_buffer = link.sequence, link.retransmit_buffer
         fresh.queue += link.retransmit_buffer.rewind_all()
         fresh.queue += [
-            message
-            for message in link.queue
-            if isinstance(message, CheckedMessage) and message.drop_current_frame()
+            message for message in link.queue if isinstance(message, CheckedMessage) and message.drop_current_frame()
         ]
         self._pending[peer] = fresh
         self.messages_retransmitted += 1
@@ -695,6 +651,9 @@ class TcpEndpoint(Endpoint):
 
     def _lost(self, peer: int, error: OSError | None) -> HoopError:
         """Why the links to ``peer`` are gone: from its closing frame if there is one, else from the socket's error."""
+        log.debug(
+            "communicator %d: rank %d lost its link to %s: %s", self.communicator, self.rank, self.describe(peer), error
+        )
         if self._error is not None:
             return self._error
         link = self._outgoing.get(peer)
@@ -718,9 +677,7 @@ class TcpEndpoint(Endpoint):
 
     def close(self) -> None:
         self._on_close(self)
-        if self._error is None and self._busy.acquire(
-            blocking=False
-        ):  # else another thread waits, and raises
+        if self._error is None and self._busy.acquire(blocking=False):  # else another thread waits, and raises
             with contextlib.suppress(HoopError):
                 self._wait_for_acknowledgements()
             self._busy.release()

@@ -119,8 +119,7 @@ class TcpTransport(Transport):
         with self._lock:
             if key in self._endpoints:
                 raise InvalidArgument(
-                    f"communicator {communicator}, generation {generation}: "
-                    f"rank {rank} has an endpoint already"
+                    f"communicator {communicator}, generation {generation}: rank {rank} has an endpoint already"
                 )
             endpoint = self._endpoints[key] = TcpEndpoint(
                 communicator,
@@ -284,11 +283,7 @@ class TcpTransport(Transport):
         endpoint.attach(hello.source, connection.sock)
 
     def _refuse(
-        self,
-        connection: _PendingConnection,
-        reason: str,
-        kind: FrameKind = FrameKind.REFUSAL,
-        messages: int = 0,
+        self, connection: _PendingConnection, reason: str, kind: FrameKind = FrameKind.REFUSAL, messages: int = 0
     ) -> None:
         with contextlib.suppress(OSError):
             connection.sock.send(closing_frame(kind, reason, messages))

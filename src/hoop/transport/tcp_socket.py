@@ -100,9 +100,7 @@ class OutgoingLink:
         elif self.retransmit_buffer is not None and header.kind in (FrameKind.ACK, FrameKind.RETRANSMIT):
             self.retransmit_buffer.acknowledge(header.sequence)
         hello_damaged = header.kind == FrameKind.REFUSAL and header.sequence == HELLO_DAMAGED
-        self.retransmit_requested = (
-            self.retransmit_requested or header.kind == FrameKind.RETRANSMIT or hello_damaged
-        )
+        self.retransmit_requested = self.retransmit_requested or header.kind == FrameKind.RETRANSMIT or hello_damaged
 
 
 class IncomingLink:
@@ -161,16 +159,12 @@ def closing_frame(kind: FrameKind, text: str, messages: int = 0) -> bytes:
     return header.pack() + payload
 
 
-def connect(
-    address: Address, wakeup: socket.socket, deadline: float, stop: Callable[[], bool]
-) -> socket.socket:
+def connect(address: Address, wakeup: socket.socket, deadline: float, stop: Callable[[], bool]) -> socket.socket:
     """A connected, non-blocking socket. Raises TimeoutError at the deadline, InterruptedError once ``stop`` is true.
 
     ``wakeup``: a socket whose input interrupts the wait, so that ``stop`` is called again.
     """
-    family, kind, protocol, _, sockaddr = socket.getaddrinfo(
-        address.host, address.port, type=socket.SOCK_STREAM
-    )[0]
+    family, kind, protocol, _, sockaddr = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setblocking(False)

@@ -166,10 +166,7 @@ class Credentials:
         # gRPC's name for the time limit of a connection attempt; a TLS handshake needs longer.
         connect_timeout = "grpc.min_reconnect_backoff_ms"
         tls_options: list[tuple[str, Any]] = [option for option in options if option[0] != connect_timeout]
-        tls_options += [
-            (connect_timeout, _HANDSHAKE_MS),
-            ("grpc.ssl_target_name_override", certificate_name(to)),
-        ]
+        tls_options += [(connect_timeout, _HANDSHAKE_MS), ("grpc.ssl_target_name_override", certificate_name(to))]
         return library.secure_channel(_target(address), secure, options=tls_options)
 
     # ---- server side
@@ -185,9 +182,7 @@ class Credentials:
         if self.certificates is None:
             return int(server.add_insecure_port(str(address)))
         tls = self.certificates
-        secure = grpc.ssl_server_credentials(
-            [(tls.key, tls.certificate)], tls.authority, require_client_auth=True
-        )
+        secure = grpc.ssl_server_credentials([(tls.key, tls.certificate)], tls.authority, require_client_auth=True)
         return int(server.add_secure_port(str(address), secure))
 
 

@@ -68,9 +68,7 @@ def pack_header(
     call: int = 0,
 ) -> bytes:
     """Encode a header without making a FrameHeader: the object costs more than the encoding."""
-    head = _LAYOUT.pack(
-        MAGIC, VERSION, kind, 0, communicator, generation, source, sequence, length, checksum, call
-    )
+    head = _LAYOUT.pack(MAGIC, VERSION, kind, 0, communicator, generation, source, sequence, length, checksum, call)
     return head + _CRC.pack(zlib.crc32(head))
 
 
@@ -109,9 +107,7 @@ class FrameHeader:
         if zlib.crc32(head) != crc:
             raise LinkCorrupted("a frame header's checksum does not hold")
         check_start(head)
-        _, _, kind, _, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(
-            head
-        )
+        _, _, kind, _, communicator, generation, source, sequence, length, checksum, call = _LAYOUT.unpack(head)
         if kind not in FrameKind.__members__.values():
             raise LinkCorrupted(f"unknown frame kind {kind}")
         if length > MAX_PAYLOAD:
@@ -125,6 +121,4 @@ def check_start(head: bytes | bytearray) -> None:
     if len(magic) == len(MAGIC) and magic != MAGIC:
         raise LinkCorrupted(f"not a Hoop frame: it starts with {magic!r}, not {MAGIC!r}")
     if len(head) > len(MAGIC) and head[len(MAGIC)] != VERSION:
-        raise LinkCorrupted(
-            f"frame version {head[len(MAGIC)]}, this side speaks {VERSION}: update the older one"
-        )
+        raise LinkCorrupted(f"frame version {head[len(MAGIC)]}, this side speaks {VERSION}: update the older one")

@@ -70,9 +70,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
 
 
 def event_message(event: Event) -> pb.Event:
-    return pb.Event(
-        sequence=event.sequence, time=event.time, kind=event.kind, text=event.text, fields=event.fields
-    )
+    return pb.Event(sequence=event.sequence, time=event.time, kind=event.kind, text=event.text, fields=event.fields)
 
 
 log = logging.getLogger("hoop.wire")
@@ -124,9 +122,7 @@ def handlers(service: Any, servicer: object) -> Any:
 
     A streaming request is an async iterator; a streaming response is an async generator.
     """
-    table = {
-        method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods
-    }
+    table = {method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, table)
 
 
@@ -164,14 +160,10 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
         try:
             return kind.FromString(data)
         except DecodeError:
-            raise InvalidArgument(
-                f"{method.name}: the request is not a valid {method.input_type.name}"
-            ) from None
+            raise InvalidArgument(f"{method.name}: the request is not a valid {method.input_type.name}") from None
 
     async def parse_all(stream: Any) -> AsyncIterator[Any]:
-        async with aclosing(
-            aiter(stream)
-        ) as messages:  # an iterator left open would keep the last message alive
+        async with aclosing(aiter(stream)) as messages:  # an iterator left open would keep the last message alive
             async for data in messages:
                 message = parse(data)
                 del data  # free the encoded bytes while the handler uses the message
@@ -200,9 +192,7 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
         del request, context
         await aborting
 
-    make = getattr(
-        grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler"
-    )
+    make = getattr(grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler")
     # No deserializer here: for a malformed message gRPC would log a stack trace and answer INTERNAL.
     return make(
         streaming if method.server_streaming else unary,
@@ -221,10 +211,7 @@ def _error_status(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, 
         raise error
     else:
         log.exception("%s failed: a bug in Hoop", method.full_name)
-        code, text = (
-            grpc.StatusCode.INTERNAL,
-            f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}",
-        )
+        code, text = (grpc.StatusCode.INTERNAL, f"{method.name} failed, a bug in Hoop: {type(error).__name__}: {error}")
     text = printable(text)
     half = _MAX_DETAILS // (2 if text.isascii() else 6)
     if len(text) > 2 * half:

@@ -54,8 +54,6 @@ class Certificates:
         if role is Role.DEVICE:
             text = content(LINK_KEY).strip()
             if not re.fullmatch(rb"[0-9a-f]{64}", text):
-                raise InvalidArgument(
-                    f"{folder / LINK_KEY}: not a key; make the certificates again: hoop certs DIR"
-                )
+                raise InvalidArgument(f"{folder / LINK_KEY}: not a key; make the certificates again: hoop certs DIR")
             link_key = bytes.fromhex(text.decode())
         return cls(content(AUTHORITY), content(CERTIFICATE), content(KEY), link_key)

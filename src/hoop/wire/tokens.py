@@ -58,12 +58,7 @@ class Token:
             role, parts = Role(match[1]), match[2].split("-")[1:]
             if len(parts) == (1 if role is Role.CLIENT else 2 + len(_VERIFIED)):
                 return cls._from_role_token(role, parts)
-        if (
-            len(text) < _MIN_CHARACTERS
-            or not text.isascii()
-            or not text.isprintable()
-            or text.startswith("hoop-")
-        ):
+        if len(text) < _MIN_CHARACTERS or not text.isascii() or not text.isprintable() or text.startswith("hoop-"):
             raise InvalidArgument(  # does not show the value: it may be a secret with a typing error
                 f"{field}: {len(text)} characters that are no token; make one with: hoop token FILE"
             )
@@ -105,11 +100,7 @@ class Token:
             (own,) = self.secrets
             raise InvalidArgument(
                 f"token: it is a {own}'s, and a {role} needs the join token"
-                + (
-                    f", or one of its own: hoop token FILE --role {role}"
-                    if role is not Role.COORDINATOR
-                    else ""
-                )
+                + (f", or one of its own: hoop token FILE --role {role}" if role is not Role.COORDINATOR else "")
             )
         return _credential(role, self.secrets[role])
 
@@ -122,9 +113,7 @@ class Token:
     def role_token(self, role: Role) -> str:
         """The text of a token that is valid for ``role`` only."""
         if not self.is_join or role is Role.COORDINATOR:
-            raise InvalidArgument(
-                f"--role {role}: the join token makes tokens for devices and clients, no other does"
-            )
+            raise InvalidArgument(f"--role {role}: the join token makes tokens for devices and clients, no other does")
         parts = [self.secrets[role]]
         if role is Role.DEVICE:
             parts += [self.digests[one].hex() for one in _VERIFIED] + [self.link_key.hex()]

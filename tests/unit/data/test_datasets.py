@@ -96,9 +96,7 @@ def test_a_batch_that_does_not_fit_is_refused(dataset: Dataset) -> None:
         (torch.stack([inputs, inputs], dim=1)[:, 0], targets),
     ]
     for out in wrong:
-        with pytest.raises(
-            InvalidArgument, match=f"{dataset.name} writes contiguous .* as allocate.8. makes"
-        ):
+        with pytest.raises(InvalidArgument, match=f"{dataset.name} writes contiguous .* as allocate.8. makes"):
             dataset.batch(np.arange(8), epoch=0, seed=0, out=out)
     dataset.batch(np.arange(8), epoch=0, seed=0, out=(inputs, targets))
     with pytest.raises(InvalidArgument, match=r"as allocate\(9\) makes"):
@@ -218,9 +216,7 @@ def test_wrong_data_is_named(make: Callable[[], object], message: str) -> None:
 
 
 def test_an_unknown_dataset_is_told_the_known_ones() -> None:
-    with pytest.raises(
-        NotFound, match="dataset: 'imagenet' is unknown; known: mnist, fashion-mnist, cifar10"
-    ):
+    with pytest.raises(NotFound, match="dataset: 'imagenet' is unknown; known: mnist, fashion-mnist, cifar10"):
         load("imagenet")
     with pytest.raises(InvalidArgument, match="dataset mnist: no option sise; it has size"):
         load("mnist", sise=28)

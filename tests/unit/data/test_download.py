@@ -93,14 +93,10 @@ def test_a_dataset_is_fetched_into_the_cache_when_asked(
     assert (tmp_path / "home" / ".cache" / "hoop" / "tinyshakespeare.txt").read_bytes() == CONTENT
 
 
-def test_fashion_mnist_is_fetched_file_by_file(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fashion_mnist_is_fetched_file_by_file(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "FASHION_URL", url)
     monkeypatch.setattr(mnist, "FASHION_GZIPPED", dict.fromkeys(mnist.FASHION, CHECKSUM))
-    with pytest.raises(
-        FailedPrecondition, match=r"train-images-idx3-ubyte\.gz is damaged"
-    ):  # it is not gzipped
+    with pytest.raises(FailedPrecondition, match=r"train-images-idx3-ubyte\.gz is damaged"):  # it is not gzipped
         load("fashion-mnist", download=True)
     folder = tmp_path / "home" / ".cache" / "hoop" / "fashion-mnist"
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"{name}.gz" for name in mnist.FASHION)

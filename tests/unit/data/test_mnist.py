@@ -46,8 +46,7 @@ def small(first: int) -> mnist.Arrays:
 
 def checksums(arrays: mnist.Arrays) -> dict[str, str]:
     return {
-        name: f"md5:{hashlib.md5(idx_file(array)).hexdigest()}"
-        for name, array in zip(mnist.NAMES, arrays, strict=True)
+        name: f"md5:{hashlib.md5(idx_file(array)).hexdigest()}" for name, array in zip(mnist.NAMES, arrays, strict=True)
     }
 
 
@@ -128,9 +127,7 @@ def test_damaged_idx_files_are_refused(place: Path) -> None:
         mnist.MNIST[labels.name].removeprefix("md5:"),
         hashlib.md5(labels.read_bytes()).hexdigest(),
     )
-    with pytest.raises(
-        FailedPrecondition, match=f"{labels} is damaged.*md5 expected {expected}, found {found}"
-    ):
+    with pytest.raises(FailedPrecondition, match=f"{labels} is damaged.*md5 expected {expected}, found {found}"):
         load("mnist")
 
 
@@ -158,9 +155,7 @@ def test_an_incomplete_folder_is_passed_over(place: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", [".", "fashion-mnist", "FashionMNIST/raw"])
-def test_fashion_mnist_is_told_apart_by_its_content(
-    place: Path, monkeypatch: pytest.MonkeyPatch, folder: str
-) -> None:
+def test_fashion_mnist_is_told_apart_by_its_content(place: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
     clothes = small(9)
     monkeypatch.setattr(mnist, "FASHION", checksums(clothes))
     write(place / folder, clothes, zipped=True)
@@ -190,10 +185,7 @@ def test_missing_data_says_where_it_looked_and_what_to_do(
     with pytest.raises(NotFound) as caught:
         load("fashion-mnist")
     message = str(caught.value)
-    assert (
-        f"{place}, {tmp_path / 'gone'} (no such directory), {tmp_path / 'home' / '.cache' / 'hoop'}"
-        in message
-    )
+    assert f"{place}, {tmp_path / 'gone'} (no such directory), {tmp_path / 'home' / '.cache' / 'hoop'}" in message
     assert "train-images-idx3-ubyte" in message
     assert "HOOP_DATA" in message
     assert "download=True" in message

@@ -48,9 +48,7 @@ def test_the_real_shakespeare() -> None:
         pytest.skip(str(error))
     assert text_of(train).classes == 65
     assert (len(train), len(test)) == ((1_003_855 - 1) // 64, (111_539 - 1) // 64)
-    assert (
-        text_of(train).decode(train.batch(np.array([0]), epoch=0, seed=0)[0][0]).startswith("First Citizen:")
-    )
+    assert text_of(train).decode(train.batch(np.array([0]), epoch=0, seed=0)[0][0]).startswith("First Citizen:")
 
 
 def test_other_text_is_not_shakespeare(place: Path) -> None:

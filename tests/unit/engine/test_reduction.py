@@ -188,9 +188,7 @@ def test_a_watched_mean_changes_nothing_either() -> None:
     criterion = resolved(given)
     assert criterion.check is not None
     before = states()
-    criterion.check(
-        torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 0], [1, 0]] * 2)
-    )
+    criterion.check(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 0], [1, 0]] * 2))
     assert states() == before
     assert not loss.calls.any()
 

@@ -122,9 +122,7 @@ def edited(text: list[bytes]) -> list[bytes]:
     ],
     ids=["dropped", "repeated", "swapped", "edited", "noise", "cut off", "emptied"],
 )
-def test_a_tampered_line_is_named(
-    tmp_path: Path, tamper: Callable[[list[bytes]], list[bytes]], named: str
-) -> None:
+def test_a_tampered_line_is_named(tmp_path: Path, tamper: Callable[[list[bytes]], list[bytes]], named: str) -> None:
     path = run(tmp_path, UNDISTURBED, 3, 6) / NAME
     path.write_bytes(b"".join(tamper(path.read_bytes().splitlines(keepends=True))))
     violation = audit(tmp_path).violation or ""

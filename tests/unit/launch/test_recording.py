@@ -61,9 +61,7 @@ def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("split", "other"), [("test", "train"), ("train", "test")])
-def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(
-    tmp_path: Path, split: str, other: str
-) -> None:
+def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(tmp_path: Path, split: str, other: str) -> None:
     one, evaluated = recording(tmp_path), replace(EVALUATED, split=split)
     later = replace(STEPS, first=2), replace(evaluated, steps=4, accuracy=0.9)
     for event in (STEPS, evaluated, *later):

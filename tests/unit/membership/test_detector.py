@@ -38,10 +38,7 @@ def test_a_device_that_joined_has_time_for_its_first_heartbeat() -> None:
     history = HeartbeatHistory.joined(100.0, CONFIG)
     assert history.silence_verdict(105.0, CONFIG) == ""
     assert history.silence_verdict(105.25, CONFIG) == "no heartbeat within 5.2 s after it joined"
-    assert (
-        history.with_heartbeat(101.0).silence_verdict(102.75, CONFIG)
-        == "no heartbeat for 1.8 s (lease 1.5 s)"
-    )
+    assert history.with_heartbeat(101.0).silence_verdict(102.75, CONFIG) == "no heartbeat for 1.8 s (lease 1.5 s)"
 
 
 def test_the_watchers_absence_does_not_count_before_the_first_heartbeat_either() -> None:
@@ -92,9 +89,7 @@ def test_each_witness_is_heard_alone() -> None:
     assert "calls failed" in beating.call_verdict(CONFIG), "it sends heartbeats, but serves nobody"
     assert beating.silence_verdict(200.0, CONFIG) == ""
     answering = calls(".....")
-    assert "no heartbeat" in answering.silence_verdict(200.0, CONFIG), (
-        "silence is not outweighed by old answers"
-    )
+    assert "no heartbeat" in answering.silence_verdict(200.0, CONFIG), "silence is not outweighed by old answers"
     assert answering.call_verdict(CONFIG) == ""
 
 

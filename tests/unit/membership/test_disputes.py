@@ -25,9 +25,7 @@ def ticked(state: State, now: float) -> tuple[State, tuple[m.MembershipInstructi
     return step(after(state, *beats), m.Tick(now))
 
 
-def failed(
-    state: State, now: float, *pairs: tuple[int, int]
-) -> tuple[State, tuple[m.MembershipInstruction, ...]]:
+def failed(state: State, now: float, *pairs: tuple[int, int]) -> tuple[State, tuple[m.MembershipInstruction, ...]]:
     """These complain of those, and it is decided."""
     state = after(state, *(complaint(state, *pair, now) for pair in pairs))
     return ticked(state, now + LONG_ENOUGH)
@@ -66,10 +64,7 @@ def test_the_second_time_whoever_most_complain_of_goes(complaints: list[tuple[in
     state = again(state)
     assert state.communicator(1).members == tuple(one for one in (1, 2, 3) if one != goes)
     assert state.member(goes).usable, "it is out of this communicator, not dead"
-    assert (
-        again(after(state, m.Rebuilt(1, joining=(goes,)))).communicator(1).members
-        == state.communicator(1).members
-    )
+    assert again(after(state, m.Rebuilt(1, joining=(goes,)))).communicator(1).members == state.communicator(1).members
 
 
 def test_where_new_links_helped_the_next_failure_is_a_first_one_again_but_not_for_ever() -> None:

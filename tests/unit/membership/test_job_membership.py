@@ -103,9 +103,7 @@ def test_a_part_of_the_state_is_missing_and_nobody_can_have_it() -> None:
 
 def keep_memory(job: Job) -> None:
     """From now on every device has an arena that outlives its process."""
-    members = {
-        key: replace(one, info=replace(one.info, keeps_memory=True)) for key, one in job.state.members.items()
-    }
+    members = {key: replace(one, info=replace(one.info, keeps_memory=True)) for key, one in job.state.members.items()}
     job.state = replace(job.state, members=members)
 
 

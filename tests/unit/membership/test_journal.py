@@ -125,9 +125,7 @@ def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.Membership
     assert replay(entries_of(*messages), CONFIG, NOW).communicator(1).broken_by == 1
 
 
-@pytest.mark.parametrize(
-    "end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]]
-)
+@pytest.mark.parametrize("end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]])
 def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.MembershipEvent]) -> None:
     joined = [m.Joined(device(1), NOW), m.Joined(device(2), NOW)]
     before: list[m.MembershipEvent] = [*joined, m.Created((1, 2)), m.Created((2, 1))]
@@ -183,9 +181,7 @@ def test_damage_before_the_end_is_named(path: Path, line: int) -> None:
     for offset in offsets:
         damaged = bytearray(b"".join(LINES))
         damaged[start + offset] ^= 1
-        with pytest.raises(
-            FailedPrecondition, match=rf"^journal {path}, line {line}: .*; move the file away"
-        ):
+        with pytest.raises(FailedPrecondition, match=rf"^journal {path}, line {line}: .*; move the file away"):
             decode(bytes(damaged), path)
 
 
@@ -197,9 +193,7 @@ def test_a_damaged_last_line_counts_as_torn(path: Path) -> None:
         assert decode(bytes(damaged), path) in (ENTRIES[:-1], ENTRIES)
 
 
-@pytest.mark.parametrize(
-    "garbage", [b"\n", b"hello\n", b"\xff" * 20 + b"\n", b"00000000 \n", b"00000000 {}\n"]
-)
+@pytest.mark.parametrize("garbage", [b"\n", b"hello\n", b"\xff" * 20 + b"\n", b"00000000 \n", b"00000000 {}\n"])
 def test_garbage_before_good_lines_is_damage(path: Path, garbage: bytes) -> None:
     path.write_bytes(garbage + LINES[0])
     with pytest.raises(FailedPrecondition, match="line 1: "):
@@ -303,9 +297,7 @@ def test_an_entry_that_did_not_fit_is_refused_and_harms_no_other(path: Path, roo
     assert sorted(opened(path).members) == [1, 3]
 
 
-def test_an_entry_that_was_not_synced_is_refused_and_taken_back(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_that_was_not_synced_is_refused_and_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 

@@ -25,12 +25,8 @@ fields = [
     "finalized",
     "host",
 ]
-entries = st.dictionaries(
-    st.sampled_from(fields), small | st.dictionaries(st.sampled_from(fields), small), max_size=8
-)
-kinds = st.sampled_from(
-    ["device_joined", "device_gone", "communicator", "communicator_destroyed", "other", 7]
-)
+entries = st.dictionaries(st.sampled_from(fields), small | st.dictionaries(st.sampled_from(fields), small), max_size=8)
+kinds = st.sampled_from(["device_joined", "device_gone", "communicator", "communicator_destroyed", "other", 7])
 lines = st.builds(lambda entry, kind: encode({**entry, "kind": kind}), entries, kinds)
 whole = lines | small.map(lambda value: encode(value))  # type: ignore[arg-type]
 

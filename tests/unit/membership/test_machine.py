@@ -173,9 +173,7 @@ class Membership(RuleBasedStateMachine):
     def the_living_complain_until_it_is_decided(self, data: st.DataObject) -> None:
         """Two members that cannot talk: within two generations one of them is out, and exactly one."""
         self.everybody_beats()
-        pairs = [
-            one for one in self.state.communicators.values() if not one.broken_by and len(one.members) > 1
-        ]
+        pairs = [one for one in self.state.communicators.values() if not one.broken_by and len(one.members) > 1]
         if not pairs:
             return
         chosen = data.draw(st.sampled_from(pairs))
@@ -273,9 +271,7 @@ class Membership(RuleBasedStateMachine):
     def only_the_living_are_usable(self) -> None:
         usable = self.state.usable()
         assert sorted(usable) == sorted(
-            key
-            for key, member in self.state.members.items()
-            if member.health in (Health.ALIVE, Health.SUSPECT)
+            key for key, member in self.state.members.items() if member.health in (Health.ALIVE, Health.SUSPECT)
         )
 
     @invariant()

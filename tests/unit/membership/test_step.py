@@ -352,9 +352,7 @@ def test_a_call_that_failed_makes_a_suspect() -> None:
 def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
     state = cluster(1)
     for _ in range(2):
-        state = after(
-            state, m.CallReported(1, "reset", NOW), m.CallReported(1, "", NOW), m.Heartbeat(1, "a", NOW)
-        )
+        state = after(state, m.CallReported(1, "reset", NOW), m.CallReported(1, "", NOW), m.Heartbeat(1, "a", NOW))
     state, instructions = step(state, m.CallReported(1, "reset", NOW))
     assert (state.member(1).health, state.member(1).reason) == (
         Health.DEAD,

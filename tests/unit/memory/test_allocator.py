@@ -85,9 +85,7 @@ def test_names_that_can(name: str) -> None:
 def test_a_taken_name_says_how_large_it_is() -> None:
     allocator = Allocator(4096, owner="device 3")
     allocator.allocate("w", 2048)
-    with pytest.raises(
-        FailedPrecondition, match=r"device 3: buffer 'w' already exists, 2 KiB \(2048 bytes\)"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"device 3: buffer 'w' already exists, 2 KiB \(2048 bytes\)"):
         allocator.allocate("w", 1)
     assert allocator.used == 2048
 
@@ -172,9 +170,7 @@ def test_no_history_makes_spans_overlap_or_loses_a_byte(history: list[tuple[bool
         elif not allocate and name in expected:
             assert allocator.free(name) == expected.pop(name)
         spans = allocator.spans()
-        assert sorted(spans, key=lambda span: span.name) == sorted(
-            expected.values(), key=lambda span: span.name
-        )
+        assert sorted(spans, key=lambda span: span.name) == sorted(expected.values(), key=lambda span: span.name)
         sized = [span for span in spans if span.size]
         assert all(one.end <= two.offset for one, two in pairwise(sized))
         assert all(0 <= span.offset <= span.end <= 1000 for span in spans)

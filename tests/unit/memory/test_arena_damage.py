@@ -110,9 +110,7 @@ def test_two_bad_tables_are_refused(path: Path, tables: tuple[int, int]) -> None
         "[[",
     ],
 )
-def test_a_checksum_does_not_make_nonsense_a_table(
-    path: Path, payload: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checksum_does_not_make_nonsense_a_table(path: Path, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Arena.create(path, CAPACITY) as arena:
         arena.allocate("a", 8)
         arena.allocate("b", 8)
@@ -140,9 +138,7 @@ def test_another_version_is_named(path: Path, tables: tuple[int, int]) -> None:
         Arena.open(path)
 
 
-def test_an_impossible_superblock_is_refused_despite_its_checksum(
-    path: Path, tables: tuple[int, int]
-) -> None:
+def test_an_impossible_superblock_is_refused_despite_its_checksum(path: Path, tables: tuple[int, int]) -> None:
     def impossible(content: bytearray) -> None:
         superblock = Geometry(CAPACITY, min_address=0x1001).pack()
         content[: len(superblock)] = superblock

@@ -74,9 +74,7 @@ def test_a_disk_without_the_room_is_out_of_memory_now(path: Path, capacity: int)
     assert not path.exists()
 
 
-def test_where_space_cannot_be_reserved_it_is_at_least_counted(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_space_cannot_be_reserved_it_is_at_least_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.setattr(storage, "free_space", lambda directory: CAPACITY)
     with pytest.raises(OutOfMemory, match=r"No space left on device; .* has 64 KiB free"):

@@ -79,9 +79,7 @@ def test_the_attached_read_labels_and_cannot_set_one(arena: Arena, path: Path, p
         assert other.label("device_id") == "3"
         other.refresh()
         assert other.label("device_id") == "4"
-        with pytest.raises(
-            FailedPrecondition, match="cannot set label 'device_id': this process is attached"
-        ):
+        with pytest.raises(FailedPrecondition, match="cannot set label 'device_id': this process is attached"):
             other.set_label("device_id", "5")
         assert other.label("device_id") == "4"
     program = (

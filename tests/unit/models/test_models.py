@@ -160,9 +160,7 @@ def test_wrong_options_are_named(name: str, options: dict[str, object], message:
 
 
 def test_an_unknown_model_is_told_the_known_ones() -> None:
-    with pytest.raises(
-        NotFound, match="model: 'resnet' is unknown; known: softmax, mlp, lenet, mobilenetv2, gpt"
-    ):
+    with pytest.raises(NotFound, match="model: 'resnet' is unknown; known: softmax, mlp, lenet, mobilenetv2, gpt"):
         build("resnet", 0)
 
 

@@ -77,9 +77,7 @@ def test_a_study_that_is_none_is_named() -> None:
 
 
 def test_the_page_says_what_the_stored_results_say() -> None:
-    assert (ROOT / "docs" / "papers.md").read_text("utf-8") == summary(KEPT), (
-        "scripts/papers --page repairs this"
-    )
+    assert (ROOT / "docs" / "papers.md").read_text("utf-8") == summary(KEPT), "scripts/papers --page repairs this"
 
 
 @pytest.mark.parametrize("name", STUDIES)

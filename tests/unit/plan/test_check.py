@@ -20,12 +20,8 @@ SERVED = ["0G@1 0L0 0F0 0B0 0P@1", "0V@0 0T@0 0A 0U"]
 ONE_RANK = ["0L0 0F0 1F0 1I0 0B0 1W0 0A 1A 0U 1U"]
 
 
-def plan_of(
-    ranks: list[str], holders: list[list[int]], micros: int = 1, servers: tuple[int, ...] = ()
-) -> Plan:
-    return Plan.from_json(
-        json.dumps({"micros": micros, "holders": holders, "ranks": ranks, "servers": servers})
-    )
+def plan_of(ranks: list[str], holders: list[list[int]], micros: int = 1, servers: tuple[int, ...] = ()) -> Plan:
+    return Plan.from_json(json.dumps({"micros": micros, "holders": holders, "ranks": ranks, "servers": servers}))
 
 
 @pytest.mark.parametrize(

@@ -111,9 +111,7 @@ def test_a_fault_that_can_happen_passes(strategy: str, devices: int, fault: str)
         ),
     ],
 )
-def test_a_fault_that_can_never_happen_is_refused(
-    strategy: str, devices: int, fault: str, complaint: str
-) -> None:
+def test_a_fault_that_can_never_happen_is_refused(strategy: str, devices: int, fault: str, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         check_reachable(parse_faults(fault), parse(strategy).plan(devices, SHARDS), STEPS)
 

@@ -83,9 +83,7 @@ def test_every_send_has_one_receive() -> None:
     st.lists(st.lists(numbers, max_size=3), max_size=3),
     st.lists(numbers, max_size=2),
 )
-def test_json_there_and_back(
-    ranks: list[list[Instruction]], holders: list[list[int]], servers: list[int]
-) -> None:
+def test_json_there_and_back(ranks: list[list[Instruction]], holders: list[list[int]], servers: list[int]) -> None:
     plan = Plan(7, tuple(map(tuple, holders)), tuple(map(tuple, ranks)), tuple(servers))
     assert Plan.from_json(plan.to_json()) == plan
 

@@ -16,9 +16,7 @@ def test_on_one_machine_the_next_rank_does() -> None:
     assert replica_holders(1, "a") == [0]
 
 
-@pytest.mark.parametrize(
-    ("hosts", "wanted"), [("aabb", [2, 3, 0, 1]), ("abab", [1, 0, 3, 2]), ("aab", [2, 0, 1])]
-)
+@pytest.mark.parametrize(("hosts", "wanted"), [("aabb", [2, 3, 0, 1]), ("abab", [1, 0, 3, 2]), ("aab", [2, 0, 1])])
 def test_machines_by_hand(hosts: str, wanted: list[int]) -> None:
     assert replica_holders(len(hosts), hosts) == wanted
 

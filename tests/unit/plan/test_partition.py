@@ -18,10 +18,7 @@ SMALL = st.integers(0, 9)
 @st.composite
 def models(draw: st.DrawFn) -> list[Block]:
     count = draw(st.integers(1, 8))
-    return [
-        Block(f"b{at}", draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL))
-        for at in range(count)
-    ]
+    return [Block(f"b{at}", draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL)) for at in range(count)]
 
 
 def every_cut(blocks: Sequence[Block], places: Sequence[StageDevice]) -> list[list[StageCut]]:

@@ -47,9 +47,7 @@ def test_two_panels_share_their_horizontal_axis() -> None:
         Chart(
             "mnist",
             [
-                Lines(
-                    "loss", [ChartLine("training", [0, 10], [2, 1]), ChartLine("test", [0, 5, 10], [3, 2, 1])]
-                ),
+                Lines("loss", [ChartLine("training", [0, 10], [2, 1]), ChartLine("test", [0, 5, 10], [3, 2, 1])]),
                 Lines("accuracy (%)", [ChartLine("test", [0, 10], [90, 98])], rules={"paper": 92.89}),
             ],
             x_label="step",

@@ -14,9 +14,7 @@ from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Page, Picture, Section, prose
 from hoop.report.tables import Column, Table
 
-PICTURE = Picture(
-    "loss", Chart("loss", [Lines("y", [ChartLine("a", [1, 2], [2, 1])])]).svg(), "It **falls**."
-)
+PICTURE = Picture("loss", Chart("loss", [Lines("y", [ChartLine("a", [1, 2], [2, 1])])]).svg(), "It **falls**.")
 TABLE = Table([Column("a"), Column("b", "ms")], [["x<y", 1.5]], "T")
 PAGE = Page(
     "Title <script>",
@@ -91,15 +89,11 @@ def test_markdown_and_files(tmp_path: Path) -> None:
         "loss.svg",
     }
     markdown = (tmp_path / "out" / "mnist.md").read_text()
-    assert markdown.startswith(
-        "# Title <script>\n\nThe lead.\n\n- command: `hoop reproduce <name>`\n\n## One & two\n"
-    )
+    assert markdown.startswith("# Title <script>\n\nThe lead.\n\n- command: `hoop reproduce <name>`\n\n## One & two\n")
     assert "| x&lt;y |   1.50 |" in markdown
     (target,) = re.findall(r"!\[It \*\*falls\*\*\.\]\((.+)\)", markdown)
     assert (tmp_path / "out" / target).read_text() == PICTURE.svg
-    assert json.loads((tmp_path / "out" / "mnist.json").read_text())["tables"][0]["rows"] == [
-        {"a": "x<y", "b": 1.5}
-    ]
+    assert json.loads((tmp_path / "out" / "mnist.json").read_text())["tables"][0]["rows"] == [{"a": "x<y", "b": 1.5}]
 
 
 def test_pictures_are_checked() -> None:

@@ -20,9 +20,7 @@ def shown(directory: Path) -> dict[str, list[Any]]:
 
     read = reading.EventAccumulator(str(directory), {reading.SCALARS: 0, reading.TENSORS: 0})
     read.Reload()
-    return {
-        tag: [(e.step, e.value, e.wall_time) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]
-    }
+    return {tag: [(e.step, e.value, e.wall_time) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def test_tensorboard_reads_every_point(tmp_path: Path) -> None:

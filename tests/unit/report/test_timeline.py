@@ -68,9 +68,7 @@ def test_a_window_cuts_what_is_outside() -> None:
     spans = [Span("d", str(at), "forward", at, 10) for at in (0, 10, 20)]
     found = bars(ET.fromstring(TimelineChart("t", spans, start_us=5, end_us=20).svg()))
     assert set(found) == {"d: 0, 10 us", "d: 10, 10 us"}
-    assert float(found["d: 10, 10 us"]["width"]) == pytest.approx(
-        2 * float(found["d: 0, 10 us"]["width"]), abs=0.02
-    )
+    assert float(found["d: 10, 10 us"]["width"]) == pytest.approx(2 * float(found["d: 0, 10 us"]["width"]), abs=0.02)
 
 
 def test_many_devices_and_spans_stay_a_picture() -> None:

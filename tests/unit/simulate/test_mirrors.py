@@ -14,9 +14,7 @@ from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 MACHINE = replace(FREE_MACHINE, copy_s=1.0, byte_s=0.5, message_s=2.0)
-BLOCK = BlockCost(
-    "b", LinearCost(1.0), LinearCost(2.0), weight_bytes=10, optimizer_bytes=20, gradient_bytes=10
-)
+BLOCK = BlockCost("b", LinearCost(1.0), LinearCost(2.0), weight_bytes=10, optimizer_bytes=20, gradient_bytes=10)
 COSTS = replace(Costs((BLOCK,) * 4, 1, MACHINE), update_s=0.1)
 
 

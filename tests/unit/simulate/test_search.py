@@ -59,9 +59,7 @@ def test_a_job_with_mirrors_goes_on_from_its_last_copies() -> None:
 
 def test_failures_by_chance_are_the_same_for_the_same_seed() -> None:
     outcome = simulate(parse("data"), Costs.uniform(2, 1.0, 2.0), Cluster.even(4), num_microbatches=4)
-    first, again, other = (
-        goodput_with_failures(outcome, Failures(per_hour=0.5, seed=seed)) for seed in (1, 1, 2)
-    )
+    first, again, other = (goodput_with_failures(outcome, Failures(per_hour=0.5, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert 0 < first.useful < 1
     assert first.losses > 10
@@ -70,9 +68,7 @@ def test_failures_by_chance_are_the_same_for_the_same_seed() -> None:
 def test_more_failures_leave_less() -> None:
     for spec in ("data", "pipeline:1f1b"):
         outcome = simulate(parse(spec), Costs.uniform(4, 1.0, 2.0), Cluster.even(4), num_microbatches=8)
-        shares = [
-            goodput_with_failures(outcome, Failures(per_hour=rate)).useful for rate in (0.0, 0.1, 1.0, 5.0)
-        ]
+        shares = [goodput_with_failures(outcome, Failures(per_hour=rate)).useful for rate in (0.0, 0.1, 1.0, 5.0)]
         assert shares == sorted(shares, reverse=True)
         assert shares[0] == 1.0
 

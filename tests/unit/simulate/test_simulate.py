@@ -100,17 +100,13 @@ def test_the_same_question_has_the_same_answer(spec: str) -> None:
     assert run(7) == run(7) != run(8)
 
 
-@pytest.mark.parametrize(
-    "spec", ["ring", "ring:async", "ring:slices=2", "ps:asp", "ps:ssp,staleness=1,servers=2"]
-)
+@pytest.mark.parametrize("spec", ["ring", "ring:async", "ring:slices=2", "ps:asp", "ps:ssp,staleness=1,servers=2"])
 def test_rules_do_what_they_do_on_paper(spec: str) -> None:
     """The same rules as the engine's, asked in the same way as ``rehearse`` asks them."""
     strategy, units = parse(spec), Costs.uniform(8, 1.0, 2.0)
     outcome = simulate(strategy, units, on(4), num_microbatches=6, steps=3)
     if strategy.synchronous:  # a step at a time
-        told = [
-            [str(span.what) for span in one.spans if "wait" not in str(span.what)] for one in outcome.accounts
-        ]
+        told = [[str(span.what) for span in one.spans if "wait" not in str(span.what)] for one in outcome.accounts]
         expected = run_rules(rules_of(strategy, outcome, 1), cost(outcome, 8))
         assert told == [[str(one) for one in line] * 3 for line in expected]
         return
@@ -149,9 +145,7 @@ def test_a_pipeline_gains_less_from_cores_that_it_leaves_idle() -> None:
 def test_crowded_cores_are_slower() -> None:
     crowded = Costs.uniform(1, 1.0, 2.0, machine=replace(FREE_MACHINE, crowding=1.5))
     assert simulate(parse("data"), crowded, on(1, per_host=2, cores=2), num_microbatches=2).step_seconds == 6
-    assert (
-        simulate(parse("data"), crowded, on(2, per_host=2, cores=2), num_microbatches=2).step_seconds == 4.5
-    )
+    assert simulate(parse("data"), crowded, on(2, per_host=2, cores=2), num_microbatches=2).step_seconds == 4.5
 
 
 def test_faster_devices_get_more_shards() -> None:
@@ -168,9 +162,7 @@ def test_devices_of_a_host_share_its_nic() -> None:
     shared = simulate(parse("data"), costs, on(4, slow, per_host=2), num_microbatches=4)
     own = simulate(parse("data"), costs, on(4, Link(1000.0, shared=False), per_host=2), num_microbatches=4)
     assert alone.step_seconds == pytest.approx(2 * 3 * 1.0)  # two rounds, three messages of 1000 bytes each
-    assert shared.step_seconds == pytest.approx(
-        2 * 4 * 1.0
-    )  # of two devices, two messages each leave the host
+    assert shared.step_seconds == pytest.approx(2 * 4 * 1.0)  # of two devices, two messages each leave the host
     assert 2 * 2 * 1.0 <= own.step_seconds < shared.step_seconds
 
 
@@ -200,16 +192,12 @@ def test_several_shards_as_one_pay_the_fixed_part_once() -> None:
     costs = Costs((BlockCost("b", line, line),), 4, FREE_MACHINE, joint=3)
     outcome = simulate(parse("data"), costs, on(1), num_microbatches=4)
     assert outcome.step_seconds == 2 * (2 * 2.0 + 4 * 4 * 0.5)  # groups of 3 and 1; forward and backward
-    assert simulate(parse("ps:asp"), costs, on(2), num_microbatches=4, steps=1).step_seconds == 2 * 4 * (
-        2.0 + 2.0
-    )
+    assert simulate(parse("ps:asp"), costs, on(2), num_microbatches=4, steps=1).step_seconds == 2 * 4 * (2.0 + 2.0)
 
 
 def test_an_outage_stops_one_device_and_who_waits_for_it() -> None:
     quiet = simulate(parse("pipeline:1f1b"), UNITS, on(4), num_microbatches=8)
-    away = simulate(
-        parse("pipeline:1f1b"), UNITS, on(4), num_microbatches=8, outages=[Outage(2, 10.0, 100.0)]
-    )
+    away = simulate(parse("pipeline:1f1b"), UNITS, on(4), num_microbatches=8, outages=[Outage(2, 10.0, 100.0)])
     assert quiet.step_seconds + 80 < away.step_seconds < quiet.step_seconds + 101
 
 
@@ -249,8 +237,6 @@ def test_what_cannot_be_simulated_is_named() -> None:
 def test_a_thousand_devices(spec: str) -> None:
     costs = Costs.uniform(1024, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
     num_microbatches = 1024 if spec != "pipeline:1f1b" else 8
-    outcome = simulate(
-        parse(spec), costs, on(1024, Link(1e9, 1e-5), per_host=8), num_microbatches=num_microbatches
-    )
+    outcome = simulate(parse(spec), costs, on(1024, Link(1e9, 1e-5), per_host=8), num_microbatches=num_microbatches)
     assert outcome.devices == len(outcome.memory) == 1024
     assert 0 < outcome.efficiency < 1

@@ -32,9 +32,7 @@ def test_simulate_prints_a_table_and_keeps_pictures(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["strategy"] for row in rows] == ["data", "ps:mode=asp,servers=1"]
     events = json.loads((tmp_path / "trace-data.json").read_text())["traceEvents"]
-    assert {"device 0", "device 7"} <= {
-        event["args"]["name"] for event in events if event["name"] == "process_name"
-    }
+    assert {"device 0", "device 7"} <= {event["args"]["name"] for event in events if event["name"] == "process_name"}
 
 
 def test_simulate_tells_scripts_the_figures() -> None:
@@ -69,9 +67,7 @@ def test_costs_of_ones_own(tmp_path: Path) -> None:
 
 def test_plan_ranks_and_says_why() -> None:
     cluster = str(ROOT / "examples" / "cluster.toml")
-    told = json.loads(
-        ran("plan", "mnist", "--cluster", cluster, "--batch-size", "256", "--failures", "0.1", "--json")
-    )
+    told = json.loads(ran("plan", "mnist", "--cluster", cluster, "--batch-size", "256", "--failures", "0.1", "--json"))
     rows = told["rows"]
     running = [row for row in rows if row["runs"]]
     assert running[0]["why"].startswith("fastest")

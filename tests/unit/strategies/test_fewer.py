@@ -38,7 +38,5 @@ def test_as_many_as_it_can_use(spec: str, devices: int, goes_on_as: str, used: i
 
 
 def test_too_few() -> None:
-    with pytest.raises(
-        FailedPrecondition, match=r"ps:mode=asp,servers=2 cannot go on with 1 of its devices: .*take 2"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"ps:mode=asp,servers=2 cannot go on with 1 of its devices: .*take 2"):
         plan_for_devices(parse("ps:asp,servers=2"), 1, 8, BLOCKS)

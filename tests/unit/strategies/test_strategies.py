@@ -81,10 +81,7 @@ def test_rules_over_several_steps_compute_everything_once(
     lines = run_rules([rule for rule in rules if rule is not None])
     computed = sorted(str(one) for line in lines for one in line if one.kind in "FB")
     assert computed == sorted(
-        f"{stage}{kind}{micro}"
-        for stage in range(plan.stages)
-        for micro in range(steps * micros)
-        for kind in "FB"
+        f"{stage}{kind}{micro}" for stage in range(plan.stages) for micro in range(steps * micros) for kind in "FB"
     )
     assert not timeline(Plan(micros * steps, plan.holders, lines, plan.servers)).stuck
 

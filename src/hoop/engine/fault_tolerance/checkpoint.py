@@ -53,9 +53,7 @@ def tensors_of(stages: Iterable[Stateful], names: Mapping[int, str]) -> dict[str
         for tensor in [*stage.layout.tensors, *stage.layout.counters, *stage.layout.frozen]:
             found[names[id(tensor)]] = tensor.detach()
         for index, moment in enumerate(stage.moments):
-            for parameter, view in zip(
-                stage.layout.parameters, stage.layout.views_trained(moment), strict=True
-            ):
+            for parameter, view in zip(stage.layout.parameters, stage.layout.views_trained(moment), strict=True):
                 found[f"{MOMENT}{index}.{names[id(parameter)]}"] = view
     return found
 
@@ -82,9 +80,7 @@ def serialize(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> byt
     """The bytes of a safetensors file. Its checksum covers all bytes, with zeros in place of the checksum itself."""
     # The checksum comes first in the metadata, so that the first run of zeros in the file is its place.
     about = json.dumps({CHECKSUM_KEY: "", **metadata} | {CHECKSUM_KEY: _BLANK_CHECKSUM})
-    data = safetensors.torch.save(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": about}
-    )
+    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"hoop": about})
     at = data.index(_BLANK_CHECKSUM.encode())
     return b"".join((data[:at], _checksum(data, at).encode(), memoryview(data)[at + len(_BLANK_CHECKSUM) :]))
 
@@ -105,9 +101,7 @@ def deserialize(data: bytes, where: Path | str = "checkpoint") -> tuple[dict[str
     try:
         return safetensors.torch.load(data), metadata
     except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
-        raise FailedPrecondition(
-            f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}"
-        ) from None
+        raise FailedPrecondition(f"{where}: {len(data)} bytes are not a checkpoint of Hoop's: {error!r}") from None
 
 
 def _header(data: bytes, where: Path | str) -> tuple[dict[str, Any], int]:
@@ -160,9 +154,7 @@ def write_to_arena(arena: Arena, name: str, data: bytes) -> str:
 class SnapshotPublisher:
     """Publishes one rank's parts of checkpoints: writes each into the arena and emits a ``snapshot`` event."""
 
-    def __init__(
-        self, arena: Arena, prefix: str, emit: Emit, run: str = "", joined_late: bool = False
-    ) -> None:
+    def __init__(self, arena: Arena, prefix: str, emit: Emit, run: str = "", joined_late: bool = False) -> None:
         """``prefix``: of buffer names. ``run``: run id stored in each snapshot.
 
         ``joined_late``: this rank joined a running job; checkpoints that it does not know of may exist.

@@ -65,9 +65,7 @@ class StepLog:
     def __init__(self, vectors: StateVectors, provenance: Provenance) -> None:
         self._provenance = provenance
         record = vectors.commit_record(_NAME, ())
-        self._rows = vectors.new(_NAME, LOG_STEPS * (_HEADER_ELEMENTS + provenance.width)).reshape(
-            LOG_STEPS, -1
-        )
+        self._rows = vectors.new(_NAME, LOG_STEPS * (_HEADER_ELEMENTS + provenance.width)).reshape(LOG_STEPS, -1)
         record.step = 0
 
     def append(self, done: int, losses: Sequence[float]) -> None:
@@ -100,13 +98,9 @@ def read_step_log(arena: Arena, prefix: str, run: str) -> dict[int, list[float]]
 def load_from_arena(arena: Arena, prefix: str, run: str) -> list[StateShard]:
     """Valid shards of this run's state, newest first, in private memory. Frees all buffers named ``prefix``…"""
     buffers = {one.name: one for one in arena.buffers() if one.name.startswith(prefix)}
-    found = [
-        _load_committed(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)
-    ]
+    found = [_load_committed(arena, buffers, step, about) for _, step, about in commit_records(arena, prefix, run)]
     found += [
-        _load_snapshot(arena, one, run)
-        for name, one in buffers.items()
-        if name[len(prefix) :].startswith(SNAPSHOT)
+        _load_snapshot(arena, one, run) for name, one in buffers.items() if name[len(prefix) :].startswith(SNAPSHOT)
     ]
     for name in buffers:
         arena.free(name)
@@ -149,10 +143,7 @@ def tensors_from_shard(
         if spec is None and name in untrained:
             found[name] = like
             continue
-        if spec is None or (spec.elements, spec.bytes) != (
-            like.numel(),
-            like.numel() * like.element_size(),
-        ):
+        if spec is None or (spec.elements, spec.bytes) != (like.numel(), like.numel() * like.element_size()):
             return None
         found[name] = torch.from_numpy(shard[spec]).view(like.dtype).view(like.shape)
     return found
@@ -216,9 +207,7 @@ class InPlaceState:
         self._frozen = [one for one in frozen if resumed or one.name in known]
         self._counters_copy = _allocate(vectors, "counters", self._counters)
         self._frozen_copy = _allocate(vectors, "fixed", self._frozen)
-        rows += state_rows(self._counters_copy.slices, "counters") + state_rows(
-            self._frozen_copy.slices, "fixed"
-        )
+        rows += state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
         self._record = vectors.commit_record("state", rows)
         self._step_log = StepLog(vectors, setup.role.provenance)
         self._update = self.executor._handlers[InstructionKind.UPDATE]

@@ -102,11 +102,7 @@ class ShardedStateManager:
 
     def begin_steps(self) -> None:
         """Called before steps. If updates do not wait for the commit, the live state is invalid until then."""
-        if (
-            self._replicator is not None
-            and self._setup is not None
-            and not replicates_gradients(self._setup.role)
-        ):
+        if self._replicator is not None and self._setup is not None and not replicates_gradients(self._setup.role):
             self._replicator.save_own_state(self._live_step)
             self._live_step = NO_STEP
 
@@ -139,12 +135,7 @@ class ShardedStateManager:
         return agreed
 
     def synchronize(
-        self,
-        context: RankContext,
-        stop: bool,
-        done: int,
-        steps: int = 0,
-        losses: Sequence[float] | None = None,
+        self, context: RankContext, stop: bool, done: int, steps: int = 0, losses: Sequence[float] | None = None
     ) -> tuple[bool, list[float]]:
         """Collective. Returns whether any rank wants to ``stop``, and the losses of the last ``steps`` steps.
 

@@ -76,13 +76,7 @@ def collect(
     ``shards``: the slices that this rank has and offered in its status. Returns new tensors by name, and where they
     come from, for an event: devices, or ``OWN_ARENA`` if this rank lacked no slice.
     """
-    mine = {
-        spec: shard[spec]
-        for shard in shards
-        if shard.step == plan.step
-        for spec in shard.slices
-        if spec.bytes
-    }
+    mine = {spec: shard[spec] for shard in shards if shard.step == plan.step for spec in shard.slices if spec.bytes}
     found = {name: torch.empty_like(one).contiguous() for name, one in targets.items()}
     specs = [one for one in plan.sources if one.bytes]
     missing = [index for index, one in enumerate(specs) if one.name in found and one not in mine]
@@ -98,9 +92,7 @@ def collect(
             elements = torch.from_numpy(data).view(flat.dtype)
             flat[spec.low : spec.high] = elements
     senders = sorted({plan.devices[plan.sources[specs[index]]] for index in missing})
-    source = (
-        f"device{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}" if senders else OWN_ARENA
-    )
+    source = f"device{'s' if len(senders) > 1 else ''} {', '.join(map(str, senders))}" if senders else OWN_ARENA
     return found, source
 
 
@@ -134,9 +126,7 @@ def synchronize_replicas(
     return plan
 
 
-def catch_up(
-    state: InPlaceState, communicator: Communicator, plan: RecoveryPlan, rate: float, timeout: float
-) -> None:
+def catch_up(state: InPlaceState, communicator: Communicator, plan: RecoveryPlan, rate: float, timeout: float) -> None:
     """Collective. (2): broadcasts the last step's clipped total from ``plan.root`` to ranks one step behind."""
     executor = state.executor
     stage = executor.stage_states[0]
@@ -180,9 +170,7 @@ def _counters(stage: StageState) -> np.ndarray[tuple[int], np.dtype[np.float32]]
     return np.array([float(one) for one in stage.layout.counters], np.float32)
 
 
-def broadcast_state(
-    executor: PlanExecutor, communicator: Communicator, plan: RecoveryPlan, timeout: float
-) -> None:
+def broadcast_state(executor: PlanExecutor, communicator: Communicator, plan: RecoveryPlan, timeout: float) -> None:
     """Collective. Broadcasts weights, buffers, optimizer state and counters from ``plan.root`` to ``plan.new``."""
     if not plan.new:
         return

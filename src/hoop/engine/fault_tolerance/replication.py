@@ -136,12 +136,7 @@ class Replica:
     """Another rank's state, kept at this rank, with at most one received update that is not applied yet."""
 
     def __init__(
-        self,
-        layout: ReplicaLayout,
-        vectors: StateVectors,
-        name: str,
-        optimizer: OptimizerSettings,
-        incremental: bool,
+        self, layout: ReplicaLayout, vectors: StateVectors, name: str, optimizer: OptimizerSettings, incremental: bool
     ) -> None:
         """``incremental``: gradients will come, and updates are repeated here; otherwise whole states will come."""
         self._layout = layout
@@ -155,9 +150,7 @@ class Replica:
             weights = self._vector(first)
             assert len(weights) == elements, "the owner's layout is consistent"
             self.totals.append(vectors.new(f"{name}.total{number}", elements))
-            moments = [
-                torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.num_moments)
-            ]
+            moments = [torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.num_moments)]
             update = make_update(optimizer, torch.from_numpy(weights[:trained]), moments)
             self._updates.append((update, weights, trained))
         self.counters: Bytes = np.empty(sum(count for _, count in layout.counters), np.uint8)
@@ -214,12 +207,7 @@ class Replicator:
     """
 
     def __init__(
-        self,
-        context: RankContext,
-        vectors: StateVectors,
-        role: RankRole,
-        model: nn.Module,
-        settings: Settings,
+        self, context: RankContext, vectors: StateVectors, role: RankRole, model: nn.Module, settings: Settings
     ) -> None:
         """Collective: ranks exchange layouts."""
         self._endpoint, self._timeout = context.communicator.endpoint, settings.timeout_s
@@ -228,9 +216,7 @@ class Replicator:
         self._holder = holders[context.rank]
         layout, arrays = self._layout()
         self._sends = role.needs_replication and self._holder != context.rank and bool(arrays)
-        layouts = all_gather_object(
-            context.communicator, vars(layout) if self._sends else None, self._timeout
-        )
+        layouts = all_gather_object(context.communicator, vars(layout) if self._sends else None, self._timeout)
         self._replicas = {
             owner: [
                 Replica(
@@ -323,10 +309,7 @@ class Replicator:
     def clone_versions(self) -> list[StateShard]:
         """Copies of every consistent version of the replicas, and of ``save_own_state``'s copy, in private memory."""
         found = [
-            one
-            for replicas in self._replicas.values()
-            for replica in replicas
-            for one in replica.clone_versions()
+            one for replicas in self._replicas.values() for replica in replicas for one in replica.clone_versions()
         ]
         if self._own_copy is not None and self._own_copy.step != NO_STEP:
             found.append(self._own_copy.clone())

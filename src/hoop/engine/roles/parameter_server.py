@@ -191,9 +191,7 @@ class ParameterServerRole(RankRole):
         self._slices = server_slices(self._layout, len(plan.servers))
         self._pieces = parameter_pieces(self._layout, self._slices)
         self._active_workers = [rank for rank in plan.holders[0] if plan.ranks[rank]]
-        self._rows, self._row_merges, self._total_row = (
-            _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
-        )
+        self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
         optimizer = executor.settings.optimizer
         self._shard = ServerShard(vectors, self._layout, self._slices[self._number], optimizer, rows)
@@ -260,9 +258,7 @@ class ParameterServerRole(RankRole):
         self.executor.execute(instruction)
 
     def _give(self, instruction: Instruction) -> None:
-        pending = self.executor.channel.send(
-            instruction, torch.from_numpy(self._shard.weights), self.deadline()
-        )
+        pending = self.executor.channel.send(instruction, torch.from_numpy(self._shard.weights), self.deadline())
         if pending is not None:
             self._pending_gives.append(pending)
 
@@ -316,9 +312,7 @@ class ParameterServerRole(RankRole):
         for piece in self._pieces[self._number]:
             if piece.first_slice != self._number:
                 for index in range(len(self._shard.moments)):
-                    leaving = Instruction(
-                        InstructionKind.GIVE, piece.parameter, index, servers[piece.first_slice]
-                    )
+                    leaving = Instruction(InstructionKind.GIVE, piece.parameter, index, servers[piece.first_slice])
                     channel.send(leaving, self._moment(index, piece), self.deadline())
         found = {}
         for piece in self._pieces[self._number]:
@@ -328,13 +322,9 @@ class ParameterServerRole(RankRole):
                     elements = [self._moment(index, piece)]
                     for number in range(self._number + 1, len(servers)):
                         if any(other.parameter == piece.parameter for other in self._pieces[number]):
-                            arriving = Instruction(
-                                InstructionKind.GET, piece.parameter, index, servers[number]
-                            )
+                            arriving = Instruction(InstructionKind.GET, piece.parameter, index, servers[number])
                             elements.append(channel.expect(arriving, self.deadline()))
-                    found[f"{MOMENT}{index}.{names[id(parameter)]}"] = torch.cat(elements).view(
-                        parameter.shape
-                    )
+                    found[f"{MOMENT}{index}.{names[id(parameter)]}"] = torch.cat(elements).view(parameter.shape)
         channel.endpoint.flush(self.deadline())
         return found
 
@@ -465,12 +455,7 @@ class ServerShard:
     """The state of one server in the arena: its slice of the weights, optimizer state, and rows for gradients."""
 
     def __init__(
-        self,
-        vectors: StateVectors,
-        layout: StateLayout,
-        part: ServerSlice,
-        optimizer: OptimizerSettings,
-        rows: int,
+        self, vectors: StateVectors, layout: StateLayout, part: ServerSlice, optimizer: OptimizerSettings, rows: int
     ) -> None:
         """``rows``: number of gradients that it holds at a time."""
         self.part = part

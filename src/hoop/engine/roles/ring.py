@@ -95,9 +95,7 @@ class AsynchronousRingRole(RingRole):
 
     stride = ASYNC_STRIDE
 
-    def __init__(
-        self, executor: PlanExecutor, strategy: Strategy, data: Dataset, vectors: StateVectors
-    ) -> None:
+    def __init__(self, executor: PlanExecutor, strategy: Strategy, data: Dataset, vectors: StateVectors) -> None:
         super().__init__(executor, strategy)
         plan, settings = executor.plan, executor.settings
         self._num_microbatches = plan.num_microbatches
@@ -105,8 +103,7 @@ class AsynchronousRingRole(RingRole):
         """Micro-batches in flight at most; micro-batch numbers on links are modulo this."""
         rows = -(-settings.batch_size // plan.num_microbatches)
         more_feeds = (
-            LaterFeed(data, settings.seed, rows, lane * plan.num_microbatches)
-            for lane in range(1, NUM_VERSIONS)
+            LaterFeed(data, settings.seed, rows, lane * plan.num_microbatches) for lane in range(1, NUM_VERSIONS)
         )
         self._feeds = [executor.feed, *more_feeds]
         self._versions: dict[int, WeightVersions] = {}
@@ -119,9 +116,7 @@ class AsynchronousRingRole(RingRole):
             assert not others, "a rank that computes all shards of a stage holds their sum in one node"
             self._total_slots[stage] = [slot + lane * shift for lane in range(NUM_VERSIONS)]
             self._versions[stage] = WeightVersions(stage_state, vectors, settings.optimizer, f"stage{stage}.")
-        executor.register_handlers(
-            {InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update}
-        )
+        executor.register_handlers({InstructionKind.REDUCE: self._reduce, InstructionKind.UPDATE: self._update})
         self._received: Counter[tuple[InstructionKind, int]] = Counter()
         self._updates_made: Counter[int] = Counter()
         self._steps_in_flight: list[int] = []
@@ -208,6 +203,4 @@ def _repeat_merge_plan(one_step: MergePlan, num_microbatches: int, shift: int) -
             SlotMerge(one.slot + offset, tuple((into + offset, other + offset) for into, other in one.merges))
             for one in one_step.slot_merges
         ]
-    return MergePlan(
-        tuple(order), tuple(slot_merges), one_step.nodes, one_step.slots + (NUM_VERSIONS - 1) * shift
-    )
+    return MergePlan(tuple(order), tuple(slot_merges), one_step.nodes, one_step.slots + (NUM_VERSIONS - 1) * shift)

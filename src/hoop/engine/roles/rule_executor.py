@@ -72,9 +72,7 @@ class RuleExecutor:
             if self._receive_all and self._expected and instruction.kind in _COMPUTES:
                 self._receive(self._channel.ready_peers(list(self._expected)))
         if self._expected:
-            raise InternalError(
-                f"a rule is finished and messages from ranks {sorted(self._expected)} are outstanding"
-            )
+            raise InternalError(f"a rule is finished and messages from ranks {sorted(self._expected)} are outstanding")
         self._channel.endpoint.flush(time.monotonic() + self._timeout_s)
 
     def _wait(self) -> None:

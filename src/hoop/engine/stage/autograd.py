@@ -85,9 +85,7 @@ def call_loss(function: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     except Exception as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
             raise  # raised by Python code, which the traceback names
-        raise InvalidArgument(
-            f"loss: {function_name(function)} of (outputs, targets) failed: {error}"
-        ) from error
+        raise InvalidArgument(f"loss: {function_name(function)} of (outputs, targets) failed: {error}") from error
     if not isinstance(found, Tensor):
         raise InvalidArgument(
             f"loss: {function_name(function)} returned {type(found).__name__}, which is not a tensor; return the loss "
@@ -114,9 +112,7 @@ class Criterion:
     """Called with the outputs and targets of each shard before the function; raises if ``returns`` is wrong."""
 
     @classmethod
-    def of(
-        cls, function: Loss, reduction: str, check: Callable[[Tensor, Tensor], None] | None = None
-    ) -> Criterion:
+    def of(cls, function: Loss, reduction: str, check: Callable[[Tensor, Tensor], None] | None = None) -> Criterion:
         """Return the criterion of a user's function: its own reduction decides what training minimises."""
         return cls(function, reduction, SUM if reduction == SUM else MEAN, check)
 
@@ -223,12 +219,7 @@ class Stage(ABC):
 
     @abstractmethod
     def backward(
-        self,
-        micro: int,
-        gradient: Tensor,
-        into: Views,
-        wants_input: bool,
-        on_segment: OnSegment | None = None,
+        self, micro: int, gradient: Tensor, into: Views, wants_input: bool, on_segment: OnSegment | None = None
     ) -> Tensor | None:
         """Write the gradients of the parameters to ``into``; return that of the input if ``wants_input``.
 
@@ -336,12 +327,7 @@ class AutogradStage(Stage):
         return ins, outs
 
     def backward(
-        self,
-        micro: int,
-        gradient: Tensor,
-        into: Views,
-        wants_input: bool,
-        on_segment: OnSegment | None = None,
+        self, micro: int, gradient: Tensor, into: Views, wants_input: bool, on_segment: OnSegment | None = None
     ) -> Tensor | None:
         ins, outs = self._graphs_of(micro)
         passed: Tensor | None = gradient

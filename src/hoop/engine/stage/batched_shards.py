@@ -27,9 +27,7 @@ MAX_SHARDS = 8
 _SHARD_KINDS = [InstructionKind.LOAD, InstructionKind.FORWARD, InstructionKind.BACKWARD]
 
 
-def agree_max_batched_shards(
-    context: RankContext, stage_state: StageState | None, rows: int, timeout: float
-) -> int:
+def agree_max_batched_shards(context: RankContext, stage_state: StageState | None, rows: int, timeout: float) -> int:
     """Return how many shards of ``rows`` samples every rank may compute as one batch. Collective.
 
     ``stage_state``: the whole model on this rank; None if this rank has none, and accepts any number.
@@ -74,9 +72,7 @@ def group_shards(instructions: Sequence[Instruction], most: int) -> Iterator[lis
 class BatchedShards:
     """Executes runs of shards as one batch, on a rank whose only stage is the whole model."""
 
-    def __init__(
-        self, feed: DataFeed, stage_state: StageState, profiler: InstructionProfiler, rows: int
-    ) -> None:
+    def __init__(self, feed: DataFeed, stage_state: StageState, profiler: InstructionProfiler, rows: int) -> None:
         """``rows``: samples of a full shard."""
         assert isinstance(stage_state.stage, ChainStage), "only chains are computed as one batch"
         self._feed, self._stage_state, self._stage = feed, stage_state, stage_state.stage
@@ -134,8 +130,6 @@ class BatchedShards:
             add_compute_time(started)
             loss = loss_value(losses[index * rows : (index + 1) * rows].sum())
             fingerprint = self._feed.fingerprints.get(microbatches[index], 0)
-            stage_state.on_gradient(
-                microbatches[index], (loss, 0.0, float(rows)), self._feed.num_nonempty, fingerprint
-            )
+            stage_state.on_gradient(microbatches[index], (loss, 0.0, float(rows)), self._feed.num_nonempty, fingerprint)
             on_shard(backwards[index])
             started = now()

@@ -187,12 +187,7 @@ class CudaGraphStage(Stage):
     """Captures forward and backward of an ``AutogradStage`` as CUDA graphs, and replays them."""
 
     def __init__(
-        self,
-        inner: AutogradStage,
-        blocks: nn.Module,
-        rows: int,
-        wants_input: bool,
-        new_row: Callable[[], OutputRow],
+        self, inner: AutogradStage, blocks: nn.Module, rows: int, wants_input: bool, new_row: Callable[[], OutputRow]
     ) -> None:
         """``rows``: samples of a full shard. ``new_row``: allocates a row for a gradient."""
         self._inner, self._blocks, self._wants_input, self._new_row = inner, blocks, wants_input, new_row
@@ -212,12 +207,7 @@ class CudaGraphStage(Stage):
         return lane.outputs
 
     def backward(
-        self,
-        micro: int,
-        gradient: Tensor,
-        into: Views,
-        wants_input: bool,
-        on_segment: OnSegment | None = None,
+        self, micro: int, gradient: Tensor, into: Views, wants_input: bool, on_segment: OnSegment | None = None
     ) -> Tensor | None:
         lane = self._lanes_in_flight.pop(micro, None)
         if lane is None:
@@ -491,9 +481,7 @@ def _node_last_shards(holding: MergePlan) -> set[int]:
     return found
 
 
-def stage_state_factory(
-    accelerator: Accelerator | None, plan: Plan, settings: Settings
-) -> Callable[..., StageState]:
+def stage_state_factory(accelerator: Accelerator | None, plan: Plan, settings: Settings) -> Callable[..., StageState]:
     """Return a function with the parameters of ``StageState`` that makes the state of a stage on CPU or GPU."""
     if accelerator is None:
         return StageState

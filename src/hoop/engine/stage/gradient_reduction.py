@@ -38,9 +38,7 @@ SquaredNorms = npt.NDArray[np.float64]
 class GradientNorm:
     """Computes the clipping factor from the norm over all stages, of which each rank knows a part."""
 
-    def __init__(
-        self, context: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]
-    ):
+    def __init__(self, context: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]):
         self._context, self._settings = context, settings
         counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
         *self._first_parameters, self._num_parameters = counts
@@ -63,10 +61,7 @@ class GradientNorm:
         self._context.communicator.endpoint.flush(time.monotonic() + self._settings.timeout_s)
         holders = sorted({rank for ranks in plan.holders for rank in ranks})
         self._context.group(holders).run(
-            Operation("all_reduce", len(squared), dtype("float64")),
-            squared,
-            squared,
-            self._settings.timeout_s,
+            Operation("all_reduce", len(squared), dtype("float64")), squared, squared, self._settings.timeout_s
         )
         return clip_scale(squared, self._settings.optimizer.clip)
 
@@ -89,12 +84,7 @@ class GradientReducer:
     """Reduces the gradients of one stage to ``StageState.total``."""
 
     def __init__(
-        self,
-        group: Communicator,
-        holdings: Sequence[MergePlan],
-        shards: int,
-        stage_state: StageState,
-        deadline: float,
+        self, group: Communicator, holdings: Sequence[MergePlan], shards: int, stage_state: StageState, deadline: float
     ) -> None:
         """Collective over ``group``, the ranks that hold the stage.
 
@@ -106,9 +96,7 @@ class GradientReducer:
             spans = []
         rest = (stage_state.buckets[-1] if spans else 0, stage_state.layout.total)
         self._all_reduces = [
-            OrderedAllReduce(
-                group, holdings, shards, stage_state.slots, stage_state.total_buffer, deadline, span
-            )
+            OrderedAllReduce(group, holdings, shards, stage_state.slots, stage_state.total_buffer, deadline, span)
             for span in (*spans, rest)
         ]
         stage_state.total = self._all_reduces[-1].result

@@ -75,12 +75,7 @@ class ChainStage(Stage):
 
     @torch.no_grad()
     def backward(
-        self,
-        micro: int,
-        gradient: Tensor,
-        into: Views,
-        wants_input: bool,
-        on_segment: OnSegment | None = None,
+        self, micro: int, gradient: Tensor, into: Views, wants_input: bool, on_segment: OnSegment | None = None
     ) -> Tensor | None:
         input_gradient = self._backward_activations(micro, gradient, wants_input)
         self.backward_weight(micro, into)
@@ -131,9 +126,7 @@ class ChainStage(Stage):
                 at += 1
 
     @torch.no_grad()
-    def backward_batched(
-        self, micro: int, gradient: Tensor, rows: int, intos: Iterable[Views]
-    ) -> Iterator[None]:
+    def backward_batched(self, micro: int, gradient: Tensor, rows: int, intos: Iterable[Views]) -> Iterator[None]:
         """Backward of several shards of ``rows`` samples each, whose forward ran as one batch.
 
         Yields after each shard. ``intos`` has the gradient views of each shard, and is advanced shard by shard.

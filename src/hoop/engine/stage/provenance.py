@@ -90,13 +90,9 @@ class Provenance:
         times, device = np.divmod(numbers[:, ::ELEMENTS_PER_SHARD], _ONCE)
         devices = np.where(times == 1, device, -times).tolist()
         fingerprints = (
-            numbers[:, 1::ELEMENTS_PER_SHARD]
-            .astype(">u4")
-            .view(np.uint8)
-            .reshape(len(known), -1, 4)[:, :, 1:]
+            numbers[:, 1::ELEMENTS_PER_SHARD].astype(">u4").view(np.uint8).reshape(len(known), -1, 4)[:, :, 1:]
         )
         found: dict[int, StepProvenance] = {
-            step: (each, one.tobytes().hex())
-            for step, each, one in zip(known, devices, fingerprints, strict=True)
+            step: (each, one.tobytes().hex()) for step, each, one in zip(known, devices, fingerprints, strict=True)
         }
         return [found.get(step) for step in range(first, first + count)]

@@ -72,9 +72,7 @@ class StateLayout:
         self.counters = [one for one in buffers if not one.is_floating_point()]
         for one in [*self.parameters, *self.buffers]:
             if one.dtype != torch.float32:
-                raise InvalidArgument(
-                    f"model: a tensor of {one.dtype}; Hoop trains float32 (call model.float())"
-                )
+                raise InvalidArgument(f"model: a tensor of {one.dtype}; Hoop trains float32 (call model.float())")
         self.offsets: list[int] = []
         end = 0
         for one in self.parameters:
@@ -245,9 +243,7 @@ class StageState:
         self._rotations = 0
         self.total: Array = self.total_buffer
         """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
-        self.update: Update = (
-            make_update(settings.optimizer, self.trained, self.moments) if updates else reject_update
-        )
+        self.update: Update = make_update(settings.optimizer, self.trained, self.moments) if updates else reject_update
         self.stage, self.buckets = make_stage(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         """The gradient slots, one a row."""
@@ -277,13 +273,7 @@ class StageState:
             self._slot_views = []
             for row in self.slots:
                 views = layout.views(torch.from_numpy(row))
-                self._slot_views.append(
-                    _Slot(
-                        views[:trained],
-                        row[layout.trained : layout.state],
-                        row[layout.state :],
-                    )
-                )
+                self._slot_views.append(_Slot(views[:trained], row[layout.trained : layout.state], row[layout.state :]))
         self._slot_merges = dict(zip(holding.order, holding.slot_merges, strict=True))
 
     def begin(self) -> None:
@@ -429,12 +419,7 @@ def make_stage(
     segments, bounds = split_segments(blocks, layout, settings.bucket_bytes)
     precision = torch.bfloat16 if settings.precision == "bfloat16" else None
     stage = AutogradStage(
-        segments,
-        first_block,
-        layout.parameters,
-        recompute=settings.recompute,
-        precision=precision,
-        device=device,
+        segments, first_block, layout.parameters, recompute=settings.recompute, precision=precision, device=device
     )
     return stage, bounds
 
@@ -450,9 +435,7 @@ def split_segments(blocks: Sequence[nn.Module], layout: StateLayout, size: int) 
     one_segment = bool(shared_parameters(blocks)) or not size
     for block in blocks:
         groups[-1].append(block)
-        last = max(
-            (indices[id(one)] + 1 for one in block.parameters() if one.requires_grad), default=ends[-1]
-        )
+        last = max((indices[id(one)] + 1 for one in block.parameters() if one.requires_grad), default=ends[-1])
         end = layout.offsets[last] if last < len(layout.parameters) else layout.trained
         begin = layout.offsets[ends[-1]] if ends[-1] < len(layout.parameters) else layout.trained
         if not one_segment and 4 * (end - begin) >= size and block is not blocks[-1]:

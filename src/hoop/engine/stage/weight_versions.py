@@ -23,9 +23,7 @@ NUM_VERSIONS = 2
 class WeightVersions:
     """The versions of one stage's weights. Redirects the vectors of its ``StageState`` to the selected version."""
 
-    def __init__(
-        self, stage_state: StageState, vectors: StateVectors, optimizer: OptimizerSettings, name: str
-    ) -> None:
+    def __init__(self, stage_state: StageState, vectors: StateVectors, optimizer: OptimizerSettings, name: str) -> None:
         layout = stage_state.layout
         self._stage_state = stage_state
         arrays = [stage_state.state_array]
@@ -34,9 +32,7 @@ class WeightVersions:
         self._states: list[Tensor] = [torch.from_numpy(one) for one in arrays]
         self._views = [layout.views(one) for one in self._states]
         self._updates = [
-            make_update(optimizer, one[: layout.trained], stage_state.moments)
-            if index
-            else stage_state.update
+            make_update(optimizer, one[: layout.trained], stage_state.moments) if index else stage_state.update
             for index, one in enumerate(self._states)
         ]
         self._newest = 0
@@ -45,9 +41,7 @@ class WeightVersions:
     def use(self, version: int) -> None:
         """Select the version for the next forward or backward; versions count the updates since the last ``reset``."""
         if not max(0, self._newest + 1 - NUM_VERSIONS) <= version <= self._newest:
-            raise InternalError(
-                f"weights of version {version} were requested, and {self._newest} is the newest"
-            )
+            raise InternalError(f"weights of version {version} were requested, and {self._newest} is the newest")
         self._select(version)
 
     def update(self, rate: float, step: int) -> None:

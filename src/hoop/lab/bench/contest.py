@@ -81,9 +81,7 @@ class Contest:
         unable = {"flat": ("tcp",), "staged": ("tcp",), "direct": ("shm", "tcp")}.get(self.algorithm, ())
         for name in self.contenders:
             if name in unable:
-                raise InvalidArgument(
-                    f"algorithm: {name} cannot run {self.algorithm}, which needs memory in common"
-                )
+                raise InvalidArgument(f"algorithm: {name} cannot run {self.algorithm}, which needs memory in common")
 
     def run(self) -> Iterator[BenchResult]:
         """Yield each result when it is measured. Contenders alternate, so that all see the same machine load."""

@@ -42,9 +42,7 @@ def stress(endpoint: SharedEndpoint, seconds: float, unordered: bool = False) ->
     """Run rounds for ``seconds`` (if ``unordered``: 2000 rounds). Rank 0 decides, so all ranks stop at one round."""
     findings = OrderingFindings()
     endpoint.wait_for_peers(time.monotonic() + TIMEOUT_S)
-    stages = [
-        [segment.stages[parity].view(np.uint64)[:WORDS] for parity in (0, 1)] for segment in endpoint.segments
-    ]
+    stages = [[segment.stages[parity].view(np.uint64)[:WORDS] for parity in (0, 1)] for segment in endpoint.segments]
     flags = [segment.control_words[0][4:5] for segment in endpoint.segments]
     deadline = time.monotonic() + seconds
     running = True
@@ -129,9 +127,7 @@ def _rank(rank: int, pipes: tuple[tuple[int, int], tuple[int, int]], seconds: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--unordered", action="store_true")

@@ -94,12 +94,7 @@ def run_torch(task: dict[str, Any]) -> None:
     _write_line("")
     json.loads(sys.stdin.readline())
     backend = "gloo" if task["contender"] == "gloo" else "hoop"
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{task['master']}",
-        rank=task["rank"],
-        world_size=task["ranks"],
-    )
+    dist.init_process_group(backend, init_method=f"tcp://{task['master']}", rank=task["rank"], world_size=task["ranks"])
 
     def agree(value: float) -> float:
         box = torch.tensor([value], dtype=torch.float64)

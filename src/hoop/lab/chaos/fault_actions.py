@@ -11,15 +11,7 @@ from typing import Any
 
 from hoop.client.cluster import Cluster
 from hoop.errors import DeadlineExceeded, PeerLost
-from hoop.job_events import (
-    CoordinatorBack,
-    CoordinatorLost,
-    DeviceLost,
-    Reassigned,
-    Recovered,
-    Resized,
-    Straggler,
-)
+from hoop.job_events import CoordinatorBack, CoordinatorLost, DeviceLost, Reassigned, Recovered, Resized, Straggler
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch, TimedEvent
 from hoop.lab.chaos.processes import ClusterProcesses
 from hoop.lab.chaos.schedule import ScheduledFault
@@ -75,9 +67,7 @@ class FaultActions:
         watch = self._watch
         first_step = watch.step
         watch.wait_until(lambda: watch.step >= first_step + fault.gap_steps, f"{fault.gap_steps} more steps")
-        watch.wait_until(
-            lambda: time.monotonic() >= self._next_at, "the next fault's turn", self._every_s + PATIENCE_S
-        )
+        watch.wait_until(lambda: time.monotonic() >= self._next_at, "the next fault's turn", self._every_s + PATIENCE_S)
         alive = self._alive_pids()
         kind = fault.kind
         if kind == "join" and len(alive) >= self._wanted + MAX_EXTRA_DEVICES:
@@ -103,9 +93,7 @@ class FaultActions:
         while len([one for one in self._processes.devices if one.poll() is None]) < self._wanted:
             self._processes.start_device()
         self._cluster.wait_for_devices(self._wanted, PATIENCE_S)
-        self._watch.wait_until(
-            lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job"
-        )
+        self._watch.wait_until(lambda: self._watch.ranks >= self._wanted, f"{self._wanted} devices in the job")
 
     def _wait_lost_and_recovered(self, outcome: FaultOutcome) -> None:
         """Wait until the device is lost and the other ranks have recovered.
@@ -159,9 +147,7 @@ class FaultActions:
             timer.wait(PAUSE_S)
             os.kill(pid, signal.SIGCONT)
             timer.wait(RUN_S)
-        stragglers = [
-            one for one in self._new_events() if isinstance(one.event, Straggler) and one.event.slow
-        ]
+        stragglers = [one for one in self._new_events() if isinstance(one.event, Straggler) and one.event.slow]
         outcome.detected_s = stragglers[0].at - self._injected_at if stragglers else None
         outcome.pause_s = 0.0
 

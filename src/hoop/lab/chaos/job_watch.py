@@ -88,13 +88,9 @@ class JobWatch:
                 if self._end_reason is not None:
                     raise PeerLost(f"{self._end_reason}, while waiting for: {what}")
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise DeadlineExceeded(
-                        f"waited {timeout:g} s for: {what} (step {self.step}, {self.ranks} ranks)"
-                    )
+                    raise DeadlineExceeded(f"waited {timeout:g} s for: {what} (step {self.step}, {self.ranks} ranks)")
 
-    def wait_event(
-        self, kind: type[JobEvent], after: int, timeout: float = PATIENCE_S, device: int = 0
-    ) -> TimedEvent:
+    def wait_event(self, kind: type[JobEvent], after: int, timeout: float = PATIENCE_S, device: int = 0) -> TimedEvent:
         """Wait for the first event of ``kind`` after the first ``after`` events; of ``device`` unless that is 0."""
 
         def first() -> TimedEvent | None:

@@ -41,9 +41,7 @@ class ClusterProcesses:
         journal = str(self._folder / "journal")
         port = str(self._port)
         with defer_signals():
-            self.coordinator = self.start(
-                "coordinator", "--journal", journal, "--port", port, LEAVE_WITH_STDIN
-            )
+            self.coordinator = self.start("coordinator", "--journal", journal, "--port", port, LEAVE_WITH_STDIN)
         self.address = Address.parse(_first_line(self.coordinator).split()[-1])
         self._port = self.address.port
 
@@ -55,18 +53,13 @@ class ClusterProcesses:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start ``hoop ARGUMENTS``; its stderr goes to a file in the folder."""
-        with (
-            defer_signals()
-        ):  # a signal that ends this process must not come before the new process is recorded
+        with defer_signals():  # a signal that ends this process must not come before the new process is recorded
             return self._start(*arguments)
 
     def _start(self, *arguments: str) -> subprocess.Popen[str]:
         with open(self._folder / f"{arguments[0]}.err", "ab") as errors:
             process = start_process(
-                *arguments,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                *arguments, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
         for one in self._all:
             if one.stdin is not None and one.poll() is not None:  # its pipes would stay open
@@ -77,9 +70,7 @@ class ClusterProcesses:
 
     def stderr_tails(self) -> str:
         """The end of each command's stderr."""
-        found = [
-            f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in self._folder.glob("*.err")
-        ]
+        found = [f"{path.name}: {path.read_text(errors='replace')[-500:]}" for path in self._folder.glob("*.err")]
         return "\n".join(found)
 
     def __enter__(self) -> ClusterProcesses:

@@ -86,10 +86,7 @@ class Chaos:
     def as_dict(self) -> dict[str, Any]:
         config = self.config
         return {
-            **{
-                name: getattr(config, name)
-                for name in ("seed", "job", "strategy", "devices", "pace", "every_s")
-            },
+            **{name: getattr(config, name) for name in ("seed", "job", "strategy", "devices", "pace", "every_s")},
             "faults": [one.as_dict() for one in self.outcomes],
             "faults_an_hour": self.faults_an_hour,
             "steps": self.steps,
@@ -236,10 +233,7 @@ def table(found: Chaos) -> Table:
         outcomes = [one for one in found.outcomes if one.kind == kind]
         if outcomes:
             detected, paused = _times(outcomes, "detected_s"), _times(outcomes, "pause_s")
-            repeated, replaced = (
-                sum(one.repeated for one in outcomes),
-                sum(one.replaced for one in outcomes),
-            )
+            repeated, replaced = (sum(one.repeated for one in outcomes), sum(one.replaced for one in outcomes))
             settled = _times(outcomes, "settled_s")
             rows.append([kind, len(outcomes), *detected, *paused, *settled, repeated, replaced])
     columns = [Column("fault"), Column("count", digits=0)]
@@ -258,11 +252,7 @@ def verdict(found: Chaos) -> str:
     """The result as one sentence."""
     config = found.config
     count, same = len(found.outcomes), "the same as" if found.equal else f"NOT those of ({found.undisturbed})"
-    record = (
-        f"; THE RECORD DOES NOT HOLD: {found.violation}"
-        if found.violation
-        else "; each step in the ledger once"
-    )
+    record = f"; THE RECORD DOES NOT HOLD: {found.violation}" if found.violation else "; each step in the ledger once"
     weights = f"{found.steps} steps, weights {found.weights}, {same} the undisturbed run's{record}"
     return (
         f"{count} faults in {found.seconds:.0f} s, one every {found.seconds / max(1, count):.1f} s "

@@ -95,9 +95,7 @@ def _detection_time(
         comm.all_reduce(buffer, timeout=1.0)
 
     try:
-        return _wait_dead(
-            client, device, after, lambda: os.kill(pid, number), call if calls else None, within
-        )
+        return _wait_dead(client, device, after, lambda: os.kill(pid, number), call if calls else None, within)
     finally:
         if number == signal.SIGSTOP:
             os.kill(pid, signal.SIGCONT)
@@ -109,12 +107,7 @@ def _last_sequence(client: Cluster) -> int:
 
 
 def _wait_dead(
-    client: Cluster,
-    device: int,
-    after: int,
-    inject: Callable[[], None],
-    call: Callable[[], None] | None,
-    within: float,
+    client: Cluster, device: int, after: int, inject: Callable[[], None], call: Callable[[], None] | None, within: float
 ) -> tuple[float | None, str]:
     """Inject the fault and wait for ``device_dead``; returns the seconds and the reason. Repeats ``call`` if given."""
     began = time.monotonic()
@@ -139,9 +132,7 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
     count = (1 if experiment.quick else 4) << 20
     chunks = [1 << power for power in ((14, 16, 18, 20) if experiment.quick else range(13, 23))]
     operations = 8
-    experiment.log(
-        f"chunked ring: {format_size(4 * count)} on {CHUNK_DEVICES} devices, {len(chunks)} sizes of chunks"
-    )
+    experiment.log(f"chunked ring: {format_size(4 * count)} on {CHUNK_DEVICES} devices, {len(chunks)} sizes of chunks")
     table: list[dict[str, Any]] = []
     with experiment.cluster(CHUNK_DEVICES, memory="128MiB") as address, connect(address) as client:
         comm = client.communicator(CHUNK_DEVICES)
@@ -178,11 +169,7 @@ def chunked_ring(experiment: Experiment, findings: Findings) -> None:
         [
             Lines(
                 "time (ms)",
-                [
-                    ChartLine(
-                        "chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table]
-                    )
-                ],
+                [ChartLine("chunked ring", [row["bytes"] for row in table], [row["chunked"] for row in table])],
                 rules={"plain ring": plain},
             )
         ],
@@ -282,9 +269,7 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
         "a device is killed, another joins", "mnist", devices=DEVICES, on_event=on_event, **TRAINING
     )
     steps = disturbed.summary["steps"]
-    undisturbed = experiment.train(
-        "the same, undisturbed", "mnist", devices=DEVICES, max_steps=steps, **TRAINING
-    )
+    undisturbed = experiment.train("the same, undisturbed", "mnist", devices=DEVICES, max_steps=steps, **TRAINING)
     same = disturbed.summary["weights_sha256"] == undisturbed.summary["weights_sha256"]
     changes = [one for one in disturbed.events if isinstance(one, Recovered | Resized)]
     table = [_row("undisturbed", undisturbed), _row("killed, joined", disturbed)]
@@ -309,15 +294,7 @@ def _restart(experiment: Experiment, findings: Findings) -> None:
         "run that nothing happened to.",
         make_table(table, "A training that loses and gains a device", longest_pause="s", time="s"),
         make_table(
-            [
-                {
-                    "step": one.step,
-                    "devices then": one.ranks,
-                    "pause": one.pause_s,
-                    "how": "measured",
-                }
-                for one in changes
-            ],
+            [{"step": one.step, "devices then": one.ranks, "pause": one.pause_s, "how": "measured"} for one in changes],
             "Changes of the ranks",
             pause="s",
         ),

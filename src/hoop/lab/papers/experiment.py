@@ -123,9 +123,7 @@ class RunningCluster:
     def join(self, memory: int) -> None:
         """Start one more device with an arena of ``memory`` bytes."""
         self._joined.append(
-            start_process(
-                "device", "--join", self.address, "--memory", str(memory), "--quiet", LEAVE_WITH_STDIN
-            )
+            start_process("device", "--join", self.address, "--memory", str(memory), "--quiet", LEAVE_WITH_STDIN)
         )
 
     def close(self) -> None:

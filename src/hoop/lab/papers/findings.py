@@ -54,9 +54,7 @@ class Findings:
         return Page(title, [*top, *self.sections], lead, facts)
 
     def table(self) -> Table:
-        make_table = [
-            [one.claim, one.paper, one.ours, one.how, one.verdict, one.why or None] for one in self.claims
-        ]
+        make_table = [[one.claim, one.paper, one.ours, one.how, one.verdict, one.why or None] for one in self.claims]
         return Table([Column(name) for name in _COLUMNS], make_table, CLAIMS)
 
 

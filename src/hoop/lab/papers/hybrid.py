@@ -64,14 +64,8 @@ def run(experiment: Experiment) -> Findings:
         )
     else:
         settings |= {"tf32": True}
-        findings.limits.append(
-            "Products on the GPU are rounded to TF32, nearly twice as fast; sums are float32."
-        )
-    where = (
-        f"{experiment.cores} cores"
-        if experiment.accelerator == "cpu"
-        else f"one {experiment.accelerator} device"
-    )
+        findings.limits.append("Products on the GPU are rounded to TF32, nearly twice as fast; sums are float32.")
+    where = f"{experiment.cores} cores" if experiment.accelerator == "cpu" else f"one {experiment.accelerator} device"
     findings.limits.append(
         f"{NODES} nodes share {where} here: what they save by working at once is bounded by that. The paper's are four "
         "t2.micro instances with one virtual CPU each, which throttle when their credits are spent."
@@ -142,11 +136,7 @@ def _training(experiment: Experiment, findings: Findings, runs: Runs) -> None:
     ]
     accuracy = Chart(
         "Accuracy by epoch",
-        [
-            Lines(
-                "test accuracy (%)", lines, rules={"paper: one node, 82 %": 82.0, "paper: hybrid, 83 %": 83.0}
-            )
-        ],
+        [Lines("test accuracy (%)", lines, rules={"paper: one node, 82 %": 82.0, "paper: hybrid, 83 %": 83.0})],
         x_label="epoch",
         subtitle="measured; the synchronous strategies compute the same thing, their lines lie on each other",
     )
@@ -160,13 +150,7 @@ def _training(experiment: Experiment, findings: Findings, runs: Runs) -> None:
         "MobileNetV2 with Hoop's recipe (SGD with momentum and a cosine; the paper: Adam at 0.001 with steps), flips "
         "and crops as in the paper. The cut into stages is measured, not drawn by hand.",
         make_table(
-            table,
-            "MobileNetV2 on CIFAR-10",
-            time="s",
-            paper_time="s",
-            accuracy="%",
-            paper_accuracy="%",
-            idle="%",
+            table, "MobileNetV2 on CIFAR-10", time="s", paper_time="s", accuracy="%", paper_accuracy="%", idle="%"
         ),
         Picture("accuracy", accuracy.svg(), "Measured; dashed, the paper's."),
         Picture("times", times.svg(), "Measured."),
@@ -220,9 +204,7 @@ def _simulated(experiment: Experiment, findings: Findings, job: Job) -> None:
         x_label="nodes, a core each",
         subtitle=f"simulated: {ETHERNET}, batch 256 in {shards} shards",
     )
-    best = max(
-        one.speedup for outcomes in curves.values() if (one := outcomes[nodes.index(NODES)]) is not None
-    )
+    best = max(one.speedup for outcomes in curves.values() if (one := outcomes[nodes.index(NODES)]) is not None)
     findings.section(
         "Four machines, and more",
         "MobileNetV2's blocks measured on one core here; nodes and links simulated.",

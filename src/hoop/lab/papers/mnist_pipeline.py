@@ -81,9 +81,7 @@ class AllReduceVariants:
         expected = np.sum(values, axis=0)
         for rank in range(size):
             if not np.array_equal(self.buffer.read(rank), expected):
-                raise InternalError(
-                    f"all-reduce of {self.count} float64 on {size}: rank {rank} has a wrong sum"
-                )
+                raise InternalError(f"all-reduce of {self.count} float64 on {size}: rank {rank} has a wrong sum")
 
     def close(self) -> None:
         self.comm.destroy()
@@ -111,12 +109,8 @@ def _count_messages(findings: Findings) -> None:
     for devices in (2, 4, 8, 16, 64):
         row: dict[str, Any] = {"devices": devices}
         for name in ("naive", "ring"):
-            plans = [
-                Operation("all_reduce", GRADIENT, algorithm=name).plan(devices, r) for r in range(devices)
-            ]
-            sent = [
-                [one for steps in plan.rounds for one in steps if isinstance(one, Send)] for plan in plans
-            ]
+            plans = [Operation("all_reduce", GRADIENT, algorithm=name).plan(devices, r) for r in range(devices)]
+            sent = [[one for steps in plan.rounds for one in steps if isinstance(one, Send)] for plan in plans]
             row[f"{name} messages"] = sum(map(len, sent))
             row[f"{name} rounds"] = max(len(plan.rounds) for plan in plans)
             row[f"{name} busiest sends"] = max(4 * sum(one.range.length for one in mine) for mine in sent)
@@ -126,9 +120,7 @@ def _count_messages(findings: Findings) -> None:
         "What the ring saves",
         "Counted on the plans themselves, for the MLP's gradient in float32. The ring sends **more** messages, in more "
         "rounds, not fewer; what it saves is that no device has to send, or add up, everybody's gradient.",
-        make_table(
-            table, "Messages of one all-reduce", naive_busiest_sends="bytes", ring_busiest_sends="bytes"
-        ),
+        make_table(table, "Messages of one all-reduce", naive_busiest_sends="bytes", ring_busiest_sends="bytes"),
     )
     findings.claim(
         "the ring takes communication from O(n²) to O(n) steps",
@@ -223,10 +215,7 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
     experiment.log("ring against naive, simulated")
     devices = (2, 4, 8, 16, 32, 64)
     names = ("naive", "ring", "tree")
-    ms = {
-        name: [1000 * all_reduce_seconds(GRADIENT, count, name, ETHERNET) for count in devices]
-        for name in names
-    }
+    ms = {name: [1000 * all_reduce_seconds(GRADIENT, count, name, ETHERNET) for count in devices] for name in names}
     small = {name: 1000 * all_reduce_seconds(17, devices[-1], name, ETHERNET) for name in names}
     chart = Chart(
         "One all-reduce of the MLP's gradient, by number of devices",
@@ -235,10 +224,7 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
         x_kind="log",
         subtitle=f"simulated: {ETHERNET}, float32, 438 KB",
     )
-    table = [
-        {"devices": n, **{name: ms[name][i] for name in names}, "how": "simulated"}
-        for i, n in enumerate(devices)
-    ]
+    table = [{"devices": n, **{name: ms[name][i] for name in names}, "how": "simulated"} for i, n in enumerate(devices)]
     findings.section(
         "Ring against naive, between machines",
         f"The plans that devices execute, in virtual time over links of {ETHERNET}. The naive way is bound by the one "
@@ -285,9 +271,7 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
         "MLP, plain SGD 0.01": experiment.train(
             "MLP, plain SGD", RECIPES["mnist"], devices=DEVICES, epochs=epochs, **PLAIN
         ),
-        "MLP, Hoop's recipe (Adam)": experiment.train(
-            "MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs
-        ),
+        "MLP, Hoop's recipe (Adam)": experiment.train("MLP", RECIPES["mnist"], devices=DEVICES, epochs=epochs),
         "no hidden layer (softmax)": experiment.train(
             "softmax regression",
             RECIPES["softmax"],
@@ -305,9 +289,7 @@ def _train_models(experiment: Experiment, findings: Findings) -> None:
                 "test accuracy (%)",
                 [
                     ChartLine(
-                        name,
-                        [e["epoch"] for e in one.evaluations],
-                        [100 * e["accuracy"] for e in one.evaluations],
+                        name, [e["epoch"] for e in one.evaluations], [100 * e["accuracy"] for e in one.evaluations]
                     )
                     for name, one in runs.items()
                 ],

@@ -79,9 +79,7 @@ def run_mpi(mpirun: Path, ranks: int, folder: Path, side: int, epochs: int, rate
     """Run the baseline under mpirun with ``ranks`` ranks."""
     python = next((one for one in (str(mpirun.parent / "python"), sys.executable) if _has_mpi(one)), "")
     if not python:
-        raise FailedPrecondition(
-            f"mpirun: neither the Python beside {mpirun} nor this one has mpi4py and numpy"
-        )
+        raise FailedPrecondition(f"mpirun: neither the Python beside {mpirun} nor this one has mpi4py and numpy")
     options = ["--oversubscribe", "--bind-to", "none"]
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
@@ -115,9 +113,7 @@ TableRow = dict[str, Any]
 def run(experiment: Experiment) -> Findings:
     findings = Findings()
     images, epochs = (2_000, 3) if experiment.quick else (60_000, 5)
-    nodes = [
-        count for count in (1, 2, 4, 8, 16) if count <= (2 if experiment.quick else max(4, experiment.cores))
-    ]
+    nodes = [count for count in (1, 2, 4, 8, 16) if count <= (2 if experiment.quick else max(4, experiment.cores))]
     findings.limits.append(
         f"A node is a device with one core; {experiment.cores} cores are here, and devices beyond that share them. The "
         "paper's nodes have as many cores as give it 10x, joined by InfiniBand."
@@ -162,9 +158,7 @@ def _one_size(
         serial = run_serial(folder, side, epochs, rate)
         add("by hand, serial", 1, serial.epoch, serial.loss[-1])
         for count in nodes:
-            one = experiment.train(
-                f"{side * side} pixels", subset_job, devices=count, accelerator="cpu", **settings
-            )
+            one = experiment.train(f"{side * side} pixels", subset_job, devices=count, accelerator="cpu", **settings)
             add("Hoop", count, _epoch(one), one.losses[-1])
             if experiment.mpirun is not None:
                 experiment.log(f"{side * side} pixels: MPI, {count} ranks")
@@ -233,9 +227,7 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
             Lines(
                 "seconds",
                 [
-                    ChartLine(
-                        f"{name}, {count}", [side**2 for side in SIDES], _epoch_seconds(table, name, count)
-                    )
+                    ChartLine(f"{name}, {count}", [side**2 for side in SIDES], _epoch_seconds(table, name, count))
                     for name, count in [("by hand, serial", 1), *((one, n) for one in who for n in (1, most))]
                 ],
                 kind="log",
@@ -303,18 +295,12 @@ def _simulated(experiment: Experiment, findings: Findings) -> None:
         with_server[side * side] = _speedups(costs, "ps:bsp", (4,), shards, INFINIBAND)[0]
     chart = Chart(
         "Speed-up by number of nodes",
-        [
-            Lines(
-                "times one node's speed",
-                [ChartLine(name, nodes, up, "dashed") for name, up in speedups.items()],
-            )
-        ],
+        [Lines("times one node's speed", [ChartLine(name, nodes, up, "dashed") for name, up in speedups.items()])],
         x_label="nodes, a core each",
         subtitle="simulated: 60 000 images in one batch an epoch, data parallel",
     )
     table = [
-        {"": name, **{str(n): up[i] for i, n in enumerate(nodes)}, "how": "simulated"}
-        for name, up in speedups.items()
+        {"": name, **{str(n): up[i] for i, n in enumerate(nodes)}, "how": "simulated"} for name, up in speedups.items()
     ]
     findings.section(
         "Speed-up, beyond this machine",

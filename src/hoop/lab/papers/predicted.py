@@ -34,11 +34,7 @@ def simulate_curves(
         for count in nodes:
             try:
                 outcome = simulate(
-                    parse(spec),
-                    costs,
-                    Cluster.even(count, link=link),
-                    num_microbatches=num_microbatches,
-                    trace=False,
+                    parse(spec), costs, Cluster.even(count, link=link), num_microbatches=num_microbatches, trace=False
                 )
             except UserError:
                 curves[name].append(None)
@@ -55,20 +51,12 @@ def all_reduce_seconds(count: int, devices: int, algorithm: str, link: Link) -> 
     costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=4 * count, machine=Machine(instruction_s=0.0, step_s=0.0))
     cluster = Cluster.even(devices, link=link)
     outcome = simulate(
-        parse("data"),
-        costs,
-        cluster,
-        num_microbatches=devices,
-        all_reduce=algorithm,
-        trace=False,
-        max_messages=10**6,
+        parse("data"), costs, cluster, num_microbatches=devices, all_reduce=algorithm, trace=False, max_messages=10**6
     )
     return outcome.step_seconds
 
 
-def curve_rows(
-    curves: Mapping[str, Sequence[SimulationResult | None]], nodes: Sequence[int]
-) -> list[dict[str, Any]]:
+def curve_rows(curves: Mapping[str, Sequence[SimulationResult | None]], nodes: Sequence[int]) -> list[dict[str, Any]]:
     """The curves as table rows."""
     return [
         {

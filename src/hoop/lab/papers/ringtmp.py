@@ -70,13 +70,7 @@ class Largest:
 
 
 def largest_model(
-    experiment: Experiment,
-    make: Callable[[int], Job],
-    start: int,
-    grain: int,
-    *,
-    halvings: int = 3,
-    **options: Any,
+    experiment: Experiment, make: Callable[[int], Job], start: int, grain: int, *, halvings: int = 3, **options: Any
 ) -> Largest:
     """Double the size from ``start`` until it does not fit, then bisect. Every attempt trains one real step.
 
@@ -109,12 +103,7 @@ def capacity(experiment: Experiment, findings: Findings) -> None:
     """Aim 7: grow the model on both systems until it does not fit the memory."""
     memory = "4MiB" if experiment.quick else "64MiB"
     nodes, halvings = 4, 2 if experiment.quick else 4
-    options: dict[str, Any] = SGD | {
-        "batch_size": 64,
-        "memory": memory,
-        "devices": nodes,
-        "halvings": halvings,
-    }
+    options: dict[str, Any] = SGD | {"batch_size": 64, "memory": memory, "devices": nodes, "halvings": halvings}
     table: list[dict[str, Any]] = []
     grown = [("width", 64, 16)] if experiment.quick else [("width", 64, 16), ("depth", DEPTH, 4)]
     for what, start, grain in grown:
@@ -194,9 +183,7 @@ def train_with_removal(
 
     what = "a node goes for good" if for_good else "a node goes for a while"
     try:
-        trained = experiment.train(
-            what, job, devices=devices, strategy=strategy, on_event=on_event, **settings
-        )
+        trained = experiment.train(what, job, devices=devices, strategy=strategy, on_event=on_event, **settings)
         return Removal(bool(timers), trained)
     except HoopError as error:
         return Removal(bool(timers), None, str(error))
@@ -274,9 +261,7 @@ def at_scale(experiment: Experiment, findings: Findings) -> None:
     nodes, num_microbatches, depth = (2, 4, 8, 16, 32), 32, 33
     costs = measure_costs(chain(WIDTH, depth, 1024), 64)
     curves = simulate_curves(costs, STRATEGIES, nodes, num_microbatches, ETHERNET)
-    curves |= simulate_curves(
-        costs.with_rows(num_microbatches * costs.rows), {WHOLE: "ring"}, nodes, 1, ETHERNET
-    )
+    curves |= simulate_curves(costs.with_rows(num_microbatches * costs.rows), {WHOLE: "ring"}, nodes, 1, ETHERNET)
     lines: list[list[ChartLine]] = [[], []]
     for name, outcomes in curves.items():
         points = [(n, one) for n, one in zip(nodes, outcomes, strict=True) if one is not None]
@@ -522,10 +507,7 @@ def _progress(findings: Findings, runs: Runs, most: int) -> None:
 
 
 def _scaling(experiment: Experiment, findings: Findings, runs: Runs, nodes: Sequence[int]) -> None:
-    lines = [
-        ChartLine(name, nodes, [runs[name, count].summary["seconds"] for count in nodes])
-        for name in STRATEGIES
-    ]
+    lines = [ChartLine(name, nodes, [runs[name, count].summary["seconds"] for count in nodes]) for name in STRATEGIES]
     chart = Chart(
         "Time to finish an epoch",
         [Lines("seconds", lines)],
@@ -533,15 +515,11 @@ def _scaling(experiment: Experiment, findings: Findings, runs: Runs, nodes: Sequ
         subtitle=f"measured on {experiment.cores} cores",
     )
     findings.section(
-        "Scaling",
-        Picture("time", chart.svg(), f"Measured; beyond {experiment.cores} nodes they share cores."),
+        "Scaling", Picture("time", chart.svg(), f"Measured; beyond {experiment.cores} nodes they share cores.")
     )
     first, last = nodes[0], nodes[-1]
     apart = last <= experiment.cores
-    gain = {
-        name: runs[name, first].summary["seconds"] / runs[name, last].summary["seconds"]
-        for name in (RING, SERVER)
-    }
+    gain = {name: runs[name, first].summary["seconds"] / runs[name, last].summary["seconds"] for name in (RING, SERVER)}
     findings.claim(
         "5: RingTMP scales better than a parameter server",
         paper="aim",

@@ -34,8 +34,7 @@ class Rank:
         self.np, self.world, self.enlarge, self.rate = np, world, enlarge, rate
         rank, size = (world.rank, world.size) if world else (0, 1)
         images, labels = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            for name in ("images", "labels")
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("images", "labels")
         )
         self.total = len(images)
         mine = slice(self.total * rank // size, self.total * (rank + 1) // size)
@@ -46,9 +45,7 @@ class Rank:
     def epoch(self) -> float:
         """Train one epoch; returns its mean loss."""
         np = self.np
-        gradient = np.zeros(
-            (len(self.weights), self.weights.shape[1] + 1), np.float32
-        )  # and one column for the loss
+        gradient = np.zeros((len(self.weights), self.weights.shape[1] + 1), np.float32)  # and one column for the loss
         for low in range(0, len(self.images), CHUNK):
             pixels = self.timed("load", self.load, low)
             logits = self.timed("hypothesis", self.hypothesis, pixels)
