@@ -43,7 +43,7 @@ def test_a_copy_elsewhere_changes_no_bit(strategy: str, devices: int) -> None:
 
 def test_several_versions_of_the_weights_have_their_turn_there() -> None:
     mirrored, plain = (
-        trained("normed", "ring:async", 2, accelerator=accelerator) for accelerator in ("replicate", "cpu")
+        trained("normed", "ring:async", 2, accelerator=accelerator) for accelerator in ("emulated", "cpu")
     )
     assert_same(mirrored, plain)
 
