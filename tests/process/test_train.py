@@ -167,7 +167,7 @@ def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
     running = start("train", SLOW, "-n", 2)
     until(lambda: "loading" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
-    assert running.wait(within=40) == 130
+    assert running.wait(within=40) == 130, running.errors
     assert "Traceback" not in running.errors
 
 
