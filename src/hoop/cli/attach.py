@@ -26,8 +26,9 @@ def attach(
 ) -> None:
     """Follow a job that was started elsewhere, from its beginning to its result.
 
-    Whoever started it may be gone: closed, killed, or [bold]hoop train --detach[/bold]. Ctrl-C leaves the job alone and
-    only ends this command; come back as often as you like, also after the job has ended, while its devices are there.
+    The command that started it may have been closed, killed, or detached ([bold]hoop train --detach[/bold]). Ctrl-C
+    ends only this command, not the job; come back as often as you like, also after the job has ended, while its devices are
+    there.
     """
     from hoop.cli.training_view import PlainView, View
     from hoop.runs import job_follower

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 LINE_S = 10.0
-"""Without a terminal, a line at least so often while something is told."""
+"""Without a terminal, seconds between lines of progress."""
 
 
 def reproduce(
@@ -122,7 +122,7 @@ def _each(names: list[str]) -> None:
         with subprocess.Popen([sys.executable, "-m", "hoop", "reproduce", one, *given]) as child:
             try:
                 code = child.wait()
-            except BaseException:  # Ctrl-C: it has heard it too, and cleans up
+            except BaseException:  # Ctrl-C: the child got the signal too, and cleans up
                 child.terminate()
                 raise
         if code:

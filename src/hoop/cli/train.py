@@ -175,7 +175,7 @@ def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resum
         raise InvalidArgument("--detach: it needs --coordinator, a cluster that outlives this command")
     if detach and out is not None and not resume:
         raise InvalidArgument(
-            "--out: files are written by whoever follows the job; leave it to hoop attach JOB --out FOLDER"
+            "--out: the command that follows a job writes its files; use hoop attach JOB --out FOLDER"
         )
 
 

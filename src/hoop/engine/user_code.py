@@ -1,6 +1,6 @@
-"""Whose fault an exception is: a job's model, data and loss are the user's code, and run inside Hoop.
+"""Tells exceptions of the user's code from bugs in Hoop: a job's model, data and loss run inside Hoop.
 
-What they raise is told as the user's, with their own traceback and without Hoop's frames; anything else is a bug.
+An exception of that code is reported as the user's, with its traceback and without Hoop's frames; any other is a bug.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hoop.errors import HoopError, InternalError, UserError
 _HOOP = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _MODULES = f"torch{os.sep}nn{os.sep}"
-"""Layers and losses of PyTorch's that Hoop calls were chosen, and fed, by the user."""
+"""The user chose the layers and losses of PyTorch that Hoop calls, and their inputs."""
 
 
 @contextmanager
 def blaming_user_code(where: str) -> Iterator[None]:
-    """Turns what is raised here into an error that says whose it is."""
+    """Turns an exception raised in the block into a UserError, or into an InternalError if Hoop raised it."""
     try:
         yield
     except HoopError:
@@ -32,11 +32,11 @@ def blaming_user_code(where: str) -> Iterator[None]:
 
 
 def blamed(error: Exception, where: str) -> HoopError:
-    """The error as Hoop tells it: the user's if it went through code outside Hoop, Python and its libraries."""
+    """A UserError if the traceback has a frame outside Hoop, Python and its libraries, else an InternalError."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [index for index, frame in enumerate(frames) if _is_users(frame.filename)]
     if not users and any(_MODULES in frame.filename for frame in frames):
-        users = [len(frames) - 1]  # nothing of theirs to show but where PyTorch noticed
+        users = [len(frames) - 1]  # no frame of the user's code: show where PyTorch raised
     what = "".join(traceback.format_exception_only(error)).strip()
     if not users and not isinstance(error, SyntaxError):
         return InternalError(f"a bug in Hoop, {where}: {what}\n{''.join(traceback.format_list(frames)).rstrip()}")

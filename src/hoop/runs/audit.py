@@ -155,7 +155,7 @@ class _History:
         samples = self._order.indices(epoch, place, self._about["batch_size"])
         num_microbatches = int(self._about["micros"])
         if not by:
-            raise self._wrong(f"step {step}: no device told what went into it")
+            raise self._wrong(f"step {step}: no device reported its samples")
         if len(by) != num_microbatches or len(fed) != 6 * num_microbatches:
             raise self._wrong(f"step {step}: {len(by)} shards, where a batch has {num_microbatches}")
         for one in range(num_microbatches):

@@ -73,7 +73,7 @@ def measure(one: TrainedModel) -> dict[str, Any]:
         data = splits.test
         one.model.eval()
         job = with_criterion(one.job, splits.train, one.settings.seed, one.model)
-        assert job.criterion is not None, "it was found, or it was not told apart and raised"
+        assert job.criterion is not None, "with_criterion finds one, or raises"
         loss, right = _figures(one, data, job.criterion)
     return {
         "job": one.settings.job,

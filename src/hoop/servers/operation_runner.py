@@ -1,10 +1,10 @@
 """Runs collectives on a device: its rank assignments in communicators, and the launches of the coordinator.
 
-coordinator ── Seat ────▶ (1) stores the assignment: generation, rank, members
-coordinator ── Reserve ─▶     stores the byte ranges of accepted operations that will be launched later
-coordinator ── Launch ──▶ (2) checks every operand, then runs all operations on a thread of their own; devices
-                              exchange chunks directly; one answer at the end
-coordinator ── Abort ───▶ (3) closes the links of that generation, so the thread returns at once
+coordinator ── AssignRank ─▶ (1) stores the assignment: generation, rank, members
+coordinator ── Reserve ────▶     stores the byte ranges of accepted operations that will be launched later
+coordinator ── Launch ─────▶ (2) checks every operand, then runs all operations on a thread of their own; devices
+                                 exchange chunks directly; one answer at the end
+coordinator ── Abort ──────▶ (3) closes the links of that generation, so the thread returns at once
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ class OperationRunner:
                 f"{message.generation} is over"
             )
         if len(message.members) > MAX_MEMBERS:
-            raise InvalidArgument(f"seat: {len(message.members)} members are more than {MAX_MEMBERS}")
+            raise InvalidArgument(f"assignment: {len(message.members)} members are more than {MAX_MEMBERS}")
         if not message.communicator_id or message.rank >= len(message.members):
             raise InvalidArgument(
-                f"seat: rank {message.rank} of {len(message.members)} members in communicator "
+                f"assignment: rank {message.rank} of {len(message.members)} members in communicator "
                 f"{message.communicator_id} is not valid"
             )
         assignment = RankAssignment(message.generation, message.rank, tuple(map(device_info, message.members)))

@@ -138,7 +138,7 @@ HISTORIES = {
     "step 3 follows step 1": [begun(), fed(1), fed(3)],
     "step 1 follows step 1": [begun(), fed(1), fed(1)],
     "step 1: 3 shards, where a batch has 4": [begun(), fed(1, [1, 1, 2])],
-    "step 1: no device told": [begun(), {**fed(1), "by": []}],
+    "step 1: no device reported": [begun(), {**fed(1), "by": []}],
     "the record begins at step 3": [begun(3), fed(4)],
     "goes on after step 5, and step 2 is the last": [begun(), fed(1), fed(2), begun(5)],
     "after step 1 batch_size is 4 and was 8": [begun(), fed(1), begun(1, batch_size=4)],

@@ -160,7 +160,7 @@ class FaultActions:
     def _leave(self, outcome: FaultOutcome, pid: int) -> None:
         code = self._end_process(pid, signal.SIGTERM)
         if code:
-            raise PeerLost(f"device {outcome.device} was told to leave and ended with code {code}")
+            raise PeerLost(f"device {outcome.device} was asked to leave and ended with code {code}")
         outcome.pause_s = self._last_pause()
 
     def _coordinator(self, outcome: FaultOutcome, _: int) -> None:
