@@ -27,8 +27,8 @@ def attach(
     """Follow a job that was started elsewhere, from its beginning to its result.
 
     The command that started it may have been closed, killed, or detached ([bold]hoop train --detach[/bold]). Ctrl-C
-    ends only this command, not the job; come back as often as you like, also after the job has ended, while its devices are
-    there.
+    ends only this command, not the job. Come back as often as you like, also after the job has ended, as long as its
+    devices are there.
     """
     from hoop.cli.training_view import PlainView, View
     from hoop.runs import job_follower
