@@ -73,7 +73,10 @@ def test_sigterm_ends_it_and_nothing_is_left(
     assert running.wait(PATIENCE_S) == code, running.errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(signal.SIGTERM, marks=pytest.mark.slow, id="SIGTERM"), pytest.param(signal.SIGINT, id="SIGINT")],
+)
 def test_whoever_watches_a_job_leaves_it_alone(up: Running, start: Start, number: signal.Signals) -> None:
     began = start("train", "mnist", "-c", up.address, "--detach", "--epochs", "100000")
     job = began.first.split()[-1]
