@@ -7,7 +7,7 @@ from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
 
 from hoop.collectives.shard_tree import merge_plan
-from hoop.engine.executor import gradient_memory_for
+from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.job import blocks_of
 from hoop.engine.stage.state import StateLayout
 from hoop.plan.instructions import Instruction, InstructionKind

@@ -179,6 +179,26 @@ def test_front_door_does_not_load_torch() -> None:
     assert heavy_imports("hoop", {"torch"}, SRC) == set()
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "hoop.runs.api",  # it sets OMP_NUM_THREADS, and checks the version of PyTorch, before it loads it
+        "hoop.engine.entrypoint",  # the same
+        "hoop.engine.gradient_slots",  # hoop plan
+        "hoop.runs.simulation_report",  # hoop simulate
+        "hoop.cli.main",
+        "hoop.servers.device",
+    ],
+)
+def test_a_command_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    paths = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, timeout=60, check=False
+    )
+    assert done.returncode == 0, f"{module} loads torch"
+
+
 # The rules themselves: each is shown a tree that breaks it.
 
 

@@ -315,7 +315,7 @@ DEVICE_CASES: list[Case] = [
     ("Device.Read", "OUT_OF_RANGE", "", read({"address": 2**64 - 8}, 16)),
     ("Device.Read", "OUT_OF_RANGE INVALID_ARGUMENT", "", read({"address": 8, "offset": HUGE}, HUGE)),
     ("Device.Read", "NOT_FOUND", "no-such", read({"buffer": "no-such"}, 8)),
-    ("Device.AssignRank", "INVALID_ARGUMENT", "seat", pb.AssignRankRequest()),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "assignment: rank 0 of 0", pb.AssignRankRequest()),
     ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(members=[]))),
     ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(rank=2))),
     ("Device.AssignRank", "INVALID_ARGUMENT", "memory", pb.AssignRankRequest(assignment=seat(members=[{}]))),

@@ -48,8 +48,8 @@ def plan(
     Each is simulated with the engine's own plans; for each that loses, why. Asynchronous ones are marked: their
     weights are stale, and a step of theirs may be worth less.
     """
-    from hoop.engine.executor import gradient_memory_for
-    from hoop.runs.prediction import costs_of, sizes
+    from hoop.engine.gradient_slots import gradient_memory_for
+    from hoop.runs.simulation_report import costs_of, sizes
     from hoop.simulate.cluster import Cluster, read_cluster
     from hoop.simulate.failure_model import Failures
     from hoop.simulate.search import search

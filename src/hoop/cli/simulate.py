@@ -71,7 +71,7 @@ def simulate(
     The very plans of [bold]hoop train[/bold] run in virtual time; try
     [bold]hoop simulate mnist -n 64 --link 1Gbps,0.5ms[/bold].
     """
-    from hoop.runs.prediction import costs_of, sizes, table_of, write_outcome
+    from hoop.runs.simulation_report import costs_of, sizes, table_of, write_outcome
     from hoop.simulate.cluster import read_cluster
     from hoop.simulate.rank import SimulatedStragglers
     from hoop.simulate.simulation import simulate as run

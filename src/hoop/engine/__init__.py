@@ -16,7 +16,7 @@ PUBLIC = (
     "cost_probe",
     "entrypoint",
     "evaluation",
-    "executor",
+    "gradient_slots",
     "fault_tolerance.checkpoint",
     "job",
     "loss_reduction",

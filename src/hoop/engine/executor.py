@@ -23,6 +23,7 @@ from hoop.collectives.rank_context import RankContext
 from hoop.collectives.shard_tree import MergePlan, merge_plan
 from hoop.data.dataset import Dataset, Indices
 from hoop.engine.data_feed import DataFeed, Position
+from hoop.engine.gradient_slots import max_gradient_slots
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, Objective
@@ -34,39 +35,6 @@ from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateV
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.plan import Plan
-from hoop.strategies.base import Strategy
-from hoop.strategies.memory_fit import GradientBuffers, Gradients
-
-
-def max_gradient_slots(plan: Plan, balance: bool) -> int:
-    """Return how many gradient slots a rank needs at most.
-
-    If the load balancer may move shards between ranks, any share of them must fit, so that slots are never
-    reallocated. With parameter servers shards do not move.
-    """
-    shares = {plan.computed_by(rank, stage) for stage, ranks in enumerate(plan.holders) for rank in ranks}
-    if plan.stages == 1 and balance and plan.size > 1 and not plan.servers:
-        shares |= {tuple(range(low, plan.num_microbatches)) for low in range(plan.num_microbatches)}
-        shares |= {tuple(range(1, high)) for high in range(2, plan.num_microbatches)}
-    return max(merge_plan(share, plan.num_microbatches).slots for share in shares)
-
-
-def _gradient_memory(balance: bool, strategy: Strategy, plan: Plan) -> Gradients:
-    slots = max_gradient_slots(plan, balance)
-    if plan.servers:
-        nodes = sum(len(merge_plan(plan.computed_by(rank, 0), plan.num_microbatches).nodes) for rank in plan.holders[0])
-        return Gradients(slots, nodes if strategy.synchronous else 1)
-    # A rank with several stages reduces one of them while another stage writes gradients of the next step.
-    several = any(len(plan.held_by(rank)) > 1 for rank in range(plan.size))
-    return Gradients(1 + slots * (strategy.versions if several else 1), 0)
-
-
-def gradient_memory_for(balance: bool) -> GradientBuffers:
-    """Return a function of (strategy, plan): the gradient memory of a rank, for the memory check.
-
-    ``balance``: the load balancer may move shards between ranks.
-    """
-    return partial(_gradient_memory, balance)
 
 
 class DeferredUpdates:

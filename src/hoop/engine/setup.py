@@ -21,8 +21,9 @@ from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset, Splits
 from hoop.engine.cost_probe import measure_communication, measure_costs, profile_blocks
-from hoop.engine.executor import PlanExecutor, gradient_memory_for
+from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.replication import check_memory
+from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.job import Job, blocks_of
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole

@@ -13,5 +13,6 @@ PUBLIC = (
     "prediction",
     "result",
     "run_recorder",
+    "simulation_report",
 )
 """Modules that other rooms may import."""

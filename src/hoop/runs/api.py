@@ -11,30 +11,21 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor, nn
-
 from hoop import job_events as ev
 from hoop import torch_versions
-from hoop.client.cluster import Cluster
+from hoop.client.cluster import Cluster, connect
 from hoop.config import parse_size
-from hoop.data.dataset import Splits
-from hoop.data.tensors import MapData, TensorData
 from hoop.engine.entrypoint import train_rank
-from hoop.engine.fault_tolerance.checkpoint import deserialize
-from hoop.engine.job import Job
-from hoop.engine.stage.autograd import Loss
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
-from hoop.runs.job_lookup import preload
 from hoop.runs.result import Result
 from hoop.topology import DeviceInfo
 from hoop.wire.service import device_info
@@ -47,52 +38,6 @@ if TYPE_CHECKING:
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
     from hoop.wire.auth import Credentials
-
-
-def job_from(
-    model: nn.Module | Callable[[int], nn.Module], data: Any, loss: str | Loss, reduction: str | None = None
-) -> Job:
-    """A job from a module, or a function of a seed that makes one, and data."""
-    splits = splits_from(data)
-    build = (lambda seed: model) if isinstance(model, nn.Module) else model
-    return Job(build, lambda: splits, loss, reduction=reduction)
-
-
-def splits_from(data: Any) -> Splits:
-    """Training and test data from a pair of datasets or of tensors; a single dataset is used for both."""
-    if isinstance(data, Splits):
-        return data
-    if isinstance(data, tuple | list) and len(data) == 2 and not isinstance(data[0], Tensor):
-        return Splits(_dataset(data[0], "train"), _dataset(data[1], "test"))
-    one = _dataset(data, "train")
-    return Splits(one, one)
-
-
-def _dataset(data: Any, name: str) -> Any:
-    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(one, Tensor) for one in data):
-        return TensorData(*data, name=name)
-    if hasattr(data, "batch") and hasattr(data, "checksum"):
-        return data
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return MapData(data, name=name)
-    raise InvalidArgument(
-        f"data: {type(data).__name__} is neither (inputs, targets) nor a dataset; give tensors, a map-style "
-        "torch Dataset, or a pair of them for training and test"
-    )
-
-
-def load_into(model: nn.Module, weights: Path | Mapping[str, Tensor]) -> nn.Module:
-    """Copies weights, of a file or by name, into a model; FailedPrecondition if a name or a shape differs."""
-    found = deserialize(weights.read_bytes(), weights)[0] if isinstance(weights, Path) else weights
-    with torch.no_grad():
-        for name, into in [*model.named_parameters(), *model.named_buffers()]:
-            if name not in found or found[name].shape != into.shape:
-                there = f"{list(found[name].shape)}" if name in found else "not there"
-                raise FailedPrecondition(
-                    f"checkpoint: {name} is {there}, the model's is {list(into.shape)}; was the model changed?"
-                )
-            into.copy_(found[name])
-    return model
 
 
 def members(cluster: Cluster) -> dict[int, DeviceInfo]:
@@ -175,8 +120,8 @@ class Training:
         self._stop()
 
     def _run_locally(self) -> Iterator[Observed]:
-        from hoop.client.cluster import Cluster
         from hoop.launch.forked import ForkedCluster, ForkedConfig
+        from hoop.runs.job_lookup import preload
 
         launch = self._launch
         devices = DEFAULT_DEVICES if launch.devices is None else launch.devices
@@ -221,7 +166,6 @@ class Training:
             stop()
 
     def _follow(self, address: Address | Addresses, devices: int | None, on_stop: OnStop) -> Iterator[Observed]:
-        from hoop.client.cluster import connect
         from hoop.launch.forked import own_token
         from hoop.runs.job_follower import COORDINATOR_TIMEOUT_S, JobFollower
         from hoop.servers.grpc_server import write_address_file
@@ -292,6 +236,7 @@ def train(
     from hoop.engine.recipes import RECIPES
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
+    from hoop.runs.job_objects import job_from, load_into
 
     if reduction is not None and isinstance(model, str | Job):
         raise InvalidArgument(f"reduction: {reduction!r} is for a loss that is given here; a job states its own")

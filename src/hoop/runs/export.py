@@ -23,10 +23,10 @@ from hoop.engine.stage.autograd import Criterion, hits
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
-from hoop.runs.api import load_into
 from hoop.runs.checkpoint_store import FoundCheckpoint, newest_checkpoint, read
 from hoop.runs.job_follower import weights_digest
 from hoop.runs.job_lookup import job_named
+from hoop.runs.job_objects import load_into
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import nn
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.runs.api import job_from, load_into, splits_from
+from hoop.runs.job_objects import job_from, load_into, splits_from
 
 
 class Rows(torch.utils.data.Dataset[Any]):
