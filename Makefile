@@ -39,7 +39,7 @@ format: install ## Format, and repair what lint can repair
 	@$(BIN)/python -m ruff format .
 	@$(BIN)/python -m ruff check --fix .
 
-proto: ## Generate src/hoop/wire/generated anew, after a change to a .proto file
+proto: ## Regenerate src/hoop/wire/generated after a change to a .proto file
 	@scripts/proto
 
 clean: ## Remove caches and build output; .venv and runs stay

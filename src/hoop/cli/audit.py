@@ -38,7 +38,7 @@ def audit(
         for one in found.taken_over:
             by = ", ".join(f"{shard} by device {device}" for shard, device in one["by"].items())
             lost = ", ".join(map(str, one["lost"])) or "none"
-            typer.echo(f"  step {one['step']}: device {lost} lost; shards computed anew: {by}")
+            typer.echo(f"  step {one['step']}: device {lost} lost; shards computed again: {by}")
         if found.resumed:
             steps = ", ".join(map(str, found.resumed))
             typer.echo(f"  went on after step {steps}; {found.repeated} steps were done again")

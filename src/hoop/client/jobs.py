@@ -52,7 +52,7 @@ class JobHandle:
 
         If the coordinator is unreachable, waits up to ``coordinator_timeout`` seconds for it, and yields
         ``CoordinatorLost`` and ``CoordinatorBack``. Every event is yielded once, although a restarted coordinator
-        numbers the events anew.
+        numbers the events from 1 again.
         """
         seen_origins: set[str] = set()
         while True:

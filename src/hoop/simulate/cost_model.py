@@ -232,7 +232,7 @@ class Costs:
         try:
             data = parse_json(text)
             if data.pop("format", None) != FORMAT:
-                raise InvalidArgument(f"{where}: not of format {FORMAT}; make it anew with: hoop calibrate")
+                raise InvalidArgument(f"{where}: not of format {FORMAT}; make it again with: hoop calibrate")
             blocks = tuple(_block(one) for one in data.pop("blocks"))
             machine = read_machine(data.pop("machine"))
             load, loss = LinearCost(**data.pop("load")), LinearCost(**data.pop("loss"))

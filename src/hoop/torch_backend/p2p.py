@@ -151,6 +151,8 @@ class P2PEngine:
         """Peers that died, in the order of detection."""
         self._departed: dict[int, str] = {}
         """Peers that died or left, with the reason (_DIED or _LEFT), in the order of detection."""
+        self._greeted: set[int] = set()
+        """Peers from which a message has arrived: their link to this rank is attached."""
         self._suspects: dict[int, float] = {}
         """Peers whose link refused a send, with the time at which each counts as dead."""
         self.on_peer_death: Callable[[int, str], None] = lambda peer, reason: None
@@ -199,15 +201,17 @@ class P2PEngine:
     def _run(self) -> None:
         error: HoopError = PeerLost(_DESTROYED)
         try:
-            self._send_to_all(MessageKind.HELLO)
+            self._send_to_all(MessageKind.HELLO, time.monotonic() + self._timeout)
             while not self._closing:
                 self._start_submitted()
                 for peer in self._endpoint.wait_readable(self._readable_peers(), self._next_deadline()):
                     self._receive_from(peer)
                 self._complete_sends()
                 self._expire()
-            self._send_to_all(MessageKind.GOODBYE)
-            self._endpoint.flush(time.monotonic() + _CLOSING_SECONDS)
+            until = time.monotonic() + _CLOSING_SECONDS
+            self._await_greetings(until)
+            self._send_to_all(MessageKind.GOODBYE, until)
+            self._endpoint.flush(until)
         except HoopError as raised:
             error = raised
         except Exception as raised:
@@ -221,9 +225,19 @@ class P2PEngine:
             with self._peers_changed:
                 self._peers_changed.notify_all()
 
-    def _send_to_all(self, kind: MessageKind) -> None:
+    def _await_greetings(self, until: float) -> None:
+        """Waits for every live peer's HELLO before this rank leaves.
+
+        A rank that leaves before a peer's link to it is attached cannot announce its own link on it: the peer would
+        take the end of that link for this rank's death.
+        """
+        while time.monotonic() < until and (silent := [one for one in self._live_peers() if one not in self._greeted]):
+            for peer in self._endpoint.wait_readable(silent, min([until, *self._suspects.values()])):
+                self._receive_from(peer)
+            self._expire()
+
+    def _send_to_all(self, kind: MessageKind, until: float) -> None:
         envelope = memoryview(_ENVELOPE.pack(kind, 0, 0))
-        until = time.monotonic() + (_CLOSING_SECONDS if kind is MessageKind.GOODBYE else self._timeout)
         for peer in self._live_peers():
             try:
                 self._endpoint.send(peer, envelope, until)
@@ -287,6 +301,7 @@ class P2PEngine:
             self._endpoint.recv_into(peer, memoryview(envelope), until)
             number, tag, size = _ENVELOPE.unpack(envelope)
             kind = MessageKind(number)
+            self._greeted.add(peer)
             request = self._matcher.match(peer, kind, tag)
             into = request.data if request is not None and request.data.nbytes == size else empty_array(size)
             if size:

@@ -224,10 +224,6 @@ def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
-def _path(method: Any) -> str:
-    return f"/{method.containing_service.full_name}/{method.name}"
-
-
 def _message(descriptor: Any) -> Any:
     return descriptor._concrete_class
 

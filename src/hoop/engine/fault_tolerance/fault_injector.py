@@ -35,7 +35,7 @@ class FaultInjector:
             self._links.install()
 
     def attach(self, executor: PlanExecutor) -> None:
-        """Hooks into this executor; called again for each new executor after the model is partitioned anew."""
+        """Hooks into this executor; called again for each new executor after the model is resharded."""
         self._executor = executor
         executor.add_instruction_hook(self._before_instruction)
         self._apply_slowdown()

@@ -68,7 +68,7 @@ class ShardedStateManager:
 
     @property
     def reshard_count(self) -> int:
-        """How often the model was partitioned anew; the same at every rank."""
+        """How often the model was resharded; the same at every rank."""
         return self._reshard_count
 
     # ---- steps
