@@ -1,7 +1,7 @@
 """Your own model on several devices, from Python and from the command line.
 
     python examples/custom_model.py                          trains it on 1, 2 and 4 devices: the same weights
-    hoop train examples/custom_model.py:job -s pipeline      the same job, its blocks spread over the devices
+    hoop train examples/custom_model.py:job -s pipeline      the same job, its blocks divided among the devices
 
 A model is any ``nn.Module``; an ``nn.Sequential`` can also be cut between its blocks, for pipelines and rings.
 """
@@ -17,13 +17,13 @@ import hoop
 
 
 def spirals(samples: int, seed: int) -> hoop.TensorData:
-    """Points on three spirals that wind round each other; which one is to be told."""
-    draw = torch.Generator().manual_seed(seed)
-    which = torch.randint(3, (samples,), generator=draw)
-    radius = torch.rand(samples, generator=draw)
-    angle = 5 * radius + which * (2 * torch.pi / 3) + 0.15 * torch.randn(samples, generator=draw)
+    """Points on three interleaved spirals; the label is the number of the spiral."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(3, (samples,), generator=generator)
+    radius = torch.rand(samples, generator=generator)
+    angle = 5 * radius + labels * (2 * torch.pi / 3) + 0.15 * torch.randn(samples, generator=generator)
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
-    return hoop.TensorData(points, which, name=f"spirals-{seed}")
+    return hoop.TensorData(points, labels, name=f"spirals-{seed}")
 
 
 def build(seed: int) -> nn.Module:
@@ -36,7 +36,7 @@ def build(seed: int) -> nn.Module:
     )
 
 
-# What the command line trains: a model, its data, and settings that suit them.
+# The job of the command line: a model, its data, and suitable settings.
 job = hoop.Job(
     model=build,
     data=lambda: hoop.Splits(spirals(6000, seed=1), spirals(1000, seed=2)),
@@ -67,10 +67,10 @@ def main() -> None:
         checksums.add(result.weights_sha256)
         print(f"{devices} devices: accuracy {result.accuracy:.1%}, weights {result.weights_sha256[:16]}")
 
-        # The module that was given has the trained weights.
-        points, which = spirals(1000, seed=3).inputs, spirals(1000, seed=3).targets
-        right = (model(points).argmax(1) == which).float().mean().item()
-        print(f"  on other points: {right:.1%}")
+        # The module passed to hoop.train now has the trained weights.
+        points, labels = spirals(1000, seed=3).inputs, spirals(1000, seed=3).targets
+        accuracy = (model(points).argmax(1) == labels).float().mean().item()
+        print(f"  on other points: {accuracy:.1%}")
     print("the same weights, to the bit" if len(checksums) == 1 else "the weights differ")
 
 

@@ -1,7 +1,7 @@
-"""The lab's protocol (package gpu_sim) as a table, and the message classes that follow from it.
+"""The lab's protocol (package gpu_sim) as a table, and the message classes built from it.
 
-Written from the protocol's page alone: nothing of Hoop is imported, so what talks through these classes
-is as much a stranger to Hoop's servers as a client in another language.
+This file follows the protocol's page alone and imports nothing of Hoop: a client that uses these classes is as
+independent of Hoop as a client in another language.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SERVICES = {  # service -> rpc -> fields of <Rpc>Request, fields of <Rpc>Respons
 
 
 def _build() -> dict[str, Any]:
-    """Every message's class by name, and every enum's values: ``SUM`` is 0."""
+    """The message classes and enum values by name: ``SUM`` is 0."""
     table = dict(MESSAGES)
     for methods in SERVICES.values():
         for rpc, (request, response) in methods.items():
@@ -71,7 +71,7 @@ def _build() -> dict[str, Any]:
         enum = file.enum_type.add(name=name)
         for number, value in enumerate(values.split()):
             enum.value.add(name=value, number=number)
-    pool = descriptor_pool.DescriptorPool()  # our own: another gpu_sim may be loaded in this process
+    pool = descriptor_pool.DescriptorPool()  # a separate pool: another gpu_sim may be loaded in this process
     pool.Add(file)
     built = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"gpu_sim.{name}")) for name in table}
     return built | {value: at for values in ENUMS.values() for at, value in enumerate(values.split())}
@@ -81,14 +81,14 @@ def _fill(message: Any, fields: str) -> None:
     """Adds the fields of one line of the table."""
     for text in filter(None, fields.split(", ")):
         name, _, rest = text.partition("=")
-        number, *how, kind = rest.split()
-        many = how in (["repeated"], ["map"])
-        field = message.field.add(name=name, number=int(number), label=3 if many else 1)
-        if how == ["oneof"]:  # the protocol has no message with more than one
+        number, *modifiers, kind = rest.split()
+        is_repeated = modifiers in (["repeated"], ["map"])
+        field = message.field.add(name=name, number=int(number), label=3 if is_repeated else 1)
+        if modifiers == ["oneof"]:  # the protocol has no message with more than one
             field.oneof_index = 0
             if not message.oneof_decl:
                 message.oneof_decl.add(name="either")
-        if how == ["map"]:  # on the wire a map is a repeated entry of key and value; the keys here are ranks
+        if modifiers == ["map"]:  # on the wire a map is a repeated entry of key and value; the keys here are ranks
             entry = message.nested_type.add(name=f"{name[0].upper()}{name[1:]}Entry")
             entry.options.map_entry = True
             _fill(entry, f"key=1 uint32, value=2 {kind}")
@@ -126,5 +126,5 @@ class Stub:
             )
             setattr(self, rpc, call)
 
-    def __getattr__(self, name: str) -> Any:  # only for what the loop above did not set
+    def __getattr__(self, name: str) -> Any:  # called only for names that the loop above did not set
         raise AttributeError(f"the service has no rpc {name}")

@@ -1,10 +1,10 @@
-"""A first look at Hoop: all-reduces on three devices, through the lab's own protocol (gpu_sim).
+"""All-reduces on three devices through the lab's own protocol (gpu_sim).
 
     python examples/lab_client.py                            starts a cluster here, uses it, ends it
     python examples/lab_client.py --coordinator HOST:PORT    uses one that is running (hoop up)
 
-Every device gets a vector of its own. Then every device must hold the same sum, the same maximum and so on,
-and NumPy says what those are. The exit code is 0 only if every device held the right values.
+Every device gets a vector of its own. After an all-reduce every device must hold the same sum, maximum and so on, which
+NumPy computes for comparison. The exit code is 0 only if every device held the right values.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ import gpu_sim_messages as lab  # the protocol's page as a table, beside this fi
 import grpc
 import numpy as np
 
-PATIENCE_S = 30.0
-"""Nothing here waits longer than this for one answer."""
+TIMEOUT_S = 30.0
+"""Timeout of every call and of every wait."""
 
 
 class LabClient:
-    """One communicator, as a program that knows only the lab's protocol uses it."""
+    """One communicator, used through the lab's protocol only."""
 
     def __init__(self, channel: grpc.Channel, devices: int, count_unit: str = "bytes") -> None:
         self._coordinator = lab.Stub(channel, "GPUCoordinator")
-        self._unit = 8 if count_unit == "bytes" else 1  # what a server counts a float64 as
+        self._unit = 8 if count_unit == "bytes" else 1  # units of a float64 in the server's counts
         answer = self.call("CommInit", numDevices=devices)
         self.id = answer.commId
-        self.devices = list(answer.devices)  # in rank order, each with its id and its range of addresses
+        self.devices = list(answer.devices)  # in rank order, each with its id and address range
 
     def call(self, rpc: str, **fields: Any) -> Any:
         request = getattr(lab, f"{rpc}Request")(**fields)
-        return getattr(self._coordinator, rpc)(request, timeout=PATIENCE_S)
+        return getattr(self._coordinator, rpc)(request, timeout=TIMEOUT_S)
 
     def on_all(self, rpc: str) -> None:
-        """A call that takes nothing but the communicator: GroupStart, CommDestroy and the like."""
+        """A call whose only argument is the communicator, such as GroupStart or CommDestroy."""
         self.call(rpc, commId=self.id)
 
     def address(self, rank: int, offset: int = 0) -> int:
-        """A place in a rank's memory; the ranks need not agree on theirs."""
+        """An address in a rank's memory; ranks may use different addresses."""
         return int(self.devices[rank].minMemAddr.value) + offset
 
     def write(self, rank: int, address: int, vector: np.ndarray) -> None:
-        to = self.devices[rank].deviceId
+        device = self.devices[rank].deviceId
         copy = lab.MemcpyHostToDeviceRequest(
-            hostSrcData=vector.tobytes(), dstDeviceId=to, dstMemAddr=lab.MemAddr(value=address)
+            hostSrcData=vector.tobytes(), dstDeviceId=device, dstMemAddr=lab.MemAddr(value=address)
         )
         self.call("Memcpy", hostToDevice=copy)
 
@@ -66,22 +66,22 @@ class LabClient:
         return np.frombuffer(answer.deviceToHost.dstData, "<f8")  # vectors are float64, little-endian
 
     def all_reduce(self, op: int, addresses: list[int], count: int, rpc: str = "AllReduceRing") -> None:
-        """In place, on every rank; inside a group only queued."""
-        places = {rank: lab.MemAddr(value=address) for rank, address in enumerate(addresses)}
-        self.call(rpc, commId=self.id, count=count * self._unit, op=op, memAddrs=places)
+        """All-reduce in place on every rank; inside a group the call is only queued."""
+        mem_addrs = {rank: lab.MemAddr(value=address) for rank, address in enumerate(addresses)}
+        self.call(rpc, commId=self.id, count=count * self._unit, op=op, memAddrs=mem_addrs)
 
     def wait(self) -> int:
-        """The communicator's status once it is not IN_PROGRESS any more."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Poll until the communicator's status is not IN_PROGRESS, and return it."""
+        deadline = time.monotonic() + TIMEOUT_S
         while (status := self.call("GetCommStatus", commId=self.id).status) == lab.IN_PROGRESS:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"communicator {self.id} was in progress for {PATIENCE_S:g} s")
+                raise TimeoutError(f"communicator {self.id} was in progress for {TIMEOUT_S:g} s")
             time.sleep(0.005)
         return int(status)
 
 
-class Diary:
-    """What was done, how long it took, and whether it was right."""
+class StepLog:
+    """The steps of the tour with their times and results."""
 
     def __init__(self, quiet: bool) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -91,12 +91,12 @@ class Diary:
     def begin(self) -> None:
         self._started = time.perf_counter()
 
-    def ended(self, what: str) -> None:
-        """Notes a step; its time is from ``begin`` to here."""
+    def end(self, what: str) -> None:
+        """Record a step; its time is from ``begin`` to here."""
         self.steps.append({"step": what, "seconds": time.perf_counter() - self._started, "right": True})
 
-    def judge(self, note: str, right: bool = True) -> None:
-        """What there is to say of the latest step, once it has been looked at."""
+    def report(self, note: str, right: bool = True) -> None:
+        """Record the result of the latest step, after it was checked."""
         step = self.steps[-1]
         step |= {"note": note, "right": right}
         if not self._quiet:
@@ -107,76 +107,76 @@ class Diary:
         return all(step["right"] for step in self.steps)
 
 
-def tour(channel: grpc.Channel, devices: int, count: int, count_unit: str, diary: Diary) -> None:
-    """Every call of the lab's coordinator, once."""
-    vectors = np.random.default_rng(seed=7).normal(size=(devices, count))  # one a device
+def tour(channel: grpc.Channel, devices: int, count: int, count_unit: str, step_log: StepLog) -> None:
+    """Make every call of the lab's coordinator once."""
+    vectors = np.random.default_rng(seed=7).normal(size=(devices, count))  # one per device
 
-    diary.begin()
+    step_log.begin()
     comm = LabClient(channel, devices, count_unit)
-    diary.ended(f"CommInit({devices})")
+    step_log.end(f"CommInit({devices})")
     ids = " ".join(str(device.deviceId.value) for device in comm.devices)
-    diary.judge(f"communicator {comm.id} of devices {ids}")
+    step_log.report(f"communicator {comm.id} of devices {ids}")
 
-    # Three experiments, each with its own copy of the vectors, and on each rank at another offset.
-    places = [
+    # Three experiments, each with its own copy of the vectors, at a different offset on each rank.
+    vector_addresses = [
         [comm.address(rank, 8 * (experiment * (count + devices) + rank)) for rank in range(devices)]
         for experiment in range(3)
     ]
-    diary.begin()
-    for addresses in places:
+    step_log.begin()
+    for addresses in vector_addresses:
         for rank, address in enumerate(addresses):
             comm.write(rank, address, vectors[rank])
-    diary.ended("Memcpy to the devices")
-    diary.judge(f"3 vectors of {count} float64 each")
+    step_log.end("Memcpy to the devices")
+    step_log.report(f"3 vectors of {count} float64 each")
 
     def check(addresses: list[int], expected: np.ndarray) -> None:
-        """Reads every device's vector back: right everywhere, and the same bits everywhere."""
+        """Read the vector of every device back: it must be right, and bit for bit the same on all."""
         held = [comm.read(rank, address, count) for rank, address in enumerate(addresses)]
         right = [np.allclose(one, expected, rtol=1e-12, atol=1e-12) and (one == held[0]).all() for one in held]
         wrong = " ".join(str(rank) for rank, good in enumerate(right) if not good)
-        diary.judge(f"WRONG on ranks {wrong}" if wrong else f"right on all {devices} devices", not wrong)
+        step_log.report(f"WRONG on ranks {wrong}" if wrong else f"right on all {devices} devices", not wrong)
 
-    diary.begin()
-    comm.all_reduce(lab.SUM, places[0], count)  # outside a group it returns when it is done
-    diary.ended("AllReduceRing SUM")
-    check(places[0], vectors.sum(axis=0))
+    step_log.begin()
+    comm.all_reduce(lab.SUM, vector_addresses[0], count)  # outside a group the call returns when the all-reduce is done
+    step_log.end("AllReduceRing SUM")
+    check(vector_addresses[0], vectors.sum(axis=0))
 
-    diary.begin()
+    step_log.begin()
     comm.on_all("GroupStart")
-    comm.all_reduce(lab.MAX, places[1], count)  # inside a group both are queued …
-    comm.all_reduce(lab.PROD, places[1], count)
-    comm.on_all("GroupEnd")  # … and run from here on, in this order
+    comm.all_reduce(lab.MAX, vector_addresses[1], count)  # inside a group both are queued …
+    comm.all_reduce(lab.PROD, vector_addresses[1], count)
+    comm.on_all("GroupEnd")  # … and run now, in this order
     if comm.wait() != lab.SUCCESS:
         raise RuntimeError(f"communicator {comm.id} says that its group failed")
-    diary.ended("a group: MAX, then PROD")
-    check(places[1], vectors.max(axis=0) ** devices)
+    step_log.end("a group: MAX, then PROD")
+    check(vector_addresses[1], vectors.max(axis=0) ** devices)
 
-    diary.begin()
-    comm.all_reduce(lab.MIN, places[2], count, rpc="NaiveAllReduce")  # through the coordinator, to compare with
-    diary.ended("NaiveAllReduce MIN")
-    check(places[2], vectors.min(axis=0))
+    step_log.begin()
+    comm.all_reduce(lab.MIN, vector_addresses[2], count, rpc="NaiveAllReduce")  # through the coordinator
+    step_log.end("NaiveAllReduce MIN")
+    check(vector_addresses[2], vectors.min(axis=0))
 
-    diary.begin()
+    step_log.begin()
     comm.on_all("CommFinalize")
     comm.on_all("CommDestroy")
-    diary.ended("CommFinalize, CommDestroy")
-    diary.judge("the communicator is gone, the memory stays")
+    step_log.end("CommFinalize, CommDestroy")
+    step_log.report("the communicator is gone, the memory stays")
 
 
 @contextlib.contextmanager
 def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
-    """A cluster of our own for as long as the context lasts; gives the coordinator's address."""
-    # A polite kill unwinds like Ctrl-C does, so that the cluster is ended whatever ends us.
+    """Start a cluster that ends with the block; yields the coordinator's address."""
+    # SIGTERM unwinds the stack like Ctrl-C, so that the cluster always ends with this program.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="lab-client-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
-        memory = max(16 << 20, 8 * count * (devices + 2))  # every device's vector lies elsewhere
+        memory = max(16 << 20, 8 * count * (devices + 2))  # vectors are at a different offset on each device
         command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", str(memory)]
         command += ["--count-unit", count_unit, "--address-file", str(address)]
         with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
-                deadline = time.monotonic() + PATIENCE_S
-                while not address.exists():  # it appears, whole, when every device is up
+                deadline = time.monotonic() + TIMEOUT_S
+                while not address.exists():  # it is written atomically once every device is up
                     if process.poll() is not None or time.monotonic() > deadline:
                         raise RuntimeError(f"hoop up did not come up:\n{log.read_text()}")
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -185,7 +185,7 @@ def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
             finally:
                 process.terminate()  # not SIGINT: in the background of a shell it is ignored
                 try:
-                    process.wait(PATIENCE_S)
+                    process.wait(TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
 
@@ -200,17 +200,17 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON and nothing else")
     options = parser.parse_args()
-    diary = Diary(quiet=options.json)
+    step_log = StepLog(quiet=options.json)
     with contextlib.ExitStack() as stack:
         try:
-            where = options.coordinator or stack.enter_context(
+            coordinator = options.coordinator or stack.enter_context(
                 own_cluster(options.devices, options.count, options.count_unit)
             )
             if not options.json:
-                print(f"coordinator {where}{'' if options.coordinator else ' (started for this)'}")
-            limit = [("grpc.max_receive_message_length", 64 << 20)]  # gRPC itself takes 4 MiB at most
-            channel = stack.enter_context(grpc.insecure_channel(where, options=limit))
-            tour(channel, options.devices, options.count, options.count_unit, diary)
+                print(f"coordinator {coordinator}{'' if options.coordinator else ' (started for this)'}")
+            limit = [("grpc.max_receive_message_length", 64 << 20)]  # the default of gRPC is 4 MiB
+            channel = stack.enter_context(grpc.insecure_channel(coordinator, options=limit))
+            tour(channel, options.devices, options.count, options.count_unit, step_log)
         except grpc.RpcError as error:
             print(f"lab_client: {error.code().name}: {error.details()}", file=sys.stderr)
             return 1
@@ -218,10 +218,10 @@ def main() -> int:
             print(f"lab_client: {error}", file=sys.stderr)
             return 1
     if options.json:
-        print(json.dumps({"coordinator": where, "right": diary.right, "steps": diary.steps}))
+        print(json.dumps({"coordinator": coordinator, "right": step_log.right, "steps": step_log.steps}))
     else:
-        print("every device held the right values" if diary.right else "some device held WRONG values")
-    return 0 if diary.right else 1
+        print("every device held the right values" if step_log.right else "some device held WRONG values")
+    return 0 if step_log.right else 1
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@
         Memcpy      each device's gradient into its memory
     (4) AllReduceRing   SUM over the devices
     (5) update      from the sum, and the new weights into memory
-    (6) evaluate    on images that nobody learned from
+    (6) evaluate    on images that were not trained on
 
-The client computes what a real GPU would; what moves between devices, moves there. Vectors are float64.
+The client does the computation of the GPUs; data moves between the devices. Vectors are float64.
 """
 
 from __future__ import annotations
@@ -33,50 +33,50 @@ SIZES = (784, 32, 10)
 Weights = list[np.ndarray]
 
 
-def first_weights(seed: int) -> Weights:
-    draw = np.random.default_rng(seed)
+def initial_weights(seed: int) -> Weights:
+    rng = np.random.default_rng(seed)
     pairs = pairwise(SIZES)
-    return [part for n, m in pairs for part in (draw.normal(0, np.sqrt(2 / n), (n, m)), np.zeros(m))]
+    return [part for n, m in pairs for part in (rng.normal(0, np.sqrt(2 / n), (n, m)), np.zeros(m))]
 
 
-def flat(weights: Weights) -> np.ndarray:
+def flatten(weights: Weights) -> np.ndarray:
     return np.concatenate([part.ravel() for part in weights])
 
 
-def shaped(vector: np.ndarray) -> Weights:
-    """The inverse of ``flat``."""
+def unflatten(vector: np.ndarray) -> Weights:
+    """The inverse of ``flatten``."""
     shapes = [shape for n, m in pairwise(SIZES) for shape in ((n, m), (m,))]
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     return [part.reshape(shape) for part, shape in zip(np.split(vector, ends[:-1]), shapes, strict=True)]
 
 
 def forward(weights: Weights, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the hidden layer says, and each class's probability."""
+    """The activations of the hidden layer, and the probability of each class."""
     hidden = np.maximum(images @ weights[0] + weights[1], 0)
     scores = hidden @ weights[2] + weights[3]
-    powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return hidden, powers / powers.sum(axis=1, keepdims=True)
+    exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return hidden, exponentials / exponentials.sum(axis=1, keepdims=True)
 
 
 def backward(
-    weights: Weights, images: np.ndarray, hidden: np.ndarray, chances: np.ndarray, labels: np.ndarray
+    weights: Weights, images: np.ndarray, hidden: np.ndarray, probabilities: np.ndarray, labels: np.ndarray
 ) -> Weights:
     """The gradient of the summed cross-entropy."""
-    scores = chances.copy()
+    scores = probabilities.copy()
     scores[np.arange(len(labels)), labels] -= 1
-    below = (scores @ weights[2].T) * (hidden > 0)
-    return [images.T @ below, below.sum(axis=0), hidden.T @ scores, scores.sum(axis=0)]
+    hidden_gradient = (scores @ weights[2].T) * (hidden > 0)
+    return [images.T @ hidden_gradient, hidden_gradient.sum(axis=0), hidden.T @ scores, scores.sum(axis=0)]
 
 
 def train(channel: grpc.Channel, devices: int, steps: int, batch: int, rate: float, count_unit: str) -> float:
-    """Trains and returns the share of test images that are told right."""
+    """Train, and return the accuracy on the test images."""
     data = load("mnist")  # (1)
     images, labels = (tensor.numpy() for tensor in data.train.batch(np.arange(20_000), epoch=0, seed=0))
     images = images.reshape(len(images), -1).astype(np.float64)
-    draw = np.random.default_rng(seed=3)
+    rng = np.random.default_rng(seed=3)
 
     comm = LabClient(channel, devices, count_unit)
-    vector = flat(first_weights(seed=0))
+    vector = flatten(initial_weights(seed=0))
     count = len(vector)
     weights_at = [comm.address(rank) for rank in range(devices)]
     gradients_at = [comm.address(rank, 8 * count) for rank in range(devices)]
@@ -85,14 +85,14 @@ def train(channel: grpc.Channel, devices: int, steps: int, batch: int, rate: flo
     for step in range(steps):
         loss = 0.0
         for rank in range(devices):
-            mine = draw.integers(len(images), size=batch)
-            weights = shaped(comm.read(rank, weights_at[rank], count))
-            hidden, chances = forward(weights, images[mine])  # (3)
-            loss -= np.log(chances[np.arange(batch), labels[mine]] + 1e-12).sum()
-            gradient = backward(weights, images[mine], hidden, chances, labels[mine])
-            comm.write(rank, gradients_at[rank], flat(gradient))
+            samples = rng.integers(len(images), size=batch)
+            weights = unflatten(comm.read(rank, weights_at[rank], count))
+            hidden, probabilities = forward(weights, images[samples])  # (3)
+            loss -= np.log(probabilities[np.arange(batch), labels[samples]] + 1e-12).sum()
+            gradient = backward(weights, images[samples], hidden, probabilities, labels[samples])
+            comm.write(rank, gradients_at[rank], flatten(gradient))
         comm.all_reduce(lab.SUM, gradients_at, count)  # (4)
-        for rank in range(devices):  # (5) every device by its own copy of the sum
+        for rank in range(devices):  # (5) every device uses its own copy of the sum
             total = comm.read(rank, gradients_at[rank], count)
             vector = comm.read(rank, weights_at[rank], count) - rate / (devices * batch) * total
             comm.write(rank, weights_at[rank], vector)
@@ -103,9 +103,9 @@ def train(channel: grpc.Channel, devices: int, steps: int, batch: int, rate: flo
     if not all((one == held[0]).all() for one in held):
         raise RuntimeError("the devices do not hold the same weights")
     images, labels = (tensor.numpy() for tensor in data.test.batch(np.arange(len(data.test)), epoch=0, seed=0))
-    _, chances = forward(shaped(held[0]), images.reshape(len(images), -1).astype(np.float64))  # (6)
+    _, probabilities = forward(unflatten(held[0]), images.reshape(len(images), -1).astype(np.float64))  # (6)
     comm.on_all("CommDestroy")
-    return float((chances.argmax(axis=1) == labels).mean())
+    return float((probabilities.argmax(axis=1) == labels).mean())
 
 
 def main() -> int:
@@ -120,12 +120,14 @@ def main() -> int:
     started = time.perf_counter()
     with contextlib.ExitStack() as stack:
         try:
-            count = 2 * len(flat(first_weights(0)))
-            where = options.coordinator or stack.enter_context(own_cluster(options.devices, count, options.count_unit))
-            channel = stack.enter_context(
-                grpc.insecure_channel(where, options=[("grpc.max_receive_message_length", 64 << 20)])
+            count = 2 * len(flatten(initial_weights(0)))
+            coordinator = options.coordinator or stack.enter_context(
+                own_cluster(options.devices, count, options.count_unit)
             )
-            print(f"{options.devices} devices at {where}")
+            channel = stack.enter_context(
+                grpc.insecure_channel(coordinator, options=[("grpc.max_receive_message_length", 64 << 20)])
+            )
+            print(f"{options.devices} devices at {coordinator}")
             started = time.perf_counter()
             accuracy = train(channel, options.devices, options.steps, options.batch, options.rate, options.count_unit)
         except grpc.RpcError as error:

@@ -1,6 +1,7 @@
-"""Every test leaves the machine as it found it: threads, processes, sockets and files are compared.
+"""Checks that every test releases its threads, processes, sockets and files, and orders the tests.
 
-A fixture of a wider scope (a cluster for a module) is there before the test and so is no concern of it.
+The check compares before and after a test. A fixture of a wider scope (a cluster per module) exists before the test and
+is not counted.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import os
 import re
 import shutil
+import struct
 import tempfile
 import threading
 import time
@@ -19,31 +21,45 @@ from pathlib import Path
 import pytest
 
 GRACE_S = 2.0
-"""How long after a test things that are on their way out may take."""
+"""How long threads, processes and files may take to disappear after a test."""
 
 MARK = "HOOP_TEST_SESSION"
-"""Set in the environment, which children inherit, so that an orphan still shows whose it is."""
+"""An environment variable. Child processes inherit it, so that an orphan can be traced to its session."""
 os.environ[MARK] = str(os.getpid())
 
-# Tests that run at the same time (pytest-xdist) must not take each other's temporary files for their own.
+# With pytest-xdist each worker gets its own temporary folder; otherwise workers would report each other's files.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
-# A forked child must never collect garbage of this process: a destructor of grpc.aio would wait for its poller, a
-# thread that was not forked. (hoop.launch.forked.fork does the same.)
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Unpacks MNIST once for all workers: to decompress the package's file takes each process a second."""
+    if getattr(config.option, "numprocesses", None) and "HOOP_DATA" not in os.environ:
+        from hoop.data import mnist
+
+        os.environ["HOOP_DATA"] = folder = tempfile.mkdtemp(prefix="tests-data-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (Path(folder) / "mnist").mkdir()
+        for name, array in zip(mnist.NAMES, mnist._packaged(), strict=True):
+            header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)  # an IDX file of bytes
+            (Path(folder) / "mnist" / name).write_bytes(header + array.tobytes())
+
+
+# A forked child must not garbage-collect objects of its parent: a destructor of grpc.aio would wait for its poller
+# thread, which does not exist in the child. (hoop.launch.forked.fork does the same.)
 os.register_at_fork(after_in_child=gc.freeze)
 
-# Closed channels and stopped servers of grpcio leave no thread and no socket. Only grpc.aio's poller, with
-# its pair of sockets, belongs to the process: it goes with the last grpc.aio object, in a traceback perhaps.
+# Closed channels and stopped servers of grpcio leave no thread and no socket. Only grpc.aio's poller thread and its
+# socket pair live on until the last grpc.aio object is collected; a traceback may still reference one.
 GRPC_POLLER = "(_poll_wrapper)"
 
-# Children that Python itself starts once for a process and ends with it.
-PYTHONS_OWN = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# Child processes that Python starts once per process and stops at its exit.
+PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
 def read(path: str) -> str:
-    """A file of /proc; empty where there is none, or where its process has gone meanwhile."""
+    """Reads a file of /proc; empty if it does not exist or its process has exited."""
     try:
         with open(path, "rb") as file:
             return file.read().decode(errors="replace")
@@ -52,7 +68,7 @@ def read(path: str) -> str:
 
 
 def threads() -> dict[Hashable, str]:
-    """Python's threads, daemons too."""
+    """Python's threads, including daemons."""
     return {
         thread: f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}"
         for thread in threading.enumerate()
@@ -65,25 +81,25 @@ def process_ids() -> list[int]:
 
 
 def processes() -> dict[Hashable, str]:
-    """Children of this process, zombies too, and whatever carries the mark of this session."""
+    """Children of this process, including zombies, and every process that carries this session's MARK."""
     mark = f"{MARK}={os.getpid()}\0"
     found: dict[Hashable, str] = {}
     for pid in process_ids():
-        # The name, in parentheses, may hold anything; state and parent come after the last one.
+        # The command name, in parentheses, may contain any character; the other fields follow the last parenthesis.
         fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         if not fields or pid == os.getpid():
             continue
         state, is_child = fields[0], int(fields[1]) == os.getpid()
         if is_child or mark in read(f"/proc/{pid}/environ"):
             command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read(f"/proc/{pid}/comm").strip()
-            if not (is_child and any(own in command for own in PYTHONS_OWN)):
+            if not (is_child and any(helper in command for helper in PYTHON_HELPERS)):
                 zombie = ", a zombie: nobody waited for it" if state == "Z" else ""
                 found[pid, fields[19]] = f"process {pid} ({command[:80]}){zombie}"
     return found
 
 
 def socket_names() -> dict[str, str]:
-    """What is known of each socket, by inode: protocol, port and state, or path."""
+    """Describes every socket by inode: protocol, port and state, or path."""
     names = {}
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
         for line in read(f"/proc/self/net/{protocol}").splitlines()[1:]:
@@ -97,12 +113,12 @@ def socket_names() -> dict[str, str]:
 
 
 def sockets() -> dict[Hashable, str]:
-    """Sockets that this process holds open."""
+    """Sockets that this process has open."""
     inodes = set()
     for link in Path("/proc/self/fd").glob("*"):
         try:
             inodes.update(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
-        except OSError:  # the descriptor with which the folder is listed
+        except OSError:  # the descriptor that lists the folder
             continue
     names = socket_names() if inodes else {}
     polled = any(GRPC_POLLER in thread.name for thread in threading.enumerate())
@@ -114,7 +130,7 @@ def sockets() -> dict[Hashable, str]:
 
 
 def files() -> dict[Hashable, str]:
-    """Shared memory, named semaphores and temporary files of Hoop's."""
+    """Shared memory, named semaphores and temporary files of Hoop."""
     folders = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     patterns = ("hoop-*", "sem.hoop-*")
     found = (path for folder in folders for pattern in patterns for path in folder.glob(pattern))
@@ -122,7 +138,7 @@ def files() -> dict[Hashable, str]:
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a process of someone else's (another session, a cluster in use) has the file open or mapped."""
+    """Whether a process of another session has the file open or mapped."""
     ours = {os.getpid(), *(key[0] for key in processes() if isinstance(key, tuple))}
     for pid in set(process_ids()) - ours:
         opened = (os.path.realpath(link) for link in Path(f"/proc/{pid}/fd").glob("*"))
@@ -140,19 +156,19 @@ def present() -> dict[Hashable, str]:
 
 
 def left_behind(before: dict[Hashable, str], grace_s: float = GRACE_S) -> list[str]:
-    """What is there now, was not before, and does not go away within the grace."""
+    """Descriptions of everything that is new since ``before`` and does not disappear within ``grace_s``."""
     deadline = time.monotonic() + grace_s
     while left := {key: name for key, name in present().items() if key not in before}:
         if time.monotonic() > deadline:
             return sorted(name for key, name in left.items() if not (name.startswith("file") and is_foreign(str(key))))
-        gc.collect()  # what only a cycle or a traceback held is nobody's
+        gc.collect()  # objects that only a cycle or a traceback references do not count
         threading.Event().wait(0.02)
     return []
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaves a thread, a process, a socket or a file, and names it."""
+    """Fails a test that leaves a thread, process, socket or file behind, and names it."""
     before = present()
     yield
     if left := left_behind(before):
@@ -160,17 +176,17 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 
 SLOW_FIRST = ("fault", "process", "torch", "engine", "model", "contract")
-"""Folders whose files take longest. They begin first, so that both workers are busy until the end."""
+"""The slowest folders. They start first, so that all workers are busy until the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow what ``slow_if`` says of its parameters, and puts the folders that take longest first.
+    """Marks tests as slow where their ``slow_if`` condition holds, and puts the slowest folders first.
 
-    Tests that are marked as slow repeat at length what shorter ones show; ``make everything`` runs them.
+    A slow test repeats at length what a shorter one shows; ``make everything`` runs it.
     """
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):
             item.add_marker(pytest.mark.slow)
-    folders = {f"tests/{name}": place for place, name in enumerate(SLOW_FIRST)}
+    folders = {f"tests/{name}": position for position, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: folders.get("/".join(item.nodeid.split("/")[:2]), len(folders)))

@@ -1,7 +1,7 @@
-"""Starting processes whose SIGINT and SIGHUP do not depend on how the tests were started.
+"""Starts processes whose SIGINT and SIGHUP handling does not depend on how the tests were started.
 
-A shell without job control (``make test &`` in a script) starts them with SIGINT ignored, ``nohup make test`` with
-SIGHUP ignored. A process inherits that, Python leaves it so, and the Ctrl-C or the hang-up of a test would do nothing.
+A shell without job control (``make test &`` in a script) starts processes with SIGINT ignored, ``nohup make test`` with
+SIGHUP ignored. Children inherit that and Python keeps it, so a SIGINT or SIGHUP that a test sends would have no effect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 @contextmanager
 def interrupts(ignored: bool = False) -> Iterator[None]:
-    """Processes started meanwhile have SIGINT ignored, or its default, and SIGHUP's default, whatever this one has."""
+    """Processes started in this context get SIGHUP's default, and SIGINT's default or, if ``ignored``, SIG_IGN."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
@@ -26,6 +26,6 @@ def interrupts(ignored: bool = False) -> Iterator[None]:
 
 
 def interruptible(command: list[str], **options: Any) -> subprocess.Popen[Any]:
-    """A process that ends at SIGINT, if it does nothing else about it. For every child that a test sends SIGINT."""
+    """Starts a process that SIGINT ends by default; for every child to which a test sends SIGINT."""
     with interrupts():
         return subprocess.Popen(command, **options)

@@ -1,4 +1,4 @@
-"""A real etcd of a test's own, where the program is installed."""
+"""Runs a real etcd server for a test, if the program is installed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ENV = {**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"} if platform.machine() == 
 
 
 def free_port() -> int:
-    """One that nobody listens on, for a server that must be known before it starts."""
+    """A port that is free now, for a server whose address must be known before it starts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class RealEtcd:
-    """One server; what it stores outlives it, and it comes back where it was."""
+    """One etcd server. Its data survive ``kill``; ``start`` restarts it at the same address."""
 
     def __init__(self, folder: Path, options: tuple[str, ...] = (), scheme: str = "http") -> None:
         self.address = f"127.0.0.1:{free_port()}"
@@ -54,20 +54,20 @@ class RealEtcd:
         self._process = subprocess.Popen(self._command, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def until_up(self, tls: Path | None = None) -> None:
-        """Returns when it answers."""
-        until = time.monotonic() + START_S
+        """Waits until the server answers."""
+        deadline = time.monotonic() + START_S
         with self.api(tls) as api:
-            while time.monotonic() < until and self._process.poll() is None:
+            while time.monotonic() < deadline and self._process.poll() is None:
                 with suppress(DeadlineExceeded):
                     api.call(lambda etcd: etcd.kv.Range, pb.RangeRequest(key=b"x"), 1.0)
                     return
                 time.sleep(0.05)
-        said = self._log.read_text() if self._log.exists() else ""
-        raise AssertionError(f"etcd did not answer at {self.address}: {said[-3000:]}")
+        log = self._log.read_text() if self._log.exists() else ""
+        raise AssertionError(f"etcd did not answer at {self.address}: {log[-3000:]}")
 
     @contextmanager
     def api(self, tls: Path | None = None) -> Iterator[Etcd]:
-        """For what a test does behind a coordinator's back."""
+        """A client for direct requests to etcd, bypassing the coordinator."""
         etcd = Etcd(Addresses.parse(self.address), tls)
         try:
             yield etcd

@@ -1,11 +1,11 @@
-"""Two versions of Hoop, all-reduce by all-reduce, in turns on the same machine: what a change costs.
+"""Two versions of Hoop, all-reduce by all-reduce, in turns on the same machine: the cost of a change.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/all_reduce/turns.py --before /tmp/before --turns 200
 
-The ranks of both versions run all the time, and those of one are idle while the others work: a turn is a batch of each
-version, the second one first in every other turn. Printed are medians and minima over turns, and the median of the
-ratios within a turn, which a machine that is busy now and then disturbs least.
+The ranks of both versions stay alive, and those of one version are idle while those of the other work. A turn is a
+batch of each version, in alternating order. The output has medians and minima over turns, and the median of the ratios
+within a turn, which occasional other load disturbs least.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMEOUT_S = 300.0
 
 
 class Ranks:
-    """Processes that are the ranks of one version."""
+    """The rank processes of one version."""
 
     def __init__(self, tree: Path, contender: str, ranks: int, sizes: list[int]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
@@ -42,31 +42,31 @@ class Ranks:
             )
             for rank in range(ranks)
         ]
-        self._tell([self._heard(child) for child in self._children])
+        self._send([self._receive(child) for child in self._children])
 
     def batch(self, size: int, calls: int) -> float:
-        """Seconds of one call, as rank 0 measured them over a batch."""
-        self._tell([size, calls])
-        taken = [float(self._heard(child)) for child in self._children]
-        return taken[0]
+        """Seconds per call, measured by rank 0 over a batch."""
+        self._send([size, calls])
+        seconds = [float(self._receive(child)) for child in self._children]
+        return seconds[0]
 
     def close(self) -> None:
         for child in self._children:
             child.communicate()
 
-    def _tell(self, what: object) -> None:
+    def _send(self, message: object) -> None:
         for child in self._children:
             assert child.stdin is not None
-            child.stdin.write(json.dumps(what) + "\n")
+            child.stdin.write(json.dumps(message) + "\n")
             child.stdin.flush()
 
-    def _heard(self, child: subprocess.Popen[str]) -> Any:
+    def _receive(self, child: subprocess.Popen[str]) -> Any:
         assert child.stdout is not None
         return json.loads(child.stdout.readline())
 
 
-def play(rank: int, task: dict[str, Any]) -> None:
-    """One rank, of whichever version is imported."""
+def rank_main(rank: int, task: dict[str, Any]) -> None:
+    """One rank of the version that PYTHONPATH selects."""
     import numpy as np
 
     from hoop.collectives.communicator import Communicator
@@ -101,7 +101,7 @@ def play(rank: int, task: dict[str, Any]) -> None:
         for line in sys.stdin:
             size, calls = json.loads(line)
             run, deadline = prepared[size], time.monotonic() + TIMEOUT_S
-            run(deadline)  # the ranks come together
+            run(deadline)  # synchronizes the ranks
             started = time.perf_counter()
             for _ in range(calls):
                 run(deadline)
@@ -109,7 +109,7 @@ def play(rank: int, task: dict[str, Any]) -> None:
 
 
 def compare(before: Path, contender: str, ranks: int, sizes: list[int], turns: int, seconds: float) -> None:
-    """Prints a row a size."""
+    """Print one row per size."""
     versions = [Ranks(tree, contender, ranks, sizes) for tree in (before, HERE.parents[2])]
     try:
         for size in sizes:
@@ -117,8 +117,8 @@ def compare(before: Path, contender: str, ranks: int, sizes: list[int], turns: i
             calls = max(1, int(seconds / once))
             found: list[list[float]] = [[], []]
             for turn in range(turns):
-                for which in (0, 1) if turn % 2 else (1, 0):
-                    found[which].append(versions[which].batch(size, calls))
+                for version in (0, 1) if turn % 2 else (1, 0):
+                    found[version].append(versions[version].batch(size, calls))
             old, new = found
             ratio = statistics.median(now / then for then, now in zip(old, new, strict=True))
             figures = [statistics.median(old), statistics.median(new), min(old), min(new)]
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        play(options.rank, json.loads(options.task))
+        rank_main(options.rank, json.loads(options.task))
         return
     if options.before is None:
         parser.error("--before: which checkout is to be compared with?")

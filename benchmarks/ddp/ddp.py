@@ -3,8 +3,8 @@
     python benchmarks/ddp/ddp.py --rounds 9 --steps 100
 
 MLP 784-128-64-10, global batch 256, SGD; every process has one core (``OMP_NUM_THREADS=1``). All processes stay alive
-and take turns, round by round, so that every contender sees the same machine; the figure is the median of its rounds.
-At the end every contender must have come to the same loss.
+and take turns, round by round, so that noise affects all contenders alike; the figure is the median of the rounds. At
+the end every contender must have the same loss.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 CONTENDERS = {"one": 1, "gloo": 2, "hoop": 2}
-"""Each with its number of processes; the first has no process group."""
+"""The number of processes of each; the first has no process group."""
 BATCH = 256
 BATCHES = 32
 WARM_UP = 20
 
 
-def rank_main(contender: str, rank: int, ranks: int, meeting: str) -> None:
-    """One process: a number of steps a line of standard input, the seconds they took a line of standard output."""
+def rank_main(contender: str, rank: int, ranks: int, store: str) -> None:
+    """One process: reads numbers of steps from stdin, and writes the seconds that they took to stdout, line by line."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -41,7 +41,7 @@ def rank_main(contender: str, rank: int, ranks: int, meeting: str) -> None:
     images, labels = torch.rand(BATCHES, BATCH, 784), torch.randint(0, 10, (BATCHES, BATCH))
     own = slice(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
     if ranks > 1:
-        dist.init_process_group(contender, init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+        dist.init_process_group(contender, init_method=f"file://{store}", rank=rank, world_size=ranks)
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loss_of = nn.CrossEntropyLoss()
@@ -84,7 +84,7 @@ class Team:
         ]
 
     def run(self, steps: int) -> float:
-        """Seconds a step, by the slowest rank."""
+        """Seconds per step of the slowest rank."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(f"{steps}\n")
@@ -116,7 +116,7 @@ class Team:
 
 
 def measure(rounds: int, steps: int) -> dict[str, Any]:
-    """Medians and ratios."""
+    """Medians and ratios of all contenders."""
     with tempfile.TemporaryDirectory() as folder:
         teams = [Team(name, ranks, folder) for name, ranks in CONTENDERS.items()]
         try:
@@ -141,16 +141,16 @@ def measure(rounds: int, steps: int) -> dict[str, Any]:
     }
 
 
-def as_table(found: dict[str, Any]) -> str:
+def as_table(results: dict[str, Any]) -> str:
     lines = ["| | us a step | fastest, slowest round | speed, one process = 1 |", "|---|---|---|---|"]
     names = {"one": "one process", "gloo": "two with Gloo", "hoop": "two with Hoop"}
-    for name, seconds in found["seconds_a_step"].items():
-        low, high = found["spread"][name]
-        speed = found["seconds_a_step"]["one"] / seconds
+    for name, seconds in results["seconds_a_step"].items():
+        low, high = results["spread"][name]
+        speed = results["seconds_a_step"]["one"] / seconds
         lines.append(f"| {names[name]} | {seconds * 1e6:.0f} | {low * 1e6:.0f}, {high * 1e6:.0f} | {speed:.2f}x |")
     lines.append(
-        f"\nHoop is {found['hoop_over_one']:.2f}x one process and {found['hoop_over_gloo']:.2f}x Gloo; "
-        f"{found['machine']}"
+        f"\nHoop is {results['hoop_over_one']:.2f}x one process and {results['hoop_over_gloo']:.2f}x Gloo; "
+        f"{results['machine']}"
     )
     return "\n".join(lines)
 
@@ -163,11 +163,11 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
-        contender, rank, ranks, meeting = arguments.rank.split(" ", 3)
-        rank_main(contender, int(rank), int(ranks), meeting)
+        contender, rank, ranks, store = arguments.rank.split(" ", 3)
+        rank_main(contender, int(rank), int(ranks), store)
         return
-    found = measure(arguments.rounds, arguments.steps)
-    sys.stdout.write((json.dumps(found) if arguments.json else as_table(found)) + "\n")
+    results = measure(arguments.rounds, arguments.steps)
+    sys.stdout.write((json.dumps(results) if arguments.json else as_table(results)) + "\n")
 
 
 if __name__ == "__main__":

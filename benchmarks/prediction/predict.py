@@ -1,11 +1,11 @@
-"""The simulator beside what happens: steps of every strategy, and all-reduce, on this machine.
+"""The simulator's predictions beside measurements: steps of every strategy, and all-reduce, on this machine.
 
     python benchmarks/prediction/predict.py            under 5 minutes
     python benchmarks/prediction/predict.py --quick    under 90 seconds
 
-Every row of the first table is a training of ``hoop train``, which predicts its step from what it measures before the
-first one; the rows take turns, and medians are told. The second predicts all-reduce from a meeting, a copy and a sum,
-and measures it as ``hoop bench`` does.
+Every row of the first table is a run of ``hoop train``, which predicts its step from measurements before the first
+step; the rows take turns and show medians. The second table predicts all-reduce from the measured cost of a meeting, a
+copy and a sum, and measures it as ``hoop bench`` does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hoop.strategies.catalog import parse
 
 PARTS = ("pipeline:gpipe", "pipeline:1f1b", "ring", "ps:bsp")
 CASES = {1: ("data",), 2: ("data", *PARTS), 3: ("data", *PARTS), 4: ("data", "ps:bsp", "hybrid:replicas=2")}
-"""By devices; mnist has three blocks, so a pipeline has no more stages."""
+"""Strategies by number of devices; mnist has three blocks, so a pipeline has at most three stages."""
 QUICK = {1: ("data",), 2: ("data", "pipeline:1f1b", "ring", "ps:bsp"), 4: ("data", "hybrid:replicas=2")}
 SIZES = (437_544, 4 << 20, 16 << 20)
 MEMORY = (1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -46,7 +46,7 @@ Case = tuple[int, str]
 
 
 def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, Any]:
-    """What ``hoop train`` says at the end of so many steps."""
+    """The result of ``hoop train`` after ``steps`` steps."""
     changes = {"strategy": spec, "max_steps": steps, "evaluate_every": 0, "trace_steps": 0}
     settings = job_named(resolved(job), load=True).defaults(resolved(job)).replaced(changes).check()
     *_, result = Training(Launch(settings, devices)).events()
@@ -54,8 +54,8 @@ def one_run(job: str, devices: int, spec: str, steps: int) -> dict[str, Any]:
 
 
 def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tuple[Table, list[float]]:
-    """Predicted and measured, the median of each over repeats that take turns."""
-    found: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
+    """Predicted and measured step times, each the median over repeats in turns."""
+    results_by_case: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for repeat in range(repeats):
         for devices, spec in cases:
             print(f"repeat {repeat + 1} of {repeats}: {spec} on {devices} …", file=sys.stderr)
@@ -65,10 +65,10 @@ def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tu
                 print(f"{spec} on {devices}: {error}", file=sys.stderr)
                 continue
             if result.get("prediction_error") is not None:
-                found[devices, spec].append(result)
+                results_by_case[devices, spec].append(result)
     rows: list[list[Any]] = []
     errors = []
-    for (devices, spec), results in found.items():
+    for (devices, spec), results in results_by_case.items():
         if not results:
             rows.append([spec, devices, None, None, None])
             continue
@@ -81,12 +81,14 @@ def steps_table(job: str, cases: Sequence[Case], steps: int, repeats: int) -> tu
 
 
 def machine_for(ranks: int) -> Machine:
-    """What a meeting of so many ranks, a copy and a sum cost here while all cores are at work."""
+    """The measured cost of a meeting of ``ranks`` ranks, of a copy and of a sum while all cores are busy."""
     sharing = min(available_cores(), ranks)
-    told = run_in_parallel(lambda: measure_memory(MEMORY), sharing)
+    measured = run_in_parallel(lambda: measure_memory(MEMORY), sharing)
 
     def points(name: str) -> Points:
-        return tuple((float(size), sum(one[name][at][1] for one in told) / sharing) for at, size in enumerate(MEMORY))
+        return tuple(
+            (float(size), sum(one[name][at][1] for one in measured) / sharing) for at, size in enumerate(MEMORY)
+        )
 
     meeting = link_seconds("shm", ranks)["meeting_s"] * sharing / ranks
     return replace(FREE_MACHINE, meeting_s=meeting, copy_at=points("copy_at"), add_at=points("add_at"))
@@ -99,8 +101,8 @@ def all_reduce_table(ranks: Sequence[int], sizes: Sequence[int], seconds: float)
         machine = machine_for(count)
         for row in Contest(["arena"], [count], sizes, seconds).run():
             costs = Costs.uniform(1, 0.0, 0.0, weight_bytes=row.bytes, machine=machine)
-            here = Cluster.even(count, count, cores=available_cores())
-            expected = simulate(parse("data"), costs, here, num_microbatches=count).step_seconds
+            cluster = Cluster.even(count, count, cores=available_cores())
+            expected = simulate(parse("data"), costs, cluster, num_microbatches=count).step_seconds
             errors.append(row.seconds / expected - 1)
             size = format_size(row.bytes)
             rows.append([count, size, 1e6 * expected, 1e6 * row.seconds, 100 * errors[-1]])
@@ -122,33 +124,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer strategies, steps, repeats and sizes")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of tables")
     options = parser.parse_args()
-    begun, load = time.monotonic(), os.getloadavg()
+    started, load = time.monotonic(), os.getloadavg()
     known = QUICK if options.quick else CASES
     only = tuple(options.only.split(","))
     cases = [(count, spec) for count in options.devices for spec in known.get(count, ()) if spec.startswith(only)]
     repeats = options.repeats or (1 if options.quick else 3)
-    steps, of_steps = steps_table(options.job, cases, options.steps or (60 if options.quick else 120), repeats)
-    several = [count for count in options.devices if count > 1 and (count == 2 or not options.quick)]
-    sums, of_sums = all_reduce_table(several, SIZES[:2] if options.quick else SIZES, 0.3)
-    middle = {"steps": _middle(of_steps), "all_reduce": _middle(of_sums)}
-    about = {
+    steps, step_errors = steps_table(options.job, cases, options.steps or (60 if options.quick else 120), repeats)
+    rank_counts = [count for count in options.devices if count > 1 and (count == 2 or not options.quick)]
+    all_reduce, all_reduce_errors = all_reduce_table(rank_counts, SIZES[:2] if options.quick else SIZES, 0.3)
+    medians = {"steps": _median_error(step_errors), "all_reduce": _median_error(all_reduce_errors)}
+    facts = {
         "machine": f"{platform.machine()}, {available_cores()} cores, Python {platform.python_version()}",
         "load_before": load[0],
         "load_after": os.getloadavg()[0],
-        "seconds": time.monotonic() - begun,
+        "seconds": time.monotonic() - started,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
     if options.json:
-        print(json.dumps({"steps": steps.plain(), "all_reduce": sums.plain(), "median_error": middle, **about}))
+        print(json.dumps({"steps": steps.plain(), "all_reduce": all_reduce.plain(), "median_error": medians, **facts}))
         return
     print(steps.markdown())
-    print(f"median error of a step: {middle['steps']:.0%}\n")
-    print(sums.markdown())
-    print(f"median error of all-reduce: {middle['all_reduce']:.0%}\n")
-    print(f"{about['machine']}; load {load[0]:.1f} before, {about['load_after']:.1f} after; {about['seconds']:.0f} s")
+    print(f"median error of a step: {medians['steps']:.0%}\n")
+    print(all_reduce.markdown())
+    print(f"median error of all-reduce: {medians['all_reduce']:.0%}\n")
+    print(f"{facts['machine']}; load {load[0]:.1f} before, {facts['load_after']:.1f} after; {facts['seconds']:.0f} s")
 
 
-def _middle(errors: Sequence[float]) -> float:
+def _median_error(errors: Sequence[float]) -> float:
     return median(map(abs, errors)) if errors else float("nan")
 
 

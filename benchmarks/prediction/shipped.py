@@ -1,8 +1,8 @@
-"""Measures the costs that come with Hoop, one recipe after the other, and writes src/hoop/simulate/shipped.json.
+"""Measures the costs shipped with Hoop, recipe by recipe, and writes src/hoop/simulate/shipped.json.
 
     python benchmarks/prediction/shipped.py
 
-Where a recipe's data is not there, made-up samples of the same shape take its place: nothing but loading differs.
+Recipes whose data must be downloaded use random samples of the same shape: only loading differs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OUT = Path(__file__).resolve().parents[2] / "src" / "hoop" / "simulate" / "shipp
 SAMPLES = 512
 
 
-def made_up(name: str) -> Splits:
-    """Samples of a recipe's shape."""
+def random_samples(name: str) -> Splits:
+    """Random samples of a recipe's shape."""
     torch.manual_seed(0)
     if name == "gpt-tiny":
         tokens = torch.randint(0, 65, (SAMPLES, 129))
@@ -48,7 +48,7 @@ def main() -> None:
         if options.only and name not in options.only.split(","):
             continue
         if name in ("mobilenet-cifar10", "gpt-tiny"):
-            splits = made_up(name)
+            splits = random_samples(name)
             job = dataclasses.replace(job, data=lambda splits=splits: splits)
         costs = calibrated(job, job.defaults(name), machine, contention_factor)
         print(f"{name}: {1e3 * sum(one.forward.at(costs.rows) for one in costs.blocks):.2f} ms forward")

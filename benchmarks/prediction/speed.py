@@ -1,4 +1,4 @@
-"""How long a simulation takes: one step of many devices, in seconds of this processor.
+"""How long a simulation takes: one step of many devices, in CPU seconds.
 
 python benchmarks/prediction/speed.py
 python benchmarks/prediction/speed.py --devices 4096
@@ -19,19 +19,19 @@ from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
 
-def simulated(spec: str, devices: int, num_microbatches: int) -> list[object]:
+def time_simulation(spec: str, devices: int, num_microbatches: int) -> list[object]:
     costs = Costs.uniform(devices, 1e-3, 2e-3, weight_bytes=4_000, output_bytes=10_000, machine=Machine())
-    strategy, cluster, begun = parse(spec), Cluster.even(devices), time.process_time()
+    strategy, cluster, started = parse(spec), Cluster.even(devices), time.process_time()
     outcome = simulate(strategy, costs, cluster, num_microbatches=num_microbatches, trace=False)
-    seconds = time.process_time() - begun
+    seconds = time.process_time() - started
     return [spec, devices, num_microbatches, sum(map(len, outcome.plan.ranks)), seconds]
 
 
-def cut(blocks: int, stages: int) -> list[object]:
-    made = [Block(str(index), 1.0 + index * 7 % 5, 1000) for index in range(blocks)]
-    begun = time.process_time()
-    partition(made, [StageDevice(str(index)) for index in range(stages)])
-    return [f"a cut of {blocks} blocks", stages, None, None, time.process_time() - begun]
+def time_partition(blocks: int, stages: int) -> list[object]:
+    block_list = [Block(str(index), 1.0 + index * 7 % 5, 1000) for index in range(blocks)]
+    started = time.process_time()
+    partition(block_list, [StageDevice(str(index)) for index in range(stages)])
+    return [f"a cut of {blocks} blocks", stages, None, None, time.process_time() - started]
 
 
 def main() -> None:
@@ -46,8 +46,8 @@ def main() -> None:
         ("hybrid:replicas=128,1f1b", 1024),
     ):
         print(f"simulating {spec} on {options.devices} …", file=sys.stderr)
-        rows.append(simulated(spec, options.devices, num_microbatches))
-    rows.append(cut(4 * options.devices, 8))
+        rows.append(time_simulation(spec, options.devices, num_microbatches))
+    rows.append(time_partition(4 * options.devices, 8))
     names = [Column("what"), Column("devices"), Column("micro-batches"), Column("instructions")]
     table = Table([*names, Column("processor", "s", digits=2)], rows)
     print(json.dumps(table.plain()) if options.json else table.markdown())

@@ -1,4 +1,4 @@
-"""Bars that need no training: many join at once, a client is killed, a connection is reset."""
+"""Recovery targets that need no training: many devices join at once, a client is killed, a connection is reset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import Role
 
-MANY, PATIENCE_S = 200, 60.0
+DEVICES, TIMEOUT_S = 200, 60.0
 COUNT = 1_000_000
 CLIENT = """
 import sys
@@ -41,44 +41,44 @@ with hoop.connect(sys.argv[1]) as cluster:
 
 
 def many_join() -> float:
-    """Until the last of them is in; each has a connection of its own, and leaves with a word."""
+    """Seconds until the last of 200 devices has joined, each with a connection of its own."""
     with tempfile.TemporaryDirectory() as scratch, ClusterProcesses(Path(scratch), 0, 1 << 20) as fleet:
         return asyncio.run(_all_join(fleet.address))
 
 
 async def _all_join(address: Address) -> float:
-    open_to_all = Credentials(Role.DEVICE)
-    crowd = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
-    here = [Address("127.0.0.1", 1 + number) for number in range(MANY)]
-    infos = [DeviceInfo(0, at, at, 0x1000, 0x2000, "here", at.port, f"{at.port:016x}") for at in here]
-    began = time.monotonic()
-    await asyncio.gather(*(one.join(info, PATIENCE_S) for one, info in zip(crowd, infos, strict=True)))
-    seconds = time.monotonic() - began
-    await asyncio.gather(*(one.leave() for one in crowd))
+    credentials = Credentials(Role.DEVICE)
+    clients = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), credentials) for _ in range(DEVICES)]
+    addresses = [Address("127.0.0.1", 1 + number) for number in range(DEVICES)]
+    infos = [DeviceInfo(0, at, at, 0x1000, 0x2000, "here", at.port, f"{at.port:016x}") for at in addresses]
+    started = time.monotonic()
+    await asyncio.gather(*(one.join(info, TIMEOUT_S) for one, info in zip(clients, infos, strict=True)))
+    seconds = time.monotonic() - started
+    await asyncio.gather(*(one.leave() for one in clients))
     return seconds
 
 
 def client_killed() -> float:
-    """Until its communicator is gone and no device has anything of its staging."""
+    """Seconds until a killed client's communicator is gone and no device holds its staging buffers."""
     with (
         tempfile.TemporaryDirectory() as scratch,
         ClusterProcesses(Path(scratch), 2, 64 << 20) as fleet,
         connect(fleet.address) as cluster,
     ):
-        cluster.wait_for_devices(2, PATIENCE_S)
+        cluster.wait_for_devices(2, TIMEOUT_S)
         command = [sys.executable, "-c", CLIENT, str(fleet.address)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
             try:
-                assert client.stdout is not None, "its output is a pipe"
-                theirs = int(client.stdout.readline())
+                assert client.stdout is not None, "stdout is a pipe"
+                communicator_id = int(client.stdout.readline())
                 while not _staged(cluster):
-                    assert client.poll() is None, "it works until it is killed"
+                    assert client.poll() is None, "the client runs until it is killed"
             finally:
                 client.kill()
                 killed = time.monotonic()
-        while _staged(cluster) or any(one.id == theirs for one in cluster.status().communicators):
-            if time.monotonic() > killed + PATIENCE_S:
-                raise TimeoutError(f"what the client had was there for {PATIENCE_S:g} s")
+        while _staged(cluster) or any(one.id == communicator_id for one in cluster.status().communicators):
+            if time.monotonic() > killed + TIMEOUT_S:
+                raise TimeoutError(f"what the client had was there for {TIMEOUT_S:g} s")
         return time.monotonic() - killed
 
 
@@ -88,31 +88,31 @@ def _staged(cluster: Cluster) -> bool:
 
 
 def connection_reset() -> float:
-    """An all-reduce of two ranks over TCP; a connection is reset half-way through a piece of it."""
+    """Seconds of an all-reduce of two ranks over TCP in which a connection is reset in the middle of a chunk."""
     operation = Operation("all_reduce", COUNT, algorithm="ring")
 
-    def add_up(one: Communicator) -> None:
+    def all_reduce(one: Communicator) -> None:
         total = np.zeros(COUNT, np.float32)
         try:
-            one.run(operation, np.ones(COUNT, np.float32), total, PATIENCE_S)
+            one.run(operation, np.ones(COUNT, np.float32), total, TIMEOUT_S)
         except HoopError:
-            one.close()  # so that nobody waits for it
+            one.close()  # so that the peer does not wait for it
         else:
-            assert (total == 2).all(), "what was sent again was added once"
+            assert (total == 2).all(), "retransmitted data is added once"
 
     links = FaultyLinks()
-    with ExitStack() as opened:
-        opened.callback(links.install())
-        transports = [opened.enter_context(open_transport("tcp://127.0.0.1:0")) for _ in range(2)]
+    with ExitStack() as stack:
+        stack.callback(links.install())
+        transports = [stack.enter_context(open_transport("tcp://127.0.0.1:0")) for _ in range(2)]
         peers = [one.address for one in transports]
         ranks = [Communicator(one.endpoint(1, 1, rank, peers)) for rank, one in enumerate(transports)]
         for one in ranks:
-            opened.callback(one.close)
-        pool = opened.enter_context(ThreadPoolExecutor(2))
-        list(pool.map(add_up, ranks, timeout=PATIENCE_S))  # links are dialled by the first
+            stack.callback(one.close)
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+        list(pool.map(all_reduce, ranks, timeout=TIMEOUT_S))  # the first run opens the links
         links.drops = 1
-        began = time.monotonic()
-        list(pool.map(add_up, ranks, timeout=PATIENCE_S))
-        seconds = time.monotonic() - began
+        started = time.monotonic()
+        list(pool.map(all_reduce, ranks, timeout=TIMEOUT_S))
+        seconds = time.monotonic() - started
     assert links.injected == 1, "the connection was reset"
     return seconds

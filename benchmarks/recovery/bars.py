@@ -1,10 +1,10 @@
-"""The bars for faults, each with its measured figure beside it.
+"""The targets for recovery from faults, each with its measured figure.
 
     python benchmarks/recovery/bars.py                 all of them, three times each: some minutes
     python benchmarks/recovery/bars.py --only kill,stop --turns 5
 
-It measures and does not judge: the exit code is 0 whatever comes out. Times are taken by whoever watches from outside,
-so the way of the news to it is in them.
+It measures and does not judge: the exit code is always 0. A client outside the cluster takes the times, so they include
+the time until an event reaches it.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from hoop.lab.chaos.processes import ClusterProcesses
 from hoop.lab.chaos.schedule import ScheduledFault
 
 DEVICES, MEMORY, GAP = 4, 64 << 20, 10
-SLOWLY = ["--set", f"slowdown={[4] * 32}"]
-"""So that a step is long enough to see something happen in it."""
-SLOW_FROM, SLOW_FACTOR, NAMED_S = 20, 50, 20.0
+SLOW_STEPS = ["--set", f"slowdown={[4] * 32}"]
+"""Makes a step long enough for a fault to happen within it."""
+SLOW_FROM, SLOW_FACTOR, REPORTED_S = 20, 50, 20.0
 
 
 @dataclass
 class Bar:
-    """One figure that is asked for."""
+    """One target."""
 
     fault: str
     what: str
     most: float
     unit: str = "s"
     found: list[float | None] = field(default_factory=list)
-    """What was measured, turn by turn; None: it did not happen."""
+    """The measured value of each turn; None: it did not happen."""
 
     def row(self) -> str:
-        seen = sorted(one for one in self.found if one is not None)
+        values = sorted(one for one in self.found if one is not None)
         digits = 3 if self.unit == "s" else 0
-        middle = f"{statistics.median(seen):.{digits}f}" if seen else "–"
-        worst = f"{seen[-1]:.{digits}f}" if seen else "–"
-        happened = f"{len(seen)} of {len(self.found)}"
-        return f"| {self.fault} | {self.what} | {self.most:g} {self.unit} | {middle} | {worst} | {happened} |"
+        median = f"{statistics.median(values):.{digits}f}" if values else "–"
+        worst = f"{values[-1]:.{digits}f}" if values else "–"
+        happened = f"{len(values)} of {len(self.found)}"
+        return f"| {self.fault} | {self.what} | {self.most:g} {self.unit} | {median} | {worst} | {happened} |"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[ClusterProcesses, Cluster, JobWatch]]:
-    """A cluster of processes on which MNIST is trained, for as long as it is needed."""
+    """A cluster of processes that trains MNIST until the end of the block."""
     with (
         tempfile.TemporaryDirectory() as scratch,
         ClusterProcesses(Path(scratch), devices, MEMORY) as fleet,
@@ -74,25 +74,25 @@ def _training(*more: str, devices: int = DEVICES) -> Iterator[tuple[ClusterProce
     ):
         cluster.wait_for_devices(devices, PATIENCE_S)
         settings = ["--set", "evaluate_every=0", "--set", "checkpoint_every=0", "--set", "epochs=1000000"]
-        where = ["--coordinator", str(fleet.address), "--devices", str(devices), "--json"]
+        target = ["--coordinator", str(fleet.address), "--devices", str(devices), "--json"]
         watch = JobWatch(cluster, devices)
-        fleet.start("train", "mnist", *settings, *more, *where)
+        fleet.start("train", "mnist", *settings, *more, *target)
         watch.wait_event(Started, 0)
         yield fleet, cluster, watch
 
 
-def _struck(kind: str, turns: int) -> Iterator[FaultOutcome]:
-    """A fault of this kind so many times; each is over, and all devices are there, before the next."""
-    with _training(*SLOWLY) as (fleet, cluster, watch):
-        blows = FaultActions(fleet, cluster, watch, DEVICES, every_s=0.0)
+def _inject(kind: str, turns: int) -> Iterator[FaultOutcome]:
+    """Inject a fault of this kind ``turns`` times; each is over, and all devices are back, before the next."""
+    with _training(*SLOW_STEPS) as (fleet, cluster, watch):
+        actions = FaultActions(fleet, cluster, watch, DEVICES, every_s=0.0)
         for turn in range(turns):
-            yield blows.inject(ScheduledFault(turn + 1, kind, GAP, turn / turns))
+            yield actions.inject(ScheduledFault(turn + 1, kind, GAP, turn / turns))
 
 
 def kill(turns: int) -> list[Bar]:
     known = Bar("SIGKILL of a device", "the others know", 0.25)
     step = Bar("SIGKILL of a device", "the step is finished by the others", 1.0)
-    for one in _struck("kill", turns):
+    for one in _inject("kill", turns):
         known.found.append(one.detected_s)
         step.found.append(one.pause_s)
     return [known, step]
@@ -101,20 +101,20 @@ def kill(turns: int) -> list[Bar]:
 def stop(turns: int) -> list[Bar]:
     evicted = Bar("SIGSTOP of a device", "evicted", 1.5)
     back = Bar("SIGCONT after eviction", "in the job again", 3.0)
-    for one in _struck("stop", turns):
+    for one in _inject("stop", turns):
         evicted.found.append(one.detected_s)
         back.found.append(one.back_s)
     return [evicted, back]
 
 
 def coordinator(turns: int) -> list[Bar]:
-    found = [one.back_s for one in _struck("coordinator", turns)]
+    found = [one.back_s for one in _inject("coordinator", turns)]
     what = "from the new process's start: all devices, and the job's next steps"
     return [Bar("coordinator SIGKILL, restarted", what, 2.0, found=found)]
 
 
 def slow(turns: int) -> list[Bar]:
-    """The last of as many ranks as there are cores (who shares one may have no shards to be slow with) becomes slow."""
+    """The last rank becomes slow. Ranks do not share cores: a rank that shares one may have no shards."""
     devices = max(2, min(DEVICES, os.cpu_count() or 1))
     last, bar = devices - 1, Bar("a device becomes slow", "steps until it is named", 10, "steps")
     healthy = Bar("a device becomes slow", "healthy ones that are named", 0, "names")
@@ -123,19 +123,19 @@ def slow(turns: int) -> list[Bar]:
         with _training("--fault", fault, devices=devices) as (_, _, watch):
             fault_event = watch.wait_event(FaultInjected, 0).event
             assert isinstance(fault_event, FaultInjected)
-            struck = fault_event.step
+            fault_step = fault_event.step
 
-            def named(since: int = struck, watch: JobWatch = watch) -> list[tuple[int, bool]]:
-                """The step of each name that was called, and whether it was rightly."""
+            def reports(since: int = fault_step, watch: JobWatch = watch) -> list[tuple[int, bool]]:
+                """The step of each straggler report, and whether the report is correct."""
                 events = [one.event for one in watch.events]
                 slow = [event for event in events if isinstance(event, Straggler) and event.slow]
                 return [(one.step, one.straggler == last and one.step >= since) for one in slow]
 
-            with suppress(DeadlineExceeded):  # it was named before, wrongly
-                watch.wait_until(lambda: any(rightly for _, rightly in named()), "its name", NAMED_S)
-            rightly = [step - struck for step, rightly in named() if rightly]
-            bar.found.append(rightly[0] if rightly else None)
-            healthy.found.append(sum(not rightly for _, rightly in named()))
+            with suppress(DeadlineExceeded):  # it was reported before the fault, wrongly
+                watch.wait_until(lambda: any(correct for _, correct in reports()), "its name", REPORTED_S)
+            correct = [step - fault_step for step, correct in reports() if correct]
+            bar.found.append(correct[0] if correct else None)
+            healthy.found.append(sum(not correct for _, correct in reports()))
     return [bar, healthy]
 
 
@@ -163,23 +163,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="of each")
     parser.add_argument("--only", default=",".join(MEASURES), help=f"some of {','.join(MEASURES)}")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    wanted = given.only.split(",")
-    if unknown := sorted(set(wanted) - set(MEASURES)):
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := sorted(set(names) - set(MEASURES)):
         parser.error(f"--only: {', '.join(unknown)} is unknown; there are {', '.join(MEASURES)}")
     bars: list[Bar] = []
-    began = time.monotonic()
-    for number, name in enumerate(wanted, start=1):
-        _say(f"{time.monotonic() - began:4.0f} s  {name}, {number} of {len(wanted)} …")
+    started = time.monotonic()
+    for number, name in enumerate(names, start=1):
+        _log(f"{time.monotonic() - started:4.0f} s  {name}, {number} of {len(names)} …")
         try:
-            bars += MEASURES[name](given.turns)
-        except (HoopError, TimeoutError) as error:  # which is a result as well
-            _say(f"{name}: {error}")
+            bars += MEASURES[name](options.turns)
+        except (HoopError, TimeoutError) as error:  # a failure is a result as well
+            _log(f"{name}: {error}")
             bars.append(Bar(name, "did not come to an end", 0, found=[None]))
     load = os.getloadavg()[1]
-    if given.json:
-        about = {"machine": platform.platform(), "cores": os.cpu_count(), "load": load}
-        print(json.dumps({**about, "bars": [asdict(one) for one in bars]}))
+    if options.json:
+        facts = {"machine": platform.platform(), "cores": os.cpu_count(), "load": load}
+        print(json.dumps({**facts, "bars": [asdict(one) for one in bars]}))
         return
     print("| fault | what | at most | median | worst | happened |")
     print("|---|---|---|---|---|---|")

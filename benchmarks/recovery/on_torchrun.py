@@ -1,9 +1,9 @@
-"""The rival: DDP over Gloo, started by ``torchrun`` elastic, which restarts every rank when one has died.
+"""The other contender: DDP over Gloo, started by ``torchrun`` elastic, which restarts every rank when one has died.
 
-Made as good as it can be: the data is mapped, not read; the checkpoint has the position in the data, so that a restart
-goes on with the right sample; and each round of the rendezvous gets a store of its own. By default (torch 2.13) the
-agent's store outlives a restart with the addresses of the dead ranks in it, new ranks read them, and Gloo fails with
-"connectFullMesh … Connection refused" until no restart is left: with 4 ranks always, with 2 by luck.
+It is as fast as possible: the data is mapped, not read; the checkpoint holds the position in the data, so that a
+restart continues with the right sample; and each round of the rendezvous gets a store of its own. By default (torch
+2.13) the agent's store outlives a restart with the addresses of the dead ranks in it, new ranks read them, and Gloo
+fails with "connectFullMesh … Connection refused" until no restart is left: always with 4 ranks, sometimes with 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIRST_S, REST_S = 120.0, 600.0
 
 
 def rank_main(folder: Path, every: int, timeout: float) -> None:
-    """One rank; notes each step that it has finished, with the time, in a file of its process."""
+    """One rank; writes each finished step with its time to a file of its process."""
     from datetime import timedelta
 
     import torch
@@ -55,15 +55,15 @@ def rank_main(folder: Path, every: int, timeout: float) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done = state["done"]
-    with open(folder / f"steps-{os.getpid()}", "a", buffering=1) as told:
+    with open(folder / f"steps-{os.getpid()}", "a", buffering=1) as log:
         while done < STEPS:
-            own = _samples(done + 1, rank, ranks)
+            samples = _samples(done + 1, rank, ranks)
             optimizer.zero_grad()
-            given = images[own].to(torch.float32).div_(255)
-            nn.functional.cross_entropy(model(given), labels[own].long()).backward()
+            inputs = images[samples].to(torch.float32).div_(255)
+            nn.functional.cross_entropy(model(inputs), labels[samples].long()).backward()
             optimizer.step()
             done += 1
-            told.write(f"{rank} {done} {time.time()}\n")
+            log.write(f"{rank} {done} {time.time()}\n")
             if rank == 0 and done % every == 0:
                 fresh = checkpoint.with_suffix(".new")
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "done": done}
@@ -76,12 +76,12 @@ def rank_main(folder: Path, every: int, timeout: float) -> None:
 
 
 def _samples(step: int, rank: int, ranks: int) -> Any:
-    """A rank's part of a step, as a distributed sampler gives it: an epoch is a permutation, nothing is dropped."""
-    epoch, place = divmod(step - 1, STEPS_AN_EPOCH)
-    return SampleOrder(1, SAMPLES).indices(epoch, place, BATCH)[rank::ranks].copy()
+    """A rank's samples of a step, as from a distributed sampler: an epoch is a permutation, nothing is dropped."""
+    epoch, position = divmod(step - 1, STEPS_AN_EPOCH)
+    return SampleOrder(1, SAMPLES).indices(epoch, position, BATCH)[rank::ranks].copy()
 
 
-class Told(NamedTuple):
+class FinishedStep(NamedTuple):
     """A step that a rank has finished."""
 
     rank: int
@@ -89,12 +89,12 @@ class Told(NamedTuple):
     time: float
 
 
-def _steps(folder: Path) -> dict[int, list[Told]]:
-    """What each process has told."""
+def _finished_steps(folder: Path) -> dict[int, list[FinishedStep]]:
+    """The finished steps of each process, by pid."""
     found = {}
     for path in folder.glob("steps-*"):
         lines = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        found[int(path.name[6:])] = [Told(int(rank), int(step), float(at)) for rank, step, at in lines]
+        found[int(path.name[6:])] = [FinishedStep(int(rank), int(step), float(at)) for rank, step, at in lines]
     return found
 
 
@@ -104,16 +104,14 @@ def _launched(folder: Path, ranks: int, every: int, timeout: float) -> Iterator[
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--max-restarts=3"]
     command += [str(Path(__file__).with_name("recovery.py")), "--rank", str(folder)]
     command += ["--every", str(every), "--gloo-timeout", str(timeout)]
-    with open(folder / "complaints", "wb") as complaints:
-        process = subprocess.Popen(
-            command, env=ENV, stdout=subprocess.DEVNULL, stderr=complaints, start_new_session=True
-        )
+    with open(folder / "complaints", "wb") as stderr:
+        process = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
         try:
             yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            for pid in _steps(folder):  # each rank leads a session of its own
+            for pid in _finished_steps(folder):  # each rank has a session of its own
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -121,14 +119,14 @@ def _launched(folder: Path, ranks: int, every: int, timeout: float) -> Iterator[
             process.wait()
 
 
-def torchrun(ranks: int, fault: signal.Signals | None, patience: float, given: Any) -> dict[str, Any]:
-    """Strikes the highest rank in mid-training, then lets it train to the end."""
+def torchrun(ranks: int, fault: signal.Signals | None, timeout: float, options: Any) -> dict[str, Any]:
+    """Inject the fault into the highest rank during training, then let the training finish."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         for name in ("images", "labels"):
-            (folder / name).symlink_to(Path(given.data) / name)
-        with _launched(folder, ranks, given.every, given.gloo_timeout) as process:
-            found = {} if fault is None else _strike(folder, ranks, fault, patience, given.every)
+            (folder / name).symlink_to(Path(options.data) / name)
+        with _launched(folder, ranks, options.every, options.gloo_timeout) as process:
+            found = {} if fault is None else _inject_fault(folder, ranks, fault, timeout, options.every)
 
             def ended() -> bool | None:
                 if process.poll():
@@ -137,36 +135,36 @@ def torchrun(ranks: int, fault: signal.Signals | None, patience: float, given: A
 
             until(ended, REST_S, "the end of the training")
         tally = Tally()
-        done = _steps(folder)
-        for told in done.values():
-            for one in told:
+        done = _finished_steps(folder)
+        for steps in done.values():
+            for one in steps:
                 tally.feed(one.step, _samples(one.step, one.rank, ranks))
-        last = {one.rank: one for told in done.values() for one in told if one.step == STEPS}
-        assert len(last) == ranks, "every rank came to the end"
+        last = {one.rank: one for steps in done.values() for one in steps if one.step == STEPS}
+        assert len(last) == ranks, "every rank finished the last step"
         weights = (folder / "weights").read_text()
         return {**found, "samples_lost": tally.lost, "samples_repeated": tally.repeated, "weights": weights}
 
 
-def _strike(folder: Path, ranks: int, fault: signal.Signals, patience: float, every: int) -> dict[str, float]:
-    """After one and a half checkpoints; the first step that all ranks of the next round finish ends the wait."""
+def _inject_fault(folder: Path, ranks: int, fault: signal.Signals, timeout: float, every: int) -> dict[str, float]:
+    """Inject after one and a half checkpoints, and wait for the first step that all restarted ranks finish."""
 
-    def under_way() -> bool | None:
-        told = _steps(folder)
-        return (len(told) == ranks and all(len(one) > 1.5 * every for one in told.values())) or None
+    def training() -> bool | None:
+        steps = _finished_steps(folder)
+        return (len(steps) == ranks and all(len(one) > 1.5 * every for one in steps.values())) or None
 
-    until(under_way, FIRST_S, "first steps")
-    before = _steps(folder)
-    victim = next(pid for pid, told in before.items() if told[-1].rank == ranks - 1)
-    struck = time.time()
+    until(training, FIRST_S, "first steps")
+    before = _finished_steps(folder)
+    victim = next(pid for pid, steps in before.items() if steps[-1].rank == ranks - 1)
+    fault_time = time.time()
     os.kill(victim, fault)
 
-    def again() -> list[Told] | None:
-        first = [told[0] for pid, told in _steps(folder).items() if pid not in before and told]
+    def restarted() -> list[FinishedStep] | None:
+        first = [steps[0] for pid, steps in _finished_steps(folder).items() if pid not in before and steps]
         return first if len(first) == ranks else None
 
-    first = until(again, patience, "a step after the fault")
-    last = max(told[-1].step for pid, told in _steps(folder).items() if pid in before and told)
+    first = until(restarted, timeout, "a step after the fault")
+    last = max(steps[-1].step for pid, steps in _finished_steps(folder).items() if pid in before and steps)
     return {
-        "seconds": max(one.time for one in first) - struck,
+        "seconds": max(one.time for one in first) - fault_time,
         "steps_repeated": max(0, last + 1 - first[0].step),
     }

@@ -1,13 +1,13 @@
-"""A rank is struck in the middle of a training: how long until the next step is finished, and what was lost.
+"""A rank is killed or stopped during training: how long until the next step is finished, and what is lost.
 
     python benchmarks/recovery/recovery.py --turns 3
     python benchmarks/recovery/recovery.py --fault stop --patience 60
 
 Hoop, data parallel on devices of this machine, beside ``torchrun`` elastic with DDP over Gloo: MNIST by the MLP
-784-128-64-10, global batch 256, SGD, 4 epochs, every process with one core, in turns. torchrun restarts every rank,
-which goes on from the last checkpoint, one every ``--every`` steps; Hoop's survivors finish the step they are in. Both
-train to the end: samples are counted from each contender's own record of finished steps, the final weights compared
-with those of the same contender undisturbed.
+784-128-64-10, global batch 256, SGD, 4 epochs, every process with one core, in turns. torchrun restarts every rank
+from the last checkpoint, one every ``--every`` steps; Hoop's survivors finish the step they are in. Both train to the
+end: samples are counted from each contender's own record of finished steps, and the final weights are compared with
+those of the same contender without the fault.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TORCH_TIMEOUT_S = 1800.0
 Result = dict[str, Any]
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _mapped(folder: Path) -> None:
-    """MNIST as bytes that the rival's ranks can map."""
+def _write_data(folder: Path) -> None:
+    """Write MNIST to files that torchrun's ranks can map."""
     from hoop.data.catalog import load
 
     train = load("mnist").train
@@ -42,15 +42,15 @@ def _mapped(folder: Path) -> None:
     (folder / "labels").write_bytes(train.labels.astype("uint8").tobytes())
 
 
-def _turn(contender: Callable[..., Result], ranks: int, given: argparse.Namespace) -> Result:
-    """One fault; that a contender does not recover is a result as well."""
+def _turn(contender: Callable[..., Result], ranks: int, options: argparse.Namespace) -> Result:
+    """One turn with a fault; a contender that does not recover is a result as well."""
     try:
-        return contender(ranks, FAULTS[given.fault], given.patience, given)
+        return contender(ranks, FAULTS[options.fault], options.patience, options)
     except TimeoutError as error:
         return {"seconds": None, "said": str(error)}
 
 
-def _row(name: str, ranks: int, turns: list[Result], patience: float) -> str:
+def _row(name: str, ranks: int, turns: list[Result], timeout: float) -> str:
     done = [one for one in turns if one["seconds"] is not None]
     cells = [f"{name}, {ranks} ranks"]
     if done:
@@ -59,7 +59,7 @@ def _row(name: str, ranks: int, turns: list[Result], patience: float) -> str:
         cells += [_range(done, key) for key in ("steps_repeated", "samples_lost", "samples_repeated")]
         cells.append(f"{sum(one['equal'] for one in done)} of {len(done)}")
     else:
-        cells += [f"not within {patience:g}", *["–"] * 5]
+        cells += [f"not within {timeout:g}", *["–"] * 5]
     cells.append(f"{len(done)} of {len(turns)}")
     return f"| {' | '.join(cells)} |"
 
@@ -69,16 +69,16 @@ def _range(turns: list[Result], key: str) -> str:
     return f"{values[0]:,}" if values[0] == values[-1] else f"{values[0]:,} to {values[-1]:,}"
 
 
-def _print(found: Mapping[int, Mapping[str, list[Result]]], patience: float) -> None:
+def _print(found: Mapping[int, Mapping[str, list[Result]]], timeout: float) -> None:
     print(
         "| | fault to the next finished step, s (median) | least to most | steps repeated | samples lost | ",
         end="",
     )
     print("samples repeated | weights as undisturbed | recovered |")
     print("|---" * 8 + "|")
-    for ranks, of in found.items():
-        for name, turns in of.items():
-            print(_row(name, ranks, turns, patience))
+    for ranks, by_name in found.items():
+        for name, turns in by_name.items():
+            print(_row(name, ranks, turns, timeout))
 
 
 def main() -> None:
@@ -97,37 +97,37 @@ def main() -> None:
     parser.add_argument("--contenders", default="hoop,torchrun")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     from on_torchrun import rank_main, torchrun
 
-    if given.rank is not None:
-        rank_main(given.rank, given.every, given.gloo_timeout)
+    if options.rank is not None:
+        rank_main(options.rank, options.every, options.gloo_timeout)
         return
     from on_hoop import hoop
 
     contenders = {"hoop": hoop, "torchrun": torchrun}
-    names = given.contenders.split(",")
+    names = options.contenders.split(",")
     found: dict[int, dict[str, list[Result]]] = {}
-    with tempfile.TemporaryDirectory() as given.data:
-        _mapped(Path(given.data))
-        for ranks in map(int, given.ranks.split(",")):
+    with tempfile.TemporaryDirectory() as options.data:
+        _write_data(Path(options.data))
+        for ranks in map(int, options.ranks.split(",")):
             undisturbed = {}
             for name in names:
-                _say(f"{name}, {ranks} ranks, undisturbed …")
-                undisturbed[name] = contenders[name](ranks, None, given.patience, given)
+                _log(f"{name}, {ranks} ranks, undisturbed …")
+                undisturbed[name] = contenders[name](ranks, None, options.patience, options)
             found[ranks] = {name: [] for name in names}
-            for turn in range(1, given.turns + 1):
+            for turn in range(1, options.turns + 1):
                 for name in names:
-                    one = _turn(contenders[name], ranks, given)
+                    one = _turn(contenders[name], ranks, options)
                     if "weights" in one:
                         one["equal"] = one["weights"] == undisturbed[name]["weights"]
                     found[ranks][name].append(one)
-                    _say(f"{name}, {ranks} ranks, turn {turn} of {given.turns}: {one}")
-    if given.json:
+                    _log(f"{name}, {ranks} ranks, turn {turn} of {options.turns}: {one}")
+    if options.json:
         load = os.getloadavg()[0]
-        print(json.dumps({"machine": platform.platform(), "load": load, "fault": given.fault, "ranks": found}))
+        print(json.dumps({"machine": platform.platform(), "load": load, "fault": options.fault, "ranks": found}))
     else:
-        _print(found, given.patience)
+        _print(found, options.patience)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which samples went into finished steps, by a contender's own record: the same count for all of them."""
+"""Counts the samples of finished steps from a contender's own record, in the same way for all contenders."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ Found = TypeVar("Found")
 
 
 class Tally:
-    """How often each sample of each epoch was in a step that was finished."""
+    """How often each sample of each epoch was in a finished step."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((EPOCHS, SAMPLES), np.int64)
 
     def feed(self, step: int, samples: Iterable[int]) -> None:
-        """Into one step, counted from 1."""
+        """Count the samples of one step; steps are numbered from 1."""
         np.add.at(self._counts[(step - 1) // STEPS_AN_EPOCH], np.fromiter(samples, np.int64), 1)
 
     @property
     def lost(self) -> int:
-        """Samples that were in no step of an epoch."""
+        """Samples that were in no step of their epoch."""
         return int((self._counts == 0).sum())
 
     @property
     def repeated(self) -> int:
-        """Times that a sample was in a step once more than it should."""
+        """How often a sample was in more than one step of its epoch, summed over all samples."""
         return int(np.maximum(self._counts - 1, 0).sum())
 
 
-def until(happened: Callable[[], Found | None], patience: float, what: str) -> Found:
-    """What came of it; a file that another process writes makes no event that can be awaited."""
-    deadline = time.monotonic() + patience
-    while not (found := happened()):
+def until(poll: Callable[[], Found | None], timeout: float, description: str) -> Found:
+    """Call ``poll`` until it returns a result: a file that another process writes cannot be awaited."""
+    deadline = time.monotonic() + timeout
+    while not (found := poll()):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {patience:g} s: {what}")
+            raise TimeoutError(f"not within {timeout:g} s: {description}")
         time.sleep(0.005)
     return found

@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(devices: int, latency: float) -> Iterator[str]:
-    """A coordinator and its devices, each behind slow links if there is a latency; the coordinator's address."""
+    """A coordinator and devices, behind slow links if there is a latency; yields the coordinator's address."""
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
 
         def start(*command: str, **options: object) -> subprocess.Popen[str]:
@@ -97,11 +97,13 @@ def measure(run: Callable[[], object], seconds: float) -> float:
 
 def table(rows: list[dict[str, object]]) -> str:
     lines = [
-        "| devices | vector | link latency | " + " | ".join(f"{way}, ms" for way in VARIANTS) + " | listed / ring |",
+        "| devices | vector | link latency | "
+        + " | ".join(f"{variant}, ms" for variant in VARIANTS)
+        + " | listed / ring |",
         "|---" * (len(VARIANTS) + 4) + "|",
     ]
     for row in rows:
-        times = [float(str(row[way])) for way in VARIANTS]
+        times = [float(str(row[variant])) for variant in VARIANTS]
         best = min(times)
         cells = [f"**{ms:.1f}**" if ms == best else f"{ms:.1f}" for ms in times]
         size = int(str(row["bytes"]))
@@ -132,9 +134,9 @@ def main() -> None:
                 for size in map(int, arguments.bytes.split(",")):
                     trial = AllReduceVariants(client, devices, size // 8)
                     row: dict[str, object] = {"devices": devices, "bytes": size, "latency_ms": latency}
-                    for way, run in trial.variants().items():
+                    for variant, run in trial.variants().items():
                         trial.check(run)
-                        row[way] = round(1000 * measure(run, arguments.seconds), 3)
+                        row[variant] = round(1000 * measure(run, arguments.seconds), 3)
                     trial.close()
                     rows.append(row)
                     print(json.dumps(row), file=sys.stderr, flush=True)

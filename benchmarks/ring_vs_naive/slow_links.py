@@ -1,7 +1,7 @@
 """A TCP proxy that makes links slow: every byte arrives a fixed time after it was sent.
 
 ``python slow_links.py LATENCY_S LISTEN:TARGET …`` forwards each local port to another, both ways, adding the
-latency to each direction. Bytes under way overlap, as they do on a real link; bandwidth is not limited.
+latency to each direction. Bytes in flight overlap, as on a real link; bandwidth is not limited.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import asyncio
 import sys
 
 
-async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, latency: float) -> None:
-    """One direction of one connection."""
+async def forward_bytes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, latency: float) -> None:
+    """Forward one direction of one connection."""
     loop = asyncio.get_running_loop()
-    under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+    in_flight: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
     async def deliver() -> None:
         while True:
-            due, data = await under_way.get()
+            due, data = await in_flight.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
             if not data:
                 break
@@ -28,21 +28,23 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, late
     delivery = asyncio.ensure_future(deliver())
     try:
         while data := await reader.read(1 << 18):
-            under_way.put_nowait((loop.time() + latency, data))
+            in_flight.put_nowait((loop.time() + latency, data))
     except OSError:
         pass
-    under_way.put_nowait((loop.time() + latency, b""))
+    in_flight.put_nowait((loop.time() + latency, b""))
     await asyncio.gather(delivery, return_exceptions=True)
 
 
 async def forward(listen: int, target: int, latency: float) -> None:
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", target)
+            target_reader, target_writer = await asyncio.open_connection("127.0.0.1", target)
         except OSError:
             writer.close()
             return
-        await asyncio.gather(carry(reader, back, latency), carry(there, writer, latency))
+        await asyncio.gather(
+            forward_bytes(reader, target_writer, latency), forward_bytes(target_reader, writer, latency)
+        )
 
     await asyncio.start_server(connected, "127.0.0.1", listen)
 

@@ -1,8 +1,8 @@
-"""What checksums cost: all-reduce of two ranks over loopback, without and with them, in processor time.
+"""The cost of checksums: all-reduce of two ranks over loopback, without and with them, in CPU time.
 
     python benchmarks/tcp/checksums.py
 
-Loopback has no wire to wait for, so this is the most that they can cost: both ranks and the kernel share the processor.
+Loopback has no wire to wait for, so this is an upper bound of the cost: both ranks and the kernel share the processor.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hoop.topology import Address
 from hoop.transport.tcp_listener import TcpTransport
 
 ROUNDS = {4: 600, 437544: 150, 4 << 20: 40, 64 << 20: 6}
-"""How often each size is measured."""
+"""The number of measurements of each size."""
 
 
-def measured(checksums: bool) -> dict[int, float]:
-    """Median seconds of processor time of one rank, by bytes."""
+def measure(checksums: bool) -> dict[int, float]:
+    """Median CPU seconds of one rank, by bytes."""
     mine, other = socket.socketpair()
     child = os.fork()
     rank, wire = (0, mine) if child else (1, other)
@@ -58,7 +58,7 @@ def _median(communicator: Communicator, size: int) -> float:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n\n")[0]).parse_args()
-    plain, checked = measured(False), measured(True)
+    plain, checked = measure(False), measure(True)
     print("| bytes | without, us | with, us | ratio |")
     print("|---|---|---|---|")
     for size in ROUNDS:

@@ -3,9 +3,9 @@
     namespace 0                       namespace 1
     rank 0 ── hoop0 10.213.0.1 ═══ 10.213.0.2 hoop0 ── rank 1
 
-What the ranks say goes through both network stacks and a pair of virtual cards, as it does between two containers; no
-loopback, no shared memory. A namespace lives as long as the process that holds it, and that one ends when this
-script's end of a pipe closes: nothing stays, however the script ends.
+Messages pass both network stacks and a pair of virtual interfaces, as between two containers; there is no loopback
+and no shared memory. A namespace lives as long as the process that holds it, which ends when this script's end of a
+pipe closes: nothing is left behind, however the script ends.
 
     python benchmarks/tcp/two_namespaces.py --seconds 1
 """
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-CARD = "hoop0"
+INTERFACE = "hoop0"
 HOSTS = ("10.213.0.1", "10.213.0.2")
 MASTER_PORT = 29500
-"""Any will do: nobody else is in a new namespace."""
+"""Any port is free in a new namespace."""
 TOOLS = ("ip", "unshare", "nsenter")
 START_S = 60.0
 
@@ -40,10 +40,10 @@ def main() -> None:
     contenders = options.contenders.split(",")
     times: dict[str, dict[int, list[float]]] = {name: {size: [] for size in options.sizes} for name in contenders}
     try:
-        with two_namespaces() as inside:
-            for turn in range(options.turns):  # in turns, so that all of them see the same machine
+        with two_namespaces() as prefixes:
+            for turn in range(options.turns):  # in turns, so that noise affects all contenders alike
                 for name in contenders:
-                    for answer in measure(inside, name, options):
+                    for answer in measure(prefixes, name, options):
                         times[name][int(answer["bytes"])].append(float(answer["seconds"]))
                         text = f"turn {turn + 1}, {name}, {answer['bytes']} bytes: {answer['seconds'] * 1e6:.0f} us"
                         print(text, file=sys.stderr)
@@ -81,7 +81,7 @@ def _sizes(text: str) -> list[int]:
 
 @contextmanager
 def two_namespaces() -> Iterator[list[list[str]]]:
-    """For each namespace, what to put before a command so that it runs there."""
+    """For each namespace, the command prefix that runs a command in it."""
     with ExitStack() as stack:
         holders = []
         for _ in HOSTS:
@@ -89,7 +89,7 @@ def two_namespaces() -> Iterator[list[list[str]]]:
                 ["unshare", "--net", "sh", "-c", "echo; exec cat"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for this script, which closes the pipe
+                start_new_session=True,  # Ctrl-C goes to this script only, which closes the pipe
             )
             stack.callback(holder.wait)
             assert holder.stdin is not None
@@ -98,29 +98,29 @@ def two_namespaces() -> Iterator[list[list[str]]]:
             if not holder.stdout.readline():
                 sys.exit("two_namespaces.py: this machine lets nobody make network namespaces (unshare --net)")
             holders.append(holder)
-        inside = [["nsenter", f"--net=/proc/{holder.pid}/ns/net"] for holder in holders]
+        prefixes = [["nsenter", f"--net=/proc/{holder.pid}/ns/net"] for holder in holders]
         other = str(holders[1].pid)
-        _ip(inside[0], "link", "add", CARD, "type", "veth", "peer", "name", CARD, "netns", other)
-        for enter, host in zip(inside, HOSTS, strict=True):
-            _ip(enter, "address", "add", f"{host}/24", "dev", CARD)
-            _ip(enter, "link", "set", CARD, "up")
-            _ip(enter, "link", "set", "lo", "up")
-        yield inside
+        _ip(prefixes[0], "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", other)
+        for prefix, host in zip(prefixes, HOSTS, strict=True):
+            _ip(prefix, "address", "add", f"{host}/24", "dev", INTERFACE)
+            _ip(prefix, "link", "set", INTERFACE, "up")
+            _ip(prefix, "link", "set", "lo", "up")
+        yield prefixes
 
 
-def _ip(enter: list[str], *command: str) -> None:
-    done = subprocess.run([*enter, "ip", *command], capture_output=True, text=True, check=False)
+def _ip(prefix: list[str], *command: str) -> None:
+    done = subprocess.run([*prefix, "ip", *command], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"two_namespaces.py: ip {' '.join(command)}: {done.stderr.strip()}")
 
 
-def measure(inside: list[list[str]], contender: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rank 0's times, size by size; the ranks are those of ``hoop bench``."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CARD}
+def measure(prefixes: list[list[str]], contender: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The times of rank 0 by size; the ranks run the program of ``hoop bench``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     with ExitStack() as stack:
         ranks = []
         for rank in range(options.ranks):
-            command = [*inside[rank % 2], sys.executable, "-m", "hoop.lab.bench.rank"]
+            command = [*prefixes[rank % 2], sys.executable, "-m", "hoop.lab.bench.rank"]
             process = subprocess.Popen(
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
             )
@@ -129,8 +129,8 @@ def measure(inside: list[list[str]], contender: str, options: argparse.Namespace
             ranks.append(process)
         for rank, process in enumerate(ranks):
             task = {"contender": contender, "rank": rank, "ranks": options.ranks, "sizes": options.sizes}
-            place = {"host": HOSTS[rank % 2], "master": f"{HOSTS[0]}:{MASTER_PORT}"}
-            _write(process, {**task, **place, "seconds": options.seconds})
+            location = {"host": HOSTS[rank % 2], "master": f"{HOSTS[0]}:{MASTER_PORT}"}
+            _write(process, {**task, **location, "seconds": options.seconds})
         addresses = [_read(process, contender) for process in ranks]
         for process in ranks:
             _write(process, addresses)
@@ -141,9 +141,9 @@ def measure(inside: list[list[str]], contender: str, options: argparse.Namespace
                 sys.exit(f"{contender}: rank {rank} ended with code {process.returncode}")
 
 
-def _write(process: subprocess.Popen[str], what: object) -> None:
+def _write(process: subprocess.Popen[str], message: object) -> None:
     assert process.stdin is not None
-    process.stdin.write(json.dumps(what) + "\n")
+    process.stdin.write(json.dumps(message) + "\n")
     process.stdin.flush()
 
 
@@ -156,13 +156,13 @@ def _read(process: subprocess.Popen[str], contender: str) -> Any:
 
 
 def as_table(medians: dict[str, dict[int, float]]) -> str:
-    """A Markdown table, one line a size."""
-    *names, yardstick = medians
-    heads = [f"{name}, us" for name in (*names, yardstick)] + [f"{yardstick} / {name}" for name in names]
+    """A Markdown table with one row per size."""
+    *names, baseline = medians
+    heads = [f"{name}, us" for name in (*names, baseline)] + [f"{baseline} / {name}" for name in names]
     lines = [f"| bytes | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for size, rival in medians[yardstick].items():
-        cells = [f"{medians[name][size] * 1e6:.0f}" for name in (*names, yardstick)]
-        cells += [f"{rival / medians[name][size]:.2f}x" for name in names]
+    for size, baseline_seconds in medians[baseline].items():
+        cells = [f"{medians[name][size] * 1e6:.0f}" for name in (*names, baseline)]
+        cells += [f"{baseline_seconds / medians[name][size]:.2f}x" for name in names]
         lines.append(f"| {size} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

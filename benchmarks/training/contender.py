@@ -1,12 +1,12 @@
-"""One contender, in a process of its own: trains, and ends with one line of JSON.
+"""One contender in a process of its own: trains, and prints one line of JSON.
 
     contender.py hoop  --devices 2                     hoop.train
     contender.py torch --threads 1 --fused             one plain process, as an expert writes it
-    contender.py torch --ranks 2 --backend gloo        DDP: a process a rank, as torchrun starts them
+    contender.py torch --ranks 2 --backend gloo        DDP: one process per rank, as torchrun starts them
 
-All train the same job from the same first weights, with the same global batch, optimizer and rates. Timed is a lap:
-some epochs, from the first sample to the last update; start, evaluation and checkpoints are not. Start it with
-``OMP_NUM_THREADS`` set (``race.py`` does): PyTorch reads it once, when it is loaded.
+All train the same job from the same initial weights, with the same global batch, optimizer and rates. A lap is timed:
+some epochs, from the first sample to the last update, without start, evaluation and checkpoints. Set
+``OMP_NUM_THREADS`` before the start (``race.py`` does): PyTorch reads it once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Figures = dict[str, Any]
 
 
 def by_hoop(options: argparse.Namespace) -> Figures:
-    """``hoop.train``, timed by what its devices tell."""
+    """``hoop.train``, timed by the events of its devices."""
     from jobs import job_named
     from resident import Resident
 
@@ -37,14 +37,14 @@ def by_hoop(options: argparse.Namespace) -> Figures:
     laps: list[float] = []
     since = last = 0.0
 
-    def note(event: Figures) -> None:
+    def on_event(event: Figures) -> None:
         nonlocal since, last
         match event["kind"]:
             case "started":
                 since = event["time"]
             case "steps":
                 last = event["time"]
-                resident.look()
+                resident.sample()
             case "evaluated":
                 laps.append(last - since)
                 since = event["time"]
@@ -56,33 +56,33 @@ def by_hoop(options: argparse.Namespace) -> Figures:
         "checkpoint_every": 0,
         "trace_steps": 0,
     }
-    given = {"batch_size": options.batch_size, "shards": options.shards, "optimizer": options.optimizer}
-    settings |= {name: value for name, value in given.items() if value is not None}
+    overrides = {"batch_size": options.batch_size, "shards": options.shards, "optimizer": options.optimizer}
+    settings |= {name: value for name, value in overrides.items() if value is not None}
     result = train(
         job,
         devices=options.devices,
         strategy=options.strategy,
         memory=options.memory,
-        progress=note,
+        progress=on_event,
         **settings,
     )
-    told = result.summary
+    summary = result.summary
     return {
         "lap_seconds": laps,
-        "steps": told["steps"] // options.laps,
-        "accuracy": told["accuracy"],
-        "loss": told["loss"],
-        "bytes_a_step": told["bytes_sent"] / max(1, told["steps"]),
-        "idle": told["idle_fraction"],
-        "shares": told["shares"],
-        "arena_bytes": told["memory"],
+        "steps": summary["steps"] // options.laps,
+        "accuracy": summary["accuracy"],
+        "loss": summary["loss"],
+        "bytes_a_step": summary["bytes_sent"] / max(1, summary["steps"]),
+        "idle": summary["idle_fraction"],
+        "shares": summary["shares"],
+        "arena_bytes": summary["memory"],
         "resident_bytes": resident.grown,
-        "weights_sha256": told["weights_sha256"],
+        "weights_sha256": summary["weights_sha256"],
     }
 
 
 def by_torch(options: argparse.Namespace) -> Figures | None:
-    """Plain PyTorch, alone or one rank of DDP; None where another rank tells the figures."""
+    """Plain PyTorch in one process, or one rank of DDP; None on ranks other than 0."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -98,31 +98,31 @@ def by_torch(options: argparse.Namespace) -> Figures | None:
     settings = job.defaults(options.job)
     rates, batch_size = settings.optimizer, options.batch_size or settings.batch_size
     data = job.data()
-    # The whole set, normalised once and kept as floats: a step only picks its rows.
+    # The whole dataset, normalised once and kept as floats: a step only selects its rows.
     inputs, targets = data.train.batch(np.arange(len(data.train)), epoch=0, seed=0)
     model: nn.Module = job.model(options.seed)
     trained = model
     if ranks > 1:
         if options.backend == "hoop" and not hasattr(dist.Backend, "HOOP"):
-            register()  # where Hoop runs from its source tree, torch has not found it by itself
+            register()  # torch finds only an installed Hoop by itself, not one in a source tree
         dist.init_process_group(options.backend, init_method=os.environ["STORE"], rank=rank, world_size=ranks)
         trained = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = optimizer_for(model, rates, options.fused)
     criterion = nn.CrossEntropyLoss()
     per_epoch = -(-len(targets) // batch_size)
     steps = options.laps * options.lap * per_epoch
-    shuffling = torch.Generator().manual_seed(options.seed)
+    shuffle = torch.Generator().manual_seed(options.seed)
     whole = batch_size >= len(targets) and ranks == 1
     laps: list[float] = []
     step = 0
     for _ in range(options.laps):
         if ranks > 1:
             dist.barrier()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(options.lap):
-            permutation = torch.randperm(len(targets), generator=shuffling)
+            permutation = torch.randperm(len(targets), generator=shuffle)
             for start in range(0, len(targets), batch_size):
-                if whole:  # the sum over all samples does not care about their order
+                if whole:  # the sum over all samples does not depend on their order
                     images, labels = inputs, targets
                 else:
                     rows = permutation[start : start + batch_size]
@@ -133,7 +133,7 @@ def by_torch(options: argparse.Namespace) -> Figures | None:
                 criterion(trained(images), labels).backward()
                 optimizer.step()
                 step += 1
-        laps.append(time.perf_counter() - begun)
+        laps.append(time.perf_counter() - started)
     accuracy = accuracy_of(model, data.test)
     if ranks > 1:
         dist.destroy_process_group()
@@ -143,7 +143,7 @@ def by_torch(options: argparse.Namespace) -> Figures | None:
 
 
 def optimizer_for(model: Any, chosen: Any, fused: bool) -> Any:
-    """PyTorch's own, with the recipe's constants."""
+    """PyTorch's own optimizer, with the recipe's constants."""
     import torch
 
     if chosen.name == "sgd":
@@ -172,25 +172,25 @@ def accuracy_of(model: Any, data: Any) -> float:
     import torch
 
     model.eval()
-    right = 0
+    correct = 0
     with torch.no_grad():
         for start in range(0, len(data), 500):
             rows = np.arange(start, min(start + 500, len(data)))
             inputs, targets = data.batch(rows, epoch=0, seed=0)
-            right += int((model(inputs).argmax(-1) == targets).sum())
-    return right / len(data)
+            correct += int((model(inputs).argmax(-1) == targets).sum())
+    return correct / len(data)
 
 
 def _pin(cores: range) -> None:
-    """Bound to these cores, as Hoop's devices are; not where there are fewer."""
+    """Pin this process to these cores, as Hoop pins its devices; not on a machine with fewer."""
     if hasattr(os, "sched_setaffinity"):
-        here = sorted(os.sched_getaffinity(0))
-        if cores.stop <= len(here):
-            os.sched_setaffinity(0, {here[core] for core in cores})
+        available = sorted(os.sched_getaffinity(0))
+        if cores.stop <= len(available):
+            os.sched_setaffinity(0, {available[core] for core in cores})
 
 
 def spawn(arguments: list[str], ranks: int) -> None:
-    """A process a rank; the first one's line is printed."""
+    """Start one process per rank; rank 0 prints the line."""
     with tempfile.TemporaryDirectory(prefix="hoop-bench-") as folder:
         environment = os.environ | {"STORE": f"file://{folder}/store", "WORLD_SIZE": str(ranks)}
         command = [sys.executable, str(HERE / "contender.py"), *arguments]

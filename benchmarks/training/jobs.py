@@ -1,7 +1,6 @@
-"""What the benchmarks train: the recipes, and models whose speed is asked for on made-up images.
+"""The jobs of the benchmarks: the recipes, and MobileNetV2 on random images.
 
-The speed of a step does not depend on what is in the images, so MobileNetV2 needs no download here; what is learnt
-from real ones is the recipes' matter.
+The speed of a step does not depend on the content of the images, so MobileNetV2 needs no download here.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from hoop.engine.job import Job
 from hoop.engine.recipes import RECIPES, softmax
 from hoop.models.catalog import build
 
-TESTED = 16
-"""Made-up images that a model is measured on after an epoch: next to nothing, because it is not timed."""
+TEST_SAMPLES = 16
+"""Random images for the evaluation after an epoch: few, because it is not timed."""
 
 
 def job_named(name: str, samples: int) -> Job:
-    """``mnist``, ``softmax:56`` (images of 56 x 56), or ``mobilenetv2`` on so many made-up images."""
+    """``mnist``, ``softmax:56`` (images of 56 x 56), or ``mobilenetv2`` on this many random images."""
     kind, _, option = name.partition(":")
     if kind == "softmax":
         return softmax(int(option or 28))
@@ -31,8 +30,8 @@ def job_named(name: str, samples: int) -> Job:
 def _images(samples: int) -> Splits:
     generator = torch.Generator().manual_seed(0)
 
-    def part(count: int, name: str) -> TensorData:
+    def split(count: int, name: str) -> TensorData:
         images = torch.randn(count, 3, 32, 32, generator=generator)
         return TensorData(images, torch.randint(0, 10, (count,), generator=generator), name=name)
 
-    return Splits(part(samples, "made-up/train"), part(TESTED, "made-up/test"))
+    return Splits(split(samples, "made-up/train"), split(TEST_SAMPLES, "made-up/test"))

@@ -1,9 +1,9 @@
-"""Why the engine computes chains of Linear and ReLU by hand: forward and backward of a shard, several ways.
+"""Why the engine computes chains of Linear and ReLU by hand: forward and backward of a shard, by several kernels.
 
     python benchmarks/training/kernels.py
 
-The MLP 784-128-64-10 on one core; loss and update are the same for all and not in it. All ways end with the gradients
-in one flat vector, where the sum over devices needs them.
+The MLP 784-128-64-10 on one core, without loss and update, which are the same for all. Every kernel leaves the
+gradients in one flat vector, where the all-reduce needs them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hoop.engine.stage.autograd import AutogradStage, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.models.catalog import build
 
-Way = Callable[[Tensor, Tensor], None]
+Kernel = Callable[[Tensor, Tensor], None]
 
 
-def by_stage(make: Callable[[nn.Sequential], Stage]) -> Way:
-    """As the engine does it: a stage, gradients into views of a vector."""
+def by_stage(make: Callable[[nn.Sequential], Stage]) -> Kernel:
+    """As in the engine: a stage that writes the gradients to views of a vector."""
     model = build("mlp", 0)
     stage, views = make(model), flat_views(model)
 
@@ -47,12 +47,12 @@ def by_autograd(model: nn.Sequential) -> Stage:
 
 def by_hand(model: nn.Sequential) -> Stage:
     layers = layers_of(list(model))
-    assert layers is not None, "the MLP is such a chain"
+    assert layers is not None, "the MLP is a chain of Linear and ReLU"
     return ChainStage(layers)
 
 
-def plainly() -> Way:
-    """As everybody writes it: ``.grad`` are views of a vector, and are added to."""
+def plain_backward() -> Kernel:
+    """Plain PyTorch: ``.grad`` are views of a vector, and gradients are accumulated into them."""
     model = build("mlp", 0)
     for parameter, view in zip(model.parameters(), flat_views(model), strict=True):
         parameter.grad = view
@@ -65,10 +65,10 @@ def plainly() -> Way:
     return run
 
 
-def without_onednn(way: Way) -> Way:
+def without_onednn(kernel: Kernel) -> Kernel:
     def run(images: Tensor, gradient: Tensor) -> None:
         with torch.backends.mkldnn.flags(enabled=False):
-            way(images, gradient)
+            kernel(images, gradient)
 
     return run
 
@@ -80,16 +80,16 @@ def flat_views(model: nn.Sequential) -> list[Tensor]:
     return [part.view_as(one) for part, one in zip(parts, parameters, strict=True)]
 
 
-def measured(ways: dict[str, Way], rows: int, seconds: float) -> dict[str, float]:
-    """Medians; the ways take turns, so that noise hits all of them."""
+def measure(kernels: dict[str, Kernel], rows: int, seconds: float) -> dict[str, float]:
+    """Median seconds; the kernels take turns, so that noise affects all of them."""
     images, gradient = torch.randn(rows, 1, 28, 28), torch.randn(rows, 10) / rows
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in kernels}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[next(iter(ways))]) < 20:
-        for name, way in ways.items():
-            begun = time.perf_counter()
-            way(images, gradient)
-            times[name].append(time.perf_counter() - begun)
+    while time.perf_counter() < end or len(times[next(iter(kernels))]) < 20:
+        for name, kernel in kernels.items():
+            started = time.perf_counter()
+            kernel(images, gradient)
+            times[name].append(time.perf_counter() - started)
     return {name: statistics.median(one[5:]) for name, one in times.items()}
 
 
@@ -101,29 +101,29 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    where = environment()
+    machine = environment()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    ways = {
-        "loss.backward()": plainly(),
+    kernels = {
+        "loss.backward()": plain_backward(),
         "autograd stage": by_stage(by_autograd),
         "autograd stage, oneDNN off": without_onednn(by_stage(by_autograd)),
         "by hand": by_stage(by_hand),
     }
-    found = {rows: measured(ways, rows, 0.2 if options.quick else options.seconds) for rows in options.rows}
+    found = {rows: measure(kernels, rows, 0.2 if options.quick else options.seconds) for rows in options.rows}
     if options.json:
-        print(json.dumps({"environment": where, "seconds": found}))
+        print(json.dumps({"environment": machine, "seconds": found}))
         return
     rows = [
         [
             size,
-            *(f"{1000 * times[name]:.2f}" for name in ways),
+            *(f"{1000 * times[name]:.2f}" for name in kernels),
             f"{times['loss.backward()'] / times['by hand']:.2f}x",
         ]
         for size, times in found.items()
     ]
-    print(table(["samples", *(f"{name}, ms" for name in ways), "by hand is faster by"], rows), end="\n\n")
-    print(where)
+    print(table(["samples", *(f"{name}, ms" for name in kernels), "by hand is faster by"], rows), end="\n\n")
+    print(machine)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The MNIST MLP by Hoop, by plain PyTorch and by DDP, at the same global batch: the time of a step.
+"""The MNIST MLP with Hoop, plain PyTorch and DDP at the same global batch: the time of a step.
 
 python benchmarks/training/mnist.py                      the time of a step, a few minutes
 python benchmarks/training/mnist.py --full               10 epochs each, and the accuracy
@@ -17,7 +17,7 @@ AIM_ONE_CORE, AIM_DDP, AIM_CROWDED = 1.7, 2.0, 1.15
 
 
 def contenders(options: argparse.Namespace) -> dict[str, Contender]:
-    """By a short name, as they stand in the table."""
+    """Contenders by short name, in the order of the table."""
     found = {
         f"hoop {n}": Contender(f"Hoop, {n} device{'s'[: n > 1]}", ["hoop", f"--devices={n}"]) for n in options.devices
     }
@@ -43,13 +43,17 @@ def contenders(options: argparse.Namespace) -> dict[str, Contender]:
 
 
 def aims(found: dict[str, Contender], cores: int) -> list[list[str]]:
-    """What was aimed at, what was reached, and whether that is enough; only what was measured."""
+    """Each target with the measured ratio and whether it was met; only for contenders that were measured."""
 
-    def speed_up(than: str, by: str, least: float, what: str) -> list[list[str]]:
-        if than not in found or by not in found or not (found[than].seconds and found[by].seconds):
+    def speed_up(baseline: str, contender: str, target: float, label: str) -> list[list[str]]:
+        if (
+            baseline not in found
+            or contender not in found
+            or not (found[baseline].seconds and found[contender].seconds)
+        ):
             return []
-        ratio = found[than].step / found[by].step
-        return [[what, f">= {least:.2f}x", f"{ratio:.2f}x", "yes" if ratio >= least else "**no**"]]
+        ratio = found[baseline].step / found[contender].step
+        return [[label, f">= {target:.2f}x", f"{ratio:.2f}x", "yes" if ratio >= target else "**no**"]]
 
     rows: list[list[str]] = []
     for fused in ("", " fused"):

@@ -1,4 +1,4 @@
-"""Contenders, each in a process of its own, in turn: noise that comes and goes hits all of them alike."""
+"""Runs contenders in turns, each in a process of its own, so that noise affects all of them alike."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Contender:
-    """A way to train, and what came of it."""
+    """One way to train, and its results."""
 
     name: str
     arguments: list[str]
     threads: int = 1
     seconds: list[float] = field(default_factory=list)
-    """A step, one figure for each lap but the first of a process."""
+    """Seconds per step: one value per lap, without the first lap of each process."""
     figures: list[dict[str, Any]] = field(default_factory=list)
     failure: str = ""
 
     @property
     def step(self) -> float:
-        """The median of all laps, seconds a step; not a number where there is none."""
+        """Median over all laps, in seconds per step; NaN if there is none."""
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
     @property
@@ -43,7 +43,7 @@ class Contender:
         return self.figures[-1].get(name) if self.figures else None
 
     def run(self, arguments: Sequence[str], timeout: float) -> None:
-        """Once; a failure is kept, and ends nothing."""
+        """One run; a failure is recorded and does not end the race."""
         environment = os.environ | {
             "OMP_NUM_THREADS": str(self.threads),
             "MKL_NUM_THREADS": str(self.threads),
@@ -51,7 +51,7 @@ class Contender:
         source = str(HERE.parents[1] / "src")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
         command = [sys.executable, str(HERE / "contender.py"), *self.arguments, *arguments]
-        # A session of its own, so that whatever it started can be ended with it.
+        # A session of its own, so that its child processes can be killed with it.
         process = subprocess.Popen(
             command,
             env=environment,
@@ -61,16 +61,16 @@ class Contender:
             start_new_session=True,
         )
         try:
-            out, said = process.communicate(timeout=timeout)
+            out, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             self.failure = f"nothing after {timeout:.0f} s"
             return
         finally:
-            if process.poll() is None:  # too slow, or this script is told to end
+            if process.poll() is None:  # a timeout, or this script is terminated
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
         if process.returncode or not out.strip():
-            lines = [line for line in said.strip().splitlines() if line.strip()]
+            lines = [line for line in errors.strip().splitlines() if line.strip()]
             self.failure = lines[-1].removeprefix("hoop.errors.")[:160] if lines else f"exit {process.returncode}"
             return
         figures = json.loads(out.strip().splitlines()[-1])
@@ -80,7 +80,7 @@ class Contender:
 
 
 def race(contenders: Sequence[Contender], repeats: int, arguments: Sequence[str], timeout: float = 600.0) -> None:
-    """All of them, ``repeats`` times; a word about each on stderr. Ended early (SIGTERM), what is known is kept."""
+    """Run all contenders ``repeats`` times, with a line for each on stderr. SIGTERM ends it early."""
 
     def end(*_: object) -> None:
         raise Ended
@@ -90,8 +90,8 @@ def race(contenders: Sequence[Contender], repeats: int, arguments: Sequence[str]
         for repeat, one in itertools.product(range(repeats), contenders):
             if not one.failure:
                 one.run(arguments, timeout)
-                said = one.failure or f"{1000 * one.step:.2f} ms a step"
-                print(f"{repeat + 1}/{repeats} {one.name}: {said}", file=sys.stderr, flush=True)
+                status = one.failure or f"{1000 * one.step:.2f} ms a step"
+                print(f"{repeat + 1}/{repeats} {one.name}: {status}", file=sys.stderr, flush=True)
     except Ended:
         for one in contenders:
             if not one.seconds:
@@ -101,7 +101,7 @@ def race(contenders: Sequence[Contender], repeats: int, arguments: Sequence[str]
 
 
 class Ended(Exception):
-    """Somebody wants this script to end."""
+    """SIGTERM was received."""
 
 
 def environment() -> str:
@@ -118,13 +118,13 @@ def environment() -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """As Markdown."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def numbers(text: str) -> list[int]:
-    """``1,2,4`` as numbers."""
+    """``1,2,4`` as a list of integers."""
     return [int(one) for one in text.split(",") if one]
 
 

@@ -1,10 +1,10 @@
-"""The search behind ``hoop train mnist``: optimizers and rates, several seeds each, by the lowest accuracy.
+"""The search behind ``hoop train mnist``: optimizers and rates with several seeds each, ranked by lowest accuracy.
 
-    python benchmarks/training/recipe.py                 a process a core
+    python benchmarks/training/recipe.py                 one process per core
     python benchmarks/training/recipe.py --only "adam 0.003 cosine"
 
-Each run is one plain PyTorch process: what Hoop trains is the same but for rounding, and this way a core trains a
-model by itself.
+Each run is one plain PyTorch process, so that every core trains a model of its own; Hoop's result differs only by
+rounding.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from race import environment, table
 
 from hoop.engine.stage.optimizer import OptimizerSettings
 
-Tried = tuple[OptimizerSettings, int, int]
-"""The optimizer, the batch, the seed."""
+Trial = tuple[OptimizerSettings, int, int]
+"""An optimizer, a batch size and a seed."""
 
 
 def candidates() -> list[tuple[OptimizerSettings, int]]:
-    """Optimizers, and the batch of each."""
+    """Optimizers with their batch sizes."""
     adam = OptimizerSettings("adam", 3e-3, schedule="cosine", warmup=100)
     adamw = replace(adam, name="adamw")
     sgd = OptimizerSettings("sgd", 0.1, momentum=0.9, nesterov=True, schedule="cosine", warmup=100)
@@ -41,15 +41,15 @@ def candidates() -> list[tuple[OptimizerSettings, int]]:
     return [(one, 256) for one in found] + [(replace(adam), 128), (replace(adam), 512)]
 
 
-def described(one: OptimizerSettings, batch: int) -> str:
+def describe(one: OptimizerSettings, batch: int) -> str:
     parts = [one.name, f"{one.lr:g}", one.schedule, f"warm-up {one.warmup}"]
     parts += [f"decay {one.weight_decay:g}"] if one.weight_decay else []
     parts += [f"beta2 {one.beta2:g}"] if one.beta2 != OptimizerSettings.beta2 else []
     return ", ".join([*parts, f"batch {batch}"])
 
 
-def accuracy(tried: Tried) -> float:
-    """After 10 epochs."""
+def accuracy(trial: Trial) -> float:
+    """Test accuracy after 10 epochs."""
     import numpy as np
     import torch
     from contender import accuracy_of, optimizer_for
@@ -59,7 +59,7 @@ def accuracy(tried: Tried) -> float:
     from hoop.models.catalog import build
 
     torch.set_num_threads(1)
-    chosen, batch, seed = tried
+    chosen, batch, seed = trial
     data = load("mnist")
     inputs, targets = data.train.batch(np.arange(len(data.train)), epoch=0, seed=0)
     model = build("mlp", seed)
@@ -83,19 +83,19 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     words = options.only.split()
-    found = [one for one in candidates() if set(words) <= set(described(*one).replace(",", "").split())]
-    tried = [(one, batch, seed) for one, batch in found for seed in range(options.seeds)]
+    found = [one for one in candidates() if set(words) <= set(describe(*one).replace(",", "").split())]
+    trials = [(one, batch, seed) for one, batch in found for seed in range(options.seeds)]
     with ProcessPoolExecutor(options.workers) as pool:
-        reached = list(pool.map(accuracy, tried))
-    by = [reached[index * options.seeds : (index + 1) * options.seeds] for index in range(len(found))]
-    ranked = sorted(zip(found, by, strict=True), key=lambda one: min(one[1]), reverse=True)
+        results = list(pool.map(accuracy, trials))
+    by_candidate = [results[index * options.seeds : (index + 1) * options.seeds] for index in range(len(found))]
+    ranked = sorted(zip(found, by_candidate, strict=True), key=lambda one: min(one[1]), reverse=True)
     if options.json:
-        told = [{"recipe": described(*one), "accuracy": accuracies} for one, accuracies in ranked]
-        print(json.dumps({"environment": environment(), "recipes": told}))
+        recipes = [{"recipe": describe(*one), "accuracy": accuracies} for one, accuracies in ranked]
+        print(json.dumps({"environment": environment(), "recipes": recipes}))
         return
     rows = [
         [
-            described(*one),
+            describe(*one),
             *(f"{100 * value:.2f}" for value in [*values, min(values), statistics.mean(values)]),
         ]
         for one, values in ranked

@@ -1,9 +1,9 @@
-"""The most memory that each device of a job held, from what Linux keeps of every process.
+"""The peak resident memory of each device of a job, read from /proc.
 
     this process ── head ── coordinator, device 1, device 2 …        as hoop.train forks them
 
-A device begins with its parent's pages; what it held above those at its peak is its own: its arena, its activations,
-PyTorch's scratch space. Elsewhere than on Linux nothing is known.
+A device starts with its parent's pages; its peak above those is its own memory: its arena, its activations and
+PyTorch's scratch space. This works on Linux only.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ class Resident:
     def __init__(self) -> None:
         self._before = _field(os.getpid(), "VmRSS")
         self._devices: list[int] = []
-        self._most: dict[int, int] = {}
+        self._peak: dict[int, int] = {}
 
-    def look(self) -> None:
-        """Notes every device's peak so far; a few microseconds each, so do it as they tell something."""
+    def sample(self) -> None:
+        """Record the peak of every device so far. It takes a few microseconds per device: call it at every event."""
         if not self._devices:
             parents = _parents()
             heads = {pid for pid, parent in parents.items() if parent == os.getpid()}
             _coordinator, *self._devices = sorted(pid for pid, parent in parents.items() if parent in heads) or [0]
         for pid in self._devices:
-            self._most[pid] = max(self._most.get(pid, 0), _field(pid, "VmHWM"))
+            self._peak[pid] = max(self._peak.get(pid, 0), _field(pid, "VmHWM"))
 
     @property
     def grown(self) -> list[int]:
-        """Bytes above what it was forked with, a device; empty where that is not known."""
-        return [max(0, most - self._before) for _, most in sorted(self._most.items()) if most]
+        """Peak bytes above those at the fork, per device; empty where they are unknown."""
+        return [max(0, peak - self._before) for _, peak in sorted(self._peak.items()) if peak]
 
 
 def _parents() -> dict[int, int]:
-    """Every process and its parent."""
+    """The parent of every process."""
     pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if os.path.isdir("/proc") else []
     return {pid: parent for pid in pids if (parent := _field(pid, "PPid", 1))}
 

@@ -1,4 +1,4 @@
-"""Paper 4's job: softmax regression on 60 000 images in one batch, small and enlarged; the time of an epoch.
+"""Paper 4's job, softmax regression on 60 000 images in one batch, small and enlarged: the time of an epoch.
 
 python benchmarks/training/softmax.py
 """
@@ -10,8 +10,8 @@ import json
 
 from race import Contender, as_json, environment, numbers, race, table
 
-KEPT = "--memory=4GiB"
-"""A shard of the largest images is 376 MB, and counts."""
+MEMORY = "--memory=4GiB"
+"""A shard of the largest images takes 376 MB of a device's memory."""
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.sides, options.repeats, options.epochs = options.sides[:1], 1, 2
-    rows, told = [], []
+    rows, results = [], []
     for side in options.sides:
         found = [
             *(
-                Contender(f"Hoop, {count} device{'s'[: count > 1]}", ["hoop", f"--devices={count}", KEPT])
+                Contender(f"Hoop, {count} device{'s'[: count > 1]}", ["hoop", f"--devices={count}", MEMORY])
                 for count in options.devices
             ),
             *(
@@ -39,7 +39,7 @@ def main() -> None:
             ),
         ]
         race(found, options.repeats, [f"--job=softmax:{side}", f"--laps={options.epochs}"])
-        told += [{"pixels": side * side, **one} for one in as_json(found)]
+        results += [{"pixels": side * side, **one} for one in as_json(found)]
         best = min((one.step for one in found if one.seconds), default=0.0)
         for one in found:
             mark = "**" if one.seconds and one.step == best else ""
@@ -54,7 +54,7 @@ def main() -> None:
                 ]
             )
     if options.json:
-        print(json.dumps({"environment": environment(), "contenders": told}))
+        print(json.dumps({"environment": environment(), "contenders": results}))
         return
     print(table(["pixels", "", "an epoch, s", "all, s", "test loss"], rows), end="\n\n")
     print(environment())

@@ -3,8 +3,8 @@
     python benchmarks/training/strategies.py
     python benchmarks/training/strategies.py --models mlp --only data,ring
 
-The MLP trains on MNIST with the recipe's batch, MobileNetV2 on made-up images with a small one. Each strategy is a
-process of its own: one that fails is a row that says why.
+The MLP trains on MNIST with the recipe's batch, MobileNetV2 on random images with a small batch. Each strategy runs in
+a process of its own; a strategy that fails becomes a row with the reason.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.steps = 1
-    wanted = options.only.split(",")
-    rows, told = [], []
+    prefixes = options.only.split(",")
+    rows, results = [], []
     for model, devices in itertools.product(options.models.split(","), options.devices):
-        specs = [one.spec for one in all_strategies(devices) if any(one.spec.startswith(word) for word in wanted)]
+        specs = [one.spec for one in all_strategies(devices) if any(one.spec.startswith(prefix) for prefix in prefixes)]
         found = [Contender(spec, ["hoop", f"--devices={devices}", f"--strategy={spec}"]) for spec in specs]
         arguments = list(MODELS[model])
         if model != "mlp":
@@ -67,9 +67,9 @@ def main() -> None:
             arguments += [f"--batch-size={options.batch_size}", f"--samples={samples}"]
         race(found, options.repeats, arguments, timeout=180)
         rows += [row(f"{model} | {devices}", one) for one in found]
-        told += [{"model": model, "devices": devices, **one} for one in as_json(found)]
+        results += [{"model": model, "devices": devices, **one} for one in as_json(found)]
     if options.json:
-        print(json.dumps({"environment": environment(), "strategies": told}))
+        print(json.dumps({"environment": environment(), "strategies": results}))
         return
     header = [
         "model",

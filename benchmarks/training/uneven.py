@@ -1,9 +1,9 @@
-"""Two devices, one of which computes so many times slower: how near is Hoop to what is possible?
+"""Two devices, one of which computes several times slower: how close is Hoop to the ideal?
 
     python benchmarks/training/uneven.py            (docs and table: benchmarks/training/README.md)
 
-The ideal is that both compute all the time: with speeds 1 and 1/f a batch takes f/(f+1) of what the fast device takes
-alone. Shards follow the measured speeds; the weights stay the same, which is checked.
+In the ideal case both compute all the time: with speeds 1 and 1/f a batch takes f/(f+1) of the time of the fast device
+alone. Shards follow the measured speeds; the script checks that the weights stay the same.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def step_ms(slowdown: list[int], shards: int, batch: int, epochs: int) -> tuple[float, str]:
-    """The median of a step's milliseconds once shards have settled, and the weights' hash."""
+    """Median milliseconds of a step once the assignment of shards has settled, and the hash of the weights."""
     import hoop
 
     seconds: list[float] = []
 
-    def note(event: dict[str, object]) -> None:
+    def on_event(event: dict[str, object]) -> None:
         if event["kind"] == "steps":
             seconds.extend(event["seconds"])  # type: ignore[arg-type]
 
@@ -34,7 +34,7 @@ def step_ms(slowdown: list[int], shards: int, batch: int, epochs: int) -> tuple[
         epochs=epochs,
         evaluate_every=0,
         slowdown=slowdown,
-        progress=note,
+        progress=on_event,
     )
     return statistics.median(seconds[len(seconds) // 3 :]) * 1e3, str(result.weights_sha256)
 
@@ -46,23 +46,23 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    given = parser.parse_args()
-    alone, wanted = step_ms([1], given.shards, given.batch_size, given.epochs)
+    options = parser.parse_args()
+    alone, expected = step_ms([1], options.shards, options.batch_size, options.epochs)
     rows = []
-    for factor in map(int, given.factors.split(",")):
-        took, weights = step_ms([1, factor], given.shards, given.batch_size, given.epochs)
-        assert weights == wanted, "the weights depend on the devices' speed"
+    for factor in map(int, options.factors.split(",")):
+        measured, weights = step_ms([1, factor], options.shards, options.batch_size, options.epochs)
+        assert weights == expected, "the weights depend on the devices' speed"
         ideal = alone * factor / (factor + 1)
         rows.append(
             {
                 "slower": factor,
                 "alone_ms": alone,
-                "took_ms": took,
+                "took_ms": measured,
                 "ideal_ms": ideal,
-                "share_of_ideal": ideal / took,
+                "share_of_ideal": ideal / measured,
             }
         )
-    if given.json:
+    if options.json:
         print(json.dumps(rows))
         return
     print("| second device | fast one alone, ms | both, ms | ideal, ms | of the ideal |\n|---|---|---|---|---|")

@@ -1,4 +1,4 @@
-"""The ranks of a module, and pairs of endpoints for a test, over each transport in turn."""
+"""Fixtures: the ranks of a module and pairs of endpoints, for each transport."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ def scheme(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-SHARED: list[Ranks] = []
+MODULE_RANKS: list[Ranks] = []
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What the last test broke is made anew before the next one begins to watch what it leaves behind."""
-    for ranks in SHARED:
+    """Reconnects ranks that the previous test broke, before the next test's check for leaks begins."""
+    for ranks in MODULE_RANKS:
         if ranks.broken:
-            ranks.renew()
+            ranks.next_generation()
 
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """For ``indirect`` parametrization with (scheme, size); shared by the tests that follow one another."""
-    with Ranks(*request.param) as made:
-        SHARED.append(made)
-        yield made
-        SHARED.remove(made)
+    """For ``indirect`` parametrization with (scheme, size); shared by consecutive tests of a module."""
+    with Ranks(*request.param) as group:
+        MODULE_RANKS.append(group)
+        yield group
+        MODULE_RANKS.remove(group)
 
 
 @pytest.fixture
 def transports(scheme: str) -> Iterator[list[Transport]]:
-    """Two."""
+    """Two transports."""
     with ExitStack() as opened:
         yield [opened.enter_context(open_transport(URIS[scheme])) for _ in range(2)]
 
 
 @pytest.fixture
 def pair(transports: list[Transport]) -> Iterator[tuple[Endpoint, Endpoint]]:
-    """Rank 0 and rank 1; they have not spoken yet."""
+    """The endpoints of rank 0 and rank 1, not connected yet."""
     zero, one = endpoints_of(transports)
     yield zero, one
     zero.close()

@@ -1,4 +1,4 @@
-"""Two endpoints that talk: what is said, what is heard, and a thread that waits for it."""
+"""Helpers to send and receive between two endpoints, and a thread that waits for a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from ranks import LONG_S, PROMPT_S, soon
+from ranks import LONG_S, PROMPT_S, deadline_in
 
 from hoop.errors import PeerLost
 from hoop.transport import Endpoint
@@ -19,38 +19,37 @@ Pair = tuple[Endpoint, Endpoint]
 
 def receive(endpoint: Endpoint, peer: int, size: int, deadline: float | None = None) -> bytes:
     into = bytearray(size)
-    endpoint.recv_into(peer, memoryview(into), deadline or soon())
+    endpoint.recv_into(peer, memoryview(into), deadline or deadline_in())
     return bytes(into)
 
 
-def say(endpoint: Endpoint, peer: int, what: bytes) -> None:
-    """Sends, and stays until it is handed over."""
-    endpoint.send(peer, memoryview(what), soon())
-    endpoint.flush(soon())
+def send_and_flush(endpoint: Endpoint, peer: int, data: bytes) -> None:
+    endpoint.send(peer, memoryview(data), deadline_in())
+    endpoint.flush(deadline_in())
 
 
-def meet(pair: Pair) -> None:
-    """After this the links exist in both directions."""
-    for mine, other in (pair, pair[::-1]):
-        say(mine, other.rank, b"hello")
-    for mine, other in (pair, pair[::-1]):
-        assert receive(mine, other.rank, 5) == b"hello"
+def connect(pair: Pair) -> None:
+    """Sends a message in each direction; afterwards both links exist."""
+    for endpoint, peer in (pair, pair[::-1]):
+        send_and_flush(endpoint, peer.rank, b"hello")
+    for endpoint, peer in (pair, pair[::-1]):
+        assert receive(endpoint, peer.rank, 5) == b"hello"
 
 
-def until(happened: Callable[[], object], what: str) -> None:
-    """Looks again and again until something has happened."""
-    deadline = soon()
-    while not happened():
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Polls until the condition holds."""
+    deadline = deadline_in()
+    while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         threading.Event().wait(0.001)
 
 
-def until_started(future: Future[Any]) -> None:
-    until(lambda: future.running() or future.done(), "a thread at work")
+def wait_until_running(future: Future[Any]) -> None:
+    wait_until(lambda: future.running() or future.done(), "a thread at work")
 
 
 class Waiter:
-    """A thread that waits for a peer's message, and is inside ``recv_into`` once this is made."""
+    """A thread that waits for a peer's message; it is inside ``recv_into`` when the constructor returns."""
 
     def __init__(self, endpoint: Endpoint, peer: int, size: int = 8) -> None:
         self.into = bytearray(size)
@@ -58,11 +57,11 @@ class Waiter:
         self.outcome: Future[None] = Future()
         self._thread = threading.Thread(target=self._wait, args=(peer,), name="waiter")
         self._thread.start()
-        until(self._is_inside, "a thread in recv_into")
+        wait_until(self._is_inside, "a thread in recv_into")
 
     def _wait(self, peer: int) -> None:
         try:
-            self.outcome.set_result(self._endpoint.recv_into(peer, memoryview(self.into), soon()))
+            self.outcome.set_result(self._endpoint.recv_into(peer, memoryview(self.into), deadline_in()))
         except BaseException as error:
             self.outcome.set_exception(error)
 
@@ -73,11 +72,11 @@ class Waiter:
         return frame is not None or self.outcome.done()
 
     def error(self) -> BaseException | None:
-        """What the wait came to; a TimeoutError when it went on for longer than a wake-up may take."""
+        """The exception that ended the wait, if any; a TimeoutError if the wait lasted longer than PROMPT_S."""
         try:
             return self.outcome.exception(PROMPT_S)
-        except TimeoutError as hang:
+        except TimeoutError as timeout:
             self._endpoint.abort(PeerLost("given up"))
-            return hang
+            return timeout
         finally:
             self._thread.join(2 * LONG_S)

@@ -1,10 +1,10 @@
-"""Ranks as threads: each has a transport, a communicator and a thread that runs what it is given.
+"""Ranks as threads: each has a transport, a communicator and a thread that runs a function.
 
     with Ranks("tcp", 3) as ranks:
-        sums = ranks.run(lambda one: …)     # on every rank at once; the results in rank order
+        sums = ranks.run(lambda comm: …)     # on every rank at once; the results in rank order
 
-A new transport is entered in ``URIS``; then every suite of this folder runs over it.
-What is left open in a failed run is closed, and ``renew`` begins the next generation.
+To test a new transport with every module of this folder, add it to ``URIS``.
+A failed run closes the communicators; ``next_generation`` creates new ones.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ URIS = {
     "tcp": "tcp://127.0.0.1:0",
 }
 LOOPBACKS = ("127.0.0.1", "127.0.1", "127.1")
-"""One address by three names: to a hybrid transport three hosts."""
-SHARED = ("shm",)
-"""Those whose ranks see each other's memory, where there are more algorithms."""
+"""Three names of one address; a hybrid transport takes them for three hosts."""
+SHARED_MEMORY = ("shm",)
+"""Transports over shared memory, for which the catalog has additional algorithms."""
 COMMUNICATOR = 7
 LONG_S = 60.0
-"""What nobody waits for unless something is wrong."""
+"""A timeout that expires only in a failing test."""
 PROMPT_S = 10.0
-"""Well under LONG_S: whoever is back by then was woken and did not wait for its deadline."""
+"""Well below LONG_S: a call that returns within it was woken and did not run into its deadline."""
 
 T = TypeVar("T")
 
 
-def soon(seconds: float = LONG_S) -> float:
-    """A deadline."""
+def deadline_in(seconds: float = LONG_S) -> float:
     return time.monotonic() + seconds
 
 
 def endpoints_of(transports: list[Transport], communicator: int = COMMUNICATOR, generation: int = 1) -> list[Endpoint]:
-    """One endpoint a transport, in rank order."""
+    """One endpoint per transport, in rank order."""
     peers = [transport.address for transport in transports]
     return [transport.endpoint(communicator, generation, rank, peers) for rank, transport in enumerate(transports)]
 
 
 def uri_of(scheme: str, rank: int, hosts: Sequence[int] = ()) -> str:
-    """Where a rank listens; where hosts matter, every other rank is on the second unless ``hosts`` says otherwise."""
+    """Where a rank listens. Only hybrid has several hosts; without ``hosts`` ranks alternate between the first two."""
     host = LOOPBACKS[hosts[rank] if hosts else rank % 2]
     return URIS[scheme].replace(LOOPBACKS[0], host) if scheme == "hybrid" else URIS[scheme]
 
@@ -71,49 +70,49 @@ class Ranks:
                 opened.enter_context(open_transport(uri_of(scheme, rank, hosts))) for rank in range(size)
             ]
             self._threads = [opened.enter_context(ThreadPoolExecutor(1, f"rank-{rank}")) for rank in range(size)]
-            self.renew()
+            self.next_generation()
             self._opened = opened.pop_all()
 
-    def renew(self) -> None:
-        """The next generation, with every link dialled: from here on no socket and no thread is new."""
-        self.leave()
+    def next_generation(self) -> None:
+        """Creates new communicators and connects every link, so that later runs open no socket and no thread."""
+        self.close_communicators()
         self.broken = False
         self._generation += 1
         self.communicators = [
             Communicator(endpoint) for endpoint in endpoints_of(self.transports, generation=self._generation)
         ]
-        for future in self.start(_greet_everyone):
+        for future in self.start(_connect_to_peers):
             future.result(LONG_S)
 
-    def start(self, job: Callable[[Communicator], T]) -> list[Future[T]]:
-        """Runs a job on every rank, each in its own thread."""
+    def start(self, function: Callable[[Communicator], T]) -> list[Future[T]]:
+        """Runs a function on every rank, each in its own thread."""
         return [
-            thread.submit(job, communicator)
+            thread.submit(function, communicator)
             for thread, communicator in zip(self._threads, self.communicators, strict=True)
         ]
 
-    def run(self, job: Callable[[Communicator], T]) -> list[T]:
-        """The results in rank order; when one rank fails, the others are aborted and its error is raised."""
-        futures = self.start(job)
-        done, hanging = wait(futures, timeout=LONG_S, return_when=FIRST_EXCEPTION)
-        if not hanging and not any(future.exception() for future in futures):
+    def run(self, function: Callable[[Communicator], T]) -> list[T]:
+        """Returns the results in rank order; if a rank fails, aborts the others and raises its error."""
+        futures = self.start(function)
+        done, running = wait(futures, timeout=LONG_S, return_when=FIRST_EXCEPTION)
+        if not running and not any(future.exception() for future in futures):
             return [future.result() for future in futures]
         for communicator in self.communicators:
             communicator.endpoint.abort(PeerLost("another rank failed"))
         wait(futures)
-        self.leave()
+        self.close_communicators()
         for future in done:
             future.result()
-        raise AssertionError(f"{len(hanging)} ranks were not done within {LONG_S:g} s, and none had failed")
+        raise AssertionError(f"{len(running)} ranks were not done within {LONG_S:g} s, and none had failed")
 
-    def leave(self) -> None:
-        """Closes the communicators; ``renew`` makes others."""
+    def close_communicators(self) -> None:
+        """Closes them; ``next_generation`` creates new ones."""
         self.broken = True
         for communicator in self.communicators:
             communicator.close()
 
     def close(self) -> None:
-        self.leave()
+        self.close_communicators()
         self._opened.close()
 
     def __enter__(self) -> Ranks:
@@ -126,8 +125,8 @@ class Ranks:
 
 
 def outcomes(futures: Iterable[Future[T]], timeout: float = PROMPT_S) -> list[T | HoopError]:
-    """What each came to: a result or one of Hoop's errors. Raises TimeoutError when one hangs."""
-    deadline = soon(timeout)
+    """The result or the HoopError of each future. Raises TimeoutError if one does not finish in time."""
+    deadline = deadline_in(timeout)
     found: list[T | HoopError] = []
     for future in futures:
         try:
@@ -137,11 +136,11 @@ def outcomes(futures: Iterable[Future[T]], timeout: float = PROMPT_S) -> list[T 
     return found
 
 
-def _greet_everyone(one: Communicator) -> None:
-    others = [peer for peer in range(one.size) if peer != one.rank]
+def _connect_to_peers(comm: Communicator) -> None:
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
     for peer in others:
-        one.endpoint.send(peer, memoryview(b"!"), soon())
-    while others and not one.endpoint.wait_readable(others, soon()):
-        pass  # for some transports the first wait for several starts a thread
+        comm.endpoint.send(peer, memoryview(b"!"), deadline_in())
+    while others and not comm.endpoint.wait_readable(others, deadline_in()):
+        pass  # in some transports the first wait_readable starts a thread
     for peer in others:
-        one.endpoint.recv_into(peer, memoryview(bytearray(1)), soon())
+        comm.endpoint.recv_into(peer, memoryview(bytearray(1)), deadline_in())

@@ -1,4 +1,4 @@
-"""A link that flips bits: every message still comes as it was sent, or an error names the link; never a wrong sum."""
+"""A link that flips bits: every message arrives as sent, or an error names the link; no sum is ever wrong."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 import pytest
-from exchange import receive, say
-from ranks import COMMUNICATOR, LONG_S, Ranks, endpoints_of, soon
+from exchange import receive, send_and_flush
+from ranks import COMMUNICATOR, LONG_S, Ranks, deadline_in, endpoints_of
 
 import hoop.transport.tcp_listener
 from hoop.collectives.communicator import Communicator
@@ -28,29 +28,29 @@ from hoop.wire.frames import HEADER_BYTES
 MIB = 1 << 20
 
 
-class Flipper(FaultyLinks):
-    """Flips the bits at chosen places, counted in bytes from when it is told."""
+class BitFlipper(FaultyLinks):
+    """Flips one bit in each chosen byte of the stream; offsets count from the moment they are set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.at: list[int] = []
-        """Bytes from now on, in order, of which a bit is flipped."""
-        self.back = False
-        """Whether in what comes back instead."""
+        self.offsets: list[int] = []
+        """Offsets of the bytes to change, in ascending order."""
+        self.flip_received = False
+        """Whether to change received bytes instead of sent ones."""
         self.always = False
 
     def on_send(self, data: bytes) -> bytes:
-        return data if self.back else self._through(data)
+        return data if self.flip_received else self._flip(data)
 
     def on_recv(self, data: bytes) -> bytes:
-        return self._through(data) if self.back else data
+        return self._flip(data) if self.flip_received else data
 
-    def _through(self, data: bytes) -> bytes:
+    def _flip(self, data: bytes) -> bytes:
         changed = bytearray(data)
-        while self.at and self.at[0] < len(data):
-            changed[self.at.pop(0)] ^= 1 << random.randrange(8)
+        while self.offsets and self.offsets[0] < len(data):
+            changed[self.offsets.pop(0)] ^= 1 << random.randrange(8)
             self.injected += 1
-        self.at = [place - len(data) for place in self.at]
+        self.offsets = [offset - len(data) for offset in self.offsets]
         if self.always and len(data) > 2 * HEADER_BYTES:
             changed[-1] ^= 1
             self.injected += 1
@@ -58,67 +58,69 @@ class Flipper(FaultyLinks):
 
 
 @pytest.fixture
-def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Flipper]:
+def flipper(monkeypatch: pytest.MonkeyPatch) -> Iterator[BitFlipper]:
     monkeypatch.setattr(hoop.transport.tcp_listener, "REPLY_POLL_S", 0.001)
-    found = Flipper()
-    remove = found.install()
-    yield found
+    links = BitFlipper()
+    remove = links.install()
+    yield links
     remove()
 
 
 @pytest.fixture
-def pair(flipper: Flipper) -> Iterator[tuple[Endpoint, Endpoint]]:
+def pair(flipper: BitFlipper) -> Iterator[tuple[Endpoint, Endpoint]]:
     with ExitStack() as opened:
         transports = [opened.enter_context(TcpTransport(Address("127.0.0.1", 0), checksums=True)) for _ in range(2)]
         yield tuple(endpoints_of(transports))  # type: ignore[misc]
 
 
-def exchanged(pair: tuple[Endpoint, Endpoint], messages: list[bytes]) -> None:
+def send_and_check(pair: tuple[Endpoint, Endpoint], messages: list[bytes]) -> None:
     zero, one = pair
     for message in messages:
-        one.send(0, memoryview(message), soon())
+        one.send(0, memoryview(message), deadline_in())
     for message in messages:
         assert receive(zero, 1, len(message)) == message
 
 
-def tries(pair: tuple[Endpoint, Endpoint], flipper: Flipper, count: int, seed: int) -> None:
-    """Bits anywhere: in headers, in payloads, in the HELLO of a connection that replaces another, in answers."""
+def flip_bits(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper, count: int, seed: int) -> None:
+    """Flips bits anywhere: in headers, payloads, answers, and the HELLO of a replacement connection."""
     random.seed(seed)
     zero, one = pair
-    exchanged(pair, [b"the first"])
+    send_and_check(pair, [b"the first"])
     for index in range(count):
         messages = [random.randbytes(random.choice([0, 1, 8, 300, 5000])) for _ in range(random.randint(1, 4))]
         size = sum(HEADER_BYTES + len(message) for message in messages)
-        flipper.back = index % 10 == 9
-        before, damaged = flipper.injected, zero.messages_corrupted
-        flipper.at = [random.randrange(HEADER_BYTES if flipper.back else size)]
-        if index % 7 == 0:  # and in the HELLO that follows, or what comes after it
-            flipper.at.append(size + random.randrange(2 * HEADER_BYTES))
-        exchanged(pair, messages)
-        one.flush(soon())
-        if not flipper.back:
+        flipper.flip_received = index % 10 == 9
+        before, corrupted = flipper.injected, zero.messages_corrupted
+        flipper.offsets = [random.randrange(HEADER_BYTES if flipper.flip_received else size)]
+        if index % 7 == 0:  # also in the HELLO of the new connection, or after it
+            flipper.offsets.append(size + random.randrange(2 * HEADER_BYTES))
+        send_and_check(pair, messages)
+        one.flush(deadline_in())
+        if not flipper.flip_received:
             assert flipper.injected > before, "the fault did not fire"
-            assert zero.messages_corrupted > damaged, f"try {index}: a flipped bit went unnoticed"
-        flipper.at = []
+            assert zero.messages_corrupted > corrupted, f"try {index}: a flipped bit went unnoticed"
+        flipper.offsets = []
     assert one.messages_retransmitted >= count // 2
 
 
-def test_a_flipped_bit_is_noticed_and_its_message_sent_again(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
-    tries(pair, flipper, 200, seed=1)
+def test_a_flipped_bit_is_detected_and_the_message_retransmitted(
+    pair: tuple[Endpoint, Endpoint], flipper: BitFlipper
+) -> None:
+    flip_bits(pair, flipper, 200, seed=1)
 
 
 @pytest.mark.slow
-def test_ten_thousand_flipped_bits(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
-    tries(pair, flipper, 10_000, seed=2)
+def test_ten_thousand_flipped_bits(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper) -> None:
+    flip_bits(pair, flipper, 10_000, seed=2)
 
 
-def test_a_link_that_always_changes_bytes_is_given_up_and_named(
-    pair: tuple[Endpoint, Endpoint], flipper: Flipper
+def test_a_link_that_corrupts_every_message_fails_and_is_named(
+    pair: tuple[Endpoint, Endpoint], flipper: BitFlipper
 ) -> None:
     zero, one = pair
-    exchanged(pair, [b"as it was"])
+    send_and_check(pair, [b"as it was"])
     flipper.always = True
-    one.send(0, memoryview(bytes(500)), soon())
+    one.send(0, memoryview(bytes(500)), deadline_in())
     link = f"link 1 -> 0 of communicator {COMMUNICATOR}"
     expected = f"{link}: message 1 of 500 bytes is not what was sent, {MAX_RETRANSMITS + 1} times"
     with pytest.raises(LinkCorrupted, match=expected):
@@ -127,28 +129,26 @@ def test_a_link_that_always_changes_bytes_is_given_up_and_named(
     assert flipper.injected == MAX_RETRANSMITS + 1
 
 
-def test_a_large_message_is_sent_again_while_its_sender_does_something_else(
-    pair: tuple[Endpoint, Endpoint], flipper: Flipper
+def test_a_large_message_is_retransmitted_after_its_buffer_was_overwritten(
+    pair: tuple[Endpoint, Endpoint], flipper: BitFlipper
 ) -> None:
-    """The sender has handed it over and is gone; what it sent is overwritten meanwhile."""
+    """``flush`` has returned, so the sender may reuse its buffer."""
     zero, one = pair
-    exchanged(pair, [b"the first"])
+    send_and_check(pair, [b"the first"])
     data = bytearray(random.Random(3).randbytes(300_000))
     sent = bytes(data)
-    flipper.at = [200_000]
-    say(one, 0, data)  # type: ignore[arg-type]
+    flipper.offsets = [200_000]
+    send_and_flush(one, 0, data)  # type: ignore[arg-type]
     data[:] = bytes(len(data))
     assert receive(zero, 1, len(data)) == sent
     assert one.messages_retransmitted == 1
 
 
-def test_the_last_message_of_an_endpoint_is_sent_again_before_it_closes(
-    pair: tuple[Endpoint, Endpoint], flipper: Flipper
-) -> None:
+def test_close_retransmits_a_corrupted_last_message(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper) -> None:
     zero, one = pair
-    exchanged(pair, [b"the first"])
-    flipper.at = [HEADER_BYTES + 3]
-    say(one, 0, b"the last")
+    send_and_check(pair, [b"the first"])
+    flipper.offsets = [HEADER_BYTES + 3]
+    send_and_flush(one, 0, b"the last")
     with ThreadPoolExecutor(1) as thread:
         received = thread.submit(receive, zero, 1, 8)
         one.close()
@@ -156,48 +156,46 @@ def test_the_last_message_of_an_endpoint_is_sent_again_before_it_closes(
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "tree"])
-def test_sums_stay_right_over_links_that_flip_bits(
-    flipper: Flipper, algorithm: str, monkeypatch: pytest.MonkeyPatch
+def test_all_reduce_is_correct_over_links_that_flip_bits(
+    flipper: BitFlipper, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SCHEMES, "tcp", partial(TcpTransport, checksums=True))
     count, rounds = 30_000, 5
     random.seed(4)
     with Ranks("tcp", 4) as ranks:
         for index in range(rounds):
-            flipper.at = sorted(random.sample(range(count * 4), 3))
+            flipper.offsets = sorted(random.sample(range(count * 4), 3))
 
-            def job(one: Communicator, index: int = index) -> tuple[float, float]:
+            def worker(comm: Communicator, index: int = index) -> tuple[float, float]:
                 total = np.zeros(count, np.float32)
-                source = np.full(count, one.rank + index, np.float32)
-                one.run(Operation("all_reduce", count, algorithm=algorithm), source, total, LONG_S)
+                source = np.full(count, comm.rank + index, np.float32)
+                comm.run(Operation("all_reduce", count, algorithm=algorithm), source, total, LONG_S)
                 return float(total.min()), float(total.max())
 
-            assert ranks.run(job) == [(6 + 4 * index, 6 + 4 * index)] * 4
-        damaged = sum(one.endpoint.messages_corrupted for one in ranks.communicators)
+            assert ranks.run(worker) == [(6 + 4 * index, 6 + 4 * index)] * 4
+        corrupted = sum(comm.endpoint.messages_corrupted for comm in ranks.communicators)
     assert flipper.injected >= rounds
-    assert damaged >= rounds
+    assert corrupted >= rounds
 
 
-# ---- other things that can be made to go wrong with a link
+# ---- other injected link faults
 
 
-def test_a_connection_that_is_reset_in_the_middle_is_told_at_both_ends(
-    pair: tuple[Endpoint, Endpoint], flipper: Flipper
-) -> None:
+def test_a_reset_connection_raises_peer_lost_at_both_ends(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper) -> None:
     zero, one = pair
-    exchanged(pair, [b"the first"])
+    send_and_check(pair, [b"the first"])
     flipper.drops = 1
     with pytest.raises(PeerLost, match="rank 1: rank 0 at"):
-        say(one, 0, bytes(5000))
+        send_and_flush(one, 0, bytes(5000))
     with pytest.raises(PeerLost, match="rank 0: rank 1 at"):
         receive(zero, 1, 5000)
     assert flipper.injected == 1
 
 
-def test_a_partition_is_told_by_name(pair: tuple[Endpoint, Endpoint], flipper: Flipper) -> None:
+def test_a_partition_raises_an_error_that_names_the_peer(pair: tuple[Endpoint, Endpoint], flipper: BitFlipper) -> None:
     zero, one = pair
-    exchanged(pair, [b"the first"])
+    send_and_check(pair, [b"the first"])
     flipper.partitioned = True
-    say(one, 0, b"never arrives")
+    send_and_flush(one, 0, b"never arrives")
     with pytest.raises(DeadlineExceeded, match="rank 0: waiting for rank 1 at"):
-        receive(zero, 1, 13, soon(0.2))
+        receive(zero, 1, 13, deadline_in(0.2))

@@ -1,4 +1,4 @@
-"""When a rank goes in the middle of a collective, the others learn of it: promptly, and by name."""
+"""When a rank leaves during a collective, every other rank promptly fails with an error that names a peer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
-from exchange import until_started
-from ranks import LONG_S, PROMPT_S, SHARED, URIS, Ranks, endpoints_of, outcomes
+from exchange import wait_until_running
+from ranks import LONG_S, PROMPT_S, SHARED_MEMORY, URIS, Ranks, endpoints_of, outcomes
 
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.registry import Operation
@@ -23,33 +23,32 @@ pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hy
 N, COUNT = 4, 1000
 
 
-def take_part(one: Communicator, operation: Operation, timeout: float = LONG_S) -> Report:
-    """As a device does: whoever fails closes its links, so that nobody waits for it."""
+def run_or_close(comm: Communicator, operation: Operation, timeout: float = LONG_S) -> Report:
+    """Runs the operation as a device does: on an error it closes its links, so that no peer waits for it."""
     try:
-        return one.run(operation, np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32), timeout)
+        return comm.run(operation, np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32), timeout)
     except HoopError:
-        one.close()
+        comm.close()
         raise
 
 
-def leave_after(rounds: int, one: Communicator, operation: Operation) -> None:
-    """Takes part in the first rounds, and closes."""
+def run_rounds_and_close(rounds: int, comm: Communicator, operation: Operation) -> None:
     source, destination = np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32)
     for index in range(rounds):
-        one.run(operation, source, destination, LONG_S, round_index=index)
-    one.close()
+        comm.run(operation, source, destination, LONG_S, round_index=index)
+    comm.close()
 
 
-def failures(futures: list[Future[Report | None]], but: int) -> dict[int, HoopError]:
-    """What every rank raised, promptly, but the one that left."""
+def failures(futures: list[Future[Report | None]], without: int) -> dict[int, HoopError]:
+    """The errors of all ranks except the one that left; each must fail promptly."""
     found = outcomes(futures)
-    errors = {rank: error for rank, error in enumerate(found) if rank != but and isinstance(error, HoopError)}
-    assert set(errors) == set(range(len(futures))) - {but}, f"not everyone failed: {found}"
+    errors = {rank: error for rank, error in enumerate(found) if rank != without and isinstance(error, HoopError)}
+    assert set(errors) == set(range(len(futures))) - {without}, f"not everyone failed: {found}"
     return errors
 
 
 def assert_located(rank: int, error: HoopError, operation: Operation) -> int:
-    """The message names the peer, which is returned, the instruction and the operation."""
+    """Checks that the message names a peer, the instruction and the operation; returns the peer."""
     assert isinstance(error, PeerError), repr(error)
     found = re.fullmatch(
         rf"rank {rank}: rank (\d) at \S+ .*"
@@ -57,56 +56,56 @@ def assert_located(rank: int, error: HoopError, operation: Operation) -> int:
         str(error),
     )
     assert found, str(error)
-    peer, at, of = map(int, found.groups())
-    assert 1 <= at <= of
-    assert of == len(list(operation.plan(N, rank)))
+    peer, index, total = map(int, found.groups())
+    assert 1 <= index <= total
+    assert total == len(list(operation.plan(N, rank)))
     return peer
 
 
 @pytest.fixture
 def four(scheme: str) -> Iterator[Ranks]:
-    with Ranks(scheme, N) as made:
-        yield made
+    with Ranks(scheme, N) as ranks:
+        yield ranks
 
 
 @pytest.mark.parametrize("leaver", range(N), ids="rank {} leaves".format)
 @pytest.mark.parametrize("rounds", range(N), ids="after {} rounds".format)
-def test_a_rank_that_leaves_a_ring_is_missed_by_all(four: Ranks, leaver: int, rounds: int) -> None:
-    """Up to n-1 rounds nobody can have finished: whoever comes last in the ring still waits for a message."""
+def test_every_rank_fails_when_a_rank_leaves_a_ring(four: Ranks, leaver: int, rounds: int) -> None:
+    """After at most n-1 rounds no rank can have finished: the last in the ring still waits for a message."""
     operation = Operation("all_reduce", COUNT, algorithm="ring")
 
-    def job(one: Communicator) -> Report | None:
-        if one.rank == leaver:
-            leave_after(rounds, one, operation)
+    def worker(comm: Communicator) -> Report | None:
+        if comm.rank == leaver:
+            run_rounds_and_close(rounds, comm, operation)
             return None
-        return take_part(one, operation)
+        return run_or_close(comm, operation)
 
-    errors = failures(four.start(job), but=leaver)
+    errors = failures(four.start(worker), without=leaver)
     blamed = {rank: assert_located(rank, error, operation) for rank, error in errors.items()}
-    after = (leaver + 1) % N
-    # The neighbour misses the leaver, or finds that its own neighbour has already given up; ranks that share memory
-    # meet before the first round, so there it may be any that has.
-    assert four.scheme == "shm" or blamed[after] in {leaver, (leaver + 2) % N}
+    next_rank = (leaver + 1) % N
+    # The next rank names the leaver, or its own next rank if that one failed first. Ranks that share memory start with
+    # a barrier, where the error may name any rank that failed.
+    assert four.scheme == "shm" or blamed[next_rank] in {leaver, (leaver + 2) % N}
     assert leaver in blamed.values()
 
 
 @pytest.mark.parametrize("leaver", range(N), ids="rank {} leaves".format)
 @pytest.mark.parametrize("algorithm", ["chunked_ring", "naive", "tree"])
-def test_a_rank_that_does_not_contribute_is_missed_by_all(four: Ranks, leaver: int, algorithm: str) -> None:
+def test_every_rank_fails_when_a_rank_does_not_contribute(four: Ranks, leaver: int, algorithm: str) -> None:
     operation = Operation("all_reduce", COUNT, algorithm=algorithm, chunk_bytes=256)
 
-    def job(one: Communicator) -> Report | None:
-        if one.rank == leaver:
-            leave_after(0, one, operation)
+    def worker(comm: Communicator) -> Report | None:
+        if comm.rank == leaver:
+            run_rounds_and_close(0, comm, operation)
             return None
-        return take_part(one, operation)
+        return run_or_close(comm, operation)
 
-    for rank, error in failures(four.start(job), but=leaver).items():
+    for rank, error in failures(four.start(worker), without=leaver).items():
         assert_located(rank, error, operation)
 
 
-def test_links_that_were_never_used_break_as_well(scheme: str) -> None:
-    """The first operation of all, and a rank that leaves before it has dialled anyone."""
+def test_ranks_fail_when_a_peer_leaves_before_it_connects(scheme: str) -> None:
+    """It closes before the first operation, without having dialled a peer."""
     operation = Operation("all_reduce", COUNT, algorithm="ring")
     with ExitStack() as opened:
         transports = [opened.enter_context(open_transport(URIS[scheme])) for _ in range(3)]
@@ -115,65 +114,65 @@ def test_links_that_were_never_used_break_as_well(scheme: str) -> None:
         for communicator in communicators:
             opened.callback(communicator.close)
         communicators[2].close()
-        waiting = [threads.submit(take_part, one, operation, PROMPT_S / 2) for one in communicators[:2]]
+        waiting = [threads.submit(run_or_close, comm, operation, PROMPT_S / 2) for comm in communicators[:2]]
         for error in outcomes(waiting):
             assert isinstance(error, PeerLost), repr(error)
 
 
-def test_a_rank_that_never_comes_is_named(four: Ranks) -> None:
+def test_a_rank_that_does_not_call_is_named(four: Ranks) -> None:
     operation = Operation("all_reduce", COUNT, algorithm="naive")
 
-    def job(one: Communicator) -> Report | None:
-        return take_part(one, operation, timeout=0.2 if one.rank == 0 else LONG_S) if one.rank != 2 else None
+    def worker(comm: Communicator) -> Report | None:
+        return run_or_close(comm, operation, timeout=0.2 if comm.rank == 0 else LONG_S) if comm.rank != 2 else None
 
-    errors = failures(four.start(job), but=2)
+    errors = failures(four.start(worker), without=2)
     assert isinstance(errors[0], DeadlineExceeded)
     assert re.match(r"rank 0: waiting for rank 2 at \S+ passed its deadline", str(errors[0]))
-    # Ranks that share memory meet before the first message, the others miss it when its message is due.
-    at = 1 if four.scheme in SHARED else 3
-    assert f", at instruction {at} of 8 of {operation}" in str(errors[0])
-    # Those that wait in a meeting see any rank go: rank 0, or the other one that gave up because of it.
+    # Ranks that share memory wait in the first barrier, the others when the message is due.
+    index = 1 if four.scheme in SHARED_MEMORY else 3
+    assert f", at instruction {index} of 8 of {operation}" in str(errors[0])
+    # A rank in a barrier notices any rank that leaves: rank 0, or the other one, which failed because of it.
     for rank, other in ((1, 3), (3, 1)):
-        gone = (0, other) if four.scheme in SHARED else (0,)
+        gone = (0, other) if four.scheme in SHARED_MEMORY else (0,)
         assert assert_located(rank, errors[rank], operation) in gone
 
 
 def test_an_abort_wakes_every_rank(four: Ranks) -> None:
-    """As when the coordinator announces the next generation while the devices wait for a dead one."""
+    """As when the coordinator announces the next generation while devices wait for a dead one."""
     operation = Operation("all_reduce", COUNT, algorithm="ring")
     reason = MembershipChanged("generation 2 begins without rank 3")
 
-    def job(one: Communicator) -> Report | None:
-        if one.rank == 3:
+    def worker(comm: Communicator) -> Report | None:
+        if comm.rank == 3:
             return None
-        # Nobody closes here: that would reach the neighbour before its own abort does.
-        return one.run(operation, np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32), LONG_S)
+        # No rank closes here: its neighbour could see the close before its own abort.
+        return comm.run(operation, np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32), LONG_S)
 
-    futures = four.start(job)
+    futures = four.start(worker)
     for future in futures:
-        until_started(future)
+        wait_until_running(future)
     started = time.monotonic()
     for communicator in four.communicators[:3]:
         communicator.endpoint.abort(reason)
-    assert list(failures(futures, but=3).values()) == [reason] * 3
+    assert list(failures(futures, without=3).values()) == [reason] * 3
     assert time.monotonic() - started < PROMPT_S
 
 
-def test_the_next_generation_works_where_the_last_one_broke(four: Ranks) -> None:
+def test_the_next_generation_works_after_a_failure(four: Ranks) -> None:
     operation = Operation("all_reduce", COUNT, algorithm="ring")
 
-    def broken(one: Communicator) -> Report | None:
-        if one.rank == 1:
-            leave_after(1, one, operation)
+    def failing(comm: Communicator) -> Report | None:
+        if comm.rank == 1:
+            run_rounds_and_close(1, comm, operation)
             return None
-        return take_part(one, operation)
+        return run_or_close(comm, operation)
 
-    def whole(one: Communicator) -> float:
+    def succeeding(comm: Communicator) -> float:
         destination = np.zeros(COUNT, np.float32)
-        one.run(operation, np.full(COUNT, one.rank, np.float32), destination, LONG_S)
+        comm.run(operation, np.full(COUNT, comm.rank, np.float32), destination, LONG_S)
         return float(destination.sum())
 
     for _ in range(3):
-        failures(four.start(broken), but=1)
-        four.renew()
-        assert four.run(whole) == [COUNT * sum(range(N))] * N
+        failures(four.start(failing), without=1)
+        four.next_generation()
+        assert four.run(succeeding) == [COUNT * sum(range(N))] * N

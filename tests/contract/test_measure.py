@@ -1,10 +1,10 @@
-"""Measured link costs: the same at every rank, and they decide."""
+"""All ranks agree on measured link costs, and the costs determine the algorithm."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from ranks import URIS, Ranks, soon
+from ranks import URIS, Ranks, deadline_in
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
@@ -16,23 +16,23 @@ pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hy
 
 @pytest.mark.parametrize("scheme", URIS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_ranks_agree_on_what_a_link_costs(scheme: str, size: int) -> None:
+def test_all_ranks_agree_on_link_costs(scheme: str, size: int) -> None:
     with Ranks(scheme, size) as ranks:
-        costs = ranks.run(lambda one: measure_links(one.endpoint, soon()))
+        costs = ranks.run(lambda comm: measure_links(comm.endpoint, deadline_in()))
         assert len(set(costs)) == 1
         assert costs[0].message_s > 0
         assert costs[0].byte_s > 0
-        values = ranks.run(lambda one: _sum(one))  # the links are left in order
+        values = ranks.run(lambda comm: _sum(comm))  # the links still work
     assert all(value.tolist() == [sum(range(size))] * 3 for value in values)
 
 
-def _sum(one: Communicator) -> np.ndarray:
-    vector = np.full(3, one.rank, np.float32)
-    one.run(Operation("all_reduce", 3, dtype("float32")), vector, vector, 60.0)
+def _sum(comm: Communicator) -> np.ndarray:
+    vector = np.full(3, comm.rank, np.float32)
+    comm.run(Operation("all_reduce", 3, dtype("float32")), vector, vector, 60.0)
     return vector
 
 
-def test_what_a_link_costs_decides() -> None:
+def test_link_costs_determine_the_algorithm() -> None:
     with Ranks("inproc", 5) as ranks:
         endpoint = ranks.communicators[0].endpoint
         operation = Operation("all_reduce", 1 << 20, dtype("float32"))
@@ -40,10 +40,10 @@ def test_what_a_link_costs_decides() -> None:
         assert choose_algorithm(operation, endpoint, LinkCost(message_s=1e-9, byte_s=1e-6)) == "ring"
 
 
-def test_over_links_the_first_choice_measures_them() -> None:
+def test_the_first_choice_of_an_algorithm_measures_the_links() -> None:
     with Ranks("tcp", 3) as ranks:
-        assert [one.cost for one in ranks.communicators] == [None] * 3
+        assert [comm.cost for comm in ranks.communicators] == [None] * 3
         ranks.run(_sum)
-        costs = [one.cost for one in ranks.communicators]
+        costs = [comm.cost for comm in ranks.communicators]
     assert costs[0] is not None
     assert len(set(costs)) == 1

@@ -1,7 +1,7 @@
-"""Messages that are delayed, duplicated, lost, reordered, or of another generation: none is taken for another.
+"""Messages that are delayed, duplicated, lost, reordered or of another generation are never mistaken for others.
 
-Whatever is delivered, in whatever order, the receiver sees a beginning of what was sent, each message once and in its
-place; then it waits, or names what is wrong. So no gradient is added twice, or in another's place.
+Whatever the order of delivery, the receiver accepts a prefix of the sent messages, each once and in order; then it
+raises an error. So no gradient is added twice or in place of another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from exchange import receive
-from ranks import COMMUNICATOR, soon
+from ranks import COMMUNICATOR, deadline_in
 
 from hoop.errors import DeadlineExceeded, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
@@ -26,10 +26,10 @@ PEER: list[Address] = []
 
 @pytest.fixture
 def transport() -> Iterator[TcpTransport]:
-    made = TcpTransport(Address("127.0.0.1", 0))
-    with made, TcpTransport(Address("127.0.0.1", 0)) as other:
-        PEER.append(other.address)  # somebody is there, should the receiver ask
-        yield made
+    receiver = TcpTransport(Address("127.0.0.1", 0))
+    with receiver, TcpTransport(Address("127.0.0.1", 0)) as peer:
+        PEER.append(peer.address)  # the receiver may dial its peer
+        yield receiver
         PEER.clear()
 
 
@@ -38,63 +38,63 @@ def frame(sequence: int, communicator: int, generation: int = GENERATION) -> byt
     return FrameHeader(FrameKind.DATA, communicator, generation, 1, sequence, len(payload)).pack() + payload
 
 
-def schedule(draw: random.Random, communicator: int) -> list[bytes]:
-    """What a network and a peer that was thought dead may make of some messages."""
+def schedule(rng: random.Random, communicator: int) -> list[bytes]:
+    """The frames after random faults of the network or of a peer that was declared dead."""
     frames = [frame(sequence, communicator) for sequence in range(MESSAGES)]
-    for _ in range(draw.randint(0, 3)):
-        at, other = draw.randrange(len(frames)), draw.randrange(len(frames))
-        match draw.choice(["duplicate", "lose", "swap", "delay", "stale", "stranger"]):
+    for _ in range(rng.randint(0, 3)):
+        index, other = rng.randrange(len(frames)), rng.randrange(len(frames))
+        match rng.choice(["duplicate", "lose", "swap", "delay", "stale", "stranger"]):
             case "duplicate":
-                frames.insert(other, frames[at])
+                frames.insert(other, frames[index])
             case "lose" if len(frames) > 1:
-                del frames[at]
+                del frames[index]
             case "swap":
-                frames[at], frames[other] = frames[other], frames[at]
+                frames[index], frames[other] = frames[other], frames[index]
             case "delay":
-                frames.append(frames.pop(at))
+                frames.append(frames.pop(index))
             case "stale":
-                frames.insert(at, frame(draw.randrange(MESSAGES), communicator, GENERATION - 1))
+                frames.insert(index, frame(rng.randrange(MESSAGES), communicator, GENERATION - 1))
             case "stranger":
-                frames.insert(at, frame(draw.randrange(MESSAGES), communicator + 1))
+                frames.insert(index, frame(rng.randrange(MESSAGES), communicator + 1))
     return frames
 
 
-def delivered(transport: TcpTransport, communicator: int, frames: list[bytes]) -> list[int]:
-    """What a receiver takes of it."""
+def deliver(transport: TcpTransport, communicator: int, frames: list[bytes]) -> list[int]:
+    """Sends the frames to an endpoint and returns the messages that it accepts."""
     peers = [transport.address, PEER[0]]
     endpoint = transport.endpoint(communicator, GENERATION, 0, peers)
-    place = (transport.address.host, transport.address.port)
-    taken: list[int] = []
-    with socket.create_connection(place) as sock:
+    address = (transport.address.host, transport.address.port)
+    received: list[int] = []
+    with socket.create_connection(address) as sock:
         hello = FrameHeader(FrameKind.HELLO, communicator, GENERATION, 1, 0, 0).pack()
         sock.sendall(hello + b"".join(frames))
         sock.shutdown(socket.SHUT_WR)
         try:
             while True:
-                taken.append(int.from_bytes(receive(endpoint, 1, 8, soon(5)), "little"))
+                received.append(int.from_bytes(receive(endpoint, 1, 8, deadline_in(5)), "little"))
         except (LinkCorrupted, MembershipChanged, PeerLost):
             pass
         except DeadlineExceeded:
             pytest.fail("it waited for what will not come")
         finally:
             endpoint.close()
-    return taken
+    return received
 
 
 def check(transport: TcpTransport, schedules: int) -> None:
-    draw = random.Random(schedules)
-    spoiled = 0
+    rng = random.Random(schedules)
+    incomplete = 0
     for communicator in range(COMMUNICATOR, COMMUNICATOR + schedules):
-        frames = schedule(draw, communicator)
-        taken = delivered(transport, communicator, frames)
-        assert taken == list(range(len(taken))), f"{communicator}: {taken}"
-        whole = [frame(sequence, communicator) for sequence in range(MESSAGES)]
-        assert (len(taken) == MESSAGES) == (frames[:MESSAGES] == whole), f"{communicator}: {taken}"
-        spoiled += len(taken) < MESSAGES
-    assert spoiled > schedules // 3, "most schedules were harmless"
+        frames = schedule(rng, communicator)
+        received = deliver(transport, communicator, frames)
+        assert received == list(range(len(received))), f"{communicator}: {received}"
+        intact = [frame(sequence, communicator) for sequence in range(MESSAGES)]
+        assert (len(received) == MESSAGES) == (frames[:MESSAGES] == intact), f"{communicator}: {received}"
+        incomplete += len(received) < MESSAGES
+    assert incomplete > schedules // 3, "most schedules were harmless"
 
 
-def test_no_message_is_taken_twice_or_for_another(transport: TcpTransport) -> None:
+def test_messages_are_received_once_and_in_order(transport: TcpTransport) -> None:
     check(transport, 500)
 
 

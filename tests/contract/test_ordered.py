@@ -1,4 +1,4 @@
-"""The ordered sum over every transport: every rank gets the bits of one rank, whatever the shares."""
+"""Ordered all_reduce over every transport: every rank gets the bits of a single rank, however shards are assigned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from ranks import URIS, Ranks, soon
+from ranks import URIS, Ranks, deadline_in
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
@@ -15,7 +15,8 @@ from hoop.errors import HoopError
 
 pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "hybrid")  # see test_hierarchical
 
-SHARES: dict[int, list[list[Sequence[int]]]] = {
+# For each world size, several assignments: the shards of each rank, in order.
+SHARD_ASSIGNMENTS: dict[int, list[list[Sequence[int]]]] = {
     1: [[range(5)]],
     2: [[range(4), range(4, 8)], [range(3), range(3, 8)], [range(8), range(0)]],
     3: [[range(3), range(3, 6), range(6, 8)], [[0, 5], [1, 2, 7], [3, 4, 6]]],
@@ -31,34 +32,34 @@ def totals(ranks: Ranks, orders: list[list[int]], count: int, calls: int = 2) ->
     values = np.random.default_rng(7).normal(size=(calls, shards, count)).astype(np.float32)
     holdings = [merge_plan(list(order), shards) for order in orders]
 
-    def job(one: Communicator) -> bytes:
-        mine = holdings[one.rank]
+    def worker(comm: Communicator) -> bytes:
+        mine = holdings[comm.rank]
         slots = np.zeros((max(1, mine.slots), count), np.float32)
-        room = np.zeros(count, np.float32)
-        add = OrderedAllReduce(one, holdings, shards, slots, room, soon())
+        buffer = np.zeros(count, np.float32)
+        all_reduce = OrderedAllReduce(comm, holdings, shards, slots, buffer, deadline_in())
         found = b""
         for call in range(calls):
-            for shard, landing in zip(mine.order, mine.slot_merges, strict=True):
-                slots[landing.slot] = values[call, shard]
-                for into, other in landing.merges:
+            for shard, slot_merge in zip(mine.order, mine.slot_merges, strict=True):
+                slots[slot_merge.slot] = values[call, shard]
+                for into, other in slot_merge.merges:
                     slots[into] += slots[other]
-            add(soon())
-            found += add.result.tobytes()
+            all_reduce(deadline_in())
+            found += all_reduce.result.tobytes()
         return found
 
-    return ranks.run(job)
+    return ranks.run(worker)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 1000, 70_001])
-@pytest.mark.parametrize("size", SHARES)
+@pytest.mark.parametrize("size", SHARD_ASSIGNMENTS)
 @pytest.mark.parametrize("scheme", URIS)
-def test_every_rank_gets_the_bits_of_one(scheme: str, size: int, count: int) -> None:
-    for orders in SHARES[size]:
+def test_every_rank_gets_the_same_bits_as_a_single_rank(scheme: str, size: int, count: int) -> None:
+    for orders in SHARD_ASSIGNMENTS[size]:
         shards = sum(map(len, orders))
         with Ranks("inproc", 1) as alone:
-            (wanted,) = totals(alone, [list(range(shards))], count)
+            (expected,) = totals(alone, [list(range(shards))], count)
         with Ranks(scheme, size) as ranks:
-            assert totals(ranks, [list(order) for order in orders], count) == [wanted] * size
+            assert totals(ranks, [list(order) for order in orders], count) == [expected] * size
 
 
 @pytest.mark.parametrize("scheme", URIS)
@@ -66,13 +67,15 @@ def test_a_rank_that_leaves_is_named(scheme: str) -> None:
     holdings = [merge_plan([0], 2), merge_plan([1], 2)]
     with Ranks(scheme, 2) as ranks:
 
-        def job(one: Communicator) -> str:
-            add = OrderedAllReduce(one, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), soon())
-            if one.rank == 1:
-                one.close()
+        def worker(comm: Communicator) -> str:
+            all_reduce = OrderedAllReduce(
+                comm, holdings, 2, np.zeros((1, 9), np.float32), np.zeros(9, np.float32), deadline_in()
+            )
+            if comm.rank == 1:
+                comm.close()
                 return ""
             with pytest.raises(HoopError) as caught:
-                add(soon())
+                all_reduce(deadline_in())
             return str(caught.value)
 
-        assert "rank 1" in ranks.run(job)[0]
+        assert "rank 1" in ranks.run(worker)[0]

@@ -1,4 +1,4 @@
-"""Nobody reads what a peer has not written yet; ``python -m hoop.lab.bench.ordering`` looks for longer."""
+"""Barriers order memory: no rank reads stale data. ``python -m hoop.lab.bench.ordering`` checks it for longer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 SECONDS = 1.0
 
 
-def look(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
+def run_check(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-m",
@@ -25,12 +25,12 @@ def look(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_meeting_orders_memory(ranks: int) -> None:
-    found = look(ranks)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.count(", 0 stale") == ranks
+def test_a_barrier_orders_memory(ranks: int) -> None:
+    result = run_check(ranks)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count(", 0 stale") == ranks
 
 
-def test_the_test_finds_a_missing_order() -> None:
-    found = look(2, "--unordered")
-    assert found.returncode == 1, json.dumps(found.stdout)
+def test_the_check_finds_missing_ordering() -> None:
+    result = run_check(2, "--unordered")
+    assert result.returncode == 1, json.dumps(result.stdout)

@@ -1,4 +1,4 @@
-"""Plans as data: they fit together, they cost what they promise, and a bad call moves nothing."""
+"""Plans as data: they match between ranks, have the documented costs, and an invalid call sends nothing."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm
 SHARED_ALGORITHMS = [(name, algorithm) for name, entry in CATALOG.items() for algorithm in entry.shared]
 
 
-def over(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
+def for_algorithms(pairs: list[tuple[str, str]]) -> pytest.MarkDecorator:
     """Runs a test for these collectives and algorithms."""
     params = [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
     return pytest.mark.parametrize(("collective", "algorithm"), params)
 
 
-every_algorithm = over(ALGORITHMS)
-# A chunked ring's rounds overlap, which is its point.
-every_steppable = over([pair for pair in ALGORITHMS if pair[1] != "chunked_ring"])
+every_algorithm = for_algorithms(ALGORITHMS)
+# Not chunked_ring, whose rounds overlap.
+every_steppable = for_algorithms([pair for pair in ALGORITHMS if pair[1] != "chunked_ring"])
 
 
 def shapes(collective: str, algorithm: str) -> Iterator[Shape]:
-    """Every size and count, with every root, pair or chunk where the collective has one."""
+    """Every size and count, with every root, peer and chunk that the collective has."""
     for n, count in itertools.product(SIZES, COUNTS if collective != "barrier" else (0,)):
         rooted = collective in {"broadcast", "reduce", "gather", "scatter", "send"}
         for root, peer in itertools.product(range(n if rooted else 1), range(n if collective == "send" else 1)):
@@ -66,38 +66,37 @@ def plans(collective: str, algorithm: str, shape: Shape) -> list[CollectivePlan]
     return [function(shape, rank) for rank in range(shape.size)]
 
 
-# ---- they fit together
+# ---- plans of all ranks match
 
 
 @every_algorithm
-def test_nothing_is_wrong_with_any_plan(collective: str, algorithm: str) -> None:
+def test_every_plan_verifies(collective: str, algorithm: str) -> None:
     for shape in shapes(collective, algorithm):
         problems = verify(plans(collective, algorithm, shape))
         assert not problems, f"{shape}: {problems}"
 
 
-@over(SHARED_ALGORITHMS)
-def test_nothing_is_wrong_with_any_plan_in_shared_memory(collective: str, algorithm: str) -> None:
-    """Ranks meet equally often, and nobody sends."""
+@for_algorithms(SHARED_ALGORITHMS)
+def test_every_plan_in_shared_memory_verifies_and_sends_nothing(collective: str, algorithm: str) -> None:
     for shape in shapes(collective, algorithm):
-        made = plans(collective, algorithm, shape)
-        problems = verify(made)
+        rank_plans = plans(collective, algorithm, shape)
+        problems = verify(rank_plans)
         assert not problems, f"{shape}: {problems}"
-        assert not any(plan.messages or plan.elements for plan in made)
+        assert not any(plan.messages or plan.elements for plan in rank_plans)
 
 
 @every_algorithm
 def test_plans_stay_within_their_buffers(collective: str, algorithm: str) -> None:
-    """Ranges lie in what the catalog says a rank must bring; only the destination and scratch are written."""
+    """Ranges are within the buffers that the catalog requires; only destination and scratch are written."""
     entry = CATALOG[collective]
     for shape in shapes(collective, algorithm):
         for rank, plan in enumerate(plans(collective, algorithm, shape)):
-            problem = stray(entry, shape, rank, plan)
+            problem = find_violation(entry, shape, rank, plan)
             assert not problem, f"{shape}, rank {rank}: {problem}"
 
 
-def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> str:
-    """What is out of bounds in a plan, if anything."""
+def find_violation(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> str:
+    """The first instruction that is out of bounds, if any."""
     extents = (entry.source(shape, rank), entry.destination(shape, rank), plan.scratch)
     read: Range
     written: Range | None
@@ -124,8 +123,8 @@ def stray(entry: Collective, shape: Shape, rank: int, plan: CollectivePlan) -> s
 
 
 @every_steppable
-def test_every_round_is_complete_in_itself(collective: str, algorithm: str) -> None:
-    """So a collective can be stepped."""
+def test_every_round_verifies_on_its_own(collective: str, algorithm: str) -> None:
+    """So a collective can run one round at a time."""
     for shape in shapes(collective, algorithm):
         all_rounds = [plan.rounds for plan in plans(collective, algorithm, shape)]
         assert len(set(map(len, all_rounds))) == 1, f"{shape}: ranks differ in rounds {[*map(len, all_rounds)]}"
@@ -149,31 +148,31 @@ def test_split_covers_everything_in_nearly_equal_parts(parts: int) -> None:
             assert all(0 < stop - start <= chunk for start, stop in cut)
 
 
-# ---- verify finds what is planted
+# ---- verify finds injected errors
 
 
 SEGMENT, OTHER = Range(DESTINATION, 0, 4), Range(DESTINATION, 0, 3)
 
 
-def dropped(plan: CollectivePlan, kind: type) -> CollectivePlan:
-    """Without its first instruction of a kind."""
-    at = next(index for index, instruction in enumerate(plan) if isinstance(instruction, kind))
-    return CollectivePlan((tuple(instruction for index, instruction in enumerate(plan) if index != at),))
+def without_first(plan: CollectivePlan, kind: type) -> CollectivePlan:
+    """The plan without its first instruction of a kind."""
+    position = next(index for index, instruction in enumerate(plan) if isinstance(instruction, kind))
+    return CollectivePlan((tuple(instruction for index, instruction in enumerate(plan) if index != position),))
 
 
-def test_a_missing_receive_is_found() -> None:
+def test_verify_finds_a_missing_receive() -> None:
     ring = plans("all_reduce", "ring", Shape(3, 9))
-    ring[1] = dropped(ring[1], Recv)
+    ring[1] = without_first(ring[1], Recv)
     assert "1 messages 0 -> 1 are never received" in verify(ring)
 
 
-def test_a_missing_send_is_found() -> None:
+def test_verify_finds_a_missing_send() -> None:
     ring = plans("all_reduce", "ring", Shape(3, 9))
-    ring[1] = dropped(ring[1], Send)
+    ring[1] = without_first(ring[1], Send)
     assert [problem for problem in verify(ring) if problem.startswith("rank 2: waits for ever at Re")]
 
 
-def test_a_wrong_length_is_found() -> None:
+def test_verify_finds_a_wrong_length() -> None:
     wrong = [CollectivePlan(((Send(1, SEGMENT),),)), CollectivePlan(((Recv(0, OTHER),),))]
     assert verify(wrong) == [f"rank 1: {Recv(0, OTHER)} gets 4 elements"]
     ring = plans("all_reduce", "ring", Shape(3, 9))
@@ -181,24 +180,24 @@ def test_a_wrong_length_is_found() -> None:
     assert verify(ring)
 
 
-def test_a_deadlock_is_found() -> None:
-    """Both wait before they speak; the other way round it is fine, for nobody waits when sending."""
-    talk: list[tuple[Recv | Reduce | Send, ...]]
-    talk = [(Recv(1, SEGMENT), Send(1, SEGMENT)), (Reduce(0, SEGMENT), Send(0, SEGMENT))]
-    assert verify([CollectivePlan((steps,)) for steps in talk]) == [
+def test_verify_finds_a_deadlock() -> None:
+    """Both ranks receive before they send. The reverse order is correct: a send does not wait."""
+    programs: list[tuple[Recv | Reduce | Send, ...]]
+    programs = [(Recv(1, SEGMENT), Send(1, SEGMENT)), (Reduce(0, SEGMENT), Send(0, SEGMENT))]
+    assert verify([CollectivePlan((steps,)) for steps in programs]) == [
         f"rank 0: waits for ever at {Recv(1, SEGMENT)}",
         f"rank 1: waits for ever at {Reduce(0, SEGMENT)}",
     ]
-    assert verify([CollectivePlan((steps[::-1],)) for steps in talk]) == []
+    assert verify([CollectivePlan((steps[::-1],)) for steps in programs]) == []
 
 
-def test_a_missed_meeting_is_found() -> None:
-    meets = plans("barrier", "staged", Shape(3, 0))
-    meets[1] = CollectivePlan(())
-    assert verify(meets) == [f"rank {rank}: waits for ever at {Meet()}" for rank in (0, 2)]
+def test_verify_finds_a_missing_barrier() -> None:
+    barriers = plans("barrier", "staged", Shape(3, 0))
+    barriers[1] = CollectivePlan(())
+    assert verify(barriers) == [f"rank {rank}: waits for ever at {Meet()}" for rank in (0, 2)]
 
 
-def test_a_swapped_order_is_found() -> None:
+def test_verify_finds_a_swapped_order() -> None:
     wrong = [
         CollectivePlan(((Send(1, SEGMENT), Send(1, OTHER)),)),
         CollectivePlan(((Recv(0, OTHER), Recv(0, SEGMENT)),)),
@@ -206,7 +205,7 @@ def test_a_swapped_order_is_found() -> None:
     assert len(verify(wrong)) == 2
 
 
-def test_ranks_with_different_counts_are_found() -> None:
+def test_verify_finds_different_counts() -> None:
     for collective, algorithm in ALGORITHMS:
         if collective == "barrier":
             continue
@@ -216,7 +215,7 @@ def test_ranks_with_different_counts_are_found() -> None:
         assert verify(mixed), f"{collective} by {algorithm}"
 
 
-# ---- they cost what they promise
+# ---- costs
 
 
 def log2_up(n: int) -> int:
@@ -224,42 +223,42 @@ def log2_up(n: int) -> int:
 
 
 Cost = list[tuple[int, int]]
-"""For each rank how many messages and how many elements it sends."""
+"""For each rank, the messages and the elements that it sends."""
 
 
 def ring_all_reduce(shape: Shape) -> Cost:
-    """2(n-1) messages and 2(n-1)/n · S elements a rank; a rank sends every segment but two twice."""
+    """A rank sends 2(n-1) messages and 2(n-1)/n · S elements: all segments but two are sent twice."""
     n, lengths = shape.size, [stop - start for start, stop in split_range(shape.count, shape.size)]
     sent = [
         [lengths[(rank - step) % n] for step in range(2 * n - 2)]  # r, r-1, …, and on around the ring
         for rank in range(n)
     ]
     chunk = shape.chunk or max(shape.count, 1)
-    return [(sum(math.ceil(length / chunk) for length in one), sum(one)) for one in sent]
+    return [(sum(math.ceil(length / chunk) for length in segments), sum(segments)) for segments in sent]
 
 
 def halving_doubling(shape: Shape) -> Cost:
-    """A rank below m, the largest power of two, sends in halving all that it does not keep, in doubling all that it
-    has by then; the ranks beyond m send S once, and get it from their partners."""
+    """m is the largest power of two up to n. A rank below m sends in halving all that it does not keep, in doubling all
+    that it has; a rank from m on sends S once and gets the result from its partner."""
     n, count, m = shape.size, shape.count, 1 << (shape.size.bit_length() - 1)
     segments = split_range(count, m)
 
     def aligned(index: int, width: int) -> int:
-        """Elements of the ``width`` segments around one, as powers of two are aligned."""
+        """Elements of the aligned group of ``width`` segments that contains ``index``."""
         first = index // width * width
         return segments[first + width - 1][1] - segments[first][0]
 
     cost = []
     for rank in range(n):
         widths = [1 << level for level in range(m.bit_length() - 1)] if rank < m else []
-        sent = [aligned(place, width) for width in widths for place in (rank ^ width, rank)]
+        sent = [aligned(segment, width) for width in widths for segment in (rank ^ width, rank)]
         sent += [count] if rank >= m or rank < n - m else []
         cost.append((sum(map(bool, sent)), sum(sent)))
     return cost
 
 
 def per_rank(messages: Callable[[Shape, int], int]) -> Callable[[Shape], Cost]:
-    """So many messages of S from each rank; none of them when S is 0."""
+    """The cost if each rank sends this number of messages of S; none if S is 0."""
 
     def cost(shape: Shape) -> Cost:
         counts = [messages(shape, rank) if shape.count else 0 for rank in range(shape.size)]
@@ -268,10 +267,10 @@ def per_rank(messages: Callable[[Shape, int], int]) -> Callable[[Shape], Cost]:
     return cost
 
 
-def binomial_children(n: int, place: int) -> int:
-    """How many ranks a place counted from the root hands the data to."""
-    low = place & -place if place else 1 << log2_up(n)
-    return sum(place + (1 << k) < n for k in range(low.bit_length() - 1))
+def binomial_children(n: int, distance: int) -> int:
+    """Number of children in the binomial tree of the rank at this distance from the root."""
+    low = distance & -distance if distance else 1 << log2_up(n)
+    return sum(distance + (1 << k) < n for k in range(low.bit_length() - 1))
 
 
 COSTS: dict[tuple[str, str], Callable[[Shape], Cost]] = {
@@ -299,11 +298,11 @@ COSTS: dict[tuple[str, str], Callable[[Shape], Cost]] = {
 
 
 @every_algorithm
-def test_messages_and_elements_of_every_rank(collective: str, algorithm: str) -> None:
-    promised = COSTS[collective, algorithm]
+def test_every_rank_sends_the_expected_messages_and_elements(collective: str, algorithm: str) -> None:
+    expected = COSTS[collective, algorithm]
     for shape in shapes(collective, algorithm):
-        made = plans(collective, algorithm, shape)
-        assert [(plan.messages, plan.elements) for plan in made] == promised(shape), shape
+        rank_plans = plans(collective, algorithm, shape)
+        assert [(plan.messages, plan.elements) for plan in rank_plans] == expected(shape), shape
 
 
 TOTALS: dict[tuple[str, str], Callable[[int], int]] = {
@@ -319,19 +318,19 @@ TOTALS: dict[tuple[str, str], Callable[[int], int]] = {
     ("scatter", "naive"): lambda n: n - 1,
     ("all_to_all", "pairwise"): lambda n: n * (n - 1),
 }
-"""Messages of S in all, as the docstrings have it."""
+"""Messages of S in total, as documented in the docstrings."""
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), TOTALS)
-def test_totals(collective: str, algorithm: str) -> None:
+def test_total_messages_and_elements(collective: str, algorithm: str) -> None:
     for shape in shapes(collective, algorithm):
-        made = plans(collective, algorithm, shape)
+        rank_plans = plans(collective, algorithm, shape)
         total = TOTALS[collective, algorithm](shape.size)
-        assert sum(plan.messages for plan in made) == (total if shape.count else 0), shape
-        assert sum(plan.elements for plan in made) == total * shape.count, shape
+        assert sum(plan.messages for plan in rank_plans) == (total if shape.count else 0), shape
+        assert sum(plan.elements for plan in rank_plans) == total * shape.count, shape
 
 
-def test_what_the_rings_docstring_says() -> None:
+def test_cost_of_rings() -> None:
     for n, k in itertools.product(SIZES, range(1, 6)):
         for plan in plans("all_reduce", "ring", Shape(n, n * k)):
             assert (plan.messages, plan.elements) == (2 * (n - 1), 2 * (n - 1) * k)
@@ -340,22 +339,22 @@ def test_what_the_rings_docstring_says() -> None:
             for plan in plans("all_reduce", "chunked_ring", Shape(n, n * k, chunk=chunk)):
                 assert (plan.messages, plan.elements) == (2 * (n - 1) * math.ceil(k / chunk), 2 * (n - 1) * k)
     for shape in shapes("all_reduce", "ring"):
-        made = plans("all_reduce", "ring", shape)
-        assert sum(plan.elements for plan in made) == 2 * (shape.size - 1) * shape.count
+        rank_plans = plans("all_reduce", "ring", shape)
+        assert sum(plan.elements for plan in rank_plans) == 2 * (shape.size - 1) * shape.count
 
 
-def test_what_the_docstring_of_halving_and_doubling_says() -> None:
+def test_cost_of_halving_and_doubling() -> None:
     for n, k in itertools.product((1, 2, 4, 8), range(1, 6)):
         for plan in plans("all_reduce", "halving_doubling", Shape(n, n * k)):
             assert (plan.messages, plan.elements) == (2 * log2_up(n), 2 * (n - 1) * k)
 
 
 def test_empty_segments_are_not_sent() -> None:
-    """With S < n only S segments travel; with nothing to send only a barrier speaks."""
+    """With S < n only S segments are sent; with S = 0 only a barrier sends messages."""
     for n in SIZES:
         for count in range(n):
-            made = plans("all_reduce", "ring", Shape(n, count))
-            assert sum(plan.messages for plan in made) == 2 * (n - 1) * count
+            rank_plans = plans("all_reduce", "ring", Shape(n, count))
+            assert sum(plan.messages for plan in rank_plans) == 2 * (n - 1) * count
     for collective, algorithm in ALGORITHMS:
         for shape in shapes(collective, algorithm):
             if shape.count == 0 and collective != "barrier":
@@ -368,18 +367,18 @@ def test_empty_segments_are_not_sent() -> None:
 @pytest.mark.parametrize(("collective", "depth"), [("all_reduce", 2), ("reduce", 1), ("broadcast", 1), ("barrier", 1)])
 def test_a_tree_takes_log2_n_rounds_of_messages(collective: str, depth: int) -> None:
     for n in SIZES:
-        made = plans(collective, "tree", Shape(n, 5))
-        speaking = {
+        rank_plans = plans(collective, "tree", Shape(n, 5))
+        sending_rounds = {
             index
-            for plan in made
+            for plan in rank_plans
             for index, steps in enumerate(plan.rounds)
             if any(isinstance(step, Send) for step in steps)
         }
-        assert len(speaking) == depth * log2_up(n), n
+        assert len(sending_rounds) == depth * log2_up(n), n
 
 
-def test_a_pairwise_exchange_has_one_sender_for_each_receiver() -> None:
-    """In no round is a rank everybody's target."""
+def test_a_pairwise_exchange_has_one_sender_per_receiver() -> None:
+    """In no round do several ranks send to the same one."""
     for n in SIZES:
         for together in zip(*(plan.rounds for plan in plans("all_to_all", "pairwise", Shape(n, 2))), strict=True):
             peers = [step.peer for steps in together for step in steps if isinstance(step, Send)]
@@ -392,7 +391,7 @@ def test_a_pairwise_exchange_has_one_sender_for_each_receiver() -> None:
     indirect=True,
 )
 @every_algorithm
-def test_what_is_sent_is_what_was_planned(ranks: Ranks, collective: str, algorithm: str) -> None:
+def test_messages_and_bytes_sent_match_the_plan(ranks: Ranks, collective: str, algorithm: str) -> None:
     n = ranks.size
     for name, count in itertools.product(("int8", "float32", "float64"), (0, 3, 4, 10)):
         if collective == "barrier":
@@ -402,18 +401,18 @@ def test_what_is_sent_is_what_was_planned(ranks: Ranks, collective: str, algorit
             collective, count, kind, algorithm=algorithm, root=n - 1, peer=n // 2, chunk_bytes=kind.itemsize
         )
 
-        def job(one: Communicator, operation: Operation = operation) -> Any:
-            source, destination = (np.zeros(one.size * operation.count, operation.dtype.numpy) for _ in "ab")
-            return one.run(operation, source, destination, LONG_S)
+        def worker(comm: Communicator, operation: Operation = operation) -> Any:
+            source, destination = (np.zeros(comm.size * operation.count, operation.dtype.numpy) for _ in "ab")
+            return comm.run(operation, source, destination, LONG_S)
 
-        for rank, report in enumerate(ranks.run(job)):
+        for rank, report in enumerate(ranks.run(worker)):
             plan = operation.plan(n, rank)
-            found = (report.messages_sent, report.bytes_sent, report.algorithm)
-            assert found == (plan.messages, plan.elements * kind.itemsize, algorithm), f"rank {rank}: {operation}"
+            sent = (report.messages_sent, report.bytes_sent, report.algorithm)
+            assert sent == (plan.messages, plan.elements * kind.itemsize, algorithm), f"rank {rank}: {operation}"
             assert report.seconds >= 0
 
 
-# ---- a call that makes no sense
+# ---- invalid calls
 
 
 @pytest.mark.parametrize(
@@ -432,19 +431,19 @@ def test_what_is_sent_is_what_was_planned(ranks: Ranks, collective: str, algorit
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_an_operation_is_checked_when_it_is_made(call: dict[str, Any], message: str) -> None:
+def test_an_operation_is_checked_when_it_is_constructed(call: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         Operation(**{"collective": "all_reduce", "count": 4, **call})
 
 
 @pytest.fixture
 def alone() -> Iterator[Communicator]:
-    """Rank 1 of three, who never meets the others."""
+    """Rank 1 of three; the other two do not exist."""
     with open_transport(URIS["inproc"]) as transport:
-        one = Communicator(transport.endpoint(1, 1, 1, [transport.address] * 3))
-        yield one
-        assert (one.endpoint.messages_sent, one.endpoint.bytes_sent) == (0, 0), "something moved"
-        one.close()
+        comm = Communicator(transport.endpoint(1, 1, 1, [transport.address] * 3))
+        yield comm
+        assert (comm.endpoint.messages_sent, comm.endpoint.bytes_sent) == (0, 0), "something was sent"
+        comm.close()
 
 
 def vector(size: int, kind: type = np.float32) -> Any:
@@ -490,7 +489,7 @@ def vector(size: int, kind: type = np.float32) -> Any:
         "destination a matrix",
     ],
 )
-def test_a_call_is_checked_before_anything_moves(
+def test_a_call_is_checked_before_anything_is_sent(
     alone: Communicator, call: dict[str, Any], buffers: tuple[Any, Any], message: str
 ) -> None:
     operation = Operation(**{"collective": "all_reduce", "count": 4, **call})
@@ -498,12 +497,12 @@ def test_a_call_is_checked_before_anything_moves(
         alone.run(operation, *buffers, timeout=LONG_S)
 
 
-def test_the_wrong_element_type_is_named(alone: Communicator) -> None:
+def test_the_error_names_the_wrong_element_type(alone: Communicator) -> None:
     with pytest.raises(InvalidArgument, match=r"source must be .* float32, (got|it is) .*float64"):
         alone.run(Operation("all_reduce", 4), vector(4, np.float64), vector(4), timeout=LONG_S)
 
 
-def test_a_destination_that_cannot_be_written_is_refused(alone: Communicator) -> None:
+def test_a_read_only_destination_is_rejected(alone: Communicator) -> None:
     destination = vector(4)
     destination.flags.writeable = False
     with pytest.raises(InvalidArgument, match="destination"):
@@ -527,7 +526,7 @@ OVERLAPS = [
 
 
 @pytest.mark.parametrize(("collective", "source_at", "gets", "destination_at"), OVERLAPS)
-def test_operands_that_overlap_are_refused(
+def test_overlapping_operands_are_rejected(
     alone: Communicator, collective: str, source_at: int, gets: int, destination_at: int
 ) -> None:
     memory = np.arange(32, dtype=np.float32)
@@ -543,7 +542,7 @@ IN_PLACE = {"all_gather": (4, 0), "gather": (4, 0), "reduce_scatter": (0, 4), "s
 
 
 @every_algorithm
-def test_operands_side_by_side_or_in_place_are_accepted(alone: Communicator, collective: str, algorithm: str) -> None:
+def test_adjacent_and_in_place_operands_are_accepted(alone: Communicator, collective: str, algorithm: str) -> None:
     memory = np.zeros(24, np.float32)
     operation = Operation(collective, 4 if collective != "barrier" else 0, algorithm=algorithm, root=1, peer=1)
     needs, gets = operation.extents(3, 1)

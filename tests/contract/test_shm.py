@@ -1,4 +1,4 @@
-"""Shared memory's own: when a rank may go, and that nothing of a killed one stays."""
+"""Shared memory only: when a rank may exit, and that a killed rank leaves no file."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hoop.transport.base import SharedEndpoint
 from hoop.transport.shm_listener import ShmTransport, host_identity
 
 
-class _Slow(ShmTransport):
-    """Lets nobody in until told to."""
+class _DelayedTransport(ShmTransport):
+    """Accepts no connection until ``may_accept`` is set."""
 
     def __init__(self, address: Address) -> None:
-        self.let_in = threading.Event()
+        self.may_accept = threading.Event()
         super().__init__(address)
 
     def _accept(self) -> None:
-        self.let_in.wait(10)
+        self.may_accept.wait(10)
         super()._accept()
 
 
-def test_a_rank_has_gathered_only_when_the_others_hold_what_is_its_own() -> None:
-    """Else it might go, with its memory's name, while a slower rank is still about to open it."""
+def test_wait_for_peers_returns_once_the_peers_have_opened_its_memory() -> None:
+    """Otherwise a rank could exit, and unlink its memory, before a slower rank has opened it."""
     here = Address(host_identity(), 0)
-    quick, slow = ShmTransport(here), _Slow(here)
+    quick, slow = ShmTransport(here), _DelayedTransport(here)
     try:
         peers = [quick.address, slow.address]
         first, second = quick.endpoint(7, 1, 0, peers), slow.endpoint(7, 1, 1, peers)
@@ -41,18 +41,18 @@ def test_a_rank_has_gathered_only_when_the_others_hold_what_is_its_own() -> None
         assert isinstance(second, SharedEndpoint)
         with pytest.raises(DeadlineExceeded):
             first.wait_for_peers(time.monotonic() + 0.2)
-        slow.let_in.set()
+        slow.may_accept.set()
         first.wait_for_peers(time.monotonic() + 10)
         first.close()
         second.wait_for_peers(time.monotonic() + 10)
     finally:
-        slow.let_in.set()
+        slow.may_accept.set()
         quick.close()
         slow.close()
 
 
-def named_things(pid: int) -> list[Path]:
-    """What the process has made in /dev/shm: names of semaphores and of memory carry its id."""
+def shm_files(pid: int) -> list[Path]:
+    """The files of a process in /dev/shm: names of semaphores and of memory contain its id."""
     shared = Path("/dev/shm")
     return [*shared.glob(f"sem.hoop-{pid:08x}*"), *shared.glob(f"hoop-{pid}-*")]
 
@@ -70,9 +70,9 @@ sys.stdin.read()
 """
 
 
-def test_a_rank_that_is_killed_before_its_peer_came_leaves_nothing() -> None:
-    """Its semaphores lie in its memory, which has no name; there is no moment in which a kill leaves something."""
-    slow = _Slow(Address(host_identity(), 0))
+def test_a_rank_killed_before_its_peer_connects_leaves_no_file() -> None:
+    """Its semaphores are in its memory, which has no name, so a kill at any moment leaves no file."""
+    slow = _DelayedTransport(Address(host_identity(), 0))
     try:
         with subprocess.Popen(
             [sys.executable, "-c", ALONE, str(slow.address)],
@@ -83,35 +83,35 @@ def test_a_rank_that_is_killed_before_its_peer_came_leaves_nothing() -> None:
             assert rank.stdout is not None
             assert rank.stdout.readline() == "made\n"
             rank.kill()
-        assert named_things(rank.pid) == []
+        assert shm_files(rank.pid) == []
     finally:
-        slow.let_in.set()
+        slow.may_accept.set()
         slow.close()
 
 
-def test_where_semaphores_must_have_names_they_go_when_all_have_opened_them(
+def test_named_semaphores_are_unlinked_once_all_ranks_have_opened_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on macOS."""
     monkeypatch.setattr(semaphore, "_LIBC", None)
     here = Address(host_identity(), 0)
-    one, other = ShmTransport(here), _Slow(here)
+    one, other = ShmTransport(here), _DelayedTransport(here)
     try:
         peers = [one.address, other.address]
         first, second = one.endpoint(7, 1, 0, peers), other.endpoint(7, 1, 1, peers)
         assert isinstance(first, SharedEndpoint)
         assert isinstance(second, SharedEndpoint)
-        assert named_things(os.getpid()) != [] or not Path("/dev/shm").exists()
-        other.let_in.set()
-        soon = time.monotonic() + 10
-        first.wait_for_peers(soon)
-        second.wait_for_peers(soon)
-        assert named_things(os.getpid()) == []
-        first.send(1, memoryview(b"hello"), soon)
+        assert shm_files(os.getpid()) != [] or not Path("/dev/shm").exists()
+        other.may_accept.set()
+        deadline = time.monotonic() + 10
+        first.wait_for_peers(deadline)
+        second.wait_for_peers(deadline)
+        assert shm_files(os.getpid()) == []
+        first.send(1, memoryview(b"hello"), deadline)
         into = bytearray(5)
-        second.recv_into(0, memoryview(into), soon)
+        second.recv_into(0, memoryview(into), deadline)
         assert into == b"hello"
     finally:
-        other.let_in.set()
+        other.may_accept.set()
         one.close()
         other.close()

@@ -1,4 +1,4 @@
-"""What only TCP has to withstand: strangers, stale peers, frames that are out of place, and kill -9."""
+"""TCP only: invalid and stale connections, unexpected frames, unresponsive and killed peers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from exchange import Pair, Waiter, meet, receive, say, until, until_started
-from ranks import COMMUNICATOR, LONG_S, PROMPT_S, endpoints_of, soon
+from exchange import Pair, Waiter, connect, receive, send_and_flush, wait_until, wait_until_running
+from ranks import COMMUNICATOR, LONG_S, PROMPT_S, deadline_in, endpoints_of
 
 import hoop.transport.tcp_listener
 import hoop.wire.frames
@@ -37,20 +37,20 @@ Dial = Callable[..., socket.socket]
 
 @pytest.fixture
 def scheme() -> str:
-    """These tests are about one transport."""
+    """This module tests one transport."""
     return "tcp"
 
 
 @pytest.fixture
-def raw() -> Iterator[Dial]:
-    """Dials a transport by hand, says something, and hangs up after the test."""
-    with ExitStack() as ended:
+def dial() -> Iterator[Dial]:
+    """Dials a transport with a plain socket and sends data; closes the sockets after the test."""
+    with ExitStack() as opened:
 
-        def dial(transport: Transport, *words: bytes) -> socket.socket:
+        def dial(transport: Transport, *parts: bytes) -> socket.socket:
             address = (transport.address.host, transport.address.port)
-            sock = ended.enter_context(socket.create_connection(address, timeout=LONG_S))
-            for word in words:
-                sock.sendall(word)
+            sock = opened.enter_context(socket.create_connection(address, timeout=LONG_S))
+            for part in parts:
+                sock.sendall(part)
             return sock
 
         yield dial
@@ -71,38 +71,38 @@ def frame(
     return FrameHeader(kind, communicator, generation, source, sequence, len(payload)).pack() + payload
 
 
-def heard(sock: socket.socket) -> bytes:
-    """Everything that the other side says until it hangs up."""
-    said = bytearray()
-    with contextlib.suppress(ConnectionResetError):  # it hung up with something of ours unread
+def read_until_closed(sock: socket.socket) -> bytes:
+    """Everything that the other side sends until it closes."""
+    received = bytearray()
+    with contextlib.suppress(ConnectionResetError):  # it closed before it had read all our data
         while data := sock.recv(4096):
-            said += data
-    return bytes(said)
+            received += data
+    return bytes(received)
 
 
 def refusal(sock: socket.socket) -> str:
-    """The sentence with which the other side hung up."""
-    said = heard(sock)
-    assert len(said) >= HEADER_BYTES, "it hung up without a word"
-    header = FrameHeader.unpack(said[:HEADER_BYTES])
+    """The text with which the other side closed the connection."""
+    received = read_until_closed(sock)
+    assert len(received) >= HEADER_BYTES, "it closed without a refusal"
+    header = FrameHeader.unpack(received[:HEADER_BYTES])
     assert header.kind == FrameKind.REFUSAL
-    assert header.length == len(said) - HEADER_BYTES
-    return said[HEADER_BYTES:].decode()
+    assert header.length == len(received) - HEADER_BYTES
+    return received[HEADER_BYTES:].decode()
 
 
-def settle(transport: Transport, dial: Dial) -> None:
-    """After this the listener has dealt with every HELLO that was said before: visitors are met in order."""
+def wait_for_listener(transport: Transport, dial: Dial) -> None:
+    """Returns once the listener has handled every earlier HELLO: it handles connections in order."""
     assert refusal(dial(transport, bytes(HEADER_BYTES)))
 
 
-# ---- generations and the lobby
+# ---- generations and pending connections
 
 
 def test_a_stale_generation_is_refused_with_the_reason(transports: list[Transport]) -> None:
     peers = [transport.address for transport in transports]
     newer = transports[0].endpoint(COMMUNICATOR, 9, 0, peers)
     older = transports[1].endpoint(COMMUNICATOR, 8, 1, peers)
-    older.send(0, memoryview(b"from before"), soon())
+    older.send(0, memoryview(b"from before"), deadline_in())
     reason = rf"rank 1: rank 0 at {peers[0]} refused the link: generation 8 is over, communicator 7 is at 9"
     with pytest.raises(MembershipChanged, match=reason):
         receive(older, 0, 1)
@@ -110,34 +110,34 @@ def test_a_stale_generation_is_refused_with_the_reason(transports: list[Transpor
     older.close()
 
 
-def test_a_refusal_reaches_whoever_is_still_sending(transports: list[Transport]) -> None:
+def test_a_refusal_reaches_a_rank_that_is_still_sending(transports: list[Transport]) -> None:
     peers = [transport.address for transport in transports]
     newer = transports[0].endpoint(COMMUNICATOR, 9, 0, peers)
     older = transports[1].endpoint(COMMUNICATOR, 8, 1, peers)
     with pytest.raises(MembershipChanged, match="generation 8 is over"):
-        say(older, 0, bytes(64 * MIB))
+        send_and_flush(older, 0, bytes(64 * MIB))
     newer.close()
     older.close()
 
 
-def test_who_waits_in_the_lobby_is_refused_once_a_newer_generation_begins(
-    transports: list[Transport], raw: Dial
+def test_a_pending_connection_is_refused_once_a_newer_generation_begins(
+    transports: list[Transport], dial: Dial
 ) -> None:
     peers = [transport.address for transport in transports]
     older = transports[1].endpoint(COMMUNICATOR, 8, 1, peers)
-    older.send(0, memoryview(b"from before"), soon())
-    settle(transports[0], raw)
+    older.send(0, memoryview(b"from before"), deadline_in())
+    wait_for_listener(transports[0], dial)
     newer = transports[0].endpoint(COMMUNICATOR, 9, 0, peers)
     with pytest.raises(MembershipChanged, match="generation 8 is over, communicator 7 is at 9"):
-        receive(older, 0, 1, soon(2))
+        receive(older, 0, 1, deadline_in(2))
     newer.close()
     older.close()
 
 
-def test_who_comes_early_waits_in_the_lobby(transports: list[Transport], raw: Dial) -> None:
-    """A HELLO, and a message with it, for an endpoint that does not exist yet."""
-    sock = raw(transports[0], hello() + frame(0))
-    settle(transports[0], raw)
+def test_an_early_connection_waits_for_its_endpoint(transports: list[Transport], dial: Dial) -> None:
+    """A HELLO and a message for an endpoint that does not exist yet."""
+    sock = dial(transports[0], hello() + frame(0))
+    wait_for_listener(transports[0], dial)
     peers = [transport.address for transport in transports]
     endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, peers)
     assert receive(endpoint, 1, 8) == b"payload!"
@@ -146,50 +146,52 @@ def test_who_comes_early_waits_in_the_lobby(transports: list[Transport], raw: Di
     endpoint.close()
 
 
-def test_the_lobby_keeps_apart_who_waits_for_whom(transports: list[Transport], raw: Dial) -> None:
-    """Other communicators, generations and ranks stay in the lobby when an endpoint appears."""
+def test_a_pending_connection_is_attached_only_to_its_own_endpoint(transports: list[Transport], dial: Dial) -> None:
+    """Connections to other communicators, generations and ranks stay pending when an endpoint is created."""
     for other in (hello(communicator=6), hello(generation=2), hello(dialled=2)):
-        raw(transports[0], other + frame(0, b"not this"))
-    raw(transports[0], hello() + frame(0, b"this one"))
-    settle(transports[0], raw)
+        dial(transports[0], other + frame(0, b"not this"))
+    dial(transports[0], hello() + frame(0, b"this one"))
+    wait_for_listener(transports[0], dial)
     peers = [transport.address for transport in transports]
     endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, peers)
     assert receive(endpoint, 1, 8) == b"this one"
     endpoint.close()
 
 
-def test_the_lobby_has_a_limit(transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_pending_connections_is_limited(
+    transports: list[Transport], dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hoop.transport.tcp_listener, "MAX_PENDING", 2)
     for communicator in (1, 2):
-        raw(transports[0], hello(communicator=communicator))
-        settle(transports[0], raw)
-    assert refusal(raw(transports[0], hello(communicator=3))) == "2 links wait here already"
+        dial(transports[0], hello(communicator=communicator))
+        wait_for_listener(transports[0], dial)
+    assert refusal(dial(transports[0], hello(communicator=3))) == "2 links wait here already"
 
 
-def test_nobody_waits_in_the_lobby_for_ever(
-    transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
+def test_a_pending_connection_times_out(
+    transports: list[Transport], dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hoop.transport.tcp_listener, "PENDING_TIMEOUT_S", 0.01)
-    assert refusal(raw(transports[0], hello())) == "no endpoint for this link within 0.01 s"
+    assert refusal(dial(transports[0], hello())) == "no endpoint for this link within 0.01 s"
 
 
-def test_a_rank_that_is_not_in_the_communicator_is_refused(transports: list[Transport], pair: Pair, raw: Dial) -> None:
-    assert refusal(raw(transports[0], hello(source=2))) == "rank 2 is not in communicator 7"
-    meet(pair)
+def test_a_rank_that_is_not_in_the_communicator_is_refused(transports: list[Transport], pair: Pair, dial: Dial) -> None:
+    assert refusal(dial(transports[0], hello(source=2))) == "rank 2 is not in communicator 7"
+    connect(pair)
 
 
 def test_a_second_link_from_the_same_rank_does_not_replace_the_first(
-    transports: list[Transport], pair: Pair, raw: Dial
+    transports: list[Transport], pair: Pair, dial: Dial
 ) -> None:
     zero, one = pair
-    meet(pair)
-    impostor = raw(transports[0], hello() + frame(0, b"impostor"))
-    heard(impostor)
-    say(one, 0, b"the first")
+    connect(pair)
+    impostor = dial(transports[0], hello() + frame(0, b"impostor"))
+    read_until_closed(impostor)
+    send_and_flush(one, 0, b"the first")
     assert receive(zero, 1, 9) == b"the first"
 
 
-# ---- frames out of place
+# ---- unexpected frames
 
 
 @pytest.mark.parametrize(
@@ -204,11 +206,11 @@ def test_a_second_link_from_the_same_rank_does_not_replace_the_first(
     ],
     ids=["duplicated", "reordered", "lost", "of another rank", "of another kind", "too short"],
 )
-def test_a_frame_out_of_place_is_refused_and_named(
-    transports: list[Transport], pair: Pair, raw: Dial, frames: list[bytes], complaint: str
+def test_an_unexpected_frame_is_refused_and_named(
+    transports: list[Transport], pair: Pair, dial: Dial, frames: list[bytes], complaint: str
 ) -> None:
     zero, _ = pair
-    raw(transports[0], hello(), *frames)
+    dial(transports[0], hello(), *frames)
     assert receive(zero, 1, 8) == b"payload!"
     with pytest.raises(LinkCorrupted, match=rf"link 1 -> 0 of communicator 7: {complaint}"):
         receive(zero, 1, 8)
@@ -217,21 +219,21 @@ def test_a_frame_out_of_place_is_refused_and_named(
 @pytest.mark.parametrize(
     "stale", [frame(1, generation=2), frame(1, communicator=8)], ids=["generation", "communicator"]
 )
-def test_a_frame_of_another_generation_is_stale(
-    transports: list[Transport], pair: Pair, raw: Dial, stale: bytes
+def test_a_frame_of_another_generation_or_communicator_is_refused_as_stale(
+    transports: list[Transport], pair: Pair, dial: Dial, stale: bytes
 ) -> None:
-    raw(transports[0], hello(), frame(0), stale)
+    dial(transports[0], hello(), frame(0), stale)
     assert receive(pair[0], 1, 8) == b"payload!"
     with pytest.raises(MembershipChanged, match=r"link 1 -> 0 of communicator 7: .* refused as stale"):
         receive(pair[0], 1, 8)
 
 
 @pytest.mark.parametrize("cut", [1, 51, 52, 53, 4095, 4097])
-def test_frames_may_arrive_in_any_portions(transports: list[Transport], pair: Pair, raw: Dial, cut: int) -> None:
-    """However the stream is cut: what is read ahead of one message belongs to the next."""
+def test_frames_may_arrive_in_any_portions(transports: list[Transport], pair: Pair, dial: Dial, cut: int) -> None:
+    """Bytes that are read ahead of one message belong to the next."""
     payloads = [bytes([index % 251]) * size for index, size in enumerate([8, 0, 4000, 30, 1, 9000, 8] * 20)]
     stream = b"".join(frame(index, payload) for index, payload in enumerate(payloads))
-    sock = raw(transports[0], hello())
+    sock = dial(transports[0], hello())
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send() -> None:
@@ -242,62 +244,62 @@ def test_frames_may_arrive_in_any_portions(transports: list[Transport], pair: Pa
     with ThreadPoolExecutor(1) as thread:
         sent = thread.submit(send)
         for index, payload in enumerate(payloads):
-            assert pair[0].wait_readable([1], soon()) == [1], f"message {index}"
+            assert pair[0].wait_readable([1], deadline_in()) == [1], f"message {index}"
             assert receive(pair[0], 1, len(payload)) == payload, f"message {index}"
         sent.result(LONG_S)
-    assert pair[0].wait_readable([1], soon(0.01)) == []
+    assert pair[0].wait_readable([1], deadline_in(0.01)) == []
 
 
 def flipped(packed: bytes, byte: int) -> bytes:
     return packed[:byte] + bytes([packed[byte] ^ 1]) + packed[byte + 1 :]
 
 
-def test_every_bit_of_a_header_counts(transports: list[Transport], pair: Pair, raw: Dial) -> None:
-    """One that is damaged on the way is refused before its length is believed."""
+def test_a_change_of_any_header_byte_is_detected(transports: list[Transport], pair: Pair, dial: Dial) -> None:
+    """A damaged header is refused before its length is used."""
     good = frame(0)[:HEADER_BYTES]
     for byte in range(HEADER_BYTES):
         with pytest.raises(LinkCorrupted):
             FrameHeader.unpack(flipped(good, byte))
-    raw(transports[0], hello(), frame(0), flipped(frame(1), HEADER_BYTES - 1))
+    dial(transports[0], hello(), frame(0), flipped(frame(1), HEADER_BYTES - 1))
     assert receive(pair[0], 1, 8) == b"payload!"
     with pytest.raises(LinkCorrupted, match="a frame header's checksum does not hold"):
         receive(pair[0], 1, 8)
 
 
-def test_a_damaged_header_names_its_link(transports: list[Transport], pair: Pair, raw: Dial) -> None:
-    raw(transports[0], hello(), flipped(frame(0), 20))
+def test_the_error_for_a_damaged_header_names_the_link(transports: list[Transport], pair: Pair, dial: Dial) -> None:
+    dial(transports[0], hello(), flipped(frame(0), 20))
     with pytest.raises(LinkCorrupted, match=r"link 1 -> 0 of communicator 7|rank 0: rank 1 at"):
         receive(pair[0], 1, 8)
 
 
-def test_a_link_that_changes_a_byte_is_named() -> None:
-    """With checksums; a proxy of our own could do it, here the sender's checksum is simply of other bytes."""
+def test_a_link_that_changes_a_payload_byte_is_named() -> None:
+    """With checksums. Here the sender computes the checksum of other bytes, as if a proxy had changed one."""
     with (
         TcpTransport(Address("127.0.0.1", 0), checksums=True) as left,
         TcpTransport(Address("127.0.0.1", 0), checksums=True) as right,
     ):
         zero, one = endpoints_of([left, right])
-        say(one, 0, b"as it was")
-        say(one, 0, b"")
+        send_and_flush(one, 0, b"as it was")
+        send_and_flush(one, 0, b"")
         assert receive(zero, 1, 9) == b"as it was"
         assert receive(zero, 1, 0) == b""
         assert isinstance(right, TcpTransport)
         assert isinstance(one, TcpEndpoint)
-        honest = right.checksum
-        assert honest is not None
-        one._checksum = lambda data: honest(memoryview(bytes(data)[:-1] + b"?"))
-        say(one, 0, b"and is no more")
+        correct = right.checksum
+        assert correct is not None
+        one._checksum = lambda data: correct(memoryview(bytes(data)[:-1] + b"?"))
+        send_and_flush(one, 0, b"and is no more")
         with pytest.raises(LinkCorrupted, match="link 1 -> 0 of communicator 7: message 2 of 14 bytes is not what"):
             receive(zero, 1, 14)
         zero.close()
         one.close()
 
 
-# ---- strangers
+# ---- invalid connections
 
 
 @pytest.mark.parametrize(
-    ("words", "answer"),
+    ("data", "answer"),
     [
         (b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n", "not a Hoop frame"),
         (flipped(hello(), 10), "a frame header's checksum does not hold"),
@@ -307,70 +309,74 @@ def test_a_link_that_changes_a_byte_is_named() -> None:
     ],
     ids=["a browser", "damaged", "not a HELLO", "unknown kind", "absurd length"],
 )
-def test_who_does_not_say_hello_is_told_so(transports: list[Transport], raw: Dial, words: bytes, answer: str) -> None:
-    assert answer in refusal(raw(transports[0], words))
+def test_a_connection_that_does_not_start_with_hello_is_refused_with_the_reason(
+    transports: list[Transport], dial: Dial, data: bytes, answer: str
+) -> None:
+    assert answer in refusal(dial(transports[0], data))
 
 
-def test_who_says_nothing_is_sent_away(transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_complete_hello_times_out(
+    transports: list[Transport], dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hoop.transport.tcp_listener, "HELLO_TIMEOUT_S", 0.01)
-    visitors = [raw(transports[0], words) for words in (b"", hello()[:20])]
-    assert [refusal(visitor) for visitor in visitors] == ["no HELLO within 0.01 s"] * 2
+    connections = [dial(transports[0], data) for data in (b"", hello()[:20])]
+    assert [refusal(connection) for connection in connections] == ["no HELLO within 0.01 s"] * 2
 
 
-def test_who_speaks_another_version_is_told_so(
-    transports: list[Transport], raw: Dial, monkeypatch: pytest.MonkeyPatch
+def test_another_protocol_version_is_refused_with_the_reason(
+    transports: list[Transport], dial: Dial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
         newer.setattr(hoop.wire.frames, "VERSION", VERSION + 1)
-        words = hello()
+        data = hello()
     expected = f"frame version {VERSION + 1}, this side speaks {VERSION}: update the older one"
-    assert refusal(raw(transports[0], words)) == expected
+    assert refusal(dial(transports[0], data)) == expected
 
 
-def test_strangers_do_not_disturb_an_exchange(transports: list[Transport], pair: Pair, raw: Dial) -> None:
+def test_invalid_connections_do_not_disturb_an_exchange(transports: list[Transport], pair: Pair, dial: Dial) -> None:
     zero, one = pair
 
-    def say_all() -> None:
+    def send_all() -> None:
         for index in range(10):
-            say(one, 0, bytes([index]) * MIB)
+            send_and_flush(one, 0, bytes([index]) * MIB)
 
-    for stranger in (b"", b"garbage" * 100, hello()[:20], hello(source=9), hello(generation=0)):
+    for data in (b"", b"garbage" * 100, hello()[:20], hello(source=9), hello(generation=0)):
         for transport in transports:
-            raw(transport, stranger)
+            dial(transport, data)
     for _ in range(20):
-        gone = raw(transports[0])
-        gone.close()
+        connection = dial(transports[0])
+        connection.close()
     with ThreadPoolExecutor(1) as thread:
-        sent = thread.submit(say_all)
+        sent = thread.submit(send_all)
         for index in range(10):
-            raw(transports[0], b"more garbage" * 10)
+            dial(transports[0], b"more garbage" * 10)
             assert receive(zero, 1, MIB) == bytes([index]) * MIB
         sent.result(LONG_S)
-    meet(pair)
+    connect(pair)
 
 
-def test_last_words_are_heard_though_the_listener_is_slow(
+def test_a_message_before_close_arrives_though_the_listener_is_slow(
     transports: list[Transport], pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 answers and closes before rank 0's listener has looked at its HELLO: the answer was sent."""
+    """Rank 1 answers and closes before rank 0's listener has read its HELLO."""
     zero, one = pair
-    looks = threading.Event()
+    may_continue = threading.Event()
 
     def unpack(data: bytes) -> FrameHeader:
         header = FrameHeader.unpack(data)
         if header.source == 1:
-            looks.wait(LONG_S)
+            may_continue.wait(LONG_S)
         return header
 
     monkeypatch.setattr(hoop.transport.tcp_listener, "FrameHeader", SimpleNamespace(unpack=unpack))
-    say(zero, 1, b"question")
+    send_and_flush(zero, 1, b"question")
     assert receive(one, 0, 8) == b"question"
-    say(one, 0, b"answer")
+    send_and_flush(one, 0, b"answer")
     one.close()
     waiter = Waiter(zero, peer=1, size=6)
     with contextlib.suppress(TimeoutError):
-        waiter.outcome.exception(0.1)  # the time in which it may give up too early
-    looks.set()
+        waiter.outcome.exception(0.1)  # time in which it could fail too early
+    may_continue.set()
     error = waiter.error()
     assert error is None, repr(error)
     assert waiter.into == b"answer"
@@ -379,15 +385,15 @@ def test_last_words_are_heard_though_the_listener_is_slow(
 # ---- peers that do not answer
 
 
-def test_nobody_listens_there(transports: list[Transport], pair: Pair) -> None:
+def test_send_fails_if_no_process_listens(transports: list[Transport], pair: Pair) -> None:
     transports[1].close()
     with pytest.raises(PeerLost, match=rf"rank 0: rank 1 at {pair[0].peers[1]} does not answer: .*refused"):
-        pair[0].send(1, memoryview(b"anyone?"), soon())
+        pair[0].send(1, memoryview(b"anyone?"), deadline_in())
 
 
 @pytest.fixture
-def deaf() -> Iterator[Address]:
-    """Where something listens that never accepts, with a queue that is full: whoever dials hangs."""
+def unresponsive() -> Iterator[Address]:
+    """The address of a socket that never accepts and whose queue is full, so that dialling it hangs."""
     with ExitStack() as opened:
         listener = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(4):
@@ -397,37 +403,39 @@ def deaf() -> Iterator[Address]:
         yield Address(*listener.getsockname())
 
 
-def test_a_deadline_passes_while_connecting(transports: list[Transport], deaf: Address) -> None:
-    endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, [transports[0].address, deaf])
+def test_a_deadline_passes_while_connecting(transports: list[Transport], unresponsive: Address) -> None:
+    endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, [transports[0].address, unresponsive])
     started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=rf"rank 0: connecting to rank 1 at {deaf} passed its dead"):
-        endpoint.send(1, memoryview(b"anyone?"), soon(0.1))
+    with pytest.raises(DeadlineExceeded, match=rf"rank 0: connecting to rank 1 at {unresponsive} passed its dead"):
+        endpoint.send(1, memoryview(b"anyone?"), deadline_in(0.1))
     assert time.monotonic() - started < PROMPT_S
     endpoint.close()
 
 
-def test_abort_wakes_who_is_connecting(transports: list[Transport], deaf: Address) -> None:
-    endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, [transports[0].address, deaf])
+def test_abort_ends_a_connection_attempt(transports: list[Transport], unresponsive: Address) -> None:
+    endpoint = transports[0].endpoint(COMMUNICATOR, 1, 0, [transports[0].address, unresponsive])
     reason = MembershipChanged("generation 2 begins")
     with ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(endpoint.send, 1, memoryview(b"anyone?"), soon(PROMPT_S / 2))
-        until_started(sending)
+        sending = thread.submit(endpoint.send, 1, memoryview(b"anyone?"), deadline_in(PROMPT_S / 2))
+        wait_until_running(sending)
         endpoint.abort(reason)
         assert sending.exception(PROMPT_S) is reason
     endpoint.close()
 
 
 @pytest.mark.parametrize("moment", ["before it watches", "after it woke"])
-def test_a_close_at_the_worst_moment_is_still_a_close(pair: Pair, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Another thread may close while this one is about to wait, or has just stopped waiting."""
+def test_a_close_just_before_or_after_a_wait_is_noticed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Another thread may close the endpoint at either moment."""
     zero, _ = pair
-    meet(pair)
+    connect(pair)
     assert isinstance(zero, TcpEndpoint)
     poll = zero._poll
     closer = threading.Thread(target=zero.close)
 
     def close() -> None:
-        """Gives it a moment; it may also let the other thread out first."""
+        """Waits briefly; ``close`` may itself wait for the receiving thread."""
         if closer.ident is None:
             closer.start()
         closer.join(0.2)
@@ -442,7 +450,7 @@ def test_a_close_at_the_worst_moment_is_still_a_close(pair: Pair, monkeypatch: p
 
     monkeypatch.setattr(zero, "_poll", interrupted)
     with pytest.raises(PeerLost, match="rank 0: this endpoint is closed"):
-        receive(zero, 1, 8, soon(2))
+        receive(zero, 1, 8, deadline_in(2))
     closer.join()
 
 
@@ -465,7 +473,7 @@ with open_transport("tcp://127.0.0.1:0") as transport:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """Rank 1 in a process of its own: it sends the beginning of 64 MiB, and then does nothing more."""
+    """Rank 1 in its own process: it sends the beginning of 64 MiB and then waits."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD],
         env={**os.environ, "PYTHONPATH": str(Path(hoop.transport.__file__).parents[2])},
@@ -477,8 +485,8 @@ def child() -> Iterator[subprocess.Popen[str]]:
         started.kill()
 
 
-def seated_with(child: subprocess.Popen[str], transport: Transport) -> Endpoint:
-    """Rank 0, once the child has sent its beginning."""
+def endpoint_connected_to(child: subprocess.Popen[str], transport: Transport) -> Endpoint:
+    """The endpoint of rank 0, once the child has sent its beginning."""
     assert child.stdin is not None
     assert child.stdout is not None
     peers = [transport.address, Address.parse(child.stdout.readline())]
@@ -490,9 +498,9 @@ def seated_with(child: subprocess.Popen[str], transport: Transport) -> Endpoint:
 
 def test_a_peer_killed_in_the_middle_of_its_message_is_lost(child: subprocess.Popen[str]) -> None:
     with open_transport("tcp://127.0.0.1:0") as transport:
-        endpoint = seated_with(child, transport)
+        endpoint = endpoint_connected_to(child, transport)
         waiter = Waiter(endpoint, peer=1, size=64 * MIB)
-        until(lambda: waiter.into[0], "the beginning of the message")
+        wait_until(lambda: waiter.into[0], "the beginning of the message")
         child.send_signal(signal.SIGKILL)
         error = waiter.error()
         assert isinstance(error, PeerLost), repr(error)
@@ -502,10 +510,10 @@ def test_a_peer_killed_in_the_middle_of_its_message_is_lost(child: subprocess.Po
 
 def test_a_peer_killed_in_the_middle_of_our_message_is_lost(child: subprocess.Popen[str]) -> None:
     with open_transport("tcp://127.0.0.1:0") as transport:
-        endpoint = seated_with(child, transport)
-        assert endpoint.send(1, memoryview(bytes(64 * MIB)), soon()) is not None
+        endpoint = endpoint_connected_to(child, transport)
+        assert endpoint.send(1, memoryview(bytes(64 * MIB)), deadline_in()) is not None
         with ThreadPoolExecutor(1) as thread:
-            flushing = thread.submit(endpoint.flush, soon())
+            flushing = thread.submit(endpoint.flush, deadline_in())
             child.send_signal(signal.SIGKILL)
             error = flushing.exception(PROMPT_S)
         assert isinstance(error, PeerLost), repr(error)
@@ -515,13 +523,13 @@ def test_a_peer_killed_in_the_middle_of_our_message_is_lost(child: subprocess.Po
 # ---- the listener
 
 
-def test_a_port_that_is_taken_is_named(transports: list[Transport]) -> None:
+def test_the_error_names_a_port_that_is_in_use(transports: list[Transport]) -> None:
     taken = transports[0].address
     with pytest.raises(InvalidArgument, match=rf"data address {taken}: cannot listen there: Address already"):
         open_transport(f"tcp://{taken}")
 
 
-def test_closing_a_transport_twice_is_closing_it_once(transports: list[Transport], pair: Pair) -> None:
+def test_a_transport_can_be_closed_twice(transports: list[Transport], pair: Pair) -> None:
     transports[0].close()
     transports[0].close()
     with pytest.raises(PeerLost, match="rank 0: this endpoint is closed"):

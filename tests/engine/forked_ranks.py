@@ -1,8 +1,8 @@
-"""A job on forked processes, over links of one's choice: each rank tells what it emitted and what it holds in the end.
+"""Trains a job on forked processes over a given transport; each rank returns its events, snapshots and final memory.
 
-    outcomes = train("shm", 3, settings, job)        # one a rank, in order; a rank's failure is raised here
+    outcomes = train("shm", 3, settings, job)        # one per rank, in order; raises if a rank failed
 
-No server and no coordinator: what is tested is the engine.
+There is no device server and no coordinator: only the engine is tested.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ ARENA_BYTES = 24 << 20
 
 @dataclass
 class Outcome:
-    """What one rank came to."""
+    """The results of one rank."""
 
     events: list[dict[str, Any]]
     snapshots: list[bytes]
     held: dict[str, str]
-    """The sha256 of each vector it holds, by name."""
+    """The sha256 of each buffer in its arena at the end, by name."""
     more: dict[str, Any] = field(default_factory=dict)
+    """Allocated bytes, sizes of buffers, weights by stage, slices of a parameter server, samples read by epoch."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
@@ -62,8 +63,8 @@ class Outcome:
         return [loss for event in self.of("steps") for loss in event["loss"]]
 
     @property
-    def done(self) -> list[str]:
-        """The instructions it executed, where they were traced, in order."""
+    def executed(self) -> list[str]:
+        """The instructions that the rank executed, in order, as far as they were traced."""
         spans = self.account["spans"]
         return [name for name, category, _, _ in spans if name != "wait" and category != "recv"]
 
@@ -78,10 +79,10 @@ def train(
     stop_at: int | None = None,
     memory: int = ARENA_BYTES,
 ) -> list[Outcome]:
-    """Runs a job on ``size`` forked ranks; ``stop_at``: rank 0 wants to stop once it is asked so often."""
+    """Runs a job on ``size`` forked ranks. ``stop_at``: rank 0 requests a stop after this many polls."""
     torch.set_num_threads(1)
     job.data()
-    links: list[Connection] = []
+    pipes: list[Connection] = []
     pids: list[int] = []
     for rank in range(size):
         ours, theirs = Pipe()
@@ -89,59 +90,59 @@ def train(
         if not pid:
             code = 1
             try:
-                for link in [*links, ours]:
-                    link.close()  # or nobody would see the other end's close
-                # As on a device, on a thread of its own: OpenMP's threads of this one did not survive the fork.
-                work = partial(_rank, theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
+                for pipe in [*pipes, ours]:
+                    pipe.close()  # otherwise a closed pipe would not be seen at its other end
+                # In its own thread, as on a device: the OpenMP threads of this thread did not survive the fork.
+                work = partial(_run_rank, theirs, scheme, rank, size, settings, job, resume, stop_at, memory)
                 with ThreadPoolExecutor(1) as thread:
                     thread.submit(work).result()
                 code = 0
             finally:
                 os._exit(code)
         theirs.close()
-        links.append(ours)
+        pipes.append(ours)
         pids.append(pid)
     try:
-        addresses = json.dumps([json.loads(_next(link, rank)) for rank, link in enumerate(links)])
-        for link in links:
-            link.send_bytes(addresses.encode())
-        outcomes = _collect(links)
-        for link in links:
-            link.send_bytes(b"done")  # nobody closes its links before all are done
+        addresses = json.dumps([json.loads(_receive(pipe, rank)) for rank, pipe in enumerate(pipes)])
+        for pipe in pipes:
+            pipe.send_bytes(addresses.encode())
+        outcomes = _collect(pipes)
+        for pipe in pipes:
+            pipe.send_bytes(b"done")  # no rank closes its links before all ranks are done
         return outcomes
     finally:
-        for link in links:
-            link.close()
+        for pipe in pipes:
+            pipe.close()
         for pid in pids:
             os.waitpid(pid, 0)
 
 
-def _next(link: Connection, rank: int) -> bytes:
-    if not link.poll(LONG_S):
+def _receive(pipe: Connection, rank: int) -> bytes:
+    if not pipe.poll(LONG_S):
         raise AssertionError(f"rank {rank} said nothing for {LONG_S:g} s")
-    return link.recv_bytes()
+    return pipe.recv_bytes()
 
 
-def _collect(links: Sequence[Connection]) -> list[Outcome]:
-    found: dict[int, Outcome] = {}
-    left = list(links)
-    while left:
-        ready = wait(left, LONG_S)
-        assert ready, f"ranks {[links.index(link) for link in left]} were not done within {LONG_S:g} s"
-        for link in ready:
-            assert isinstance(link, Connection)
-            rank = links.index(link)
-            told = json.loads(link.recv_bytes())
-            if "failed" in told:
-                raise AssertionError(f"rank {rank}:\n{told['failed']}")
-            snapshots = [link.recv_bytes() for _ in range(told.pop("snapshots"))]
-            found[rank] = Outcome(told["events"], snapshots, told["held"], told["more"])
-            left.remove(link)
-    return [found[rank] for rank in range(len(links))]
+def _collect(pipes: Sequence[Connection]) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    remaining = list(pipes)
+    while remaining:
+        ready = wait(remaining, LONG_S)
+        assert ready, f"ranks {[pipes.index(pipe) for pipe in remaining]} were not done within {LONG_S:g} s"
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pipes.index(pipe)
+            report = json.loads(pipe.recv_bytes())
+            if "failed" in report:
+                raise AssertionError(f"rank {rank}:\n{report['failed']}")
+            snapshots = [pipe.recv_bytes() for _ in range(report.pop("snapshots"))]
+            outcomes[rank] = Outcome(report["events"], snapshots, report["held"], report["more"])
+            remaining.remove(pipe)
+    return [outcomes[rank] for rank in range(len(pipes))]
 
 
-def _rank(
-    link: Connection,
+def _run_rank(
+    pipe: Connection,
     scheme: str,
     rank: int,
     size: int,
@@ -152,24 +153,24 @@ def _rank(
     memory: int,
 ) -> None:
     torch.set_num_threads(1)
-    vars(job.data().train).pop("seen", None)  # what a test read in the process that this one was forked from
+    vars(job.data().train).pop("seen", None)  # samples that the test read before the fork
     with tempfile.TemporaryDirectory() as folder:
         arena = Arena.create(f"{folder}/arena", memory)
         local = Address("127.0.0.1", 0)
         transport: Transport = (
             ShmTransport(local, arena) if scheme == "shm" else open_transport(f"{scheme}://127.0.0.1:0")
         )
-        link.send_bytes(json.dumps([transport.address.host, transport.address.port]).encode())
-        peers = [Address(*one) for one in json.loads(_next(link, rank))]
+        pipe.send_bytes(json.dumps([transport.address.host, transport.address.port]).encode())
+        peers = [Address(*one) for one in json.loads(_receive(pipe, rank))]
         communicator = Communicator(transport.endpoint(9, 1, rank, peers))
         groups: dict[tuple[int, ...], Communicator] = {}
 
         def group(ranks: Sequence[int]) -> Communicator:
             key = tuple(ranks)
             if key not in groups:
-                number = 10 + key[0] + (len(key) << 12)
-                place = transport.endpoint(number, 1, key.index(rank), [peers[one] for one in key])
-                groups[key] = Communicator(place)
+                group_id = 10 + key[0] + (len(key) << 12)
+                endpoint = transport.endpoint(group_id, 1, key.index(rank), [peers[one] for one in key])
+                groups[key] = Communicator(endpoint)
             return groups[key]
 
         events: list[dict[str, Any]] = []
@@ -181,17 +182,17 @@ def _rank(
                 buffer = arena.buffer(event.buffer)
                 snapshots.append(arena.read(buffer.address, event.bytes))
 
-        asked = 0
+        polls = 0
 
-        def stopping() -> bool:
-            nonlocal asked
-            asked += 1
-            return rank == 0 and stop_at is not None and asked > stop_at
+        def stop_requested() -> bool:
+            nonlocal polls
+            polls += 1
+            return rank == 0 and stop_at is not None and polls > stop_at
 
         try:
             world = RankContext(arena, communicator, group, (rank, size))
             before = arena.used
-            run = Trainer(world, settings, job, emit, stopping, resume, "test.")
+            run = Trainer(world, settings, job, emit, stop_requested, resume, "test.")
             allocated = arena.used - before
             run.train()
             held = {
@@ -200,23 +201,23 @@ def _rank(
             }
             sizes = {buffer.name: buffer.size for buffer in arena.buffers()}
             weights = {str(stage): one.state_array.tobytes().hex() for stage, one in run.executor.stage_states.items()}
-            kept = [arena.buffer(name) for name in sizes if name.endswith("slice.weights")]
-            sliced = [arena.read(one.address, one.size).hex() for one in kept]
+            slice_buffers = [arena.buffer(name) for name in sizes if name.endswith("slice.weights")]
+            slices = [arena.read(one.address, one.size).hex() for one in slice_buffers]
             seen = getattr(job.data().train, "seen", {})
             more = {
                 "allocated": allocated,
                 "sizes": sizes,
                 "weights": weights,
-                "slices": sliced,
+                "slices": slices,
                 "seen": seen,
             }
-            told = {"events": events, "snapshots": len(snapshots), "held": held, "more": more}
+            report = {"events": events, "snapshots": len(snapshots), "held": held, "more": more}
         except BaseException:
-            told, snapshots = {"failed": traceback.format_exc()}, []
-        link.send_bytes(json.dumps(told).encode())
+            report, snapshots = {"failed": traceback.format_exc()}, []
+        pipe.send_bytes(json.dumps(report).encode())
         for data in snapshots:
-            link.send_bytes(data)
-        _next(link, rank)
+            pipe.send_bytes(data)
+        _receive(pipe, rank)
         run.close()
         for one in [communicator, *groups.values()]:
             one.close()
@@ -225,16 +226,16 @@ def _rank(
 
 
 def checkpoint(outcomes: Sequence[Outcome], index: int = -1) -> bytes:
-    """The parts of one snapshot as one file, as whoever conducts a job puts them together."""
+    """Merges the parts of one snapshot into one checkpoint file, as ``hoop.runs.job_follower`` does."""
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, Any] = {}
     parts = [one for one in outcomes if one.snapshots]
-    (said,) = {one.of("snapshot")[index]["parts"] for one in parts}
-    assert len(parts) == said
+    (expected_parts,) = {one.of("snapshot")[index]["parts"] for one in parts}
+    assert len(parts) == expected_parts
     for one in parts:
-        found, metadata = deserialize(one.snapshots[index])
-        assert not set(found) & set(tensors), "two ranks gave the same tensor"
-        tensors |= found
+        part_tensors, metadata = deserialize(one.snapshots[index])
+        assert not set(part_tensors) & set(tensors), "two ranks sent the same tensor"
+        tensors |= part_tensors
     return serialize(tensors, metadata)
 
 
@@ -244,7 +245,7 @@ def tensors_in(data: bytes, moments: bool = True) -> dict[str, Tensor]:
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that are not the same to the bit."""
+    """Names of tensors that are not bit-identical."""
     return [
         name
         for name in sorted(one.keys() | other.keys())

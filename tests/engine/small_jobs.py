@@ -1,4 +1,4 @@
-"""Jobs that train in a second, and what one device makes of them by itself."""
+"""Jobs that train in a second, and their results on one device, which other runs are compared with."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHARDS = 8
 STEPS = -(-SAMPLES // BATCH)
 
 
-class Watched(TensorData):
-    """Remembers which samples it was asked for, by epoch."""
+class RecordingData(TensorData):
+    """Records the indices of the samples that training steps read, by epoch."""
 
     seen: dict[int, list[int]]
 
     def batch(self, indices: Indices, *, epoch: int, seed: int, out: Batch | None = None) -> Batch:
-        # By a step: what measures before the first one has no place for it, or takes them of an epoch of its own.
+        # Only in steps: measurements before the first step pass no ``out``, or an epoch of their own.
         if out is not None and epoch != PROBE_EPOCH:
             self.__dict__.setdefault("seen", {}).setdefault(epoch, []).extend(indices.tolist())
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
@@ -38,11 +38,11 @@ class Watched(TensorData):
 
 @lru_cache(maxsize=1)
 def mnist() -> Splits:
-    whole = catalog.load("mnist").train
-    inputs, targets = whole.batch(torch.arange(SAMPLES + 100).numpy(), epoch=0, seed=0)
+    full = catalog.load("mnist").train
+    inputs, targets = full.batch(torch.arange(SAMPLES + 100).numpy(), epoch=0, seed=0)
     inputs, targets = inputs.clone(), targets.clone()
     return Splits(
-        Watched(inputs[:SAMPLES], targets[:SAMPLES], name="train"),
+        RecordingData(inputs[:SAMPLES], targets[:SAMPLES], name="train"),
         TensorData(inputs[SAMPLES:], targets[SAMPLES:], name="test"),
     )
 
@@ -59,7 +59,7 @@ def normed(seed: int) -> nn.Module:
 
 
 def convolved(seed: int) -> nn.Module:
-    """Batch norm, and nothing that is drawn."""
+    """Batch norm, without random layers."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Sequential(nn.Conv2d(1, 4, 5, stride=3), nn.BatchNorm2d(4), nn.ReLU6(inplace=True)),
@@ -94,8 +94,8 @@ JOBS = {
 
 
 def settings(strategy: str, **changes: Any) -> Settings:
-    start = Settings(strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=90.0)
-    return start.replaced(changes)
+    base = Settings(strategy=strategy, epochs=2, batch_size=BATCH, shards=SHARDS, trace_steps=10_000, timeout_s=90.0)
+    return base.replaced(changes)
 
 
 @lru_cache

@@ -1,9 +1,9 @@
-"""What a block draws in its own code, by functions, depends on the shard and not on the device."""
+"""Random numbers that a block draws by functions in its own code depend on the shard and not on the device."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from forked_ranks import checkpoint, differing, tensors_in, train
 from small_jobs import mnist, settings
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from hoop.engine.job import Job
 
 
 class Dropping(nn.Module):
-    """Nothing in it is known to draw, and it draws."""
+    """Draws random numbers, but contains no random layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ def dropping(seed: int) -> nn.Module:
     return nn.Sequential(Dropping(), nn.Linear(20, 10))
 
 
-def test_a_block_that_draws_by_itself_is_seeded() -> None:
+def test_random_functions_in_a_block_are_seeded() -> None:
     job = Job(dropping, mnist)
     one, three = (tensors_in(checkpoint(train("shm", devices, settings("data"), job))) for devices in (1, 3))
     assert differing(one, three) == []

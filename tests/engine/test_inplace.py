@@ -1,4 +1,4 @@
-"""A replica's state as its arena tells of it: all of it after each step, and nothing of what a forward is doing."""
+"""State of a data-parallel replica in its arena: complete after each step, without changes of a running forward."""
 
 from __future__ import annotations
 
@@ -21,30 +21,32 @@ RUN = "a run"
 CHANGES: dict[str, Any] = {"epochs": 1, "optimizer": "adam", "pin": False}
 
 
-def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
-    """Weights, Adam's moments, batch norm's means and counters; then a second process goes on from it."""
-    changed = settings("data", **CHANGES)
+def test_a_restarted_process_restores_all_of_the_state(tmp_path: Path) -> None:
+    """Weights, Adam's moments, batch norm's buffers and counters; then a second trainer continues from them."""
+    base = settings("data", **CHANGES)
     with Arena.create(tmp_path / "arena", 24 << 20) as arena, open_transport("inproc://one:0") as transport:
 
         def world(number: int) -> RankContext:
             one = Communicator(transport.endpoint(number, 1, 0, [transport.address]))
-            seats = lambda patience, lacks=None: world(number + 1)  # noqa: E731
-            return RankContext(arena, one, lambda ranks: one, wait_reassignment=seats, persistent_memory=True, run=RUN)
+            reassign = lambda timeout, error=None: world(number + 1)  # noqa: E731
+            return RankContext(
+                arena, one, lambda ranks: one, wait_reassignment=reassign, persistent_memory=True, run=RUN
+            )
 
         events: list[ev.JobEvent] = []
-        first = Trainer(world(1), changed.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False)
+        first = Trainer(world(1), base.replaced({"max_steps": 5}), JOBS["normed"], events.append, lambda: False)
         first.train()
-        wanted = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
-        held = first.executor.stage_states[0]
-        held.state_array[held.layout.trained :] += 1  # as a forward does, for a while
-        second = Trainer(world(9), changed, JOBS["normed"], events.append, lambda: False, joining=True)
+        expected = {name: one.clone() for name, one in first._role.restore_targets(first._setup.model).items()}
+        stage = first.executor.stage_states[0]
+        stage.state_array[stage.layout.trained :] += 1  # as during a forward
+        second = Trainer(world(9), base, JOBS["normed"], events.append, lambda: False, joining=True)
         assert second._done == 5
         (newest, *_) = second._late_join.arena_shards
         assert newest.step == 5
-        found = tensors_from_shard(wanted, newest)
+        found = tensors_from_shard(expected, newest)
         assert found is not None
         restored = second._role.restore_targets(second._setup.model)
-        for name, one in wanted.items():
+        for name, one in expected.items():
             assert torch.equal(found[name], one), name
             assert torch.equal(restored[name], one), name
         events.clear()
@@ -52,11 +54,11 @@ def test_all_of_the_state_is_found_again(tmp_path: Path) -> None:
         assert [one.source for one in events if isinstance(one, ev.StateLoaded)] == ["its own arena"]
         assert [one.done for one in events if isinstance(one, ev.Started)] == [5]
         losses = [(one.first, len(one.loss)) for one in events if isinstance(one, ev.Steps)]
-        assert losses[0][0] == 0, "the steps before are told again: who heard them is gone"
+        assert losses[0][0] == 0, "earlier steps are reported again: the process that received their events is gone"
         assert sum(count for _, count in losses) == second._schedule.total_steps
         last = second._role.restore_targets(second._setup.model)
-        assert not differing(last, alone("normed", tuple(CHANGES.items()))), "as if nothing had happened"
+        assert not differing(last, alone("normed", tuple(CHANGES.items()))), "differs from a run without a restart"
         second.close()
         assert [one.name for one in arena.buffers() if not one.name.startswith("snapshot")] == []
-        third = load_from_arena(arena, "", RUN)
-        assert [one.step for one in third] == [second._schedule.total_steps], "the final snapshot"
+        shards = load_from_arena(arena, "", RUN)
+        assert [one.step for one in shards] == [second._schedule.total_steps], "only the final snapshot is left"

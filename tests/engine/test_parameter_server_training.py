@@ -1,4 +1,4 @@
-"""Parameter servers on forked processes: BSP to data parallel's bits; ASP and SSP within what they promise."""
+"""Parameter servers on forked processes: BSP gives the bits of data parallel; ASP and SSP keep their bounds."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def servers_of(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def check_agreement(outcomes: list[Outcome], servers: int) -> None:
-    """The servers' slices, one after the other, are every worker's weights."""
-    kept = servers_of(outcomes)
-    assert len(kept) == servers
-    whole = "".join(one.more["slices"][0] for one in kept)
+    """The concatenated slices of the servers equal the weights of every worker."""
+    with_slices = servers_of(outcomes)
+    assert len(with_slices) == servers
+    whole = "".join(one.more["slices"][0] for one in with_slices)
     for one in workers_of(outcomes):
         assert one.more["weights"]["0"] == whole
 
 
 def check_samples(outcomes: list[Outcome]) -> None:
-    """Every sample exactly once an epoch, over all workers; servers read none."""
+    """The workers together read every sample exactly once per epoch; servers read none."""
     assert not any(one.more["seen"] for one in servers_of(outcomes))
     for epoch in ("0", "1"):
         used = [sample for one in workers_of(outcomes) for sample in one.more["seen"].get(epoch, [])]
@@ -55,14 +55,15 @@ def test_bsp_trains_like_one_device(scheme: str, job: str, servers: int, devices
     assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []
     check_agreement(outcomes, servers)
     check_samples(outcomes)
-    told = [one for one in outcomes if one.losses]
-    assert told == [outcomes[-1]], "the last server knows the losses"
-    assert len(told[0].losses) == 2 * STEPS
-    assert len(told[0].of("evaluated")) == 2
+    with_losses = [one for one in outcomes if one.losses]
+    assert with_losses == [outcomes[-1]], "only the last server reports losses"
+    assert len(with_losses[0].losses) == 2 * STEPS
+    assert len(with_losses[0].of("evaluated")) == 2
 
 
+@pytest.mark.slow_if(when=lambda params: params["shards"] == 9)
 @pytest.mark.parametrize(("shards", "nodes"), [(7, [1, 1, 1, 1]), (9, [2, 2, 2, 2]), (3, [1, 1, 1, 0])])
-def test_bsp_with_shares_that_are_no_whole_nodes_or_nothing(shards: int, nodes: list[int]) -> None:
+def test_bsp_with_uneven_and_empty_shares(shards: int, nodes: list[int]) -> None:
     plan = parse("ps").plan(5, shards)
     assert [len(merge_plan(plan.computed_by(rank, 0), shards).nodes) for rank in range(4)] == nodes
     outcomes = train("shm", 5, settings("ps", shards=shards, epochs=1), JOBS["normed"])
@@ -71,19 +72,19 @@ def test_bsp_with_shares_that_are_no_whole_nodes_or_nothing(shards: int, nodes: 
     check_agreement(outcomes, 1)
 
 
-def test_more_servers_than_pieces_of_weights() -> None:
-    """64 elements for 3 servers: one keeps them, one nothing, one the losses alone."""
+def test_more_servers_than_slices_of_weights() -> None:
+    """64 elements for 3 servers: one has all of them, one has none, one has only the losses."""
     outcomes = train("shm", 4, settings("ps:servers=3"), JOBS["tiny"])
     assert [len(one.more["slices"][0]) // 8 for one in outcomes[1:]] == [
         64,
         1,
         1,
-    ]  # an empty vector has an element
+    ]  # an empty vector has one element
     assert differing(alone("tiny"), tensors_in(checkpoint(outcomes))) == []
     assert len(outcomes[-1].losses) == 2 * STEPS
 
 
-def test_one_server_clips_like_one_device_and_several_refuse() -> None:
+def test_one_server_clips_like_one_device_and_several_refuse_to_clip() -> None:
     outcomes = train("shm", 3, settings("ps", clip=0.05), JOBS["mlp"])
     assert differing(alone("mlp", (("clip", 0.05),)), tensors_in(checkpoint(outcomes))) == []
     with pytest.raises(AssertionError, match=r"InvalidArgument: clip: 0.05 needs the norm.*2 parameter servers"):
@@ -101,7 +102,7 @@ def test_one_server_clips_like_one_device_and_several_refuse() -> None:
         ("normed", "ps:ssp,staleness=0,servers=2", 2, 4),
     ],
 )
-def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, devices: int) -> None:
+def test_every_push_is_an_update(scheme: str, job: str, spec: str, servers: int, devices: int) -> None:
     outcomes = train(scheme, devices, settings(spec), JOBS[job])
     check_agreement(outcomes, servers)
     check_samples(outcomes)
@@ -109,22 +110,22 @@ def test_an_update_a_push(scheme: str, job: str, spec: str, servers: int, device
     assert len(losses) == 2 * STEPS
     assert sum(losses[-STEPS:]) < sum(losses[:STEPS])
     for one in servers_of(outcomes):
-        kinds = [Instruction.parse(text).kind for text in one.done]
+        kinds = [Instruction.parse(text).kind for text in one.executed]
         assert (
             kinds.count(InstructionKind.UPDATE) == kinds.count(InstructionKind.TAKE) == 2 * STEPS * (devices - servers)
         )
     found = tensors_in(checkpoint(outcomes))
     assert all(int(one) == 2 * STEPS for name, one in found.items() if name.endswith("num_batches_tracked"))
-    assert set(found) == set(alone(job)), "weights and optimizer state, whole"
+    assert set(found) == set(alone(job)), "all weights and all optimizer state"
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_nobody_gets_weights_who_is_too_far_ahead(staleness: int) -> None:
-    """From what the servers did: at each give, how many steps that worker has pushed more than the slowest."""
+def test_no_worker_gets_weights_beyond_the_staleness_bound(staleness: int) -> None:
+    """In the trace of the server: at each GIVE, how many more steps that worker has pushed than the slowest one."""
     outcomes = train("tcp", 4, settings(f"ps:ssp,staleness={staleness}", epochs=1, batch_size=10), JOBS["mlp"])
     clocks = dict.fromkeys(range(3), 0)
     gives = 0
-    for text in outcomes[3].done:
+    for text in outcomes[3].executed:
         one = Instruction.parse(text)
         if one.kind is InstructionKind.TAKE:
             clocks[one.peer] += 1
@@ -138,8 +139,9 @@ def test_nobody_gets_weights_who_is_too_far_ahead(staleness: int) -> None:
 # ---- checkpoints
 
 
-def test_bsp_goes_on_from_a_checkpoint_to_the_bit() -> None:
-    """Its own, data parallel's, and data parallel from its."""
+@pytest.mark.slow
+def test_bsp_resumes_from_a_checkpoint_with_the_same_bits() -> None:
+    """From its own checkpoint, from one of data parallel, and data parallel from a checkpoint of BSP."""
     outcomes = train("shm", 4, settings("ps:servers=2"), JOBS["normed"])
     middle, end = checkpoint(outcomes, 0), tensors_in(checkpoint(outcomes))
     for spec, devices in (("ps:servers=2", 4), ("ps:servers=1", 3), ("data", 2)):
@@ -152,10 +154,10 @@ def test_bsp_goes_on_from_a_checkpoint_to_the_bit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["ps:asp", "ps:ssp,servers=2"])
-def test_asynchronous_servers_go_on_from_the_state_of_a_checkpoint(spec: str) -> None:
+def test_asynchronous_servers_resume_from_a_checkpoint(spec: str) -> None:
     outcomes = train("shm", 4, settings(spec), JOBS["normed"])
     end = checkpoint(outcomes)
-    again = train("shm", 4, settings(spec), JOBS["normed"], resume=end)  # nothing is left to do
+    again = train("shm", 4, settings(spec), JOBS["normed"], resume=end)  # no steps are left
     assert differing(tensors_in(end), tensors_in(checkpoint(again))) == []
     resumed = train("shm", 4, settings(spec), JOBS["normed"], resume=checkpoint(outcomes, 0))
     assert len(resumed[-1].losses) == STEPS
@@ -163,9 +165,9 @@ def test_asynchronous_servers_go_on_from_the_state_of_a_checkpoint(spec: str) ->
 
 
 @pytest.mark.parametrize(("spec", "steps"), [("ps", 3), ("ps:asp", 32)])
-def test_all_stop_where_one_is_asked_to(spec: str, steps: int) -> None:
-    asked = 4 if spec == "ps" else 0
-    outcomes = train("shm", 3, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=asked)
+def test_all_ranks_stop_at_the_same_step(spec: str, steps: int) -> None:
+    stop_at = 4 if spec == "ps" else 0
+    outcomes = train("shm", 3, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=stop_at)
     assert [one.account["done"] for one in outcomes] == [steps] * 3
     assert all(one.account["stopped"] for one in outcomes)
     check_agreement(outcomes, 1)
@@ -187,22 +189,24 @@ def test_all_stop_where_one_is_asked_to(spec: str, steps: int) -> None:
     ],
 )
 def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> None:
-    """Never less, and more only by each block's own padding, tail and evidence."""
-    job, wanted = JOBS["flat"], settings(spec, epochs=1, max_steps=1, cut=cut_for(spec, devices))
-    outcomes = train("shm", devices, wanted, job)
+    """It never counts less, and more only by the padding, tail and provenance of each block."""
+    job, job_settings = JOBS["flat"], settings(spec, epochs=1, max_steps=1, cut=cut_for(spec, devices))
+    outcomes = train("shm", devices, job_settings, job)
     strategy = parse(spec)
-    plan = strategy.plan(devices, wanted.num_microbatches)
+    plan = strategy.plan(devices, job_settings.num_microbatches)
     blocks = []
     for index, block in enumerate(blocks_of(job.model(0))):
-        layout = StateLayout([block], wanted.num_microbatches)
-        state = 4 * wanted.optimizer.num_moments * layout.trained
+        layout = StateLayout([block], job_settings.num_microbatches)
+        state = 4 * job_settings.optimizer.num_moments * layout.trained
         blocks.append(Block(str(index), 1.0, 4 * layout.state, state, gradient_bytes=4 * layout.total))
-    room = gradient_memory_for(wanted.balance)
-    counted = fit(strategy, plan, blocks, [None] * devices, cuts=wanted.cut or None, gradient_buffers=room).bytes
-    gradients = max(room(strategy, plan))
-    spare = 4 * 192 * len(blocks) * (2 + wanted.optimizer.num_moments + gradients)
+    gradient_memory = gradient_memory_for(job_settings.balance)
+    counted = fit(
+        strategy, plan, blocks, [None] * devices, cuts=job_settings.cut or None, gradient_buffers=gradient_memory
+    ).bytes
+    gradients = max(gradient_memory(strategy, plan))
+    spare = 4 * 192 * len(blocks) * (2 + job_settings.optimizer.num_moments + gradients)
     for rank, one in enumerate(outcomes):
-        # each vector begins at a multiple of 64 bytes, and an empty one has a byte or so
+        # each vector is aligned to 64 bytes, and an empty one has a few bytes
         allocated = one.more["allocated"] - 64 * len(one.more["sizes"])
         assert allocated <= counted[rank] <= one.more["allocated"] + spare, f"rank {rank}"
 
@@ -213,7 +217,7 @@ def cut_for(spec: str, devices: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("spec", ["ps", "ps:asp"])
-def test_workers_hold_no_optimizer_state_and_servers_no_copy(spec: str) -> None:
+def test_workers_hold_no_optimizer_state_and_servers_only_their_slice(spec: str) -> None:
     outcomes = train("shm", 3, settings(spec, epochs=1, max_steps=1), JOBS["mlp"])
     weights = len(outcomes[0].more["weights"]["0"]) // 2
     for one in workers_of(outcomes):

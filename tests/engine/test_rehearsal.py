@@ -1,4 +1,4 @@
-"""Before the first step ranks measure what they cost each other, on any links, and nothing of the run changes by it."""
+"""Before the first step ranks measure the costs of communication, on all transports; the results do not change."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ pytestmark = pytest.mark.slow_if(when=lambda params: params.get("scheme") == "tc
 @pytest.mark.parametrize(
     ("scheme", "strategy", "devices"), [("shm", "data", 2), ("shm", "pipeline:1f1b", 3), ("tcp", "ring", 2)]
 )
-def test_ranks_measure_what_they_cost_each_other(scheme: str, strategy: str, devices: int) -> None:
-    wanted = settings(strategy)
-    outcomes = train(scheme, devices, wanted, JOBS["mlp"])
+def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: int) -> None:
+    job_settings = settings(strategy)
+    outcomes = train(scheme, devices, job_settings, JOBS["mlp"])
     assert differing(alone("mlp"), tensors_in(checkpoint(outcomes))) == []
-    (started,) = [told for one in outcomes for told in one.of("started")]
-    told = started["costs"]
-    assert all(told[name] > 0 for name in ("message_s", "agree_s", "update_s", "copy_s", "add_s"))
-    assert ("meeting_s" in told) == (scheme == "shm")
-    assert [size for size, _ in told["copy_at"]] == [size for size, _ in told["add_at"]]
-    machine = measured_job_costs(told).machine
-    assert (machine.message_s, machine.agree_s) == (told["message_s"], told["agree_s"])
-    with_copies = predicted_step_seconds(told, wanted)
-    without = predicted_step_seconds(told, wanted.replaced({"replicate": False}))
-    assert with_copies is not None
-    assert without is not None
-    assert with_copies > without if strategy != "data" else with_copies == without
+    (started,) = [event for one in outcomes for event in one.of("started")]
+    costs = started["costs"]
+    assert all(costs[name] > 0 for name in ("message_s", "agree_s", "update_s", "copy_s", "add_s"))
+    assert ("meeting_s" in costs) == (scheme == "shm")
+    assert [size for size, _ in costs["copy_at"]] == [size for size, _ in costs["add_at"]]
+    machine = measured_job_costs(costs).machine
+    assert (machine.message_s, machine.agree_s) == (costs["message_s"], costs["agree_s"])
+    with_replicas = predicted_step_seconds(costs, job_settings)
+    without_replicas = predicted_step_seconds(costs, job_settings.replaced({"replicate": False}))
+    assert with_replicas is not None
+    assert without_replicas is not None
+    assert with_replicas > without_replicas if strategy != "data" else with_replicas == without_replicas
 
 
-def test_one_rank_has_nobody_to_measure() -> None:
+def test_one_rank_measures_no_communication() -> None:
     (outcome,) = train("shm", 1, settings("data"), JOBS["mlp"])
     (started,) = outcome.of("started")
     assert "message_s" not in started["costs"]

@@ -1,4 +1,4 @@
-"""RingTMP on forked processes: each device decides by itself, and what comes of it is known to the bit."""
+"""RingTMP on forked processes: each device decides by itself, and the results are bit-identical to a reference."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def test_a_synchronous_ring_trains_like_one_device(scheme: str, job: str, spec: 
     outcomes = train(scheme, devices, settings(spec), JOBS[job])
     assert differing(alone(job), tensors_in(checkpoint(outcomes))) == []
     assert all(one.account["done"] == 2 * STEPS for one in outcomes)
-    told = [one for one in outcomes if one.losses]
-    assert len(told) == 1
-    assert len(told[0].losses) == 2 * STEPS
+    with_losses = [one for one in outcomes if one.losses]
+    assert len(with_losses) == 1
+    assert len(with_losses[0].losses) == 2 * STEPS
 
 
 def test_a_synchronous_ring_clips_like_one_device() -> None:
     outcomes = train("tcp", 3, settings("ring", clip=0.05), JOBS["mlp"])
     assert differing(alone("mlp", (("clip", 0.05),)), tensors_in(checkpoint(outcomes))) == []
-    assert differing(alone("mlp"), tensors_in(checkpoint(outcomes))), "the norm was never cut"
+    assert differing(alone("mlp"), tensors_in(checkpoint(outcomes))), "no gradient was clipped"
 
 
 def test_an_asynchronous_ring_refuses_to_clip() -> None:
@@ -52,7 +52,7 @@ def test_an_asynchronous_ring_refuses_to_clip() -> None:
 
 
 @lru_cache
-def asynchronous(job: str) -> dict[str, Tensor]:
+def asynchronous_on_one_device(job: str) -> dict[str, Tensor]:
     return tensors_in(checkpoint(train("shm", 1, settings("ring:async"), JOBS[job])))
 
 
@@ -69,11 +69,11 @@ def asynchronous(job: str) -> dict[str, Tensor]:
     ],
 )
 def test_an_asynchronous_ring_does_not_depend_on_timing(scheme: str, job: str, spec: str, devices: int) -> None:
-    """Whatever the devices and their links, the bits are those of one device with weights one update old."""
+    """On all numbers of devices and transports, the bits are those of one device with weights one update old."""
     outcomes = train(scheme, devices, settings(spec), JOBS[job])
     found = tensors_in(checkpoint(outcomes))
-    assert differing(asynchronous(job), found) == []
-    assert differing(alone(job), found), "weights were never old"
+    assert differing(asynchronous_on_one_device(job), found) == []
+    assert differing(alone(job), found), "weights were never stale"
     (losses,) = [one.losses for one in outcomes if one.losses]
     assert sum(losses[-STEPS:]) < sum(losses[:STEPS])
     counters = [one for name, one in found.items() if name.endswith("num_batches_tracked")]
@@ -81,10 +81,10 @@ def test_an_asynchronous_ring_does_not_depend_on_timing(scheme: str, job: str, s
 
 
 def test_an_asynchronous_ring_is_sgd_with_weights_one_update_old() -> None:
-    """W(k+1) = W(k) - lr · gradient at W(k-1), in plain PyTorch; a span begins with weights that are new."""
+    """W(k+1) = W(k) - lr · gradient at W(k-1), in plain PyTorch; a span begins with current weights."""
     rate = 0.1
-    wanted = settings("ring:async", optimizer="sgd", lr=rate, epochs=1)
-    found = tensors_in(checkpoint(train("shm", 2, wanted, JOBS["flat"])))
+    job_settings = settings("ring:async", optimizer="sgd", lr=rate, epochs=1)
+    found = tensors_in(checkpoint(train("shm", 2, job_settings, JOBS["flat"])))
     model, data, order = flat(0), mnist().train, SampleOrder(0, SAMPLES)
     before = [one.detach().clone() for one in model.parameters()]
     for step in range(STEPS):
@@ -104,9 +104,9 @@ def test_an_asynchronous_ring_is_sgd_with_weights_one_update_old() -> None:
 
 
 def steps_of(outcome: Outcome) -> list[tuple[InstructionKind, int, int]]:
-    """(kind, stage, step of its span) of what a rank computed; updates count themselves."""
+    """(kind, stage, step in its span) of each forward, backward and update of a rank."""
     found: list[tuple[InstructionKind, int, int]] = []
-    for text in outcome.done:
+    for text in outcome.executed:
         one = Instruction.parse(text)
         if one.kind in (InstructionKind.FORWARD, InstructionKind.BACKWARD, InstructionKind.UPDATE):
             found.append((one.kind, one.stage, one.micro // SHARDS))
@@ -115,7 +115,7 @@ def steps_of(outcome: Outcome) -> list[tuple[InstructionKind, int, int]]:
 
 @pytest.mark.parametrize("spec", ["ring:async", "ring:async,slices=2"])
 def test_weights_are_at_most_one_update_old_and_steps_overlap(spec: str) -> None:
-    slow = settings(spec, epochs=1, slowdown=[1.0, 10.0])  # the first rank has time to go on
+    slow = settings(spec, epochs=1, slowdown=[1.0, 10.0])  # rank 0 is fast enough to start the next step early
     outcomes = train("shm", 2, slow, JOBS["flat"])
     overlaps = 0
     for one in outcomes:
@@ -124,16 +124,16 @@ def test_weights_are_at_most_one_update_old_and_steps_overlap(spec: str) -> None
             if kind is InstructionKind.UPDATE:
                 updates[stage] = updates.get(stage, 0) + 1
             else:
-                made = updates.get(stage, 0)
-                assert made in (step, step - 1), f"stage {stage}, step {step}, after {made} updates"
-                overlaps += kind is InstructionKind.FORWARD and made < step
-    assert overlaps, "every step waited for the one before"
+                updates_done = updates.get(stage, 0)
+                assert updates_done in (step, step - 1), f"stage {stage}, step {step}, after {updates_done} updates"
+                overlaps += kind is InstructionKind.FORWARD and updates_done < step
+    assert overlaps, "every step waited for the previous one"
 
 
 @pytest.mark.parametrize(("spec", "devices"), [("ring", 3), ("ring:async", 3)])
-def test_every_sample_is_used_once_an_epoch(spec: str, devices: int) -> None:
+def test_every_sample_is_used_once_per_epoch(spec: str, devices: int) -> None:
     outcomes = train("tcp", devices, settings(spec), JOBS["mlp"])
-    for rank in (0, devices - 1):  # inputs at the first, targets at the last
+    for rank in (0, devices - 1):  # the first rank reads inputs, the last one targets
         seen = outcomes[rank].more["seen"]
         assert sorted(seen) == ["0", "1"]
         for epoch in seen:
@@ -142,7 +142,7 @@ def test_every_sample_is_used_once_an_epoch(spec: str, devices: int) -> None:
 
 
 @pytest.mark.parametrize("spec", ["ring", "ring:async"])
-def test_a_ring_goes_on_from_a_checkpoint_to_the_bit(spec: str) -> None:
+def test_a_ring_resumes_from_a_checkpoint_with_the_same_bits(spec: str) -> None:
     outcomes = train("shm", 2, settings(spec), JOBS["normed"])
     middle, end = checkpoint(outcomes, 0), checkpoint(outcomes)
     resumed = train("shm", 2, settings(spec), JOBS["normed"], resume=middle)
@@ -151,15 +151,15 @@ def test_a_ring_goes_on_from_a_checkpoint_to_the_bit(spec: str) -> None:
 
 
 @pytest.mark.parametrize(("spec", "steps"), [("ring", 3), ("ring:async", 32)])
-def test_all_stop_where_one_is_asked_to(spec: str, steps: int) -> None:
-    """Asynchronously at the end of a span: 75 steps an epoch, spans of 32."""
-    asked = 4 if spec == "ring" else 0
-    outcomes = train("shm", 2, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=asked)
+def test_all_ranks_stop_at_the_same_step(spec: str, steps: int) -> None:
+    """An asynchronous ring stops at the end of a span: 75 steps per epoch, spans of 32."""
+    stop_at = 4 if spec == "ring" else 0
+    outcomes = train("shm", 2, settings(spec, batch_size=4, shards=2), JOBS["mlp"], stop_at=stop_at)
     assert [one.account["done"] for one in outcomes] == [steps] * 2
     assert all(one.account["stopped"] for one in outcomes)
 
 
-def test_waiting_is_idle_and_receiving_is_communication() -> None:
+def test_waiting_counts_as_idle_and_receiving_as_communication() -> None:
     for one in train("shm", 2, settings("ring"), JOBS["mlp"]):
         account = one.account
         spans = account["spans"]

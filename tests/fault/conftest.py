@@ -1,4 +1,4 @@
-"""Jobs and helpers of the engine's tests are used here too."""
+"""Puts the helpers and jobs of ``tests/engine`` on the import path."""
 
 from __future__ import annotations
 

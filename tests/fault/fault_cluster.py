@@ -1,4 +1,4 @@
-"""A cluster of processes that faults happen to, and what its trainings must come to."""
+"""A cluster whose coordinator, devices and clients are processes, for tests that inject faults into them."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ import hoop
 from hoop.client.cluster import Cluster
 from hoop.job_events import JobEvent, Steps
 
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512"]
-SLOWLY = ["--set", "slowdown=[4, 4, 4, 4]"]
-"""So that a run is not over before something happens to it."""
-SLOWEST = ["--set", "slowdown=[20, 20, 20, 20]"]
-"""So that somebody who has to load everything comes back in time, and few steps need comparing."""
+SLOWDOWN = ["--set", "slowdown=[4, 4, 4, 4]"]
+"""Keeps a run going until the fault has been injected."""
+LARGE_SLOWDOWN = ["--set", "slowdown=[20, 20, 20, 20]"]
+"""Leaves a restarted device time to load code and data, and keeps the number of compared steps small."""
 STEPS = 118
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @functools.cache
-def undisturbed(*more: str) -> dict[str, Any]:
-    """The same training on one device that nothing happens to; ``out`` is its folder, until all tests are over."""
+def undisturbed(*options: str) -> dict[str, Any]:
+    """Returns the result of the same job on one device without faults; ``out`` is its run folder, deleted at exit."""
     folder = tempfile.mkdtemp(prefix="undisturbed-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run = subprocess.run(
-        [sys.executable, "-m", "hoop", "train", *JOB, *more, "--devices", "1", "--out", folder, "--json"],
+        [sys.executable, "-m", "hoop", "train", *JOB, *options, "--devices", "1", "--out", folder, "--json"],
         stdout=subprocess.PIPE,
         text=True,
         env=ENV,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         check=True,
     )
     return {**json.loads(run.stdout), "out": folder}
 
 
-class Processes:
-    """A coordinator with a journal, its devices, and whoever trains on them: each a process of its own."""
+class ClusterProcesses:
+    """A coordinator with a journal, its devices and the clients that train on them, each in its own process."""
 
-    def __init__(self, folder: Path, ended: ExitStack, devices: int) -> None:
-        self.folder, self._ended = folder, ended
-        self.coordinator = self.coordinate("--port", "0")
-        self.devices = [self.device("--id", str(number)) for number in range(1, devices + 1)]
-        self.cluster = ended.enter_context(hoop.connect(self.address))
+    def __init__(self, folder: Path, cleanup: ExitStack, devices: int) -> None:
+        self.folder, self._cleanup = folder, cleanup
+        self.coordinator = self.start_coordinator("--port", "0")
+        self.devices = [self.start_device("--id", str(number)) for number in range(1, devices + 1)]
+        self.cluster = cleanup.enter_context(hoop.connect(self.address))
         self.cluster.wait_for_devices(devices)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
@@ -66,57 +66,58 @@ class Processes:
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
-        self._ended.callback(self.end, process)
+        self._cleanup.callback(self.terminate, process)
         return process
 
-    def coordinate(self, *options: str) -> subprocess.Popen[str]:
+    def start_coordinator(self, *options: str) -> subprocess.Popen[str]:
         process = self.start("coordinator", "--journal", str(self.folder / "journal"), *options)
         assert process.stdout is not None
         self.address = process.stdout.readline().split()[-1]
         return process
 
-    def again(self) -> None:
-        """The coordinator, where it was."""
-        self.coordinator = self.coordinate("--port", self.address.rpartition(":")[2])
+    def restart_coordinator(self) -> None:
+        """Restarts the coordinator on the same port and journal."""
+        self.coordinator = self.start_coordinator("--port", self.address.rpartition(":")[2])
 
-    def device(self, *options: str) -> subprocess.Popen[str]:
+    def start_device(self, *options: str) -> subprocess.Popen[str]:
         return self.start("device", "--join", self.address, "--memory", "64MiB", *options)
 
     @staticmethod
     def kill(process: subprocess.Popen[str]) -> None:
-        """No goodbye."""
         process.kill()
-        process.wait(PATIENCE_S)
+        process.wait(TIMEOUT_S)
 
     @staticmethod
-    def end(process: subprocess.Popen[str]) -> None:
+    def terminate(process: subprocess.Popen[str]) -> None:
         if process.poll() is None:
             process.send_signal(signal.SIGCONT)
             process.terminate()
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=TIMEOUT_S)
 
 
 @contextmanager
-def cluster_of(devices: int, folder: Path) -> Iterator[Processes]:
-    with ExitStack() as ended:
-        yield Processes(folder, ended, devices)
+def running_cluster(devices: int, folder: Path) -> Iterator[ClusterProcesses]:
+    with ExitStack() as cleanup:
+        yield ClusterProcesses(folder, cleanup, devices)
 
 
-def job_of(cluster: Cluster, kind: str = "job_started") -> int:
+def wait_for_job(cluster: Cluster, kind: str = "job_started") -> int:
     return next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == kind)
 
 
-def until_step(cluster: Cluster, job: int, step: int) -> None:
-    for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
+def wait_for_step(cluster: Cluster, job: int, step: int) -> None:
+    for observed in cluster.job(job).events(coordinator_timeout=TIMEOUT_S):
         event = observed.event
         if isinstance(event, Steps) and event.first + len(event.loss) >= step:
             return
     raise AssertionError(f"job {job} was over before step {step}")
 
 
-def until(cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: int = 1, **fields: object) -> None:
-    """Waits until the job has emitted this event ``times`` times."""
-    for observed in cluster.job(job).events(coordinator_timeout=PATIENCE_S):
+def wait_for_event(
+    cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: int = 1, **fields: object
+) -> None:
+    """Waits until the job has emitted an event of this kind, with these fields, ``times`` times."""
+    for observed in cluster.job(job).events(coordinator_timeout=TIMEOUT_S):
         event = observed.event
         if isinstance(event, kind) and fields.items() <= event.to_fields().items():
             times -= 1
@@ -126,19 +127,19 @@ def until(cluster: Cluster, job: int, kind: type[JobEvent] | UnionType, times: i
 
 
 def all_events(cluster: Cluster, job: int) -> list[JobEvent]:
-    """From its beginning to its end."""
-    return [one.event for one in cluster.job(job).events(coordinator_timeout=PATIENCE_S)]
+    """Returns the events of the job from its start; blocks until it ends."""
+    return [observed.event for observed in cluster.job(job).events(coordinator_timeout=TIMEOUT_S)]
 
 
-def steps_reported(events: list[JobEvent]) -> list[int]:
-    """Every step that was reported, once each."""
-    steps = (one for one in events if isinstance(one, Steps))
-    return sorted({one.first + index for one in steps for index in range(len(one.loss))})
+def reported_steps(events: list[JobEvent]) -> list[int]:
+    """Returns the sorted numbers of the reported steps, without duplicates."""
+    steps = (event for event in events if isinstance(event, Steps))
+    return sorted({event.first + index for event in steps for index in range(len(event.loss))})
 
 
 def result_of(run: subprocess.Popen[str], out: Path | None = None) -> dict[str, Any]:
-    """The result that ``hoop train --json`` prints; ``out``: its folder, if it has one."""
-    told, _ = run.communicate(timeout=PATIENCE_S)
+    """Returns the result that ``hoop train --json`` prints; ``out``: its run folder, if it has one."""
+    output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0
-    found: dict[str, Any] = json.loads(told)
-    return {**found, "out": str(out)} if out is not None else found
+    result: dict[str, Any] = json.loads(output)
+    return {**result, "out": str(out)} if out is not None else result

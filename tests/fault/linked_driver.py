@@ -1,6 +1,6 @@
-"""``train_driver``, on devices that have nothing but TCP between them, and a lease as short as that of a cluster.
+"""Runs ``train_driver`` on devices that communicate over TCP only, with a short lease.
 
-Forked from one process that has PyTorch: several trainings a minute, instead of one.
+All devices are forked from one process that has imported PyTorch: several trainings a minute instead of one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import hoop.launch.forked
 import hoop.servers.device
 
 LEASE_S = 3.0
-"""Twice the default: the machine that tests run on may be busy."""
+"""Twice the default, because the machine may be busy."""
 
 if __name__ == "__main__":
     hoop.launch.forked.LEASE_S = LEASE_S
-    # ``patch`` raises where there is no such name; an assignment would leave the devices their shared memory.
+    # ``patch`` raises if the name does not exist; with a plain assignment the devices would silently use shared memory.
     with mock.patch("hoop.servers.device.open_shm_transport", return_value=None):
         train_driver.main()

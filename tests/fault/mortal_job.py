@@ -1,4 +1,7 @@
-"""A job whose first device to find a mark dies on the spot, in the middle of a shard; the mark is renamed first."""
+"""A job that kills one of its devices in the middle of a shard.
+
+The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ MARK = os.environ.get("MORTAL_MARK", "")
 
 
 class Mortal(nn.Module):
-    """Passes on what it gets, as long as it lives."""
+    """Identity, except in the process that finds the mark."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         try:
@@ -31,10 +34,10 @@ def model(seed: int) -> nn.Module:
 
 
 def data() -> hoop.Splits:
-    draw = torch.Generator().manual_seed(5)
-    inputs = torch.randn(203, 6, generator=draw)
-    splits = hoop.TensorData(inputs, inputs.argmax(1) % 3)
-    return hoop.Splits(splits, splits)
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(203, 6, generator=generator)
+    dataset = hoop.TensorData(inputs, inputs.argmax(1) % 3)
+    return hoop.Splits(dataset, dataset)
 
 
 job = hoop.Job(

@@ -1,6 +1,6 @@
-"""A small network of this machine's own: a switch, and a namespace for the coordinator and for each device.
+"""A private network on this machine: a bridge, and one network namespace for the coordinator and for each device.
 
-What nftables drops there is dropped by the kernel, as a pulled cable would: nobody is told, nothing is reset.
+Packets that nftables drops there vanish as with a pulled cable: no process gets an error, no connection is reset.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ table inet hoop {{
 """
 
 
-def missing() -> str:
-    """Why this cannot be done here, or nothing."""
+def unavailable_reason() -> str:
+    """Returns why network namespaces cannot be used on this machine; empty if they can."""
     if os.geteuid():
         return "namespaces need root"
-    without = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
-    if without:
-        return f"{' and '.join(without)} not installed (Debian: iproute2, nftables)"
-    tried = subprocess.run(["unshare", "--net", "nft", "list", "ruleset"], capture_output=True, check=False)
-    return "" if tried.returncode == 0 else "namespaces, or nftables in them, are not allowed here"
+    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (Debian: iproute2, nftables)"
+    probe = subprocess.run(["unshare", "--net", "nft", "list", "ruleset"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "namespaces, or nftables in them, are not allowed here"
 
 
 def ip(*arguments: str) -> None:
@@ -35,47 +35,47 @@ def ip(*arguments: str) -> None:
 
 
 class Network:
-    """Hosts that are numbered from 1, each with an address of its own; this process is another one."""
+    """Hosts numbered from 1, each with its own address; the test process is an additional host."""
 
-    def __init__(self, hosts: int, ended: ExitStack) -> None:
+    def __init__(self, hosts: int, cleanup: ExitStack) -> None:
         self._name = f"hoop{os.getpid() % 100000}"
         ip("link", "add", self._name, "type", "bridge")
-        ended.callback(ip, "link", "del", self._name)
+        cleanup.callback(ip, "link", "del", self._name)
         ip("addr", "add", "10.251.77.254/24", "dev", self._name)
         ip("link", "set", self._name, "up")
         for host in range(1, hosts + 1):
-            space, cable = self._space(host), f"{self._name}-{host}"
-            ip("netns", "add", space)
-            ended.callback(ip, "netns", "del", space)
-            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-            ended.callback(ip, "link", "del", cable)
-            ip("link", "set", cable, "master", self._name, "up")
-            ip("-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
-            ip("-n", space, "link", "set", "lo", "up")
+            namespace, veth = self._namespace(host), f"{self._name}-{host}"
+            ip("netns", "add", namespace)
+            cleanup.callback(ip, "netns", "del", namespace)
+            ip("link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            cleanup.callback(ip, "link", "del", veth)
+            ip("link", "set", veth, "master", self._name, "up")
+            ip("-n", namespace, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
 
-    def _space(self, host: int) -> str:
+    def _namespace(self, host: int) -> str:
         return f"{self._name}-{host}"
 
     @staticmethod
     def address(host: int) -> str:
         return f"10.251.77.{host}"
 
-    def on(self, host: int) -> list[str]:
-        """What a command begins with, to run there."""
-        return ["ip", "netns", "exec", self._space(host)]
+    def exec_prefix(self, host: int) -> list[str]:
+        """Returns the prefix of a command that is to run on this host."""
+        return ["ip", "netns", "exec", self._namespace(host)]
 
-    def cut(self, host: int, came: str = "", left: str = "") -> None:
-        """Drops there what comes from, or leaves to, such an address; ``all``: any."""
+    def cut(self, host: int, incoming: str = "", outgoing: str = "") -> None:
+        """Drops packets on this host from ``incoming`` and to ``outgoing``: an address, ``all``, or empty for none."""
         drops = [
-            "" if not whom else "drop;" if whom == "all" else f"ip {field} {whom} drop;"
-            for field, whom in (("saddr", came), ("daddr", left))
+            "" if not address else "drop;" if address == "all" else f"ip {field} {address} drop;"
+            for field, address in (("saddr", incoming), ("daddr", outgoing))
         ]
         rules = RULES.format(came=drops[0], left=drops[1])
-        subprocess.run([*self.on(host), "nft", "-f", "-"], input=rules, text=True, check=True)
+        subprocess.run([*self.exec_prefix(host), "nft", "-f", "-"], input=rules, text=True, check=True)
 
 
 @contextmanager
 def network(hosts: int) -> Iterator[Network]:
-    with ExitStack() as ended:
-        yield Network(hosts, ended)
+    with ExitStack() as cleanup:
+        yield Network(hosts, cleanup)

@@ -1,7 +1,7 @@
-"""All devices of a job are killed at once, and started again on their arenas: the weights of an undisturbed run.
+"""All devices of a job are killed at once and restarted on their arenas: the weights equal those of an undisturbed run.
 
-Each device kills itself as it comes to an instruction of step 40, which it tells of first: none is left to see
-another's death, and to go on without it.
+Each device reports its fault and kills itself at an instruction of step 40. No device survives to detect the failure of
+another one and continue without it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from fault_cluster import (
     JOB,
-    PATIENCE_S,
     STEPS,
-    Processes,
+    TIMEOUT_S,
+    ClusterProcesses,
     all_events,
-    cluster_of,
-    job_of,
+    reported_steps,
     result_of,
-    steps_reported,
+    running_cluster,
     undisturbed,
-    until,
+    wait_for_event,
+    wait_for_job,
 )
 from reported_rows import check_same
 
@@ -32,21 +32,25 @@ from hoop import job_events as ev
 STEP = 40
 
 
-def arena(folder: Path, number: int) -> tuple[str, ...]:
+def arena_options(folder: Path, number: int) -> tuple[str, ...]:
     return "--id", str(number), "--arena", str(folder / f"arena{number}")
 
 
-def all_killed(
-    up: Processes, strategy: Sequence[str], instructions: Sequence[str], step: int = STEP
+def train_until_all_killed(
+    processes: ClusterProcesses, strategy: Sequence[str], instructions: Sequence[str], step: int = STEP
 ) -> tuple[int, subprocess.Popen[str]]:
-    devices = [up.device(*arena(up.folder, number)) for number in (1, 2)]
-    up.cluster.wait_for_devices(2)
-    told = [f"kill@rank={rank},step={step},instruction={one}" for rank, one in enumerate(instructions)]
-    options = [*JOB, "--strategy", *strategy, *(word for one in told for word in ("--fault", one))]
-    run = up.start("train", *options, "--json", "--coordinator", up.address, "--out", str(up.folder / "out"))
-    job = job_of(up.cluster)
+    devices = [processes.start_device(*arena_options(processes.folder, number)) for number in (1, 2)]
+    processes.cluster.wait_for_devices(2)
+    faults = [
+        f"kill@rank={rank},step={step},instruction={instruction}" for rank, instruction in enumerate(instructions)
+    ]
+    options = [*JOB, "--strategy", *strategy, *(option for fault in faults for option in ("--fault", fault))]
+    run = processes.start(
+        "train", *options, "--json", "--coordinator", processes.address, "--out", str(processes.folder / "out")
+    )
+    job = wait_for_job(processes.cluster)
     for device in devices:
-        device.wait(PATIENCE_S)
+        device.wait(TIMEOUT_S)
     return job, run
 
 
@@ -56,81 +60,84 @@ PIPELINE = ["pipeline:1f1b", "--set", "cut=[1]"]
 @pytest.mark.parametrize(
     ("strategy", "instructions", "coordinator"),
     [
-        pytest.param(["data"], ["reduce", "reduce"], False, id="data"),
-        pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline", marks=pytest.mark.slow),
+        pytest.param(["data"], ["reduce", "reduce"], False, id="data", marks=pytest.mark.slow),
+        pytest.param(PIPELINE, ["forward", "recv-input"], False, id="pipeline"),
         pytest.param(PIPELINE, ["forward", "recv-input"], True, id="and the coordinator", marks=pytest.mark.slow),
     ],
 )
-def test_all_come_back(tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool) -> None:
-    """No step is lost: each has the state of the step before, or its part of it, or the part of whose seat it has."""
-    with cluster_of(0, tmp_path) as up:
-        job, run = all_killed(up, strategy, instructions)
+def test_all_devices_restart_and_no_step_is_lost(
+    tmp_path: Path, strategy: list[str], instructions: list[str], coordinator: bool
+) -> None:
+    """The previous step's state is restored from the arenas: each part from the device's own or the other's."""
+    with running_cluster(0, tmp_path) as processes:
+        job, run = train_until_all_killed(processes, strategy, instructions)
         if coordinator:
-            up.kill(up.coordinator)
-            up.again()
-        until(up.cluster, job, ev.WaitingForRestart, waiting=[1, 2])
+            processes.kill(processes.coordinator)
+            processes.restart_coordinator()
+        wait_for_event(processes.cluster, job, ev.WaitingForRestart, waiting=[1, 2])
         for number in (1, 2):
-            up.device(*arena(tmp_path, number))
+            processes.start_device(*arena_options(tmp_path, number))
         result = result_of(run, tmp_path / "out")
-        events = all_events(up.cluster, job)
+        events = all_events(processes.cluster, job)
     check_same(result, undisturbed())
     assert result["steps"] == STEPS
-    states = sorted((one["device"], one["step"], one["source"]) for one in result["states"])
-    assert [one[:2] for one in states] == [(1, STEP - 1), (2, STEP - 1)]
-    sources = [one[2] for one in states]
+    states = sorted((state["device"], state["step"], state["source"]) for state in result["states"])
+    assert [state[:2] for state in states] == [(1, STEP - 1), (2, STEP - 1)]
+    sources = [state[2] for state in states]
     assert sources == ["its own arena"] * 2 or (strategy != ["data"] and sources == ["device 2", "device 1"])
-    assert steps_reported(events)[-1] == STEPS - 1
+    assert reported_steps(events)[-1] == STEPS - 1
 
 
 @pytest.mark.slow
-def test_torn_states_are_not_believed(tmp_path: Path) -> None:
-    """Long: killed within the same update, after an epoch: all go back to its snapshot, which was one device's."""
-    with cluster_of(0, tmp_path) as up:
-        two = ["data", "--set", "epochs=2"]
-        _, run = all_killed(up, two, ["update", "update"], STEPS + 3)
+def test_partially_updated_states_are_not_used(tmp_path: Path) -> None:
+    """Both devices are killed in an update of epoch 2: they go back to the snapshot of epoch 1 that one holds."""
+    with running_cluster(0, tmp_path) as processes:
+        two_epochs = ["data", "--set", "epochs=2"]
+        _, run = train_until_all_killed(processes, two_epochs, ["update", "update"], STEPS + 3)
         for number in (1, 2):
-            up.device(*arena(tmp_path, number))
+            processes.start_device(*arena_options(tmp_path, number))
         result = result_of(run, tmp_path / "out")
     check_same(result, undisturbed("--set", "epochs=2"))
-    states = {one["device"]: (one["step"], one["source"]) for one in result["states"]}
+    states = {state["device"]: (state["step"], state["source"]) for state in result["states"]}
     assert states == {1: (STEPS, "its own arena"), 2: (STEPS, "device 1")}
 
 
 @pytest.mark.slow
-def test_nobody_has_anything(tmp_path: Path) -> None:
-    """Long: killed within the same update, before any snapshot."""
-    with cluster_of(0, tmp_path) as up:
-        _, run = all_killed(up, ["data"], ["update", "update"])
+def test_without_a_complete_state_the_job_fails(tmp_path: Path) -> None:
+    """Both devices are killed in the same update, before any snapshot."""
+    with running_cluster(0, tmp_path) as processes:
+        _, run = train_until_all_killed(processes, ["data"], ["update", "update"])
         for number in (1, 2):
-            up.device(*arena(tmp_path, number))
-        run.communicate(timeout=PATIENCE_S)
+            processes.start_device(*arena_options(tmp_path, number))
+        run.communicate(timeout=TIMEOUT_S)
         assert run.returncode == 3
         assert "everything was lost: go on from its newest checkpoint" in (tmp_path / "train.err").read_text()
 
 
-def test_other_data_is_refused(tmp_path: Path) -> None:
-    """A device whose dataset is another one is named, with what to do, and the others go on without it."""
+@pytest.mark.slow
+def test_a_device_with_different_data_is_refused(tmp_path: Path) -> None:
+    """The error names the device and the remedy; the job continues without it."""
     jobs = tmp_path / "jobs"
     jobs.mkdir()
-    (jobs / "sized.py").write_text(SIZED)
-    with cluster_of(0, tmp_path) as up:
-        up.device("--id", "1", "--jobs", str(jobs))
-        up.cluster.wait_for_devices(1)
-        run = up.start("train", f"{jobs / 'sized.py'}:job", "--json", "--coordinator", up.address)
-        job = job_of(up.cluster)
-        until(up.cluster, job, ev.Steps)
-        (jobs / "sized.py").write_text(SIZED.replace("seed(5)", "seed(6)"))
-        up.device("--id", "2", "--jobs", str(jobs))
-        until(up.cluster, job, ev.Refused, device=2)
-        up.cluster.job(job).stop()
+    (jobs / "sized.py").write_text(JOB_SOURCE)
+    with running_cluster(0, tmp_path) as processes:
+        processes.start_device("--id", "1", "--jobs", str(jobs))
+        processes.cluster.wait_for_devices(1)
+        run = processes.start("train", f"{jobs / 'sized.py'}:job", "--json", "--coordinator", processes.address)
+        job = wait_for_job(processes.cluster)
+        wait_for_event(processes.cluster, job, ev.Steps)
+        (jobs / "sized.py").write_text(JOB_SOURCE.replace("seed(5)", "seed(6)"))
+        processes.start_device("--id", "2", "--jobs", str(jobs))
+        wait_for_event(processes.cluster, job, ev.Refused, device=2)
+        processes.cluster.job(job).stop()
         assert result_of(run)["devices"] == 1
-        events = all_events(up.cluster, job)
-    (refused,) = [one.text for one in events if isinstance(one, ev.Refused)]
+        events = all_events(processes.cluster, job)
+    (refused,) = [event.text for event in events if isinstance(event, ev.Refused)]
     assert re.search(r"device 2 .* has other data than job 1: .* of 64 samples .* put the same dataset on ", refused)
-    assert not any(isinstance(one, ev.Resized) for one in events)
+    assert not any(isinstance(event, ev.Resized) for event in events)
 
 
-SIZED = """
+JOB_SOURCE = """
 import torch
 from hoop import job_events as ev
 import hoop

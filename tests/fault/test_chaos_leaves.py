@@ -1,4 +1,4 @@
-"""Whoever leads a run under faults may be killed without a word: none of its processes outlives it."""
+"""If the process that runs ``hoop chaos`` is killed, none of its processes outlives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 OWNER = """
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ with ClusterProcesses(Path(sys.argv[1]), 1, 1 << 20) as fleet, connect(fleet.add
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-def test_its_processes_leave_when_it_is_killed() -> None:
+def test_the_processes_exit_when_their_owner_is_killed() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
@@ -37,10 +37,10 @@ def test_its_processes_leave_when_it_is_killed() -> None:
     ):
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
-        ends = [os.pidfd_open(pid) for pid in pids]
+        pidfds = [os.pidfd_open(pid) for pid in pids]
         owner.kill()
-        for pid, end in zip(pids, ends, strict=True):
-            gone, _, _ = select.select([end], [], [], PATIENCE_S)
-            os.close(end)
-            assert gone, f"process {pid} outlived its owner"
+        for pid, pidfd in zip(pids, pidfds, strict=True):
+            exited, _, _ = select.select([pidfd], [], [], TIMEOUT_S)
+            os.close(pidfd)
+            assert exited, f"process {pid} outlived its owner"
     assert len(pids) == 2

@@ -1,4 +1,4 @@
-"""The coordinator is killed in the middle of a training and started again: nobody has to begin anew."""
+"""The coordinator is killed and restarted during a job: the job continues and loses no step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from fault_cluster import (
     JOB,
-    SLOWLY,
+    SLOWDOWN,
     STEPS,
     all_events,
-    cluster_of,
-    job_of,
+    reported_steps,
     result_of,
-    steps_reported,
+    running_cluster,
     undisturbed,
-    until_step,
+    wait_for_job,
+    wait_for_step,
 )
 from reported_rows import check_same
 
@@ -23,43 +23,43 @@ from hoop import job_events as ev
 
 
 @pytest.mark.slow
-def test_training_goes_on_and_is_found_again(tmp_path: Path) -> None:
-    """Killed twice; whoever follows it, and whoever comes later, see the whole of it."""
-    with cluster_of(3, tmp_path) as up:
+def test_the_job_continues_and_the_restarted_coordinator_finds_it(tmp_path: Path) -> None:
+    """Killed twice: the client that follows the job, and one that connects later, get all its events."""
+    with running_cluster(3, tmp_path) as processes:
         out = ("--out", str(tmp_path / "out"))
-        run = up.start("train", *JOB, *SLOWLY, "--json", "--coordinator", up.address, *out)
-        job = job_of(up.cluster)
+        run = processes.start("train", *JOB, *SLOWDOWN, "--json", "--coordinator", processes.address, *out)
+        job = wait_for_job(processes.cluster)
         for step in (10, 40):
-            until_step(up.cluster, job, step)
-            up.kill(up.coordinator)
-            up.again()
-            assert job_of(up.cluster, "job_found") == job
+            wait_for_step(processes.cluster, job, step)
+            processes.kill(processes.coordinator)
+            processes.restart_coordinator()
+            assert wait_for_job(processes.cluster, "job_found") == job
         result = result_of(run, tmp_path / "out")
-        events = all_events(up.cluster, job)
+        events = all_events(processes.cluster, job)
     assert result["steps"] == STEPS
     check_same(result, undisturbed())
-    assert steps_reported(events) == list(range(STEPS)), "the restarted coordinator has every step"
-    assert not any(isinstance(one, ev.DeviceLost | ev.Reassigned | ev.Recovered) for one in events), (
-        "nobody was disturbed"
+    assert reported_steps(events) == list(range(STEPS)), "the restarted coordinator lacks steps"
+    assert not any(isinstance(event, ev.DeviceLost | ev.Reassigned | ev.Recovered) for event in events), (
+        "a device was disturbed"
     )
 
 
-def test_devices_die_while_it_is_away_and_while_they_recover(tmp_path: Path) -> None:
-    """One dies without a coordinator, another when it is just back: whoever is left finishes, to the same bits."""
-    with cluster_of(3, tmp_path) as up:
+def test_devices_die_during_the_outage_and_during_recovery(tmp_path: Path) -> None:
+    """One dies while there is no coordinator, another after the restart: the third finishes with the same weights."""
+    with running_cluster(3, tmp_path) as processes:
         out = ("--out", str(tmp_path / "out"))
-        run = up.start("train", *JOB, *SLOWLY, "--json", "--coordinator", up.address, *out)
-        job = job_of(up.cluster)
-        until_step(up.cluster, job, 10)
-        up.kill(up.coordinator)
-        up.kill(up.devices[0])
-        up.again()
-        for event in up.cluster.events(follow=True):
-            if event.kind == "communicator_rebuilt":  # the survivors are just being seated
-                up.kill(up.devices[1])
+        run = processes.start("train", *JOB, *SLOWDOWN, "--json", "--coordinator", processes.address, *out)
+        job = wait_for_job(processes.cluster)
+        wait_for_step(processes.cluster, job, 10)
+        processes.kill(processes.coordinator)
+        processes.kill(processes.devices[0])
+        processes.restart_coordinator()
+        for event in processes.cluster.events(follow=True):
+            if event.kind == "communicator_rebuilt":  # the survivors are getting their new ranks
+                processes.kill(processes.devices[1])
                 break
         result = result_of(run, tmp_path / "out")
-        events = all_events(up.cluster, job)
-    assert [one.device for one in events if isinstance(one, ev.DeviceLost)] == [1, 2]
+        events = all_events(processes.cluster, job)
+    assert [event.device for event in events if isinstance(event, ev.DeviceLost)] == [1, 2]
     check_same(result, undisturbed())
-    assert steps_reported(events)[-1] == STEPS - 1
+    assert reported_steps(events)[-1] == STEPS - 1

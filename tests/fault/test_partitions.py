@@ -1,4 +1,4 @@
-"""Packets of one device are dropped by the kernel: it is evicted, and the others train on to the same weights."""
+"""The kernel drops packets of one device: it is evicted, and the other devices finish with the same weights."""
 
 from __future__ import annotations
 
@@ -9,71 +9,74 @@ from pathlib import Path
 
 import namespaces
 import pytest
-from fault_cluster import job_of, result_of, until, until_step
+from fault_cluster import result_of, wait_for_event, wait_for_job, wait_for_step
 from reported_rows import check_same
-from trainings import DRIVER, ENV, HOOP, PATIENCE_S, hoop_train
+from trainings import DRIVER, ENV, HOOP, TIMEOUT_S, hoop_train
 
 import hoop
 from hoop import job_events as ev
 
-pytestmark = pytest.mark.skipif(bool(namespaces.missing()), reason=namespaces.missing())
+pytestmark = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
 COORDINATOR, VICTIM, OTHER = 1, 3, 4
-"""Hosts; device n is on host n + 1."""
+"""Host numbers; device n is on host n + 1."""
 HOSTS = 5
 PORT = "4021"
 JOB = [f"{DRIVER}:job", "--set", "epochs=1000", "--set", "evaluate_every=0", "--set", "checkpoint_every=0"]
-SLOWLY = ["--set", "slowdown=[20, 20, 20, 20]"]
-TIMEOUT = ["--set", f"timeout_s={10 * PATIENCE_S:g}"]
-"""Of a collective: what ends a wait in these tests is never that."""
+SLOWDOWN = ["--set", "slowdown=[20, 20, 20, 20]"]
+COLLECTIVE_TIMEOUT = ["--set", f"timeout_s={10 * TIMEOUT_S:g}"]
+"""Timeout of a collective, so long that it never ends a wait in these tests."""
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Iterator[namespaces.Network]:
-    """A coordinator and four devices, each on a host of its own."""
-    with ExitStack() as ended:
-        net = ended.enter_context(namespaces.network(HOSTS))
+def network(tmp_path: Path) -> Iterator[namespaces.Network]:
+    """A coordinator and four devices, each on its own host."""
+    with ExitStack() as cleanup:
+        network = cleanup.enter_context(namespaces.network(HOSTS))
 
         def start(host: int, *arguments: str) -> None:
-            there = "--host", net.address(host), "--port", PORT, "--insecure"
+            listen_options = "--host", network.address(host), "--port", PORT, "--insecure"
             with open(tmp_path / "errors", "ab") as errors:
                 process = subprocess.Popen(
-                    [*net.on(host), *HOOP, *arguments, *there],
+                    [*network.exec_prefix(host), *HOOP, *arguments, *listen_options],
                     text=True,
                     env=ENV,
                     stdout=subprocess.PIPE,
                     stderr=errors,
                 )
-            ended.callback(process.communicate, timeout=PATIENCE_S)
-            ended.callback(process.kill)
+            cleanup.callback(process.communicate, timeout=TIMEOUT_S)
+            cleanup.callback(process.kill)
             assert process.stdout is not None
             assert process.stdout.readline()
 
         start(COORDINATOR, "coordinator")
         for host in range(2, HOSTS + 1):
-            data = "--data-port", "4022", "--advertise-data", f"{net.address(host)}:4022"  # no shared memory
-            where = "--join", f"{net.address(COORDINATOR)}:{PORT}", "--jobs", str(DRIVER.parent)
-            start(host, "device", *where, *data, "--id", str(host - 1))
-        yield net
+            data_options = (
+                "--data-port",
+                "4022",
+                "--advertise-data",
+                f"{network.address(host)}:4022",
+            )  # no shared memory
+            join_options = "--join", f"{network.address(COORDINATOR)}:{PORT}", "--jobs", str(DRIVER.parent)
+            start(host, "device", *join_options, *data_options, "--id", str(host - 1))
+        yield network
 
 
 @pytest.mark.parametrize(
-    ("came", "left", "kind", "goes"),
+    ("incoming", "outgoing", "kind", "evicted"),
     [
+        pytest.param("", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}, id="to one peer", marks=pytest.mark.slow),
         pytest.param(
-            "", f"10.251.77.{OTHER}", "device_evicted", {"2", "3"}, id="one way to one peer", marks=pytest.mark.slow
+            *[f"10.251.77.{OTHER}"] * 2, "device_evicted", {"2", "3"}, id="to and from one peer", marks=pytest.mark.slow
         ),
-        pytest.param(
-            *[f"10.251.77.{OTHER}"] * 2, "device_evicted", {"2", "3"}, id="from one peer", marks=pytest.mark.slow
-        ),
-        pytest.param("all", "all", "device_dead", {"2"}, id="cut off"),
-        pytest.param("", "all", "device_dead", {"2"}, id="nothing leaves", marks=pytest.mark.slow),
-        pytest.param("all", "", "device_dead", {"2"}, id="nothing comes", marks=pytest.mark.slow),
+        pytest.param("all", "all", "device_dead", {"2"}, id="to and from all hosts", marks=pytest.mark.slow),
+        pytest.param("", "all", "device_dead", {"2"}, id="outgoing packets", marks=pytest.mark.slow),
+        pytest.param("all", "", "device_dead", {"2"}, id="incoming packets", marks=pytest.mark.slow),
     ],
 )
-def test_a_partition_costs_a_device_and_no_bit(
-    net: namespaces.Network, tmp_path: Path, came: str, left: str, kind: str, goes: set[str]
+def test_a_partition_evicts_a_device_and_keeps_the_weights(
+    network: namespaces.Network, tmp_path: Path, incoming: str, outgoing: str, kind: str, evicted: set[str]
 ) -> None:
-    check_costs_a_device_and_no_bit(net, tmp_path, (VICTIM, came, left), (kind, goes), "data")
+    check_eviction_keeps_weights(network, tmp_path, (VICTIM, incoming, outgoing), (kind, evicted), "data")
 
 
 @pytest.mark.parametrize(
@@ -83,41 +86,41 @@ def test_a_partition_costs_a_device_and_no_bit(
         pytest.param(2, 3, id="to the next stage", marks=pytest.mark.slow),
     ],
 )
-def test_a_link_of_a_hybrid_that_drops_one_way(
-    net: namespaces.Network, tmp_path: Path, source: int, target: int
+def test_a_hybrid_link_that_drops_packets_one_way(
+    network: namespaces.Network, tmp_path: Path, source: int, target: int
 ) -> None:
-    """Ranks wait in the sums of their groups, for ranks that wait for a link: all leave that generation at once."""
-    gone = {str(source - 1), str(target - 1)}
-    drop = source, "", net.address(target)
-    check_costs_a_device_and_no_bit(net, tmp_path, drop, ("device_evicted", gone), "hybrid:replicas=2")
+    """Ranks block in reductions of their groups on ranks that wait for the link: all leave the generation at once."""
+    ends = {str(source - 1), str(target - 1)}
+    drop = source, "", network.address(target)
+    check_eviction_keeps_weights(network, tmp_path, drop, ("device_evicted", ends), "hybrid:replicas=2")
 
 
-def check_costs_a_device_and_no_bit(
-    net: namespaces.Network,
+def check_eviction_keeps_weights(
+    network: namespaces.Network,
     folder: Path,
     cut: tuple[int, str, str],
     expected: tuple[str, set[str]],
     strategy: str,
 ) -> None:
-    """Trains on all four, cuts, waits until three go on, and compares with one device that nothing happens to."""
-    address = f"{net.address(COORDINATOR)}:{PORT}"
-    with ExitStack() as ended:
+    """Trains on four devices, cuts, waits until three continue, and compares with an undisturbed run on one device."""
+    address = f"{network.address(COORDINATOR)}:{PORT}"
+    with ExitStack() as cleanup:
         out = folder / "disturbed"
-        train = ["train", *JOB, *SLOWLY, *TIMEOUT, "--strategy", strategy, "--coordinator", address]
+        train = ["train", *JOB, *SLOWDOWN, *COLLECTIVE_TIMEOUT, "--strategy", strategy, "--coordinator", address]
         run = subprocess.Popen([*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE)
-        ended.callback(run.wait, PATIENCE_S)
-        ended.callback(run.kill)
+        cleanup.callback(run.wait, TIMEOUT_S)
+        cleanup.callback(run.kill)
         with hoop.connect(address) as cluster:
-            job = job_of(cluster)
-            until_step(cluster, job, 3)
-            net.cut(*cut)
-            news = cluster.events(follow=True)
-            gone = next(one for one in news if one.kind in ("device_evicted", "device_dead"))
+            job = wait_for_job(cluster)
+            wait_for_step(cluster, job, 3)
+            network.cut(*cut)
+            events = cluster.events(follow=True)
+            lost = next(event for event in events if event.kind in ("device_evicted", "device_dead"))
             kind, devices = expected
-            assert (gone.kind, gone.fields["device"] in devices) == (kind, True), gone
-            until(cluster, job, ev.Recovered, ranks=3)
+            assert (lost.kind, lost.fields["device"] in devices) == (kind, True), lost
+            wait_for_event(cluster, job, ev.Recovered, ranks=3)
             cluster.job(job).stop()
             result = result_of(run)
     limit = "--set", f"max_steps={result['steps']}"
-    alone = hoop_train(*JOB, "--devices", "1", *limit, out=folder / "undisturbed")
-    check_same({**result, "out": str(out)}, alone)
+    undisturbed = hoop_train(*JOB, "--devices", "1", *limit, out=folder / "undisturbed")
+    check_same({**result, "out": str(out)}, undisturbed)

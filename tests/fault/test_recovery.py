@@ -1,4 +1,4 @@
-"""Devices die, stop, leave and join in the middle of a training, and the weights are those of an undisturbed one."""
+"""Devices are killed, stop, leave and join during a job; the weights equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import hoop
 from hoop import job_events as ev
 from hoop.client.cluster import Cluster
 
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512", "--json"]
-SLOWLY = ["--set", "slowdown=[4, 4, 4, 4]"]
-"""So that a run is not over before something happens to it."""
+SLOWDOWN = ["--set", "slowdown=[4, 4, 4, 4]"]
+"""Keeps a run going until the fault has been injected."""
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -33,7 +33,7 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def cluster_of(devices: int, folder: Path) -> Iterator[Cluster]:
+def running_cluster(devices: int, folder: Path) -> Iterator[Cluster]:
     address = folder / "address"
     up = command("up", "--devices", str(devices), "--address-file", str(address), stdout=subprocess.PIPE)
     try:
@@ -43,21 +43,23 @@ def cluster_of(devices: int, folder: Path) -> Iterator[Cluster]:
             yield cluster
     finally:
         up.send_signal(signal.SIGINT)
-        up.communicate(timeout=PATIENCE_S)
+        up.communicate(timeout=TIMEOUT_S)
 
 
 def pids(cluster: Cluster) -> dict[int, int]:
-    return {one.device.device_id: one.device.pid for one in cluster.status().devices if one.state == "alive"}
+    return {
+        member.device.device_id: member.device.pid for member in cluster.status().devices if member.state == "alive"
+    }
 
 
-def disturbed(
+def train_disturbed(
     cluster: Cluster, devices: int, disturb: Callable[[int], None], out: Path, strategy: str = "data"
 ) -> tuple[dict[str, Any], list[type[ev.JobEvent]]]:
-    """Trains, and disturbs it with every report of the figures; the result, and the kinds of its events."""
+    """Trains, calls ``disturb`` with the step at each ``Steps`` event; returns the result and the event types."""
     run = command(
         "train",
         *JOB,
-        *SLOWLY,
+        *SLOWDOWN,
         "--strategy",
         strategy,
         "--devices",
@@ -71,19 +73,19 @@ def disturbed(
     kinds: list[type[ev.JobEvent]] = []
     for event in cluster.events(follow=True):
         if event.kind == "job_started":
-            number = int(event.fields["job"])
+            job = int(event.fields["job"])
             break
-    for one in cluster.job(number).events():
-        kinds.append(type(one.event))
-        if isinstance(one.event, ev.Steps):
-            disturb(one.event.first + len(one.event.loss))
-    result, _ = run.communicate(timeout=PATIENCE_S)
+    for observed in cluster.job(job).events():
+        kinds.append(type(observed.event))
+        if isinstance(observed.event, ev.Steps):
+            disturb(observed.event.first + len(observed.event.loss))
+    output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0, kinds
-    return {**json.loads(result), "out": str(out)}, kinds
+    return {**json.loads(output), "out": str(out)}, kinds
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices", "victims", "how"),
+    ("strategy", "devices", "victims", "signal_number"),
     [
         pytest.param("data", 4, [2], signal.SIGKILL, id="one of four killed"),
         pytest.param("data", 3, [1, 3], signal.SIGKILL, id="two of three killed", marks=pytest.mark.slow),
@@ -102,45 +104,45 @@ def disturbed(
         ),
     ],
 )
-def test_a_loss_changes_nothing(
-    tmp_path: Path, strategy: str, devices: int, victims: list[int], how: signal.Signals
+def test_losing_devices_does_not_change_the_weights(
+    tmp_path: Path, strategy: str, devices: int, victims: list[int], signal_number: signal.Signals
 ) -> None:
-    with cluster_of(devices, tmp_path) as cluster:
+    with running_cluster(devices, tmp_path) as cluster:
         running = pids(cluster)
-        todo = list(victims)
+        pending = list(victims)
 
         def disturb(_: int) -> None:
-            if todo:
-                os.kill(running[todo.pop(0)], how)
+            if pending:
+                os.kill(running[pending.pop(0)], signal_number)
 
         try:
-            result, kinds = disturbed(cluster, devices, disturb, tmp_path / "out", strategy)
+            result, kinds = train_disturbed(cluster, devices, disturb, tmp_path / "out", strategy)
         finally:
-            if how == signal.SIGSTOP:
+            if signal_number == signal.SIGSTOP:
                 for victim in victims:
                     os.kill(running[victim], signal.SIGKILL)
-    assert not todo, "the run was over before the fault"
-    assert kinds.count(ev.Resized if how == signal.SIGTERM else ev.Recovered) >= 1, kinds
+    assert not pending, "the run ended before the fault"
+    assert kinds.count(ev.Resized if signal_number == signal.SIGTERM else ev.Recovered) >= 1, kinds
     assert result["steps"] == 118
     check_same(result, undisturbed())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data", "pipeline"])
-def test_a_newcomer_changes_nothing_and_takes_part(tmp_path: Path, strategy: str) -> None:
-    with cluster_of(2, tmp_path) as cluster:
-        newcomers: list[subprocess.Popen[str]] = []
+def test_a_joining_device_gets_a_rank_and_does_not_change_the_weights(tmp_path: Path, strategy: str) -> None:
+    with running_cluster(2, tmp_path) as cluster:
+        joined: list[subprocess.Popen[str]] = []
 
         def disturb(_: int) -> None:
-            if not newcomers:
-                newcomers.append(command("device", "--join", str(cluster.address), "--quiet"))
+            if not joined:
+                joined.append(command("device", "--join", str(cluster.address), "--quiet"))
 
         run = command(
             "train",
             *JOB,
             "--set",
             "epochs=12",
-            *SLOWLY,
+            *SLOWDOWN,
             "--strategy",
             strategy,
             "--devices",
@@ -151,19 +153,19 @@ def test_a_newcomer_changes_nothing_and_takes_part(tmp_path: Path, strategy: str
             str(tmp_path / "out"),
             stdout=subprocess.PIPE,
         )
-        number = next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started")
+        job = next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started")
         ranks = set()
-        for one in cluster.job(number).events():
-            if isinstance(one.event, ev.Steps):
+        for observed in cluster.job(job).events():
+            if isinstance(observed.event, ev.Steps):
                 disturb(0)
-            if isinstance(one.event, ev.Resized):
-                ranks.add(one.event.ranks)
-                cluster.job(number).stop()
-        out, _ = run.communicate(timeout=PATIENCE_S)
+            if isinstance(observed.event, ev.Resized):
+                ranks.add(observed.event.ranks)
+                cluster.job(job).stop()
+        out, _ = run.communicate(timeout=TIMEOUT_S)
         result = {**json.loads(out), "out": str(tmp_path / "out")}
-        for newcomer in newcomers:
-            newcomer.send_signal(signal.SIGTERM)
-            assert newcomer.wait(PATIENCE_S) == 0
+        for device in joined:
+            device.send_signal(signal.SIGTERM)
+            assert device.wait(TIMEOUT_S) == 0
     assert ranks == {3}
     limit = "--set", f"max_steps={result['steps']}"
     check_same(result, undisturbed("--set", "epochs=12", *limit))

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, and devices with nothing but TCP between them."""
+"""Runs ``hoop train`` and ``train_driver`` in subprocesses, and a cluster whose devices communicate over TCP only."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 DRIVER = Path(__file__).parents[1] / "process" / "train_driver.py"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 HOOP = [sys.executable, "-m", "hoop"]
 
 
 def hoop_train(*arguments: str, out: Path, prefix: Sequence[str] = ()) -> dict[str, Any]:
-    """The result of a training."""
-    done = subprocess.run(
+    """Runs ``hoop train`` and returns its result, with the run folder as ``out``."""
+    completed = subprocess.run(
         [*prefix, *HOOP, "train", *arguments, "--out", str(out), "--json"],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         env=ENV,
         check=True,
     )
-    return {**json.loads(done.stdout), "out": str(out)}
+    return {**json.loads(completed.stdout), "out": str(out)}
 
 
-def driven(driver: Path, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """What a driver says of each job: it is one process, and forks devices for one after the other.
+def run_driver(driver: Path, jobs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Runs the jobs one after the other in one driver process, which forks their devices; returns their results.
 
-    ``folder``: where each run's ``out`` is made.
+    ``folder``: parent of the run folders.
     """
     outs = [str(folder / f"run{number}") for number in range(len(jobs))]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(driver)],
         input=json.dumps([{**job, "out": out} for job, out in zip(jobs, outs, strict=True)]),
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         env=ENV,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return [{**one, "out": out} for one, out in zip(found, outs, strict=True)]
+    assert completed.returncode == 0, completed.stderr
+    results = [json.loads(line) for line in completed.stdout.splitlines()]
+    return [{**result, "out": out} for result, out in zip(results, outs, strict=True)]
 
 
 @contextmanager
-def linked(devices: int) -> Iterator[str]:
-    """The address of a coordinator whose devices each advertise an address, and share no memory."""
+def tcp_cluster(devices: int) -> Iterator[str]:
+    """Starts a coordinator and devices that advertise a data address and share no memory; yields its address."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
@@ -67,10 +67,10 @@ def linked(devices: int) -> Iterator[str]:
         for _ in range(devices):
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = str(probe.getsockname()[1])
-            there = "--data-port", port, "--advertise-data", f"127.0.0.1:{port}"
-            start("device", "--join", address, *there, "--jobs", str(DRIVER.parent))
+            data_options = "--data-port", port, "--advertise-data", f"127.0.0.1:{port}"
+            start("device", "--join", address, *data_options, "--jobs", str(DRIVER.parent))
         yield address
     finally:
-        for one in reversed(started):
-            one.send_signal(signal.SIGTERM)
-            one.communicate(timeout=PATIENCE_S)
+        for process in reversed(started):
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=TIMEOUT_S)

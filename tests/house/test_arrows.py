@@ -1,4 +1,4 @@
-"""Who may import whom: the arrows between the rooms of ``src/hoop`` point down, where the table says.
+"""Packages of ``src/hoop``, called rooms, import only the rooms that the table allows, and there are no import cycles.
 
 Every import counts: at the top of a file, inside a function, under ``TYPE_CHECKING``, and
 ``import_module("hoop…")`` with a literal name.
@@ -30,10 +30,10 @@ ROOT_MODULES = {
     "resources",
     "signals",
 }
-"""Modules directly in ``hoop``: values everyone shares, standard library only."""
+"""Modules directly in ``hoop``: values that all rooms share; they import only the standard library."""
 
-# A room, then the rooms it may import; every one of them stands above it. "above" means all of those.
-# "hoop" is the front door, hoop/__init__.py.
+# Each line: a room, then the rooms that it may import, which must be above it. "above": all rooms above it.
+# "hoop" is hoop/__init__.py.
 TABLE = """
     root
     memory          root
@@ -59,23 +59,23 @@ TABLE = """
     __main__        cli
 """
 
-LEAN_ROOMS = ("memory", "transport", "collectives", "membership", "plan", "simulate")
-"""Rooms that import without torch and without gRPC."""
+LIGHT_ROOMS = ("memory", "transport", "collectives", "membership", "plan", "simulate")
+"""Rooms that load neither torch nor gRPC."""
 
 
 def read_table(text: str) -> dict[str, set[str]]:
-    """Each room with the rooms it may import; an arrow that does not point down is an error."""
-    arrows: dict[str, set[str]] = {}
+    """The rooms that each room may import. A room that is not above the importing one is an error."""
+    table: dict[str, set[str]] = {}
     for line in text.split("\n"):
         room, *allowed = line.split() or [""]
         if room:
-            arrows[room] = set(arrows) if allowed == ["above"] else set(allowed)
-            upward = sorted(arrows[room] - (set(arrows) - {room}))
-            assert not upward, f"{room} may not import {', '.join(upward)}: not above it in the table"
-    return arrows
+            table[room] = set(table) if allowed == ["above"] else set(allowed)
+            not_above = sorted(table[room] - (set(table) - {room}))
+            assert not not_above, f"{room} may not import {', '.join(not_above)}: not above it in the table"
+    return table
 
 
-ARROWS = read_table(TABLE)
+ALLOWED_IMPORTS = read_table(TABLE)
 
 
 def room_of(module: str, src: Path) -> str:
@@ -83,12 +83,12 @@ def room_of(module: str, src: Path) -> str:
     name = module.partition(".")[2].partition(".")[0]
     if name in ROOT_MODULES:
         return "root"
-    is_module = name in ARROWS or (src / "hoop" / name).is_dir() or (src / "hoop" / f"{name}.py").is_file()
+    is_module = name in ALLOWED_IMPORTS or (src / "hoop" / name).is_dir() or (src / "hoop" / f"{name}.py").is_file()
     return name if name and is_module else "hoop"
 
 
 def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Line and absolute name of everything that a module of this package imports, lazily or not."""
+    """Line and absolute name of every import of a module of this package, also inside functions."""
     for node in ast.walk(tree):
         match node:
             case ast.Import():
@@ -104,41 +104,43 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
                 yield node.lineno, name
 
 
-def broken_arrows(src: Path) -> list[str]:
+def forbidden_imports(src: Path) -> list[str]:
     """Every import under ``src/hoop`` that the table does not allow."""
-    broken = []
+    errors = []
     for path in sorted((src / "hoop").rglob("*.py")):
         parts = list(path.relative_to(src).with_suffix("").parts)
         room = "hoop" if parts == ["hoop", "__init__"] else room_of(".".join(parts), src)
-        allowed = ARROWS.get(room)
+        allowed = ALLOWED_IMPORTS.get(room)
         if allowed is None:
-            broken.append(f"{path}:1: {room} is not in the table of {Path(__file__).name}")
+            errors.append(f"{path}:1: {room} is not in the table of {Path(__file__).name}")
             continue
         for line, module in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
             top = module.split(".")[0]
             target = room_of(module, src) if top == "hoop" else None
             where = f"{path}:{line}: {room} imports {module}"
             if target is None and room == "root" and top not in sys.stdlib_module_names:
-                broken.append(f"{where}; root may import root and the standard library")
+                errors.append(f"{where}; root may import root and the standard library")
             elif target is not None and target != room and target not in allowed:
-                broken.append(f"{where}; {room} may import {', '.join(sorted(allowed)) or 'no other room'}")
-    return broken
+                errors.append(f"{where}; {room} may import {', '.join(sorted(allowed)) or 'no other room'}")
+    return errors
 
 
-def hollow_rooms(src: Path) -> list[str]:
-    """Rooms with nothing in them, and rooms that the table does not know."""
+def empty_or_unknown_rooms(src: Path) -> list[str]:
+    """Rooms without a module, and rooms that are not in the table."""
     rooms = sorted(p for p in (src / "hoop").iterdir() if p.is_dir() and p.name != "__pycache__")
-    unknown = [f"{room}: not in the table of {Path(__file__).name}" for room in rooms if room.name not in ARROWS]
-    hollow = [
+    unknown = [
+        f"{room}: not in the table of {Path(__file__).name}" for room in rooms if room.name not in ALLOWED_IMPORTS
+    ]
+    empty = [
         f"{room}: a room without a module; fill it or remove it"
         for room in rooms
         if all(module.name == "__init__.py" for module in room.rglob("*.py"))
     ]
-    return unknown + hollow
+    return unknown + empty
 
 
 def heavy_imports(package: str, forbidden: set[str], src: Path) -> set[str]:
-    """Which of the forbidden modules are loaded once every module of the package is, in a new interpreter."""
+    """The forbidden modules that a new interpreter has loaded after it imported every module of the package."""
     program = (
         "import importlib, pkgutil, sys\n"
         f"package = importlib.import_module({package!r})\n"
@@ -161,32 +163,32 @@ def heavy_imports(package: str, forbidden: set[str], src: Path) -> set[str]:
 
 
 def test_imports_follow_the_table() -> None:
-    broken = broken_arrows(SRC)
-    assert not broken, "\n" + "\n".join(broken)
+    errors = forbidden_imports(SRC)
+    assert not errors, "\n" + "\n".join(errors)
 
 
-def test_every_room_is_known_and_lived_in() -> None:
-    hollow = hollow_rooms(SRC)
-    assert not hollow, "\n" + "\n".join(hollow)
+def test_every_room_is_in_the_table_and_has_a_module() -> None:
+    errors = empty_or_unknown_rooms(SRC)
+    assert not errors, "\n" + "\n".join(errors)
 
 
-@pytest.mark.parametrize("room", [room for room in LEAN_ROOMS if (SRC / "hoop" / room).is_dir()] or ["memory"])
-def test_lean_room_loads_neither_torch_nor_grpc(room: str) -> None:
+@pytest.mark.parametrize("room", [room for room in LIGHT_ROOMS if (SRC / "hoop" / room).is_dir()] or ["memory"])
+def test_light_rooms_load_neither_torch_nor_grpc(room: str) -> None:
     assert heavy_imports(f"hoop.{room}", {"torch", "grpc"}, SRC) == set()
 
 
-def test_front_door_does_not_load_torch() -> None:
+def test_import_hoop_does_not_load_torch() -> None:
     assert heavy_imports("hoop", {"torch"}, SRC) == set()
 
 
 @pytest.mark.parametrize(
     "module",
     [
-        "hoop.runs.api",  # it sets OMP_NUM_THREADS, and checks the version of PyTorch, before it loads it
+        "hoop.runs.api",  # it sets OMP_NUM_THREADS and checks the version of PyTorch before it loads PyTorch
         "hoop.engine.entrypoint",  # the same
         "hoop.engine.gradient_slots",  # hoop plan
         "hoop.runs.simulation_report",  # hoop simulate
-        "hoop.cli.main",
+        "hoop.cli.main; hoop.cli.main.command_line()",  # every command
         "hoop.servers.device",
     ],
 )
@@ -199,10 +201,10 @@ def test_a_command_starts_without_torch(module: str) -> None:
     assert done.returncode == 0, f"{module} loads torch"
 
 
-# The rules themselves: each is shown a tree that breaks it.
+# Tests of the checks: each gets a package that violates it.
 
 
-def tree_of(root: Path, files: dict[str, str]) -> Path:
+def write_package(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / "hoop" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,8 +233,8 @@ def tree_of(root: Path, files: dict[str, str]) -> Path:
         ("stray.py", "", 1),
     ],
 )
-def test_a_broken_arrow_is_named(tmp_path: Path, file: str, text: str, line: int) -> None:
-    (found,) = broken_arrows(tree_of(tmp_path, {file: text}))
+def test_a_forbidden_import_is_reported(tmp_path: Path, file: str, text: str, line: int) -> None:
+    (found,) = forbidden_imports(write_package(tmp_path, {file: text}))
     assert found.startswith(f"{tmp_path / 'hoop' / file}:{line}: ")
 
 
@@ -244,71 +246,71 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
         "cli/main.py": "import hoop\nfrom hoop.servers import device\nfrom hoop.lab.papers import study",
         "__init__.py": "from hoop.client import connect\nfrom .errors import HoopError",
     }
-    assert broken_arrows(tree_of(tmp_path, files)) == []
+    assert forbidden_imports(write_package(tmp_path, files)) == []
 
 
-def test_hollow_and_unknown_rooms_are_named(tmp_path: Path) -> None:
+def test_empty_and_unknown_rooms_are_reported(tmp_path: Path) -> None:
     (tmp_path / "hoop" / "wire").mkdir(parents=True)
-    tree_of(tmp_path, {"memory/__init__.py": "", "cellar/wine.py": "", "plan/partition.py": ""})
-    assert [Path(found.split(":")[0]).name for found in hollow_rooms(tmp_path)] == [
+    write_package(tmp_path, {"memory/__init__.py": "", "cellar/wine.py": "", "plan/partition.py": ""})
+    assert [Path(found.split(":")[0]).name for found in empty_or_unknown_rooms(tmp_path)] == [
         "cellar",
         "memory",
         "wire",
     ]
 
 
-def test_the_table_refuses_an_arrow_that_points_up() -> None:
+def test_the_table_rejects_an_import_of_a_room_below() -> None:
     with pytest.raises(AssertionError, match="low may not import high"):
         read_table("root\nlow high\nhigh root")
 
 
-def test_a_heavy_import_is_seen(tmp_path: Path) -> None:
-    tree_of(tmp_path, {"__init__.py": "", "memory/__init__.py": "", "memory/arena.py": "import colorsys"})
+def test_a_heavy_import_is_found(tmp_path: Path) -> None:
+    write_package(tmp_path, {"__init__.py": "", "memory/__init__.py": "", "memory/arena.py": "import colorsys"})
     assert heavy_imports("hoop.memory", {"colorsys", "grpc"}, tmp_path) == {"colorsys"}
 
 
-# ---- the face of each room, and the arrows inside it
+# ---- public modules of each room, and import cycles
 
 
 def module_of(path: Path, src: Path) -> str:
     return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
 
 
-def graph(src: Path) -> dict[str, set[str]]:
-    """Every module under ``src/hoop`` with the modules it imports, lazily or not."""
+def import_graph(src: Path) -> dict[str, set[str]]:
+    """The modules that each module under ``src/hoop`` imports, also inside functions."""
     paths = [path for path in sorted((src / "hoop").rglob("*.py")) if "generated" not in path.parts]
-    known = {module_of(path, src): path for path in paths}
-    found: dict[str, set[str]] = {module: set() for module in known}
-    for module, path in known.items():
+    paths_by_module = {module_of(path, src): path for path in paths}
+    imports: dict[str, set[str]] = {module: set() for module in paths_by_module}
+    for module, path in paths_by_module.items():
         parts = list(path.relative_to(src).with_suffix("").parts)
         for _, name in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
-            target = name if name in known else name.rpartition(".")[0]
-            if target in known and target != module:
-                found[module].add(target)
-    return found
+            target = name if name in paths_by_module else name.rpartition(".")[0]
+            if target in paths_by_module and target != module:
+                imports[module].add(target)
+    return imports
 
 
-def circle(arrows: dict[str, set[str]]) -> list[str]:
-    """The modules of one circle of imports, or nothing."""
-    done: set[str] = set()
+def find_cycle(imports: dict[str, set[str]]) -> list[str]:
+    """The modules of one import cycle; empty if there is none."""
+    visited: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:
-        for target in sorted(arrows[module]):
+        for target in sorted(imports[module]):
             if target in path:
                 return [*path[path.index(target) :], target]
-            if target not in done and (found := visit(target, [*path, target])):
-                return found
-        done.add(module)
+            if target not in visited and (cycle := visit(target, [*path, target])):
+                return cycle
+        visited.add(module)
         return []
 
-    for module in sorted(arrows):
-        if module not in done and (found := visit(module, [module])):
-            return found
+    for module in sorted(imports):
+        if module not in visited and (cycle := visit(module, [module])):
+            return cycle
     return []
 
 
 def public_modules(room: Path) -> list[str]:
-    """``PUBLIC`` of a room's ``__init__``."""
+    """The names in ``PUBLIC`` of a room's ``__init__``."""
     for node in ast.parse((room / "__init__.py").read_text("utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="PUBLIC")], value=ast.Tuple(elts=elements)):
@@ -320,47 +322,49 @@ def rooms(src: Path) -> list[Path]:
     return sorted(path for path in (src / "hoop").iterdir() if (path / "__init__.py").is_file())
 
 
-def test_no_module_imports_in_a_circle() -> None:
-    """A package's ``__init__`` re-exports its modules and is no part of a circle."""
-    arrows = graph(SRC)
+def test_there_are_no_import_cycles() -> None:
+    """The ``__init__`` of a package re-exports its modules and is not counted."""
+    imports = import_graph(SRC)
     modules = {
-        key: {one for one in found if one.count(".") != 1 or one.split(".")[1] in ROOT_MODULES}
-        for key, found in arrows.items()
+        module: {one for one in targets if one.count(".") != 1 or one.split(".")[1] in ROOT_MODULES}
+        for module, targets in imports.items()
     }
-    assert circle(modules) == []
+    assert find_cycle(modules) == []
 
 
-def test_a_circle_is_found() -> None:
-    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
-    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+def test_an_import_cycle_is_found() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize("room", rooms(SRC), ids=lambda room: room.name)
-def test_a_room_says_what_it_is_for_and_what_it_may_import(room: Path) -> None:
+def test_the_docstring_of_a_room_states_its_allowed_imports(room: Path) -> None:
     docstring = ast.get_docstring(ast.parse((room / "__init__.py").read_text("utf-8"))) or ""
     (stated,) = [line for line in docstring.splitlines() if line.startswith("May import: ")]
-    allowed = ARROWS[room.name] - {"root"}
+    allowed = ALLOWED_IMPORTS[room.name] - {"root"}
     names = stated.removeprefix("May import: ").removesuffix(".")
     if names == "every room above it":
-        assert ARROWS[room.name] == set(ARROWS) - set(list(ARROWS)[list(ARROWS).index(room.name) :])
+        assert ALLOWED_IMPORTS[room.name] == set(ALLOWED_IMPORTS) - set(
+            list(ALLOWED_IMPORTS)[list(ALLOWED_IMPORTS).index(room.name) :]
+        )
     elif names == "nothing but the modules directly in hoop":
         assert not allowed
     else:
         assert set(names.split()) == allowed
 
 
-def test_other_rooms_import_a_rooms_public_modules_only() -> None:
+def test_rooms_import_only_public_modules_of_other_rooms() -> None:
     public = {room.name: set(public_modules(room)) for room in rooms(SRC)}
-    wrong: list[str] = []
+    errors: list[str] = []
     used: dict[str, set[str]] = {name: set() for name in public}
-    for module, targets in graph(SRC).items():
+    for module, targets in import_graph(SRC).items():
         for target in targets:
             room, _, name = target.removeprefix("hoop.").partition(".")
             if name and room in public and module.split(".")[1:2] != [room]:
                 used[room].add(name)
                 if name not in public[room] and target.count(".") > 1 and not (SRC / target.replace(".", "/")).is_dir():
-                    wrong.append(f"{module} imports {target}, which is not in PUBLIC of hoop.{room}")
-    assert not wrong, "\n" + "\n".join(wrong)
+                    errors.append(f"{module} imports {target}, which is not in PUBLIC of hoop.{room}")
+    assert not errors, "\n" + "\n".join(errors)
     entry_points = {"torch_backend": {"autoload"}, "cli": {"main"}}
-    idle = {name: sorted(public[name] - used[name] - entry_points.get(name, set())) for name in public}
-    assert not any(idle.values()), f"in PUBLIC, and imported by no other room: {idle}"
+    unused = {name: sorted(public[name] - used[name] - entry_points.get(name, set())) for name in public}
+    assert not any(unused.values()), f"in PUBLIC, and imported by no other room: {unused}"

@@ -1,4 +1,4 @@
-"""Every benchmark of training, prediction and recovery starts: it is run by hand, and must not have rotted by then."""
+"""Every benchmark of training, prediction and recovery still starts; people run them by hand."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCRIPTS = sorted(
 )
 
 
-def test_there_are_scripts() -> None:
+def test_scripts_are_found() -> None:
     assert {"mnist.py", "softmax.py", "strategies.py", "kernels.py", "predict.py", "recovery.py"} <= {
         path.name for path in SCRIPTS
     }
 
 
-def test_they_start() -> None:
-    """All at once: what takes long is to load PyTorch."""
+def test_every_script_starts() -> None:
+    """All at the same time, because loading PyTorch takes long."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     running = {
         script.name: subprocess.Popen(
@@ -35,7 +35,7 @@ def test_they_start() -> None:
         )
         for script in SCRIPTS
     }
-    told = {name: (*one.communicate(timeout=100), one.returncode) for name, one in running.items()}
-    for name, (said, complaints, code) in told.items():
-        assert code == 0, complaints
-        assert said.startswith(f"usage: {name}")
+    results = {name: (*one.communicate(timeout=100), one.returncode) for name, one in running.items()}
+    for name, (output, errors, code) in results.items():
+        assert code == 0, errors
+        assert output.startswith(f"usage: {name}")

@@ -1,6 +1,6 @@
-"""What the documentation says can be typed, opened and compiled.
+"""Commands, links and Python blocks in the documentation are valid.
 
-Commands in ``sh``, ``bash`` and ``console`` blocks exist with their flags, relative links lead to a file,
+Commands in ``sh``, ``bash`` and ``console`` blocks exist with their flags, relative links point to a file,
 ``python`` blocks compile. Each violation names file and line.
 """
 
@@ -36,13 +36,13 @@ class Block:
 
 
 def documents(root: Path) -> list[Path]:
-    """Every page that is checked; the two at the top must be there."""
+    """Every page that is checked; README.md and CONTRIBUTING.md must exist."""
     found = [*root.glob("docs/**/*.md"), *root.glob("benchmarks/**/README.md")]
     return [root / "README.md", root / "CONTRIBUTING.md", *root.glob("SECURITY.md"), *sorted(found)]
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """A page as lines of prose and fenced blocks, with the number of each's first line."""
+    """The lines of prose and the fenced blocks of a page, each with the number of its first line."""
     fence, indent, block = "", 0, Block(0, None, [])
     for number, line in enumerate(text.splitlines(), start=1):
         if fence:
@@ -61,7 +61,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def command_lines(block: Block) -> Iterator[tuple[int, str]]:
-    """What a reader would type: after ``$`` in a console block, every line in a shell one."""
+    """The commands of a block: lines after ``$`` in a console block, every line in a shell block."""
     lines = iter(enumerate(block.lines, start=block.line))
     for number, line in lines:
         typed = line.strip()
@@ -92,7 +92,7 @@ def simple_commands(typed: str) -> Iterator[list[str]]:
 
 
 def hoop_complaint(words: list[str], command: Any) -> str | None:
-    """Why ``hoop …`` cannot be typed, seen from click's own description of the commands."""
+    """Why ``hoop …`` is not a valid command, according to click's description of the commands."""
     path, rest = ["hoop"], iter(words[1:])
     for word in rest:
         if word == "--":
@@ -150,7 +150,7 @@ def command_complaint(words: list[str], root: Path, hoop: Any) -> str | None:
 
 
 def block_complaints(block: Block, page: Path, root: Path, hoop: Any) -> Iterator[tuple[int, str]]:
-    """Line and complaint for everything in the block that does not hold."""
+    """Line and complaint of every violation in the block."""
     if block.language is None:
         prose = re.sub(r"`[^`]*`", "", block.lines[0])
         for target in ("".join(groups) for groups in LINK.findall(prose)):
@@ -174,29 +174,29 @@ def block_complaints(block: Block, page: Path, root: Path, hoop: Any) -> Iterato
             yield block.line + (error.lineno or 1) - 1, f"python that does not compile: {error.msg}"
 
 
-def broken_promises(root: Path, hoop: Any) -> list[str]:
-    """Everything that the documentation of this tree says and that is not so."""
-    broken = []
+def violations(root: Path, hoop: Any) -> list[str]:
+    """Every violation in the documentation of this tree."""
+    errors = []
     for page in documents(root):
         if not page.is_file():
-            broken.append(f"{page}:1: is missing")
+            errors.append(f"{page}:1: is missing")
             continue
         for block in blocks(page.read_text("utf-8")):
             found = block_complaints(block, page, root, hoop)
-            broken.extend(f"{page}:{line}: {complaint}" for line, complaint in found)
-    return broken
+            errors.extend(f"{page}:{line}: {complaint}" for line, complaint in found)
+    return errors
 
 
-def test_documentation_holds() -> None:
-    from hoop.cli.main import app
+def test_documentation_is_valid() -> None:
+    from hoop.cli.main import command_line
 
-    broken = broken_promises(ROOT, typer.main.get_command(app))
-    assert not broken, "\n" + "\n".join(broken)
+    errors = violations(ROOT, typer.main.get_command(command_line()))
+    assert not errors, "\n" + "\n".join(errors)
 
 
 @pytest.fixture
 def hoop() -> Any:
-    """A small command line of the same kind."""
+    """A small command line built like Hoop's."""
     app, devices = typer.Typer(), typer.Typer()
 
     @app.command()
@@ -226,7 +226,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-GOOD_COMMANDS = """
+VALID_COMMANDS = """
 git clone https://example.org/hoop && cd hoop   # anything else is not ours to check
 hoop train mnist --steps 3 --quick --no-quick | tail -1 > out.txt
 hoop --log debug train mnist -n3 --steps=-1 \\
@@ -247,15 +247,15 @@ scripts/proto
 """
 
 
-def test_good_pages_pass(tree: Path, hoop: Any) -> None:
+def test_valid_pages_pass(tree: Path, hoop: Any) -> None:
     links = "[up](../../README.md#a-page) ![it](<page.md>) [web](https://example.org) [here](#a) `[no](no.md)`"
     python = "1. ```python\n   if True:\n       x = 1\n   ```"
     console = "```console\n$ hoop train mnist\nhoop says: done\n```"
     page = tree / "docs" / "deep" / "page.md"
     page.write_text(
-        f"{links}\n[ref]: page.md\n\n{python}\n{console}\n```sh{GOOD_COMMANDS}```\n```text\nmake tea\n```\n"
+        f"{links}\n[ref]: page.md\n\n{python}\n{console}\n```sh{VALID_COMMANDS}```\n```text\nmake tea\n```\n"
     )
-    assert broken_promises(tree, hoop) == []
+    assert violations(tree, hoop) == []
 
 
 @pytest.mark.parametrize(
@@ -285,11 +285,11 @@ def test_good_pages_pass(tree: Path, hoop: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/ring/README.md"])
-def test_a_broken_promise_is_named(tree: Path, hoop: Any, page: str, text: str, line: int, complaint: str) -> None:
+def test_a_violation_is_reported(tree: Path, hoop: Any, page: str, text: str, line: int, complaint: str) -> None:
     (tree / page).write_text(f"# A page\n{text}\n")
-    assert broken_promises(tree, hoop) == [f"{tree / page}:{line}: {complaint}"]
+    assert violations(tree, hoop) == [f"{tree / page}:{line}: {complaint}"]
 
 
-def test_a_missing_page_is_named(tree: Path, hoop: Any) -> None:
+def test_a_missing_page_is_reported(tree: Path, hoop: Any) -> None:
     (tree / "CONTRIBUTING.md").unlink()
-    assert broken_promises(tree, hoop) == [f"{tree / 'CONTRIBUTING.md'}:1: is missing"]
+    assert violations(tree, hoop) == [f"{tree / 'CONTRIBUTING.md'}:1: is missing"]

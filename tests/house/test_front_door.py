@@ -1,4 +1,4 @@
-"""The public names of Hoop, pinned: adding or removing one is a decision, and shows up here in the diff."""
+"""The public names of Hoop are those pinned here, so that adding or removing one shows up in this file's diff."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ PUBLIC = [
     "connect",
     "train",
 ]
-"""Sorted. Hoop's own promise to its users is this list and nothing else."""
+"""Sorted. Hoop's stable API is this list and nothing else."""
 
-MOST_NAMES = 25
+MAX_NAMES = 25
 
 
-def complaints(door: ModuleType, pinned: list[str]) -> list[str]:
-    """What is wrong with the public names of a module."""
-    names = sorted(getattr(door, "__all__", []))
+def complaints(module: ModuleType, pinned: list[str]) -> list[str]:
+    """Violations in the public names of a module."""
+    names = sorted(getattr(module, "__all__", []))
     found = []
     if names != pinned:
         missing, new = sorted(set(pinned) - set(names)), sorted(set(names) - set(pinned))
         found.append(f"__all__ is not the pinned list (missing: {missing}, new: {new})")
-    if len(names) > MOST_NAMES:
-        found.append(f"{len(names)} public names, at most {MOST_NAMES}")
+    if len(names) > MAX_NAMES:
+        found.append(f"{len(names)} public names, at most {MAX_NAMES}")
     for name in names:
         try:
-            thing = getattr(door, name)
+            value = getattr(module, name)
         except AttributeError:
             found.append(f"{name} is in __all__ and cannot be imported")
             continue
-        if not name.startswith("__") and not has_docstring(thing):
+        if not name.startswith("__") and not has_docstring(value):
             found.append(f"{name} has no docstring of its own")
     return found
 
 
-def has_docstring(thing: object) -> bool:
-    """Whether someone wrote one: a plain value's is its class's, a dataclass's is made up of its fields."""
-    doc = thing.__doc__ or ""
-    if not isinstance(thing, type | ModuleType) and doc == type(thing).__doc__:
+def has_docstring(value: object) -> bool:
+    """Whether it has its own docstring: a plain value inherits that of its class, and dataclasses generate one."""
+    doc = value.__doc__ or ""
+    if not isinstance(value, type | ModuleType) and doc == type(value).__doc__:
         return False
-    return bool(doc.strip()) and not doc.startswith(f"{getattr(thing, '__name__', '')}(")
+    return bool(doc.strip()) and not doc.startswith(f"{getattr(value, '__name__', '')}(")
 
 
 def test_public_names_are_pinned_importable_and_documented() -> None:
@@ -72,10 +72,10 @@ def test_the_pinned_list_is_sorted() -> None:
     assert sorted(set(PUBLIC)) == PUBLIC
 
 
-def door_with(**things: object) -> ModuleType:
-    door = ModuleType("door")
-    vars(door).update(things, __all__=sorted(things))
-    return door
+def module_with(**values: object) -> ModuleType:
+    module = ModuleType("door")
+    vars(module).update(values, __all__=sorted(values))
+    return module
 
 
 def documented() -> None:
@@ -91,32 +91,32 @@ class Bare:
     field: int = 0
 
 
-def test_a_good_door_passes() -> None:
-    assert complaints(door_with(documented=documented, __version__="1"), ["__version__", "documented"]) == []
+def test_a_valid_module_passes() -> None:
+    assert complaints(module_with(documented=documented, __version__="1"), ["__version__", "documented"]) == []
 
 
 @pytest.mark.parametrize(
     ("door", "pinned", "complaint"),
     [
-        (door_with(documented=documented), [], "new: ['documented']"),
-        (door_with(), ["connect"], "missing: ['connect']"),
+        (module_with(documented=documented), [], "new: ['documented']"),
+        (module_with(), ["connect"], "missing: ['connect']"),
         (ModuleType("door"), ["connect"], "missing: ['connect']"),
-        (door_with(bare=bare), ["bare"], "bare has no docstring"),
-        (door_with(Bare=Bare), ["Bare"], "Bare has no docstring"),
-        (door_with(value=7), ["value"], "value has no docstring"),
+        (module_with(bare=bare), ["bare"], "bare has no docstring"),
+        (module_with(Bare=Bare), ["Bare"], "Bare has no docstring"),
+        (module_with(value=7), ["value"], "value has no docstring"),
         (
-            door_with(**{f"n{i:02}": documented for i in range(26)}),
+            module_with(**{f"n{i:02}": documented for i in range(26)}),
             [f"n{i:02}" for i in range(26)],
             "26 public",
         ),
     ],
 )
-def test_a_bad_door_is_described(door: ModuleType, pinned: list[str], complaint: str) -> None:
+def test_a_violation_is_reported(door: ModuleType, pinned: list[str], complaint: str) -> None:
     (found,) = complaints(door, pinned)
     assert complaint in found
 
 
-def test_a_name_that_is_not_there_is_described() -> None:
-    door = door_with(documented=documented)
-    del door.documented
-    assert complaints(door, ["documented"]) == ["documented is in __all__ and cannot be imported"]
+def test_a_missing_name_is_reported() -> None:
+    module = module_with(documented=documented)
+    del module.documented
+    assert complaints(module, ["documented"]) == ["documented is in __all__ and cannot be imported"]

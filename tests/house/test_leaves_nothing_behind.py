@@ -1,4 +1,4 @@
-"""The fixture that watches every test sees each kind of thing that a test can leave behind."""
+"""The leak check in ``tests/conftest.py`` finds every kind of resource that a test can leave behind."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
 
 
 @pytest.fixture(scope="module")
-def watch() -> ModuleType:
-    """The functions of tests/conftest.py, under a name of their own."""
+def leak_check() -> ModuleType:
+    """The functions of tests/conftest.py, loaded as a separate module."""
     spec = importlib.util.spec_from_file_location("leaves_nothing_behind", CONFTEST)
     assert spec is not None
     assert spec.loader is not None
@@ -33,72 +33,72 @@ def watch() -> ModuleType:
 
 
 @pytest.fixture
-def left(watch: ModuleType) -> Callable[[], str]:
-    """What the test left behind so far."""
-    before = watch.present()
-    return lambda: "; ".join(watch.left_behind(before, grace_s=0.05))
+def leaks(leak_check: ModuleType) -> Callable[[], str]:
+    """The resources that the test has left behind so far."""
+    before = leak_check.present()
+    return lambda: "; ".join(leak_check.left_behind(before, grace_s=0.05))
 
 
-def test_nothing_left(left: Callable[[], str]) -> None:
-    assert left() == ""
+def test_no_leak(leaks: Callable[[], str]) -> None:
+    assert leaks() == ""
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_a_thread_is_seen(left: Callable[[], str], daemon: bool) -> None:
+def test_a_thread_is_found(leaks: Callable[[], str], daemon: bool) -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, args=(60,), name="heartbeat", daemon=daemon)
     thread.start()
-    assert left() == ("thread 'heartbeat' (daemon)" if daemon else "thread 'heartbeat'")
+    assert leaks() == ("thread 'heartbeat' (daemon)" if daemon else "thread 'heartbeat'")
     stop.set()
     thread.join()
-    assert left() == ""
+    assert leaks() == ""
 
 
-def test_a_thread_on_its_way_out_gets_the_grace(watch: ModuleType) -> None:
-    before = watch.present()
+def test_a_thread_may_end_within_the_grace_period(leak_check: ModuleType) -> None:
+    before = leak_check.present()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, args=(60,))
     thread.start()
     timer = threading.Timer(0.1, stop.set)
     timer.start()
-    assert watch.left_behind(before, grace_s=10) == []
+    assert leak_check.left_behind(before, grace_s=10) == []
     assert not thread.is_alive()
 
 
-def test_a_file_is_seen(left: Callable[[], str]) -> None:
+def test_a_file_is_found(leaks: Callable[[], str]) -> None:
     with tempfile.NamedTemporaryFile(prefix="hoop-") as file:
-        assert left() == f"file {file.name}"
-    assert left() == ""
+        assert leaks() == f"file {file.name}"
+    assert leaks() == ""
 
 
 if ON_LINUX:
 
-    def test_a_named_semaphore_is_seen(left: Callable[[], str]) -> None:
-        """As a process that is killed leaves it."""
+    def test_a_named_semaphore_is_found(leaks: Callable[[], str]) -> None:
+        """As a killed process leaves it."""
         name = f"/hoop-{os.getpid():08x}{os.urandom(12).hex()}-0"
         semaphore = _multiprocessing.SemLock(1, 0, 1, name, False)
         try:
-            assert left() == f"file /dev/shm/sem.{name[1:]}"
+            assert leaks() == f"file /dev/shm/sem.{name[1:]}"
         finally:
             _multiprocessing.sem_unlink(name)
         del semaphore
-        assert left() == ""
+        assert leaks() == ""
 
-    def test_a_child_is_seen_and_a_zombie(left: Callable[[], str]) -> None:
+    def test_a_child_process_and_a_zombie_are_found(leaks: Callable[[], str]) -> None:
         child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-        assert left() == f"process {child.pid} (cat)"
+        assert leaks() == f"process {child.pid} (cat)"
         assert child.stdin is not None
         child.stdin.close()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert left() == f"process {child.pid} (cat), a zombie: nobody waited for it"
+        assert leaks() == f"process {child.pid} (cat), a zombie: nobody waited for it"
         child.wait(10)
-        assert left() == ""
+        assert leaks() == ""
 
     @contextmanager
-    def orphan(opens: str, **environment: str) -> Iterator[int]:
-        """A process whose parent is gone and that has a file open; it ends with the context."""
+    def orphan(path: str, **environment: str) -> Iterator[int]:
+        """A process whose parent has exited and that has ``path`` open; it ends with the context."""
         reading, writing = os.pipe()
-        command = ["sh", "-c", 'exec 3<&0 4<"$1"; cat <&3 >/dev/null & echo $!', "sh", opens]
+        command = ["sh", "-c", 'exec 3<&0 4<"$1"; cat <&3 >/dev/null & echo $!', "sh", path]
         done = subprocess.run(command, env=environment, stdin=reading, stdout=subprocess.PIPE, timeout=10)
         os.close(reading)
         try:
@@ -106,24 +106,24 @@ if ON_LINUX:
         finally:
             os.close(writing)
 
-    def test_an_orphan_is_seen(left: Callable[[], str]) -> None:
+    def test_an_orphan_is_found(leaks: Callable[[], str]) -> None:
         with orphan(os.devnull, **os.environ) as pid:
-            assert left().startswith(f"process {pid} (")
+            assert leaks().startswith(f"process {pid} (")
 
-    def test_a_file_that_someone_else_has_open_is_not_ours(left: Callable[[], str]) -> None:
+    def test_a_file_that_a_foreign_process_has_open_is_not_reported(leaks: Callable[[], str]) -> None:
         with tempfile.NamedTemporaryFile(prefix="hoop-") as file:
-            with orphan(file.name, PATH=os.environ["PATH"]):  # without our mark
-                assert left() == ""
-            assert left() == f"file {file.name}"
+            with orphan(file.name, PATH=os.environ["PATH"]):  # without the mark of this session
+                assert leaks() == ""
+            assert leaks() == f"file {file.name}"
 
-    def test_a_listening_socket_is_seen(left: Callable[[], str]) -> None:
+    def test_a_listening_socket_is_found(leaks: Callable[[], str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            assert left() == f"socket tcp port {server.getsockname()[1]}, listening"
-        assert left() == ""
+            assert leaks() == f"socket tcp port {server.getsockname()[1]}, listening"
+        assert leaks() == ""
 
-    def test_a_socket_pair_is_seen(left: Callable[[], str]) -> None:
+    def test_a_socket_pair_is_found(leaks: Callable[[], str]) -> None:
         one, other = socket.socketpair()
-        assert left() == "socket unix pair; socket unix pair"
+        assert leaks() == "socket unix pair; socket unix pair"
         one.close()
         other.close()
-        assert left() == ""
+        assert leaks() == ""

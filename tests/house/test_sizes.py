@@ -1,4 +1,4 @@
-"""A file holds one thing, whole, and is named after it."""
+"""Files of the package are short and have specific names."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "hoop"
-MOST_LINES = 900
-"""A file above this is not one thing any more. A class is never cut into two files to stay below it."""
-DRAWERS = {"util", "utils", "helper", "helpers", "common", "misc"}
-"""Names that say nothing: what is in such a file has a better one."""
+MAX_LINES = 900
+"""A longer file should be split by topic. A class is never split over two files to stay below the limit."""
+VAGUE_NAMES = {"util", "utils", "helper", "helpers", "common", "misc"}
+"""Names that do not say what the file contains."""
 
 
 def modules(package: Path) -> Iterator[Path]:
-    """Every file that a person wrote."""
+    """Every file that is not generated."""
     return (path for path in sorted(package.rglob("*.py")) if "generated" not in path.relative_to(package).parts)
 
 
 def long_files(package: Path) -> list[str]:
     lengths = ((path, len(path.read_text("utf-8").splitlines())) for path in modules(package))
-    return [f"{path}: {lines} lines, at most {MOST_LINES}" for path, lines in lengths if lines > MOST_LINES]
+    return [f"{path}: {lines} lines, at most {MAX_LINES}" for path, lines in lengths if lines > MAX_LINES]
 
 
-def drawers(package: Path) -> list[str]:
-    """Files and folders named ``utils`` and the like."""
+def vaguely_named_files(package: Path) -> list[str]:
+    """Files with a vague name, such as ``utils``, or in a folder with one."""
     return [
         f"{path}: named after nothing; name it after what it holds"
         for path in modules(package)
-        if DRAWERS & {part.strip("_") for part in path.relative_to(package).with_suffix("").parts}
+        if VAGUE_NAMES & {part.strip("_") for part in path.relative_to(package).with_suffix("").parts}
     ]
 
 
@@ -36,12 +36,12 @@ def test_files_are_short() -> None:
     assert not long, "\n" + "\n".join(long)
 
 
-def test_files_are_named_after_what_they_hold() -> None:
-    found = drawers(PACKAGE)
+def test_files_have_specific_names() -> None:
+    found = vaguely_named_files(PACKAGE)
     assert not found, "\n" + "\n".join(found)
 
 
-def test_a_long_file_is_named(tmp_path: Path) -> None:
+def test_a_long_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "long.py").write_text("x = 1\n" * 901)
     (tmp_path / "short.py").write_text("x = 1\n" * 900)
     (tmp_path / "generated").mkdir()
@@ -49,11 +49,11 @@ def test_a_long_file_is_named(tmp_path: Path) -> None:
     assert long_files(tmp_path) == [f"{tmp_path / 'long.py'}: 901 lines, at most 900"]
 
 
-def test_a_drawer_is_named(tmp_path: Path) -> None:
+def test_a_vague_name_is_reported(tmp_path: Path) -> None:
     (tmp_path / "helpers").mkdir()
     for name in ("utils.py", "_common.py", "arena.py", "helpers/ring.py"):
         (tmp_path / name).touch()
-    assert [Path(found.split(":")[0]).name for found in drawers(tmp_path)] == [
+    assert [Path(found.split(":")[0]).name for found in vaguely_named_files(tmp_path)] == [
         "_common.py",
         "ring.py",
         "utils.py",

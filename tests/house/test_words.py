@@ -1,4 +1,4 @@
-"""The code and the docs use the field's words, not words that must be decoded."""
+"""The package and the docs use standard technical terms, not the words listed here."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ WORDS = (
     "keepsake",
     "cut anew",
 )
-"""Each has a word of the field: event, rank assignment, pending connection, restart grace, fault, reshard …"""
-FOUND = re.compile(r"\b(" + "|".join(WORDS) + r")\b", re.IGNORECASE)
+"""Each has a standard technical term: event, rank assignment, pending connection, restart grace, fault, reshard …"""
+PATTERN = re.compile(r"\b(" + "|".join(WORDS) + r")\b", re.IGNORECASE)
 
 
-def riddles(root: Path) -> list[str]:
-    """Every line of the package and the docs that has one of the words."""
+def violations(root: Path) -> list[str]:
+    """Every line of the package and the docs that contains one of the words."""
     pages = [*root.glob("*.md"), *(root / "docs").glob("*.md")]
     code = [path for path in (root / "src" / "hoop").rglob("*.py") if "generated" not in path.parts]
     return [
         f"{path.relative_to(root)}:{number}: {found[0]!r}"
         for path in sorted([*pages, *code])
-        if path.name != "CHANGELOG.md"  # it names what was renamed
+        if path.name != "CHANGELOG.md"  # it lists old names
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1)
-        if (found := FOUND.search(line))
+        if (found := PATTERN.search(line))
     ]
 
 
-def test_nothing_must_be_decoded() -> None:
-    found = riddles(ROOT)
+def test_only_standard_terms_are_used() -> None:
+    found = violations(ROOT)
     assert not found, "\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("text", ["Whoever waits", "the seat of a rank", "devices are told", "so many seconds"])
-def test_a_riddle_is_named(tmp_path: Path, text: str) -> None:
+def test_a_violation_is_reported(tmp_path: Path, text: str) -> None:
     (tmp_path / "README.md").write_text(f"fine\n{text}\n")
-    (found,) = riddles(tmp_path)
+    (found,) = violations(tmp_path)
     assert found.startswith("README.md:2: ")

@@ -1,16 +1,17 @@
-"""A job under faults, in virtual time: Hoop's own state machines, with messages, processes and training made up.
+"""Simulates a job under faults in virtual time: Hoop's own state machines with simulated messages and processes.
 
-Real here: ``membership.step``, ``job_membership.advance``, ``task_membership``, ``recovery.agree``, the journal.
-Made up: the network (each direction between two processes delays, holds back or loses), the processes (killed, paused,
-restarted on their arenas), and training: a step is two collective operations, and a piece of the state is a number.
+Real: ``membership.step``, ``job_membership.advance``, ``task_membership``, ``recovery.agree``, the journal.
+Simulated: the network (each direction between two processes delays, holds back or loses messages), the processes
+(killed, paused, restarted on their arenas) and training: a step is two collective operations, and a piece of the state
+is a number.
 
-    Run(Setup(devices=3, partitioned=True), random.Random(7)).until_over()
+    Run(Setup(devices=3, partitioned=True), random.Random(7)).run_to_end()
 
-It raises ``Violation`` where an invariant does not hold:
+Raises ``Violation`` if an invariant does not hold:
 
-    one history     ranks of a generation do the same step; state comes from a rank that has it
+    one history     ranks of a generation do the same step; state comes from a rank that holds it
     no false loss   a job ends as lost only if no memory and no arena holds every piece of any step
-    progress        the job is over within ``BOUND_S`` after the last fault
+    progress        the job ends within ``BOUND_S`` after the last fault
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ PIECES = 5
 CALL_S = 5.0
 GRACE_S = 60.0
 BOUND_S = 300.0
-"""How long after the last fault the job may take: several graces, and backoff."""
+"""Longest time from the last fault to the end of the job: several grace periods, and backoff."""
 
 
 class Violation(AssertionError):
@@ -52,7 +53,7 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Fault:
-    """Something goes wrong at a time, and comes right after a while (never, where ``seconds`` is negative)."""
+    """A fault that begins at a time and lasts for ``seconds``; a killed device stays dead if they are negative."""
 
     at: float
     kind: str
@@ -64,19 +65,19 @@ class Fault:
 
 @dataclass(frozen=True)
 class Setup:
-    """A job and what befalls it."""
+    """A job and its faults."""
 
     devices: int = 3
     partitioned: bool = False
     arenas: bool = True
     faults: tuple[Fault, ...] = ()
-    slow: float = 0.02
-    """The longest that a message takes."""
+    max_delay_s: float = 0.02
+    """Longest delay of a message."""
 
 
 @dataclass
 class Operation:
-    """One collective operation of one generation."""
+    """A collective operation of one generation."""
 
     members: tuple[int, ...]
     entered: dict[int, Any] = field(default_factory=dict)
@@ -85,58 +86,58 @@ class Operation:
 
 
 class Device:
-    """A device's process: its task, if it has one, and what it holds of the state."""
+    """A device's process: its task, if it has one, and the pieces of the state that it holds."""
 
     def __init__(self, run: Run, number: int, arena: dict[int, set[SliceSpec]] | None) -> None:
         self.run, self.number = run, number
         self.incarnation = f"{number}.{run.next_number()}"
         self.alive, self.paused, self.member = True, False, False
-        self.later: list[Callable[[], None]] = []
-        """What happened while it was paused."""
+        self.deferred: list[Callable[[], None]] = []
+        """Actions deferred while the process is paused."""
         self.arena = arena or {}
-        """Step to pieces: what it found when it was started."""
+        """Pieces by step, which survive the process."""
         self.log: list[tuple[str, dict[str, Any]]] = []
         self.task: tm.TaskRanks | None = None
         self.assignment: tuple[int, tuple[int, ...]] = (0, ())
         self.ended = False
         self.fence = 0
-        """Counts what the task left: the end of an operation that it gave up is nothing to it."""
+        """Incremented when the task leaves its links: completions of operations from before are ignored."""
         self.working = False
-        """It uses the links of a generation."""
+        """The task uses the links of a generation."""
         self.done, self.survived, self.reshard_count, self.fresh_start = NO_STATE, False, 0, False
         self.live: dict[int, set[SliceSpec]] = {}
-        """Step to pieces that it can provide."""
+        """Pieces by step that it can provide to other ranks."""
         self.leaving = False
 
-    # ---- its process
+    # ---- the process
 
-    def do(self, after: float, what: Callable[[], None]) -> None:
-        """On this process, if it still lives then; a paused one does it when it goes on."""
+    def run_after(self, delay: float, action: Callable[[], None]) -> None:
+        """Runs the action on this process after a delay, unless it is dead; a paused process runs it on resume."""
 
         def now() -> None:
             if not self.alive:
                 return
             if self.paused:
-                self.later.append(what)
+                self.deferred.append(action)
             else:
-                what()
+                action()
 
-        self.run.at(after, now)
+        self.run.schedule(delay, now)
 
-    def carry_on(self) -> None:
+    def resume(self) -> None:
         self.paused = False
-        later, self.later = self.later, []
-        for what in later:
-            self.do(0.0, what)
+        deferred, self.deferred = self.deferred, []
+        for action in deferred:
+            self.run_after(0.0, action)
 
     def kill(self) -> None:
         self.alive = False
-        self.run.left(self)
+        self.run.fail_operations_waiting_for(self)
 
-    def held(self) -> dict[int, set[SliceSpec]]:
-        """What can be had of it: its memory while it lives, its arena after."""
+    def recoverable_state(self) -> dict[int, set[SliceSpec]]:
+        """Returns the state that can be recovered from it: of its memory while it lives, of its arena afterwards."""
         if self.log and self.log[-1][0] == "left":
-            return {}  # it was released: others have what it had
+            return {}  # it was released: other devices hold its state
         if self.alive and self.task is not None and not self.ended:
             return self.live
         return self.arena
@@ -156,13 +157,13 @@ class Device:
 
     # ---- heartbeats
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         run = self.run
         if self.member:
-            run.send(self.number, 0, lambda: run.coordinator_hears(self))
+            run.send(self.number, 0, lambda: run.receive_heartbeat(self))
         else:
-            run.send(self.number, 0, lambda: run.coordinator_joins(self))
-        self.do(CONFIG.heartbeat_s, self.beat)
+            run.send(self.number, 0, lambda: run.receive_join(self))
+        self.run_after(CONFIG.heartbeat_s, self.heartbeat)
 
     def answered(self, known: bool) -> None:
         self.member = known
@@ -172,30 +173,30 @@ class Device:
     def start_task(self, generation: int, members: tuple[int, ...], joining: bool) -> None:
         if self.task is not None and not self.ended:
             self.task = tm.rejoined(self.task)
-            self._quit()
-            self.tell("ready")
+            self._leave_links()
+            self.emit("ready")
             return
         if self.ended and joining and self.log[-1][0] == "ended":
-            return  # it came to the end, and the coordinator has not heard of it yet
+            return  # it has finished, and the coordinator does not know yet
         self.task, self.ended = tm.TaskRanks(), False
         if joining:
             self.live = {step: set(pieces) for step, pieces in self.arena.items()}
             self.done, self.survived, self.fresh_start = max(self.live, default=NO_STATE), False, False
 
             def begin() -> None:
-                self.tell("ready")
-                self.look()
+                self.emit("ready")
+                self.check_assignment()
 
-            self.do(self.run.random.uniform(0.05, 0.5), begin)
+            self.run_after(self.run.random.uniform(0.05, 0.5), begin)
             return
         self.task = tm.took(self.task, generation)
         self.done, self.survived, self.fresh_start = 0, True, True
-        self._hold(0, members)
+        self._keep_state(0, members)
         self.assignment = generation, members
         self.working = True
         self._train()
 
-    def reseat(self, generation: int, members: tuple[int, ...], planned: bool) -> bool:
+    def reassign(self, generation: int, members: tuple[int, ...], planned: bool) -> bool:
         if self.task is None or self.ended:
             return False
         try:
@@ -226,46 +227,46 @@ class Device:
         if self.working and tm.outdated(self.task):
             self.fail(0)
         elif not self.working:
-            self.look()
+            self.check_assignment()
 
-    # ---- its task
+    # ---- the task
 
-    def tell(self, kind: str, **about: Any) -> None:
-        self.log.append((kind, about))
-        self.run.told(self)
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.log.append((kind, fields))
+        self.run.deliver_events(self)
 
-    def _quit(self) -> None:
-        """Leaves the links of the generation it is in."""
+    def _leave_links(self) -> None:
+        """Leaves the links of its generation."""
         if self.working:
             self.working = False
             self.fence += 1
-            self.run.left(self)
+            self.run.fail_operations_waiting_for(self)
 
     def fail(self, failed: int, lacks: str = "") -> None:
-        """Something on its links failed: it says that it waits, and for nothing else."""
+        """Leaves the links after a failure, emits ``waiting`` and waits for an assignment."""
         assert self.task is not None
-        self._quit()
-        self.tell("waiting", generation=self.task.taken, failed=failed, lacks=lacks)
-        self.look()
+        self._leave_links()
+        self.emit("waiting", generation=self.task.taken, failed=failed, lacks=lacks)
+        self.check_assignment()
 
-    def look(self) -> None:
-        """Takes the newest assignment, if there is one."""
+    def check_assignment(self) -> None:
+        """Takes the newest assignment, or leaves if it was released."""
         if self.task is None or self.working or self.ended:
             return
         match tm.next_step(self.task):
             case tm.NextStep.LEAVE:
                 self._end("left")
             case tm.NextStep.TAKE:
-                self.do(self.run.random.uniform(0, 0.3), self._take)
+                self.run_after(self.run.random.uniform(0, 0.3), self._take_assignment)
 
-    def _take(self) -> None:
+    def _take_assignment(self) -> None:
         if self.task is None or self.working or self.ended or tm.next_step(self.task) != tm.NextStep.TAKE:
             return
         if self.task.left_out:
             self.survived = False
         self.task = tm.took(self.task, self.assignment[0])
         self.working = True
-        self.run.left(self)  # peers that still wait in an older generation
+        self.run.fail_operations_waiting_for(self)  # peers may still wait in an older generation
         mine = RankStatus(
             self.number,
             self.done,
@@ -275,83 +276,85 @@ class Device:
             reshard_count=self.reshard_count,
             fresh_start=self.fresh_start,
         )
-        self._operate("agree", mine, self._agreed)
+        self._enter("agree", mine, self._agreed)
 
     def _end(self, how: str) -> None:
         self.ended = True
         self.run.last_step_done |= how == "ended" and self.done == STEPS
         self.working = False
         self.fence += 1
-        self.run.left(self)
-        self.tell(how)
+        self.run.fail_operations_waiting_for(self)
+        self.emit(how)
 
-    def _operate(self, name: str, payload: Any, then: Callable[[dict[int, Any]], None]) -> None:
-        """A collective operation of the generation it is in; ``then`` gets everybody's payloads."""
+    def _enter(self, name: str, payload: Any, then: Callable[[dict[int, Any]], None]) -> None:
+        """Enters a collective operation of its generation; ``then`` gets the payloads of all ranks."""
         fence = self.fence
 
-        def finished(found: dict[int, Any] | None) -> None:
+        def finished(payloads: dict[int, Any] | None) -> None:
             if fence == self.fence and self.working:
-                if found is None:
+                if payloads is None:
                     self.fail(0)
                 else:
-                    then(found)
+                    then(payloads)
 
-        self.run.enter(self, name, payload, lambda found: self.do(0.0, lambda: finished(found)))
+        self.run.enter(self, name, payload, lambda payloads: self.run_after(0.0, lambda: finished(payloads)))
 
     def _agreed(self, statuses: dict[int, RankStatus]) -> None:
         assert self.task is not None
         members = self.members
         whole = {WHOLE.name: 1} if not self.run.setup.partitioned else {f"p{n}": 1 for n in range(PIECES)}
         try:
-            plan = agree([statuses[key] for key in members], whole)
+            plan = agree([statuses[number] for number in members], whole)
         except StateLost as lost:
             self.fail(0, str(lost))
             return
         for piece, rank in plan.sources.items():
-            giver = self.run.devices[members[rank]]
-            here = giver.alive and giver.working and giver.task and giver.task.taken == self.task.taken
-            if here and piece not in giver.live.get(plan.step, ()):
-                raise Violation(f"device {giver.number} was to provide {piece} of step {plan.step}")
+            provider = self.run.devices[members[rank]]
+            in_generation = (
+                provider.alive and provider.working and provider.task and provider.task.taken == self.task.taken
+            )
+            if in_generation and piece not in provider.live.get(plan.step, ()):
+                raise Violation(f"device {provider.number} was to provide {piece} of step {plan.step}")
         rank = members.index(self.number)
         if not self.run.setup.partitioned and plan.done[rank] == NO_STATE:
-            self.live, self.done = {}, NO_STATE  # it is overwritten from now on
-        self._operate("restore", None, lambda _: self._restored(plan))
+            self.live, self.done = {}, NO_STATE  # its state is being overwritten
+        self._enter("restore", None, lambda _: self._restored(plan))
 
     def _restored(self, plan: RecoveryPlan) -> None:
         if not self.run.setup.partitioned:
-            self._hold(plan.step, self.members)
+            self._keep_state(plan.step, self.members)
             self._resume(plan)
             return
         mine = self._pieces(self.members)[0]
         self.live.setdefault(plan.step, set()).update(mine)
-        self._operate("keep", None, lambda _: self._kept(plan))
+        self._enter("keep", None, lambda _: self._replicated(plan))
 
-    def _kept(self, plan: RecoveryPlan) -> None:
+    def _replicated(self, plan: RecoveryPlan) -> None:
         for pieces in self._pieces(self.members):
             self.live.setdefault(plan.step, set()).update(pieces)
-        self._operate("meet", None, lambda _: self._met(plan))
+        self._enter("meet", None, lambda _: self._restore_committed(plan))
 
-    def _met(self, plan: RecoveryPlan) -> None:
-        self._hold(plan.step, self.members)
+    def _restore_committed(self, plan: RecoveryPlan) -> None:
+        self._keep_state(plan.step, self.members)
         self._resume(plan)
 
     def _resume(self, plan: RecoveryPlan) -> None:
         self.done, self.survived, self.reshard_count = plan.step, True, plan.reshard_count
         assert self.task is not None
         if self.members[0] == self.number:
-            self.tell("recovered", generation=self.task.taken)
+            self.emit("recovered", generation=self.task.taken)
         self._train()
 
     def _pieces(self, members: tuple[int, ...]) -> tuple[set[SliceSpec], set[SliceSpec]]:
-        """Its own pieces of the state in this cut, and those that it keeps a replica of."""
-        cut = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, len(members))]
+        """Returns its own pieces of the state in this partition, and those of which it holds a replica."""
+        partition = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, len(members))]
         rank = members.index(self.number)
-        kept_by = replica_holders(len(members))
-        replicas = {one for owner in range(len(members)) if kept_by[owner] == rank for one in cut[owner]}
-        return set(cut[rank]), replicas
+        holders = replica_holders(len(members))
+        replicas = {piece for owner in range(len(members)) if holders[owner] == rank for piece in partition[owner]}
+        return set(partition[rank]), replicas
 
-    def _hold(self, done: int, members: tuple[int, ...]) -> None:
-        """All that it can provide is the state after this step."""
+    def _keep_state(self, done: int, members: tuple[int, ...]) -> None:
+        """Keeps the state after this step, and discards older state that it could provide."""
         if self.run.setup.partitioned:
             own, replicas = self._pieces(members)
             self.live = {done: own | replicas}
@@ -368,86 +371,86 @@ class Device:
     def _train(self) -> None:
         assert self.task is not None
         if self.done >= STEPS:
-            self._operate("end", None, lambda _: self._end("ended"))
+            self._enter("end", None, lambda _: self._end("ended"))
             return
         fence = self.fence
         wait = self.run.random.uniform(0.5, 1.5) * STEP_S
-        self.do(wait, lambda: self._sum() if fence == self.fence and self.working else None)
+        self.run_after(wait, lambda: self._sum() if fence == self.fence and self.working else None)
 
     def _sum(self) -> None:
         assert self.task is not None
-        self._operate(f"sum{self.done}", self.task.move, self._summed)
+        self._enter(f"sum{self.done}", self.task.move, self._summed)
 
     def _summed(self, moves: dict[int, bool]) -> None:
         members = self.members
         if self.run.setup.partitioned:
             for pieces in self._pieces(members):
                 self.live.setdefault(self.done + 1, set()).update(pieces)
-            self._operate(f"meet{self.done}", None, lambda _: self._committed(members, False))
+            self._enter(f"meet{self.done}", None, lambda _: self._committed(members, False))
         else:
             self._committed(members, any(moves.values()))
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Of the generation it is in."""
+        """Members of its generation."""
         assert self.task is not None
         return self.run.generations[self.task.taken]
 
     def _committed(self, members: tuple[int, ...], moves: bool) -> None:
         assert self.task is not None
         self.done += 1
-        self._hold(self.done, members)
+        self._keep_state(self.done, members)
         self.fresh_start = False
         if moves:
-            self.working = False  # its links stay open until all have moved
+            self.working = False  # its links stay open until all ranks have moved
             self.fence += 1
-            self.run.left(self)
-            self.look()
+            self.run.fail_operations_waiting_for(self)
+            self.check_assignment()
             return
         self._train()
 
 
 class Run:
-    """One job with one schedule."""
+    """A simulation of one job under one schedule of faults."""
 
-    def __init__(self, setup: Setup, chance: random.Random) -> None:
-        self.setup, self.random = setup, chance
+    def __init__(self, setup: Setup, rng: random.Random) -> None:
+        self.setup, self.random = setup, rng
         self.now, self._count = 100.0, 0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self.start = self.now
         self.cuts: set[tuple[int, int]] = set()
-        self.held: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        """Messages of a direction that is cut: TCP sends them again when it is not any more."""
-        self.clear_at: dict[tuple[int, int], float] = {}
+        self.held_messages: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        """Messages by direction that is cut: TCP retransmits them once it is not."""
+        self.delivered_until: dict[tuple[int, int], float] = {}
         self.operations: dict[tuple[int, str], Operation] = {}
         self.generations: dict[int, tuple[int, ...]] = {}
         self.processes: dict[tuple[int, int], str] = {}
-        """By generation and device: the incarnation that was assigned a rank in it."""
+        """Incarnation that was assigned a rank, by generation and device."""
         self.outcome = ""
         self.last_step_done = False
-        """A task came to the end of the training, after its last step; its device may have died since."""
+        """A task finished the training after its last step; its device may have died since."""
         self.journal: list[Any] = []
         self.paused = False
-        self.life = 0
-        """Of the coordinator; 0 while it is away."""
-        self._lives = 0
-        self._held_calls: list[Callable[[], None]] = []
+        self.coordinator_process = 0
+        """Number of the coordinator's process; 0 while none runs."""
+        self._coordinator_starts_count = 0
+        self._deferred_calls: list[Callable[[], None]] = []
         self.state = State(CONFIG, last_tick=self.now)
         self.job: jm.JobView | None = None
         self.devices: dict[int, Device] = {}
-        self._heard: dict[str, int] = {}
+        self._processed: dict[str, int] = {}
         self._events: list[jm.JobMembershipEvent] = []
         self._busy = False
         for number in range(1, setup.devices + 1):
             self.devices[number] = Device(self, number, None)
             self._apply(m.Joined(self.devices[number].describe(), self.now))
             self.devices[number].member = True
-            self.devices[number].do(self.random.uniform(0, CONFIG.heartbeat_s), self.devices[number].beat)
-        self._coordinator_starts()
-        self._begin()
+            self.devices[number].run_after(self.random.uniform(0, CONFIG.heartbeat_s), self.devices[number].heartbeat)
+        self._start_coordinator()
+        self._start_job()
         for fault in setup.faults:
-            self.at(fault.at, partial(self._strike, fault))
-        self.quiet_at = self.start + max((one.at + max(one.seconds, 0) for one in setup.faults), default=0.0)
+            self.schedule(fault.at, partial(self._inject, fault))
+        self.faults_end_at = self.start + max((fault.at + max(fault.seconds, 0) for fault in setup.faults), default=0.0)
 
     # ---- time and messages
 
@@ -455,47 +458,47 @@ class Run:
         self._count += 1
         return self._count
 
-    def at(self, after: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.now + after, self.next_number(), what))
+    def schedule(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, self.next_number(), action))
 
-    def until_over(self) -> str:
+    def run_to_end(self) -> str:
         while not self.outcome:
             if not self._queue:
                 raise Violation("nothing happens any more, and the job is not over")
-            self.now, _, what = heapq.heappop(self._queue)
-            if self.now > self.quiet_at + BOUND_S:
+            self.now, _, action = heapq.heappop(self._queue)
+            if self.now > self.faults_end_at + BOUND_S:
                 raise Violation(f"the job is not over {BOUND_S:g} s after the last fault: {self._describe()}")
-            what()
+            action()
         return self.outcome
 
     def _describe(self) -> str:
-        tasks = {key: (one.task, one.done, one.working) for key, one in self.devices.items()}
+        tasks = {number: (device.task, device.done, device.working) for number, device in self.devices.items()}
         return f"{self.job}; {tasks}; {self.state.communicators}; {self.state.members}"
 
-    def send(self, source: int, target: int, what: Callable[[], None]) -> None:
-        """A message from one process to another (0 is the coordinator): in order, each direction by itself."""
-        way = source, target
-        if way in self.cuts:
-            self.held.setdefault(way, []).append(what)
+    def send(self, source: int, target: int, action: Callable[[], None]) -> None:
+        """Sends a message between two processes (0 is the coordinator); each direction keeps the order."""
+        direction = source, target
+        if direction in self.cuts:
+            self.held_messages.setdefault(direction, []).append(action)
             return
-        due = max(self.clear_at.get(way, 0.0), self.now + self.random.uniform(0, self.setup.slow))
-        self.clear_at[way] = due
-        self.at(due - self.now, what)
+        due = max(self.delivered_until.get(direction, 0.0), self.now + self.random.uniform(0, self.setup.max_delay_s))
+        self.delivered_until[direction] = due
+        self.schedule(due - self.now, action)
 
-    def cut(self, ways: Sequence[tuple[int, int]], seconds: float) -> None:
-        self.cuts |= set(ways)
+    def cut(self, directions: Sequence[tuple[int, int]], seconds: float) -> None:
+        self.cuts |= set(directions)
         if seconds >= 0:
-            self.at(seconds, lambda: self._heal(ways))
+            self.schedule(seconds, lambda: self._heal(directions))
 
-    def _heal(self, ways: Sequence[tuple[int, int]]) -> None:
-        self.cuts -= set(ways)
-        for way in ways:
-            held = self.held.pop(way, [])
-            self.at(self.random.uniform(0, 1.0), partial(self._send_held, way, held))
+    def _heal(self, directions: Sequence[tuple[int, int]]) -> None:
+        self.cuts -= set(directions)
+        for direction in directions:
+            held = self.held_messages.pop(direction, [])
+            self.schedule(self.random.uniform(0, 1.0), partial(self._send_held, direction, held))
 
-    def _send_held(self, way: tuple[int, int], held: list[Callable[[], None]]) -> None:
-        for one in held:
-            self.send(*way, one)
+    def _send_held(self, direction: tuple[int, int], held: list[Callable[[], None]]) -> None:
+        for message in held:
+            self.send(*direction, message)
 
     # ---- collective operations
 
@@ -503,23 +506,23 @@ class Run:
         assert device.task is not None
         generation = device.task.taken
         members = self.generations[generation]
-        one = self.operations.setdefault((generation, name), Operation(members))
-        one.entered[device.number] = payload
-        if one.failed:
-            self.at(self.random.uniform(0, 0.05), lambda: then(None))
+        operation = self.operations.setdefault((generation, name), Operation(members))
+        operation.entered[device.number] = payload
+        if operation.failed:
+            self.schedule(self.random.uniform(0, 0.05), lambda: then(None))
             return
-        one.waiting[device.number] = then
-        gone = [key for key in members if self._left(key, generation) and key not in one.entered]
+        operation.waiting[device.number] = then
+        gone = [key for key in members if self._has_left(key, generation) and key not in operation.entered]
         if gone:
-            self._fail(one, gone[0])
-        elif set(one.entered) == set(members):
-            self._complete(one)
+            self._fail(operation, gone[0])
+        elif set(operation.entered) == set(members):
+            self._complete(operation)
 
-    def _left(self, number: int, generation: int) -> bool:
-        """Whether a member is not in a generation any more, and its peers can notice it."""
+    def _has_left(self, number: int, generation: int) -> bool:
+        """Whether a member has left the generation, in a way that its peers can detect."""
         device = self.devices[number]
         if device.incarnation != self.processes[generation, number]:
-            return True  # it was killed; this is the process that was started after it
+            return True  # it was killed; this is the process restarted after it
         if not device.alive or device.task is None or device.ended or device.task.taken > generation:
             return True
         return device.task.taken == generation and not device.working
@@ -527,77 +530,77 @@ class Run:
     def _reaches(self, first: int, second: int) -> bool:
         return (first, second) not in self.cuts and (second, first) not in self.cuts
 
-    def _complete(self, one: Operation) -> None:
-        """Everybody has entered. It comes to each by itself; over a link that is cut, not at all."""
-        pairs = [(a, b) for a in one.members for b in one.members if a < b and not self._reaches(a, b)]
+    def _complete(self, operation: Operation) -> None:
+        """All members have entered. Each completes at its own time; one with a cut link stalls."""
+        pairs = [(a, b) for a in operation.members for b in operation.members if a < b and not self._reaches(a, b)]
         stuck = {key for pair in pairs for key in pair}
 
         def arrive(then: Callable[[dict[int, Any] | None], None]) -> None:
-            then(dict(one.entered))
+            then(dict(operation.entered))
 
-        for number, then in list(one.waiting.items()):
+        for number, then in list(operation.waiting.items()):
             if number in stuck:
-                self._stall(one, number)
+                self._stall(operation, number)
                 continue
-            del one.waiting[number]
-            self.at(self.random.uniform(0, 0.1), partial(arrive, then))
+            del operation.waiting[number]
+            self.schedule(self.random.uniform(0, 0.1), partial(arrive, then))
 
-    def _stall(self, one: Operation, number: int) -> None:
-        """No byte comes: after a third of a lease the coordinator is told for whom it waits."""
-        peer = next((key for key in one.members if key != number and not self._reaches(number, key)), 0)
+    def _stall(self, operation: Operation, number: int) -> None:
+        """No byte arrives: after a third of a lease the rank reports to the coordinator which peer it waits for."""
+        peer = next((key for key in operation.members if key != number and not self._reaches(number, key)), 0)
         device = self.devices[number]
         fence = device.fence
 
         def complain() -> None:
-            if fence != device.fence or number not in one.waiting:
+            if fence != device.fence or number not in operation.waiting:
                 return
             if peer and not self._reaches(number, peer):
                 generation = device.task.taken if device.task else 0
-                self.send(number, 0, lambda: self._complained(generation, number, peer))
-                device.do(0.5, complain)
-            elif set(one.entered) == set(one.members):
-                self._complete(one)
+                self.send(number, 0, lambda: self._link_reported(generation, number, peer))
+                device.run_after(0.5, complain)
+            elif set(operation.entered) == set(operation.members):
+                self._complete(operation)
 
-        device.do(0.5, complain)
+        device.run_after(0.5, complain)
 
-    def _fail(self, one: Operation, gone: int) -> None:
-        one.failed = True
-        waiting, one.waiting = one.waiting, {}
+    def _fail(self, operation: Operation, gone: int) -> None:
+        operation.failed = True
+        waiting, operation.waiting = operation.waiting, {}
         for number, then in waiting.items():
             if self._reaches(number, gone):
-                self.at(self.random.uniform(0, 0.1), partial(then, None))
+                self.schedule(self.random.uniform(0, 0.1), partial(then, None))
             else:
-                one.waiting[number] = then  # it does not notice: somebody has to tell it
+                operation.waiting[number] = then  # it cannot detect the failure: the coordinator must tell it
 
-    def left(self, device: Device) -> None:
-        """A device left the links of its generation: operations that wait for it fail."""
-        for (generation, _), one in list(self.operations.items()):
-            if device.number in one.members and one.waiting and self._left(device.number, generation):
-                if device.number not in one.entered or self.random.random() < 0.5:
-                    one.waiting.pop(device.number, None)
-                    self._fail(one, device.number)
+    def fail_operations_waiting_for(self, device: Device) -> None:
+        """Fails the operations that wait for a device, which has left the links of its generation."""
+        for (generation, _), operation in list(self.operations.items()):
+            if device.number in operation.members and operation.waiting and self._has_left(device.number, generation):
+                if device.number not in operation.entered or self.random.random() < 0.5:
+                    operation.waiting.pop(device.number, None)
+                    self._fail(operation, device.number)
                 else:
-                    one.waiting.pop(device.number, None)
+                    operation.waiting.pop(device.number, None)
 
     # ---- the coordinator
 
-    def _coordinator_starts(self) -> None:
-        self._lives += 1
-        self.life = self._lives
-        self._tick(self.life)
+    def _start_coordinator(self) -> None:
+        self._coordinator_starts_count += 1
+        self.coordinator_process = self._coordinator_starts_count
+        self._tick(self.coordinator_process)
 
-    def here(self, after: float, what: Callable[[], None]) -> None:
-        """On the coordinator's process, in this life of it."""
-        life = self.life
+    def on_coordinator(self, delay: float, action: Callable[[], None]) -> None:
+        """Runs the action on the coordinator after a delay, unless its process was restarted; a pause defers it."""
+        process = self.coordinator_process
 
         def now() -> None:
-            if self.life == life:
-                self._held_calls.append(what) if self.paused else what()
+            if self.coordinator_process == process:
+                self._deferred_calls.append(action) if self.paused else action()
 
-        self.at(after, now)
+        self.schedule(delay, now)
 
-    def _tick(self, life: int) -> None:
-        self.here(0.25, lambda: self._tick(life))
+    def _tick(self, process: int) -> None:
+        self.on_coordinator(0.25, lambda: self._tick(process))
         self._apply(m.Tick(self.now))
 
     def _apply(self, message: m.MembershipEvent) -> None:
@@ -605,17 +608,17 @@ class Run:
             self.state, instructions = step(self.state, message)
         except HoopError:
             return
-        self.journal += [one.entry for one in instructions if isinstance(one, m.Record)]
+        self.journal += [instruction.entry for instruction in instructions if isinstance(instruction, m.Record)]
         arrived = []
-        for one in instructions:
-            match one:
+        for instruction in instructions:
+            match instruction:
                 case m.Probe(device_id):
                     self._probe(device_id)
                 case m.Stop():
-                    for number in one.members:
-                        self._abort(number, one.generation)
+                    for number in instruction.members:
+                        self._abort(number, instruction.generation)
                 case m.Announce("device_joined" | "device_forgiven"):
-                    arrived.append(int(str(one.fields["device"])))
+                    arrived.append(int(str(instruction.fields["device"])))
                 case _:
                     pass
         if self.job is not None:
@@ -627,43 +630,43 @@ class Run:
     def _abort(self, number: int, generation: int) -> None:
         device = self.devices[number]
         if self.state.members[number].usable:
-            self.send(0, number, lambda: device.do(0.0, lambda: device.abort(generation)))
+            self.send(0, number, lambda: device.run_after(0.0, lambda: device.abort(generation)))
 
     def _probe(self, number: int) -> None:
         device, info = self.devices[number], self.state.members[number].info
         if not device.alive and self._reaches(0, number):
-            self.here(0.02, lambda: self._apply(m.Probed(number, info.incarnation, "refused")))
+            self.on_coordinator(0.02, lambda: self._apply(m.Probed(number, info.incarnation, "refused")))
 
-    def coordinator_hears(self, device: Device) -> None:
-        def heard() -> None:
+    def receive_heartbeat(self, device: Device) -> None:
+        def handle() -> None:
             known = True
             try:
                 self.state, _ = step(self.state, m.Heartbeat(device.number, device.incarnation, self.now))
             except MembershipChanged:
                 known = False
-            self.send(0, device.number, lambda: device.do(0.0, lambda: device.answered(known)))
+            self.send(0, device.number, lambda: device.run_after(0.0, lambda: device.answered(known)))
 
-        if self.life:
-            self.here(0.0, heard)
+        if self.coordinator_process:
+            self.on_coordinator(0.0, handle)
 
-    def coordinator_joins(self, device: Device) -> None:
-        def joined() -> None:
+    def receive_join(self, device: Device) -> None:
+        def handle() -> None:
             self._apply(m.Joined(device.describe(), self.now))
             known = self.state.members[device.number].info.incarnation == device.incarnation
-            self.send(0, device.number, lambda: device.do(0.0, lambda: device.answered(known)))
+            self.send(0, device.number, lambda: device.run_after(0.0, lambda: device.answered(known)))
 
-        if self.life:
-            self.here(0.0, joined)
+        if self.coordinator_process:
+            self.on_coordinator(0.0, handle)
 
-    def call(self, number: int, what: Callable[[Device], bool], then: Callable[[bool, bool], None]) -> None:
-        """A call to a device; ``then`` gets whether it answered, and what. Unanswered it fails after ``CALL_S``."""
+    def call(self, number: int, action: Callable[[Device], bool], then: Callable[[bool, bool], None]) -> None:
+        """Calls a device; ``then`` gets whether it answered, and its answer. The call times out after ``CALL_S``."""
         state = [False]
         incarnation = self.state.members[number].info.incarnation
 
-        life = self.life
+        process = self.coordinator_process
 
         def done(answered: bool, ok: bool) -> None:
-            if not state[0] and self.life == life:  # the answer to a call goes with the coordinator that made it
+            if not state[0] and self.coordinator_process == process:  # answers to an earlier process are dropped
                 state[0] = True
                 self._apply(m.CallReported(number, "" if answered else "no answer", self.now))
                 then(answered, ok)
@@ -671,24 +674,24 @@ class Run:
         def arrived() -> None:
             device = self.devices[number]
             if not device.alive or device.incarnation != incarnation:
-                self.send(number, 0, lambda: self.here(0.0, lambda: done(False, False)))
+                self.send(number, 0, lambda: self.on_coordinator(0.0, lambda: done(False, False)))
                 return
 
             def work() -> None:
-                ok = what(device)
-                self.send(number, 0, lambda: self.here(0.0, lambda: done(True, ok)))
+                ok = action(device)
+                self.send(number, 0, lambda: self.on_coordinator(0.0, lambda: done(True, ok)))
 
-            device.do(0.0, work)
+            device.run_after(0.0, work)
 
         if not self.state.members[number].usable:
-            self.here(0.0, lambda: then(False, False))
+            self.on_coordinator(0.0, lambda: then(False, False))
             return
         self.send(0, number, arrived)
-        self.here(CALL_S, lambda: done(False, False))
+        self.on_coordinator(CALL_S, lambda: done(False, False))
 
     # ---- the job
 
-    def _begin(self) -> None:
+    def _start_job(self) -> None:
         members = tuple(self.devices)
         self._apply(m.Created(members))
         self._apply(m.JobStarted(JOB, "{}", "run"))
@@ -712,11 +715,11 @@ class Run:
         self._busy = True
         while self._events:
             self.job, instructions = jm.advance(self.job, self._events.pop(0), self.state, self.now)
-            for one in instructions:
-                self._perform(one)
+            for instruction in instructions:
+                self._perform(instruction)
         self._busy = False
 
-    def _perform(self, one: jm.JobInstruction) -> None:
+    def _perform(self, instruction: jm.JobInstruction) -> None:
         def move(device: Device) -> bool:
             device.move()
             return True
@@ -725,41 +728,45 @@ class Run:
             device.release(final)
             return True
 
-        match one:
+        match instruction:
             case jm.Assign():
-                self.here(0.0, lambda: self._assign(one))
+                self.on_coordinator(0.0, lambda: self._assign(instruction))
             case jm.Move(members):
                 for number in members:
                     self.call(number, move, lambda *_: None)
             case jm.Invite(device_id):
-                self.here(0.0, lambda: self._invite(device_id))
+                self.on_coordinator(0.0, lambda: self._invite(device_id))
             case jm.Release(device_id, final):
                 self.call(device_id, partial(release, final=final), lambda *_: None)
             case jm.Readmit(device_id):
-                self.here(0.0, lambda: self._apply(m.Readmitted(JOB, device_id)))
+                self.on_coordinator(0.0, lambda: self._apply(m.Readmitted(JOB, device_id)))
             case jm.End(_, text):
-                self._over(text)
+                self._job_ended(text)
             case jm.Await():
                 pass
 
     def _assign(self, assign: jm.Assign) -> None:
         before = self.state.communicator(JOB).generation
         self._apply(m.Rebuilt(JOB, assign.joining, assign.leaving, assign.planned))
-        one = self.state.communicator(JOB)
-        if one.generation == before:
+        communicator = self.state.communicator(JOB)
+        if communicator.generation == before:
             self._handle(jm.AssignFailed())
             return
-        self._generation(one.generation, one.members)
-        self._handle(jm.Assigned(one.generation, assign.planned))
+        self._generation(communicator.generation, communicator.members)
+        self._handle(jm.Assigned(communicator.generation, assign.planned))
         answers: list[bool] = []
 
-        def answered(came: bool, ok: bool) -> None:
-            answers.append(came and ok)
-            if len(answers) == len(one.members):
-                self._handle(jm.Delivered(one.generation, all(answers)))
+        def answered(replied: bool, ok: bool) -> None:
+            answers.append(replied and ok)
+            if len(answers) == len(communicator.members):
+                self._handle(jm.Delivered(communicator.generation, all(answers)))
 
-        for number in one.members:
-            self.call(number, lambda device: device.reseat(one.generation, one.members, assign.planned), answered)
+        for number in communicator.members:
+            self.call(
+                number,
+                lambda device: device.reassign(communicator.generation, communicator.members, assign.planned),
+                answered,
+            )
 
     def _generation(self, generation: int, members: tuple[int, ...]) -> None:
         self.generations[generation] = members
@@ -773,61 +780,61 @@ class Run:
             device.start_task(0, (), joining=True)
             return True
 
-        def answered(came: bool, ok: bool) -> None:
-            if not came:
+        def answered(replied: bool, ok: bool) -> None:
+            if not replied:
                 self._handle(jm.InviteFailed(number, incarnation, refused=False))
             else:
                 self._watch(self.devices[number])
 
         self.call(number, start, answered)
 
-    def _complained(self, generation: int, number: int, peer: int) -> None:
-        if self.life:
-            self.here(0.0, lambda: self._apply(m.Complained(JOB, generation, number, peer, self.now)))
+    def _link_reported(self, generation: int, number: int, peer: int) -> None:
+        if self.coordinator_process:
+            self.on_coordinator(0.0, lambda: self._apply(m.Complained(JOB, generation, number, peer, self.now)))
 
-    # ---- what tasks tell
+    # ---- events of tasks
 
     def _watch(self, device: Device) -> None:
-        self._heard.setdefault(device.incarnation, 0)
-        self.told(device)
-        self._look_after(device)
+        self._processed.setdefault(device.incarnation, 0)
+        self.deliver_events(device)
+        self._monitor(device)
 
-    def told(self, device: Device) -> None:
-        life = self.life
+    def deliver_events(self, device: Device) -> None:
+        process = self.coordinator_process
 
-        def came(place: int) -> None:
-            if self.life != life:
+        def process_event(index: int) -> None:
+            if self.coordinator_process != process:
                 return
-            heard = self._heard.get(device.incarnation)
-            if heard is not None and self.job is not None and heard == place:
-                self._heard[device.incarnation] = place + 1
-                self._hear(device, *device.log[place])
+            processed = self._processed.get(device.incarnation)
+            if processed is not None and self.job is not None and processed == index:
+                self._processed[device.incarnation] = index + 1
+                self._process_event(device, *device.log[index])
 
-        def arrive(place: int) -> None:
-            if self.life:
-                self.here(0.0, lambda: came(place))
+        def arrive(index: int) -> None:
+            if self.coordinator_process:
+                self.on_coordinator(0.0, lambda: process_event(index))
 
-        if self.life and device.incarnation in self._heard:
-            for place in range(self._heard[device.incarnation], len(device.log)):
-                self.send(device.number, 0, partial(arrive, place))
+        if self.coordinator_process and device.incarnation in self._processed:
+            for index in range(self._processed[device.incarnation], len(device.log)):
+                self.send(device.number, 0, partial(arrive, index))
 
-    def _look_after(self, device: Device) -> None:
-        """A watch: it ends when the device is lost, and then the task is."""
+    def _monitor(self, device: Device) -> None:
+        """Watches a task until it has ended or its device is lost."""
 
-        def look() -> None:
+        def check() -> None:
             member = self.state.members[device.number]
-            if device.ended and self._heard.get(device.incarnation, 0) >= len(device.log):
+            if device.ended and self._processed.get(device.incarnation, 0) >= len(device.log):
                 return
             if not member.usable or member.info.incarnation != device.incarnation:
-                self._heard.pop(device.incarnation, None)
+                self._processed.pop(device.incarnation, None)
                 self._handle(jm.TaskLost(device.number, device.incarnation))
                 return
-            self.told(device)
-            self.here(self.random.uniform(0.1, 1.0), look)
+            self.deliver_events(device)
+            self.on_coordinator(self.random.uniform(0.1, 1.0), check)
 
-        self.here(self.random.uniform(0.1, 1.0), look)
+        self.on_coordinator(self.random.uniform(0.1, 1.0), check)
 
-    def _hear(self, device: Device, kind: str, about: dict[str, Any]) -> None:
+    def _process_event(self, device: Device, kind: str, fields: dict[str, Any]) -> None:
         task = device.number, device.incarnation
         assert self.job is not None
         ranked = device.number in jm.active(self.job, self.state)
@@ -837,17 +844,17 @@ class Run:
                     self._handle(jm.TaskReady(*task))
             case "waiting":
                 self._handle(
-                    jm.TaskWaiting(*task, about["generation"], about["lacks"], "PeerLost" if about["lacks"] else "")
+                    jm.TaskWaiting(*task, fields["generation"], fields["lacks"], "PeerLost" if fields["lacks"] else "")
                 )
             case "recovered":
-                self._apply(m.LinkWorked(JOB, about["generation"]))
-                self._handle(jm.TaskResumed(about["generation"]))
+                self._apply(m.LinkWorked(JOB, fields["generation"]))
+                self._handle(jm.TaskResumed(fields["generation"]))
             case "ended":
                 self._handle(jm.TaskFinished(*task, finished=True))
             case "left":
                 self._handle(jm.TaskFinished(*task))
 
-    def _over(self, text: str) -> None:
+    def _job_ended(self, text: str) -> None:
         assert self.job is not None
         self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.abandoned else "left"
         if self.outcome == "finished":
@@ -859,29 +866,31 @@ class Run:
         whole = {WHOLE.name: 1} if not self.setup.partitioned else {f"p{n}": 1 for n in range(PIECES)}
         held: dict[int, set[SliceSpec]] = {}
         for device in self.devices.values():
-            for done, pieces in device.held().items():
+            for done, pieces in device.recoverable_state().items():
                 held.setdefault(done, set()).update(pieces)
         for done, pieces in held.items():
-            if {one.name for one in pieces} >= set(whole):
+            if {piece.name for piece in pieces} >= set(whole):
                 raise Violation(f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}")
-        begins = [one for one in self.devices.values() if one.alive and one.fresh_start and one.done == 0]
-        if begins and len(begins) == len([one for one in self.devices.values() if one.alive]):
+        fresh = [device for device in self.devices.values() if device.alive and device.fresh_start and device.done == 0]
+        if fresh and len(fresh) == len([device for device in self.devices.values() if device.alive]):
             raise Violation("a job that had only begun was declared lost")
 
     # ---- faults
 
-    def _strike(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         match fault.kind:
             case "kill":
                 self._kill(self.devices[fault.device], fault.seconds)
             case "pause":
                 device = self.devices[fault.device]
                 device.paused = True
-                self.at(max(fault.seconds, 0.1), device.carry_on)
+                self.schedule(max(fault.seconds, 0.1), device.resume)
             case "cut":
                 others = [0, *(key for key in self.devices if key != fault.device)]
-                ways = [way for one in others for way in ((one, fault.device), (fault.device, one))]
-                self.cut(ways, max(fault.seconds, 0.1))
+                directions = [
+                    direction for other in others for direction in ((other, fault.device), (fault.device, other))
+                ]
+                self.cut(directions, max(fault.seconds, 0.1))
             case "link":
                 self.cut([(fault.device, fault.peer)], max(fault.seconds, 0.1))
             case "mute":
@@ -889,77 +898,77 @@ class Run:
             case "deaf":
                 self.cut([(0, fault.device)], max(fault.seconds, 0.1))
             case "leave":
-                if self.life:
-                    self.here(0.0, lambda: self._handle(jm.LeaveRequested(fault.device)))
+                if self.coordinator_process:
+                    self.on_coordinator(0.0, lambda: self._handle(jm.LeaveRequested(fault.device)))
             case "join":
                 number = max(self.devices) + 1
-                self._arrive(Device(self, number, None))
+                self._start_device(Device(self, number, None))
             case "coordinator_kill":
-                self.life, self.paused, self._held_calls = 0, False, []
-                self.at(max(fault.seconds, 0.1), self._restart)
+                self.coordinator_process, self.paused, self._deferred_calls = 0, False, []
+                self.schedule(max(fault.seconds, 0.1), self._restart)
             case "coordinator_pause":
-                if self.life:
+                if self.coordinator_process:
                     self.paused = True
-                    self.at(max(fault.seconds, 0.1), self._unpause)
+                    self.schedule(max(fault.seconds, 0.1), self._unpause)
             case "coordinator_cut":
-                ways = [way for key in self.devices for way in ((0, key), (key, 0))]
-                self.cut(ways, max(fault.seconds, 0.1))
+                directions = [direction for key in self.devices for direction in ((0, key), (key, 0))]
+                self.cut(directions, max(fault.seconds, 0.1))
 
     def _kill(self, device: Device, seconds: float) -> None:
         if not device.alive:
             return
         device.kill()
-        if self.life and self._reaches(device.number, 0):  # its heartbeat stream closes
-            self.here(0.02, lambda: self._apply(m.LinkClosed(device.number, device.incarnation)))
+        if self.coordinator_process and self._reaches(device.number, 0):  # its heartbeat stream is closed
+            self.on_coordinator(0.02, lambda: self._apply(m.LinkClosed(device.number, device.incarnation)))
         if seconds >= 0 and self.setup.arenas:
-            self.at(seconds, lambda: self._arrive(Device(self, device.number, device.arena)))
+            self.schedule(seconds, lambda: self._start_device(Device(self, device.number, device.arena)))
 
-    def _arrive(self, device: Device) -> None:
+    def _start_device(self, device: Device) -> None:
         self.devices[device.number] = device
-        device.beat()
+        device.heartbeat()
 
     def _unpause(self) -> None:
         self.paused = False
-        held, self._held_calls = self._held_calls, []
-        for what in held:
-            self.here(0.0, what)
+        held, self._deferred_calls = self._deferred_calls, []
+        for action in held:
+            self.on_coordinator(0.0, action)
 
     def _restart(self) -> None:
-        """The coordinator, on its journal: it asks the devices what they run."""
-        if self.life:
+        """Restarts the coordinator from its journal; it asks the devices which tasks they run."""
+        if self.coordinator_process:
             return
         self.state = replay(self.journal, CONFIG, self.now)
-        self._heard, self._events, self._busy = {}, [], False
-        known = self.state.jobs[JOB]
-        if known.ended:
+        self._processed, self._events, self._busy = {}, [], False
+        job_record = self.state.jobs[JOB]
+        if job_record.ended:
             return
-        self.job = self._view(known.devices)
-        self._coordinator_starts()
-        one = self.state.communicator(JOB)
-        usable = [key for key, member in self.state.members.items() if member.usable]
-        left = [len(usable)]
+        self.job = self._view(job_record.devices)
+        self._start_coordinator()
+        communicator = self.state.communicator(JOB)
+        usable = [number for number, member in self.state.members.items() if member.usable]
+        remaining = [len(usable)]
 
-        def found(number: int, came: bool, ok: bool) -> None:
+        def task_listed(number: int, replied: bool, ok: bool) -> None:
             device = self.devices[number]
             incarnation = self.state.members[number].info.incarnation
-            generation: int | None = one.generation if number in one.members else None
-            if came and device.incarnation == incarnation:
+            generation: int | None = communicator.generation if number in communicator.members else None
+            if replied and device.incarnation == incarnation:
                 has = device.task is not None and not device.ended
                 generation = device.task.generation if has and device.task is not None else None
-                if device.ended and number in one.members:  # what it told is heard first
-                    self._heard[device.incarnation] = len(device.log)
+                if device.ended and number in communicator.members:  # its events are processed first
+                    self._processed[device.incarnation] = len(device.log)
                     for entry in device.log:
-                        self._hear(device, *entry)
+                        self._process_event(device, *entry)
             if generation is not None:
                 if device.incarnation == incarnation:
                     self._watch(device)
                 self._handle(jm.TaskFound(number, incarnation, generation))
-            left[0] -= 1
-            if not left[0]:
+            remaining[0] -= 1
+            if not remaining[0]:
                 self._handle(jm.TasksListed())
 
         for number in usable:
-            self.call(number, lambda device: True, partial(found, number))
+            self.call(number, lambda device: True, partial(task_listed, number))
         if not usable:
             self._handle(jm.TasksListed())
 
@@ -980,40 +989,40 @@ KINDS = (
 )
 
 
-def generated(chance: random.Random) -> Setup:
-    """A setup with up to three faults, or groups of them, all of which come right within a grace."""
-    devices, partitioned = chance.randint(2, 5), chance.random() < 0.5
+def generate_setup(rng: random.Random) -> Setup:
+    """Draws a setup with up to three faults, or groups of them, all of which end within a grace period."""
+    devices, partitioned = rng.randint(2, 5), rng.random() < 0.5
     faults: list[Fault] = []
-    for _ in range(chance.randint(1, 3)):
-        device = chance.randint(1, devices)
-        peer = chance.choice([one for one in range(1, devices + 1) if one != device])
-        seconds = chance.choice([0.1, 0.5, 1.0, 2.0, 4.4, 8.0])
-        if chance.random() < 0.15:  # all devices, one after the other
-            faults += [Fault(chance.uniform(0, 2.5), "kill", one, 0, seconds) for one in range(1, devices + 1)]
+    for _ in range(rng.randint(1, 3)):
+        device = rng.randint(1, devices)
+        peer = rng.choice([other for other in range(1, devices + 1) if other != device])
+        seconds = rng.choice([0.1, 0.5, 1.0, 2.0, 4.4, 8.0])
+        if rng.random() < 0.15:  # all devices are killed
+            faults += [Fault(rng.uniform(0, 2.5), "kill", other, 0, seconds) for other in range(1, devices + 1)]
         else:
-            faults.append(Fault(chance.uniform(0, 2.5), chance.choice(KINDS), device, peer, seconds))
-    ordered = tuple(sorted(faults, key=lambda one: one.at))
-    return Setup(devices, partitioned, chance.random() < 0.8, ordered, chance.choice([0.01, 0.3, 1.0]))
+            faults.append(Fault(rng.uniform(0, 2.5), rng.choice(KINDS), device, peer, seconds))
+    ordered = tuple(sorted(faults, key=lambda fault: fault.at))
+    return Setup(devices, partitioned, rng.random() < 0.8, ordered, rng.choice([0.01, 0.3, 1.0]))
 
 
-def explored(seed: int) -> str:
-    """The outcome of the schedule with this number."""
-    return Run(generated(random.Random(seed)), random.Random(seed)).until_over()
+def run_schedule(seed: int) -> str:
+    """Runs the schedule with this seed and returns its outcome."""
+    return Run(generate_setup(random.Random(seed)), random.Random(seed)).run_to_end()
 
 
-def shrunk(setup: Setup, seed: int) -> Setup:
-    """The same setup with as few faults as still break an invariant, for the same run of chance."""
+def shrink(setup: Setup, seed: int) -> Setup:
+    """Removes faults from the setup as long as it still breaks an invariant with the same seed."""
     for fault in setup.faults:
-        fewer = replace(setup, faults=tuple(one for one in setup.faults if one is not fault))
-        if breaks(fewer, seed):
-            return shrunk(fewer, seed)
+        fewer = replace(setup, faults=tuple(other for other in setup.faults if other is not fault))
+        if find_violation(fewer, seed):
+            return shrink(fewer, seed)
     return setup
 
 
-def breaks(setup: Setup, seed: int) -> str:
-    """The invariant that does not hold; empty: all do."""
+def find_violation(setup: Setup, seed: int) -> str:
+    """Returns the violation of an invariant; empty if all hold."""
     try:
-        Run(setup, random.Random(seed)).until_over()
+        Run(setup, random.Random(seed)).run_to_end()
     except Violation as violation:
         return str(violation)
     return ""

@@ -1,4 +1,4 @@
-"""``python -m hoop …`` in the background, ended whatever happens, and what it says."""
+"""Runs ``python -m hoop …`` in the background: captures its output, and terminates it at the end of the test."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from interrupts import interrupts
 
 HOOP = (sys.executable, "-m", "hoop")
 START_S = 30.0
-"""Until something that starts must be up, on a machine that is busy with other tests."""
+"""Timeout for a process to start, on a machine that is busy with other tests."""
 END_S = 10.0
 GRPC_NOISE = re.compile(
     r'Traceback \(most recent call last\):\n  File "src/python/grpcio[^\n]*\nasyncio.exceptions.CancelledError\n'
 )
-"""What grpc.aio sometimes prints when a server stops while somebody has a stream open."""
+"""What grpc.aio sometimes prints when a server stops while a stream is open."""
 _serial = itertools.count(1)
 
 
 class Running:
-    """A command in the background; whatever it writes is kept, and a stack trace in it fails the test."""
+    """A command in the background. A stack trace in its standard error fails the test."""
 
-    def __init__(self, arguments: tuple[object, ...], folder: Path, ignoring: bool = False) -> None:
-        """``ignoring``: it is started with SIGINT ignored, as in the background of a shell."""
+    def __init__(self, arguments: tuple[object, ...], folder: Path, ignore_sigint: bool = False) -> None:
+        """``ignore_sigint``: start it with SIGINT ignored, as a shell starts a background job."""
         self.arguments = tuple(map(str, arguments))
         self._log = folder / f"{next(_serial)}-{self.arguments[0]}.err"
-        self._heard = b""
-        with open(self._log, "wb") as errors, interrupts(ignored=ignoring):
-            # A session of its own: a signal to its group is what a terminal sends at Ctrl-C.
+        self._unread = b""
+        with open(self._log, "wb") as errors, interrupts(ignored=ignore_sigint):
+            # In its own session, so that a signal to its process group acts like Ctrl-C in a terminal.
             self.process = subprocess.Popen(
                 [*HOOP, *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -46,7 +46,7 @@ class Running:
                 stderr=errors,
                 start_new_session=True,
             )
-        self._first = ""
+        self._first_line = ""
 
     def __repr__(self) -> str:
         return f"hoop {' '.join(self.arguments)}"
@@ -57,37 +57,37 @@ class Running:
 
     @property
     def errors(self) -> str:
-        """What it wrote to standard error so far."""
+        """Its standard error so far."""
         return self._log.read_text(errors="replace")
 
     def line(self, within: float = START_S) -> str:
         """The next line of its standard output."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + within
-        while b"\n" not in self._heard:
+        while b"\n" not in self._unread:
             ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
             data = os.read(self.process.stdout.fileno(), 65536) if ready else b""
             if not data:
-                what = "closed its output" if ready else f"said nothing for {within:g} s"
-                raise AssertionError(f"{self} {what} after {self._heard!r}; its errors:\n{self.errors}")
-            self._heard += data
-        text, _, self._heard = self._heard.partition(b"\n")
+                problem = "closed its output" if ready else f"said nothing for {within:g} s"
+                raise AssertionError(f"{self} {problem} after {self._unread!r}; its errors:\n{self.errors}")
+            self._unread += data
+        text, _, self._unread = self._unread.partition(b"\n")
         return text.decode()
 
     @property
-    def first(self) -> str:
-        """The first line: that it is up, and where."""
-        self._first = self._first or self.line()
-        return self._first
+    def first_line(self) -> str:
+        """The first line of standard output, printed once it is up; it ends with the address."""
+        self._first_line = self._first_line or self.line()
+        return self._first_line
 
     @property
     def address(self) -> str:
-        return self.first.split()[-1]
+        return self.first_line.split()[-1]
 
     @property
     def id(self) -> int:
-        """A device's."""
-        return int(self.first.split()[1])
+        """The device id, if this is a device."""
+        return int(self.first_line.split()[1])
 
     def signal(self, number: int) -> None:
         os.killpg(self.pid, number)
@@ -100,7 +100,7 @@ class Running:
             raise AssertionError(f"{self} did not end within {within:g} s; its errors:\n{self.errors}") from None
 
     def kill(self) -> None:
-        """As the kernel would when memory is short: no goodbye."""
+        """SIGKILL, as from the kernel's out-of-memory killer."""
         self.process.kill()
         self.wait()
 
@@ -116,23 +116,23 @@ class Running:
                 self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        if self.process.returncode == -signal.SIGKILL:  # it could not delete its memory
+        if self.process.returncode == -signal.SIGKILL:  # it could not delete its arena
             for folder in ("/dev/shm", tempfile.gettempdir()):
                 for arena in Path(folder).glob(f"hoop-{self.pid}-*.arena"):
                     arena.unlink()
         errors = GRPC_NOISE.sub("", self.errors)
-        for complaint in ("Traceback", "never awaited", "never retrieved", "a bug in Hoop"):
-            assert complaint not in errors, f"{self}: {errors}"
+        for pattern in ("Traceback", "never awaited", "never retrieved", "a bug in Hoop"):
+            assert pattern not in errors, f"{self}: {errors}"
 
 
 @contextmanager
-def starting(folder: Path) -> Iterator[Callable[..., Running]]:
-    """Starts commands, and ends what is left of them, the last first."""
-    with ExitStack() as ended:
+def background_processes(folder: Path) -> Iterator[Callable[..., Running]]:
+    """A function that starts commands. At the end those still running are terminated, last started first."""
+    with ExitStack() as stack:
 
-        def start(*arguments: object, ignoring: bool = False) -> Running:
-            running = Running(arguments, folder, ignoring)
-            ended.callback(running.end)
+        def start(*arguments: object, ignore_sigint: bool = False) -> Running:
+            running = Running(arguments, folder, ignore_sigint)
+            stack.callback(running.end)
             return running
 
         yield start

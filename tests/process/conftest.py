@@ -1,6 +1,6 @@
-"""Real processes: ``python -m hoop …`` in the background, ended whatever happens, and what they say.
+"""Fixtures for tests that run real ``python -m hoop …`` processes.
 
-A cluster for a module (``up``) where nothing is broken; processes for one test (``start``) where something is.
+``up`` is a cluster shared by a module whose tests break nothing; ``start`` starts processes for one test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
-from background import END_S, HOOP, START_S, Running, starting
+from background import END_S, HOOP, START_S, Running, background_processes
 from descriptor_stub import Stub
 
 import hoop
@@ -33,37 +33,37 @@ LAB = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Starts ``hoop …`` in the background, for this test."""
-    with starting(tmp_path) as begin:
-        yield begin
+    """Starts ``hoop …`` in the background for one test."""
+    with background_processes(tmp_path) as start_process:
+        yield start_process
 
 
 @pytest.fixture(scope="module")
 def up(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """``hoop up`` with the options in ``UP`` of the module, for all of its tests."""
-    with starting(tmp_path_factory.mktemp("up")) as begin:
-        running = begin("up", *request.module.UP)
-        assert running.first.startswith("coordinator ")
+    """``hoop up`` with the options in the module's ``UP``, shared by all its tests."""
+    with background_processes(tmp_path_factory.mktemp("up")) as start_process:
+        running = start_process("up", *request.module.UP)
+        assert running.first_line.startswith("coordinator ")
         yield running
 
 
 @pytest.fixture
 def cluster(up: Running) -> Iterator[hoop.Cluster]:
-    """A connection to the module's cluster, for this test."""
+    """A connection to the module's cluster for one test."""
     with hoop.connect(up.address) as connected:
         yield connected
 
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., hoop.Cluster]]:
-    """Connections for this test."""
-    with ExitStack() as closed:
-        yield lambda address, **options: closed.enter_context(hoop.connect(address, **options))
+    """Opens connections for one test."""
+    with ExitStack() as stack:
+        yield lambda address, **options: stack.enter_context(hoop.connect(address, **options))
 
 
 @pytest.fixture
 def run_hoop() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs ``hoop …`` to its end."""
+    """Runs ``hoop …`` and waits for it to exit."""
 
     def run(
         *arguments: object, environment: Mapping[str, str] | None = None, within: float = START_S
@@ -83,20 +83,20 @@ def run_hoop() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture
 def status(run_hoop: Callable[..., subprocess.CompletedProcess[str]]) -> Callable[[str], dict[str, Any]]:
-    """What ``hoop status --json`` says."""
+    """The output of ``hoop status --json``."""
 
-    def ask(address: str) -> dict[str, Any]:
+    def query(address: str) -> dict[str, Any]:
         answer = run_hoop("status", "--coordinator", address, "--json")
         assert answer.returncode == 0, answer.stderr
-        told: dict[str, Any] = json.loads(answer.stdout)
-        return told
+        reported: dict[str, Any] = json.loads(answer.stdout)
+        return reported
 
-    return ask
+    return query
 
 
 @pytest.fixture
 def await_event() -> Callable[..., Event]:
-    """Waits for an event of this kind and with these fields; past or to come, but ``within`` seconds."""
+    """Waits up to ``within`` seconds for a past or future event of this kind and with these fields."""
 
     def wait(address: str, kind: str, within: float = END_S, after: int = 0, **fields: object) -> Event:
         wanted = {name: str(value) for name, value in fields.items()}
@@ -118,21 +118,21 @@ def await_event() -> Callable[..., Event]:
 
 @pytest.fixture
 def comm_status() -> Callable[[str, int], lab.GetCommStatusResponse]:
-    """What the lab's GetCommStatus says."""
+    """The answer of the lab's GetCommStatus."""
 
-    def ask(address: str, communicator_id: int) -> lab.GetCommStatusResponse:
+    def query(address: str, communicator_id: int) -> lab.GetCommStatusResponse:
         with grpc.insecure_channel(address, options=channel_options()) as channel:
             answer: lab.GetCommStatusResponse = Stub(channel, LAB).GetCommStatus(
                 lab.GetCommStatusRequest(commId=communicator_id), timeout=END_S
             )
             return answer
 
-    return ask
+    return query
 
 
 @pytest.fixture
-def gone() -> Callable[..., None]:
-    """Waits for the end of a process that is not a child of this one."""
+def wait_for_exit() -> Callable[..., None]:
+    """Waits until a process that is not a child of this one has exited."""
 
     def wait(pid: int, within: float = END_S) -> None:
         try:
@@ -150,7 +150,7 @@ def gone() -> Callable[..., None]:
 
 @pytest.fixture
 def send_signal() -> Iterator[Callable[[int, int], None]]:
-    """Signals a device of ``hoop up``; one that was stopped goes on at the end, whatever happens."""
+    """Sends a signal to a process; stopped processes are continued at the end of the test."""
     stopped = []
 
     def send(pid: int, number: int) -> None:

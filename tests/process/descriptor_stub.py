@@ -1,4 +1,4 @@
-"""A stub made from a service descriptor, for tests that call any method by its name."""
+"""A gRPC stub built from a service descriptor, for tests that call methods by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stub:
             )
             setattr(self, method.name, call)
 
-    def __getattr__(self, name: str) -> Any:  # reached only for names that the service does not have
+    def __getattr__(self, name: str) -> Any:  # called only for names that the service does not have
         raise AttributeError(f"the service has no method {name}")
 
 

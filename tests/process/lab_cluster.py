@@ -1,4 +1,4 @@
-"""A real cluster for a test module: ``hoop up`` in a process of its own, used through the lab's protocol."""
+"""A real cluster for a test module: ``hoop up`` in a separate process, used through the lab's protocol."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ import gpu_sim_messages as lab  # noqa: E402
 from lab_client import LabClient  # noqa: E402
 
 __all__ = ["LabClient", "lab"]
-"""Tests import these from here: examples/ is not on the path before this module is."""
+"""Tests import these from here, because this module puts examples/ on the path."""
 
 START_S, CALL_S, STOP_S = 60.0, 20.0, 20.0
-NOISE = re.compile(r"Traceback|never retrieved|a bug in Hoop|Exception ignored|Fatal|Segmentation")
+ERROR_LINE = re.compile(r"Traceback|never retrieved|a bug in Hoop|Exception ignored|Fatal|Segmentation")
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A coordinator's address, and the log of all its processes."""
+    """The coordinator's address and process, and the log of all processes of the cluster."""
 
     address: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def status(self) -> dict[str, Any]:
-        """What ``hoop status --json`` says."""
+        """The output of ``hoop status --json``."""
         command = [sys.executable, "-m", "hoop", "status", "--json", "--coordinator", self.address]
         done = subprocess.run(command, capture_output=True, timeout=CALL_S, check=True)
         return dict(json.loads(done.stdout))
 
     def pids(self) -> dict[str, int]:
-        """Who is alive, and in which process."""
+        """The pids of the coordinator and of the devices that are alive or suspect."""
         status = self.status()
         alive = {f"device {one['id']}": one["pid"] for one in status["devices"] if one["state"] in ("alive", "suspect")}
         return {"coordinator": status["coordinator"]["pid"], **alive}
 
-    def noise(self) -> list[str]:
-        """Lines of the log that no request, however wrong, may cause."""
-        return [line for line in self.log.read_text(errors="replace").splitlines() if NOISE.search(line)]
+    def error_lines(self) -> list[str]:
+        """Lines of the log that no request may cause, however invalid."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if ERROR_LINE.search(line)]
 
 
 @contextlib.contextmanager
-def hoop_up(devices: int = 3, *options: str, quiet: bool = True) -> Iterator[Cluster]:
-    """``hoop up`` until the context ends; then it must end by itself, and its log hold no stack trace."""
+def hoop_up(devices: int = 3, *options: str, check_log: bool = True) -> Iterator[Cluster]:
+    """Runs ``hoop up``; at the end it must exit at SIGINT, and its log have no stack trace."""
     with tempfile.TemporaryDirectory(prefix="lab-cluster-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
         command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "64MiB"]
@@ -81,13 +81,13 @@ def hoop_up(devices: int = 3, *options: str, quiet: bool = True) -> Iterator[Clu
                 except subprocess.TimeoutExpired:
                     process.kill()
                     raise
-        assert not (quiet and cluster.noise()), log.read_text(errors="replace")[-20000:]
+        assert not (check_log and cluster.error_lines()), log.read_text(errors="replace")[-20000:]
 
 
-def wait_for(look: Callable[[], Result], what: str, deadline_s: float = CALL_S) -> Result:
-    """What ``look`` returns once it is true; for things that can only be asked for."""
+def wait_for(condition: Callable[[], Result], what: str, deadline_s: float = CALL_S) -> Result:
+    """Polls ``condition`` and returns its first true result; for conditions that emit no event."""
     deadline = time.monotonic() + deadline_s
-    while not (result := look()):
+    while not (result := condition()):
         assert time.monotonic() < deadline, f"{what}: nothing within {deadline_s:g} s"
         time.sleep(0.005)
     return result
@@ -95,7 +95,7 @@ def wait_for(look: Callable[[], Result], what: str, deadline_s: float = CALL_S) 
 
 @contextlib.contextmanager
 def channel_to(address: str, **options: int) -> Iterator[grpc.Channel]:
-    """A channel that shares its connection with no other, and is connected."""
+    """A connected channel with a connection of its own."""
     plain = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     plain += [(f"grpc.{name}", value) for name, value in options.items()]
     with grpc.insecure_channel(address, options=plain) as channel:
@@ -108,7 +108,7 @@ def channel_to(address: str, **options: int) -> Iterator[grpc.Channel]:
 
 
 def check_all_reduce(channel: grpc.Channel, devices: int = 3, count: int = 100) -> None:
-    """An ordinary all-reduce by an ordinary client comes out right on every device."""
+    """Asserts that a valid all-reduce of the lab's client is correct on every device."""
     comm = LabClient(channel, devices)
     vectors = np.random.default_rng(count).normal(size=(devices, count))
     addresses = [comm.address(rank, 4096 + 8 * rank) for rank in range(devices)]
@@ -121,26 +121,26 @@ def check_all_reduce(channel: grpc.Channel, devices: int = 3, count: int = 100) 
 
 
 @contextlib.contextmanager
-def refused(*codes: str, words: str = "") -> Iterator[list[str]]:
-    """The call inside must fail with one of these statuses and a sentence, which comes back in the list."""
-    said: list[str] = []
+def refused(*codes: str, match: str = "") -> Iterator[list[str]]:
+    """Asserts that the call in the block fails with one of these status codes; yields a list for its message."""
+    messages: list[str] = []
     with pytest.raises(grpc.RpcError) as caught:
-        yield said
-    said.append(check_refusal(caught.value, *codes, words=words))
+        yield messages
+    messages.append(check_refusal(caught.value, *codes, match=match))
 
 
-def check_refusal(error: Any, *codes: str, words: str = "") -> str:
-    """The sentence of a refusal that is in order."""
+def check_refusal(error: Any, *codes: str, match: str = "") -> str:
+    """Asserts that an RPC error has one of these codes and a readable message that matches; returns the message."""
     details = error.details() or ""
     assert error.code().name in codes, f"{error.code().name}, not {' or '.join(codes)}: {details}"
     assert re.search(r"\w\W+\w", details), f"{error.code().name} without a sentence: {details!r}"
     assert "Traceback" not in details
-    assert re.search(words, details), f"nothing of {words!r} in: {details}"
+    assert re.search(match, details), f"nothing of {match!r} in: {details}"
     return str(details)
 
 
-def memory_of(pid: int) -> int:
-    """The resident memory of a process, in bytes; 0 where that cannot be known."""
+def resident_bytes(pid: int) -> int:
+    """The resident memory of a process; 0 where it cannot be read."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

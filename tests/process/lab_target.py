@@ -1,4 +1,4 @@
-"""A real cluster to send anything to, by the names of its methods."""
+"""A real cluster whose methods tests call by name, with any request."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster of three, its first device, and a communicator of all."""
+    """A cluster of three devices, channels to its coordinator and first device, and a communicator of all three."""
 
     cluster: Cluster
     coordinator: grpc.Channel
     device: grpc.Channel
     devices: list[dict[str, Any]]
-    """As ``hoop status`` tells of them."""
+    """As in the output of ``hoop status --json``."""
     comm: int
 
     @property
@@ -54,19 +54,19 @@ class Target:
         return self.device if of_device else self.coordinator
 
     def call(self, name: str, request: Any, timeout: float = 20.0) -> Any:
-        """One call; a list of requests is a stream, and so is an answer that is a list."""
+        """Calls a method. A streaming method takes a list of requests, or returns a list of answers."""
         method = METHODS[name]
         stub = Stub(self.channel(method), method.containing_service)
         answer = getattr(stub, method.name)(iter(request) if method.client_streaming else request, timeout=timeout)
         return list(answer) if method.server_streaming else answer
 
     def raw(self, name: str, *messages: bytes, timeout: float = 20.0) -> Any:
-        """The same with bytes that need not be a message."""
+        """Calls a method with bytes that need not be a valid message."""
         method = METHODS[name]
-        asks = "stream" if method.client_streaming else "unary"
-        answers = "stream" if method.server_streaming else "unary"
+        request_kind = "stream" if method.client_streaming else "unary"
+        response_kind = "stream" if method.server_streaming else "unary"
         path = f"/{method.containing_service.full_name}/{method.name}"
-        call = getattr(self.channel(method), f"{asks}_{answers}")(path)
+        call = getattr(self.channel(method), f"{request_kind}_{response_kind}")(path)
         answer = call(iter(messages) if method.client_streaming else messages[0], timeout=timeout)
         return list(answer) if method.server_streaming else answer
 
@@ -75,18 +75,18 @@ class Target:
         return next(one for one in found if one.device.device_id == device_id)
 
     def wait_until_dead(self, *device_ids: int) -> None:
-        """Until the lease of devices that never were is over."""
+        """Waits until the leases of fake devices have expired."""
 
-        def is_over(device_id: int) -> bool:
+        def is_dead(device_id: int) -> bool:
             return self.member(device_id).state in ("dead", "left")
 
         for device_id in device_ids:
-            wait_for(partial(is_over, device_id), f"device {device_id}'s lease to end")
+            wait_for(partial(is_dead, device_id), f"device {device_id}'s lease to end")
 
 
 @contextlib.contextmanager
-def target_of(*options: str) -> Iterator[Target]:
-    """A target; at the end its processes must be those of the beginning."""
+def running_target(*options: str) -> Iterator[Target]:
+    """Starts a target; at the end its processes must be the same as at the start."""
     with hoop_up(3, *options) as cluster:
         status = cluster.status()
         devices = status["devices"]
@@ -95,4 +95,4 @@ def target_of(*options: str) -> Iterator[Target]:
         after = cluster.status()
         assert after["coordinator"] == status["coordinator"]
         alive = {one["id"]: one["pid"] for one in after["devices"] if one["state"] == "alive"}
-        assert alive == {one["id"]: one["pid"] for one in devices}, "a process is not the one it was"
+        assert alive == {one["id"]: one["pid"] for one in devices}, "a device died or was replaced"

@@ -1,4 +1,4 @@
-"""Whoever started a job may go, or be killed, and come back to it with ``hoop attach``."""
+"""A job keeps running when its client exits or is killed; ``hoop attach`` reconnects to it."""
 
 from __future__ import annotations
 
@@ -26,53 +26,56 @@ UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 JOB, SLOW = f"{DRIVER}:job", f"{DRIVER}:slow"
 
 
-def steps_under_way(cluster: hoop.Cluster, job: int) -> None:
+def wait_for_steps(cluster: hoop.Cluster, job: int) -> None:
     assert any(isinstance(one.event, Steps) for one in cluster.job(job).events())
 
 
-def answered(done: CompletedProcess[str]) -> dict[str, Any]:
+def json_output(done: CompletedProcess[str]) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    found: dict[str, Any] = json.loads(line)
-    return found
+    output: dict[str, Any] = json.loads(line)
+    return output
 
 
-def test_a_detached_job_is_found_again_with_all_its_files(
+@pytest.mark.slow
+def test_attach_to_a_detached_job_writes_all_its_files(
     up: Running, cluster: hoop.Cluster, run_hoop: Run, tmp_path: Path
 ) -> None:
-    there, out = ("--coordinator", up.address), tmp_path / "run"
-    refused = run_hoop("train", JOB, *there, "--detach", "--out", out)
+    coordinator, out = ("--coordinator", up.address), tmp_path / "run"
+    refused = run_hoop("train", JOB, *coordinator, "--detach", "--out", out)
     assert refused.returncode == 2
     assert "hoop attach JOB --out FOLDER" in refused.stderr
-    number = answered(run_hoop("train", JOB, *there, "--detach", "--json"))["job_id"]
-    first = answered(run_hoop("attach", number, *there, "--out", out, "--json"))
-    assert (first["job_id"], first["stopped"]) == (number, False)
+    job_id = json_output(run_hoop("train", JOB, *coordinator, "--detach", "--json"))["job_id"]
+    first = json_output(run_hoop("attach", job_id, *coordinator, "--out", out, "--json"))
+    assert (first["job_id"], first["stopped"]) == (job_id, False)
     assert json.loads((out / "result.json").read_text())["weights_sha256"] == first["weights_sha256"]
     steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines() if "loss" in line]
-    assert set(steps) == set(range(1, first["steps"] + 1)), "although nobody followed it from the beginning"
-    assert [path.name for path in (out / "checkpoints").iterdir()][-1:], "the last state is kept"
-    again = answered(run_hoop("attach", *there, "--json"))
+    assert set(steps) == set(range(1, first["steps"] + 1)), "although no client followed it from the beginning"
+    assert [path.name for path in (out / "checkpoints").iterdir()][-1:], "the last checkpoint is kept"
+    again = json_output(run_hoop("attach", *coordinator, "--json"))
     assert again["weights_sha256"] == first["weights_sha256"]
-    ((listed),) = [one for one in answered(run_hoop("status", *there, "--json"))["jobs"] if one["id"] == number]
+    ((listed),) = [
+        one for one in json_output(run_hoop("status", *coordinator, "--json"))["jobs"] if one["id"] == job_id
+    ]
     assert (listed["status"], listed["job"]) == ("ended", "train_driver:job")
-    unknown = run_hoop("attach", 999, *there)
+    unknown = run_hoop("attach", 999, *coordinator)
     assert unknown.returncode == 2
     assert "job: 999 is unknown" in unknown.stderr
 
 
 @pytest.mark.slow
-def test_a_job_outlives_whoever_started_it_and_whoever_watched(
+def test_a_job_outlives_the_client_that_started_it_and_the_one_that_attached(
     up: Running, cluster: hoop.Cluster, start: Start, run_hoop: Run
 ) -> None:
-    """Killed, or ended by Ctrl-C where it only watched: the job goes on until somebody stops it."""
-    there = ("--coordinator", up.address)
+    """The first is killed, the second ends at Ctrl-C; the job runs until ``hoop attach --stop``."""
+    coordinator = ("--coordinator", up.address)
     last = max((event.sequence for event in cluster.events()), default=0)
-    starter = start("train", SLOW, *there)
+    starter = start("train", SLOW, *coordinator)
     events = cluster.events(after=last, follow=True)
     job = next(int(event.fields["job"]) for event in events if event.kind == "job_started")
-    steps_under_way(cluster, job)
+    wait_for_steps(cluster, job)
     starter.kill()
-    watcher = start("attach", job, *there)
+    watcher = start("attach", job, *coordinator)
     while "parameters on 2 devices" not in watcher.errors:
         assert watcher.process.poll() is None, watcher.errors
         threading.Event().wait(0.02)
@@ -80,6 +83,6 @@ def test_a_job_outlives_whoever_started_it_and_whoever_watched(
     assert watcher.wait() == 130
     assert f"job {job} goes on; come back with: hoop attach {job}" in watcher.errors
     assert {one.id: one.status for one in cluster.status().jobs}[job] == "running"
-    result = answered(run_hoop("attach", *there, "--stop", "--json"))
+    result = json_output(run_hoop("attach", *coordinator, "--stop", "--json"))
     assert (result["job_id"], result["stopped"]) == (job, True)
     assert {one.id: one.status for one in cluster.status().jobs}[job] == "ended"

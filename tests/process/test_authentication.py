@@ -1,6 +1,7 @@
-"""Who may call what, on real processes: every method of every service, every ring socket, with and without proof.
+"""Authentication and roles on real processes: every method of every service, and data connections, with valid and
+invalid credentials.
 
-The methods come from the .proto files, so a new one that stands in no table fails here.
+The methods come from the .proto files, so a new method that is missing in ``ALLOWED`` fails here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from lab_cluster import Cluster, check_refusal, hoop_up, memory_of
+from lab_cluster import Cluster, check_refusal, hoop_up, resident_bytes
 from lab_target import DEVICE, LAB_DEVICE, METHODS
 
 import hoop
@@ -41,23 +42,23 @@ Metadata = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Guarded:
-    """A cluster that asks for proof, and where its doors are."""
+class SecureCluster:
+    """A cluster that requires credentials, and the addresses of its first device."""
 
     running: Cluster
     folder: Path
-    proof: Callable[[Role], Credentials]
+    credentials_for: Callable[[Role], Credentials]
     device: dict[str, Any]
 
     def call(self, name: str, credentials: Credentials, metadata: Metadata | None = None) -> None:
-        """An empty call in this role; nothing is asked of it but that it comes through the door."""
+        """Calls a method with an empty request; only authentication and authorization matter."""
         method = METHODS[name]
         of_device = method.containing_service in (DEVICE, LAB_DEVICE)
-        to = Role.DEVICE if of_device else Role.COORDINATOR
+        server_role = Role.DEVICE if of_device else Role.COORDINATOR
         address = Address.parse(self.device["address"] if of_device else self.running.address)
         kind = "_".join("stream" if one else "unary" for one in (method.client_streaming, method.server_streaming))
         path = f"/{method.containing_service.full_name}/{method.name}"
-        with credentials.channel(address, to, channel_options()) as channel:
+        with credentials.channel(address, server_role, channel_options()) as channel:
             answer = getattr(channel, kind)(path)(
                 iter([]) if method.client_streaming else b"",
                 timeout=CALL_S,
@@ -69,16 +70,16 @@ class Guarded:
 
 
 @contextmanager
-def guarded(folder: Path, *options: object) -> Iterator[Guarded]:
+def secure_cluster(folder: Path, *options: object) -> Iterator[SecureCluster]:
     """``hoop up`` with two devices and these options."""
     with hoop_up(2, *map(str, options)) as running:
-        with hoop.connect(running.address, credentials=proof_of(options, Role.CLIENT)) as cluster:
+        with hoop.connect(running.address, credentials=load_credentials(options, Role.CLIENT)) as cluster:
             member = cluster.status().devices[0].device
         device = {"address": member.address, "data_address": member.data_address, "pid": member.pid}
-        yield Guarded(running, folder, lambda role: proof_of(options, role), device)
+        yield SecureCluster(running, folder, lambda role: load_credentials(options, role), device)
 
 
-def proof_of(options: Sequence[object], role: Role) -> Credentials:
+def load_credentials(options: Sequence[object], role: Role) -> Credentials:
     kind, path = str(options[0]), Path(str(options[1]))
     if kind == "--tls":
         return Credentials(role, certificates=Certificates.load(path, role))
@@ -86,49 +87,49 @@ def proof_of(options: Sequence[object], role: Role) -> Credentials:
 
 
 @pytest.fixture(scope="module")
-def with_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def with_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster]:
     folder = tmp_path_factory.mktemp("token")
     write_private(folder / "join", SECRET)
-    with guarded(folder, "--token-file", folder / "join") as cluster:
+    with secure_cluster(folder, "--token-file", folder / "join") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+def with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster]:
     if shutil.which("openssl") is None:
         pytest.skip("hoop certs needs the openssl command")
     folder = tmp_path_factory.mktemp("tls")
     subprocess.run([sys.executable, "-m", "hoop", "certs", folder / "certs"], timeout=CALL_S, check=True)
-    with guarded(folder, "--tls", folder / "certs") as cluster:
+    with secure_cluster(folder, "--tls", folder / "certs") as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module", params=["with_token", "with_tls"])
-def either(request: pytest.FixtureRequest) -> Guarded:
+def secured(request: pytest.FixtureRequest) -> SecureCluster:
     """A cluster with a token, and one with certificates."""
-    found: Guarded = request.getfixturevalue(request.param)
+    found: SecureCluster = request.getfixturevalue(request.param)
     return found
 
 
 def hoop_command(*arguments: object) -> None:
-    """``hoop …`` in this process, which is quicker; raises what the command says."""
-    main.app([str(one) for one in arguments], standalone_mode=False)
+    """Runs ``hoop …`` in this process, which is faster; raises the command's error."""
+    main.command_line()([str(one) for one in arguments], standalone_mode=False)
 
 
-def path_of(name: str) -> str:
+def method_path(name: str) -> str:
     return f"/{METHODS[name].containing_service.full_name}/{METHODS[name].name}"
 
 
-# ---- the table
+# ---- the table of roles
 
 
-def test_every_method_stands_in_the_table_and_nothing_else_does() -> None:
-    assert set(ALLOWED) == {path_of(name) for name in METHODS}
+def test_the_table_of_roles_lists_exactly_the_existing_methods() -> None:
+    assert set(ALLOWED) == {method_path(name) for name in METHODS}
 
 
-def test_nobody_may_do_what_is_anothers() -> None:
-    """A client is no device, a device no coordinator; the coordinator's word counts on devices alone."""
-    roles = {name: ALLOWED[path_of(name)] for name in METHODS}
+def test_each_role_may_call_only_its_own_methods() -> None:
+    """Only devices join, only the coordinator runs work on devices, and it calls no coordinator's method."""
+    roles = {name: ALLOWED[method_path(name)] for name in METHODS}
     assert roles["Coordinator.Join"] == {Role.DEVICE}
     for name in ("AssignRank", "Launch", "Abort", "StartTask", "ReassignTask", "StopTask"):
         assert roles[f"Device.{name}"] == {Role.COORDINATOR}, name
@@ -139,63 +140,67 @@ def test_nobody_may_do_what_is_anothers() -> None:
 # ---- every method
 
 
-def code_of(target: Guarded, name: str, credentials: Credentials, metadata: Metadata | None = None) -> str:
-    """How the call ends; a refusal at the door says which method, who may call it or how, and no secret."""
+def call_status(target: SecureCluster, name: str, credentials: Credentials, metadata: Metadata | None = None) -> str:
+    """The call's status; a refusal must name the method and what is required, and reveal no secret."""
     try:
         target.call(name, credentials, metadata)
     except grpc.RpcError as error:
         code: str = error.code().name
         if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-            said = check_refusal(error, code, words=path_of(name))
-            assert SECRET not in said
-            assert ("authorization: Bearer" if code == "UNAUTHENTICATED" else "may not call this") in said
+            message = check_refusal(error, code, match=method_path(name))
+            assert SECRET not in message
+            assert ("authorization: Bearer" if code == "UNAUTHENTICATED" else "may not call this") in message
         return code
     return "OK"
 
 
-def test_every_method_refuses_an_unauthenticated_call(with_token: Guarded) -> None:
-    nobody, other = Credentials(Role.CLIENT), Credentials(Role.CLIENT, Token.parse(new_token()))
-    bare = with_token.proof(Role.CLIENT).metadata[0][1].removeprefix("Bearer ")
-    spoken: dict[str, Metadata] = {
+def test_every_method_refuses_an_unauthenticated_call(with_token: SecureCluster) -> None:
+    no_credentials, other_cluster = Credentials(Role.CLIENT), Credentials(Role.CLIENT, Token.parse(new_token()))
+    bare_token = with_token.credentials_for(Role.CLIENT).metadata[0][1].removeprefix("Bearer ")
+    headers: dict[str, Metadata] = {
         "nothing": (),
-        "another cluster's": other.metadata,
+        "another cluster's": other_cluster.metadata,
         "empty": (("authorization", ""),),
         "nearly the join token": (("authorization", f"Bearer {SECRET}x"),),
-        "without its scheme": (("authorization", bare),),
+        "without its scheme": (("authorization", bare_token),),
     }
-    codes = {(name, how): code_of(with_token, name, nobody, spoken[how]) for name in METHODS for how in spoken}
+    codes = {
+        (name, kind): call_status(with_token, name, no_credentials, headers[kind])
+        for name in METHODS
+        for kind in headers
+    }
     assert {call: code for call, code in codes.items() if code != "UNAUTHENTICATED"} == {}
 
 
-def test_every_method_refuses_every_wrong_role(either: Guarded) -> None:
-    wrong = [(name, role) for name in METHODS for role in set(Role) - ALLOWED[path_of(name)]]
-    codes = {(name, role): code_of(either, name, either.proof(role)) for name, role in wrong}
+def test_every_method_refuses_every_wrong_role(secured: SecureCluster) -> None:
+    wrong = [(name, role) for name in METHODS for role in set(Role) - ALLOWED[method_path(name)]]
+    codes = {(name, role): call_status(secured, name, secured.credentials_for(role)) for name, role in wrong}
     assert {call: code for call, code in codes.items() if code != "PERMISSION_DENIED"} == {}
 
 
-def test_every_method_takes_its_own_roles(either: Guarded) -> None:
-    """What is wrong with an empty request is then the method's to say."""
-    right = [(name, role) for name in METHODS for role in ALLOWED[path_of(name)]]
-    codes = {(name, role): code_of(either, name, either.proof(role)) for name, role in right}
-    closed = ("UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
-    assert {call: code for call, code in codes.items() if code in closed} == {}
+def test_every_method_accepts_its_allowed_roles(secured: SecureCluster) -> None:
+    """The empty request may then be refused by the method itself."""
+    right = [(name, role) for name in METHODS for role in ALLOWED[method_path(name)]]
+    codes = {(name, role): call_status(secured, name, secured.credentials_for(role)) for name, role in right}
+    unexpected = ("UNAUTHENTICATED", "PERMISSION_DENIED", "INTERNAL", "UNAVAILABLE", "UNIMPLEMENTED")
+    assert {call: code for call, code in codes.items() if code in unexpected} == {}
 
 
-def test_a_strangers_message_is_not_read(with_token: Guarded) -> None:
-    """However much comes, the refusal does not wait for it, and it takes no memory."""
+def test_the_message_of_an_unauthenticated_call_is_not_read(with_token: SecureCluster) -> None:
+    """The refusal does not wait for a large message, and no memory is used for it."""
     pid = with_token.running.process.pid
-    before = memory_of(pid)
+    before = resident_bytes(pid)
     with grpc.insecure_channel(with_token.running.address, options=channel_options()) as channel:
         call = channel.unary_unary("/gpu_sim.GPUCoordinator/Memcpy", None, None)
         calls = [call.future(bytes(60 << 20), timeout=CALL_S) for _ in range(4)]
         assert {one.code().name for one in calls} == {"UNAUTHENTICATED"}
-    assert memory_of(pid) - before < 60 << 20
+    assert resident_bytes(pid) - before < 60 << 20
 
 
-def test_an_unknown_method_is_not_told_to_strangers(with_token: Guarded) -> None:
+def test_an_unauthenticated_call_does_not_learn_which_methods_exist(with_token: SecureCluster) -> None:
     for metadata, code in (
         ((), "UNAUTHENTICATED"),
-        (with_token.proof(Role.CLIENT).metadata, "PERMISSION_DENIED"),
+        (with_token.credentials_for(Role.CLIENT).metadata, "PERMISSION_DENIED"),
     ):
         with grpc.insecure_channel(with_token.running.address) as channel:
             call = channel.unary_unary("/hoop.v1.Coordinator/Nothing", None, None)
@@ -204,77 +209,77 @@ def test_an_unknown_method_is_not_told_to_strangers(with_token: Guarded) -> None
         assert refused.value.code().name == code
 
 
-@pytest.mark.parametrize("door", ["coordinator", "device"])
-def test_without_a_certificate_there_is_no_connection(with_tls: Guarded, door: str) -> None:
-    address = with_tls.running.address if door == "coordinator" else with_tls.device["address"]
-    authority = with_tls.proof(Role.CLIENT).certificates
-    assert authority is not None
-    half = grpc.ssl_channel_credentials(authority.authority)
-    name = (("grpc.ssl_target_name_override", f"{door}.hoop"),)
+@pytest.mark.parametrize("server", ["coordinator", "device"])
+def test_without_a_certificate_there_is_no_connection(with_tls: SecureCluster, server: str) -> None:
+    address = with_tls.running.address if server == "coordinator" else with_tls.device["address"]
+    certificates = with_tls.credentials_for(Role.CLIENT).certificates
+    assert certificates is not None
+    no_client_certificate = grpc.ssl_channel_credentials(certificates.authority)
+    options = (("grpc.ssl_target_name_override", f"{server}.hoop"),)
     with (
-        grpc.secure_channel(address, half, options=name) as trusting,
+        grpc.secure_channel(address, no_client_certificate, options=options) as tls,
         grpc.insecure_channel(address) as plain,
     ):
-        for channel in (trusting, plain):
+        for channel in (tls, plain):
             with pytest.raises(grpc.RpcError) as refused:
                 channel.unary_unary("/hoop.v1.Coordinator/GetStatus", None, None)(b"", timeout=CALL_S)
             assert refused.value.code().name == "UNAVAILABLE"
 
 
-def test_a_device_does_not_pass_for_the_coordinator(with_tls: Guarded) -> None:
-    """Whoever dials the coordinator and meets a device's certificate hangs up."""
-    client = with_tls.proof(Role.CLIENT)
+def test_a_client_rejects_a_device_certificate_from_the_coordinator(with_tls: SecureCluster) -> None:
+    """A device cannot impersonate the coordinator."""
+    client = with_tls.credentials_for(Role.CLIENT)
     with pytest.raises(DeadlineExceeded, match="did not answer"):
         hoop.connect(with_tls.device["address"], connect_timeout=1.0, credentials=client)
 
 
-# ---- ring sockets
+# ---- data connections
 
 
-def said_to(address: str, words: bytes) -> FrameHeader:
-    """The header of what a device's data port answers before it hangs up."""
+def reply_header(address: str, hello: bytes) -> FrameHeader:
+    """The header of the last reply from a device's data port, after an invalid proof if it sends a challenge."""
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=CALL_S) as sock:
-        sock.sendall(words)
-        heard = b""
-        while len(heard) < HEADER_BYTES and (data := sock.recv(4096)):
-            heard += data
-        if FrameHeader.unpack(heard[:HEADER_BYTES]).kind == FrameKind.CHALLENGE:
-            sock.sendall(bytes(32))  # a proof by someone without the key
-            heard = sock.recv(4096)
-    return FrameHeader.unpack(heard[:HEADER_BYTES])
+        sock.sendall(hello)
+        received = b""
+        while len(received) < HEADER_BYTES and (data := sock.recv(4096)):
+            received += data
+        if FrameHeader.unpack(received[:HEADER_BYTES]).kind == FrameKind.CHALLENGE:
+            sock.sendall(bytes(32))  # a proof made without the key
+            received = sock.recv(4096)
+    return FrameHeader.unpack(received[:HEADER_BYTES])
 
 
-def test_a_ring_socket_without_proof_is_refused(either: Guarded) -> None:
+def test_a_data_connection_without_proof_is_refused(secured: SecureCluster) -> None:
     plain = FrameHeader(FrameKind.HELLO, 1, 1, 0, 1, 0).pack()
     keyed = FrameHeader(FrameKind.HELLO, 1, 1, 0, 1, 16).pack() + bytes(16)
-    for words in (plain, keyed):
-        assert said_to(either.device["data_address"], words).kind == FrameKind.REFUSAL
+    for hello in (plain, keyed):
+        assert reply_header(secured.device["data_address"], hello).kind == FrameKind.REFUSAL
 
 
-# ---- and it works
+# ---- valid credentials
 
 
-def test_a_client_with_proof_can_work(either: Guarded) -> None:
-    with hoop.connect(either.running.address, credentials=either.proof(Role.CLIENT)) as connected:
+def test_a_client_with_credentials_runs_a_collective(secured: SecureCluster) -> None:
+    with hoop.connect(secured.running.address, credentials=secured.credentials_for(Role.CLIENT)) as connected:
         comm = connected.communicator(2)
         for total in comm.all_reduce([np.arange(1000.0), np.ones(1000)]):
             assert np.array_equal(total, np.arange(1000.0) + 1)
         comm.destroy()
 
 
-def test_roles_in_files_of_their_own(with_token: Guarded, capsys: pytest.CaptureFixture[str]) -> None:
-    """A machine with a client's token is a client; with it nothing else can be made or started."""
+def test_a_role_token_allows_only_its_role(with_token: SecureCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a client's or a device's token no other role can be used, and no other token made."""
     join, client, device = (with_token.folder / name for name in ("join", "client", "device"))
     for role, path in (("client", client), ("device", device)):
         hoop_command("token", path, "--role", role, "--token-file", join)
         assert path.stat().st_mode & 0o777 == 0o600
     address = with_token.running.address
-    ask = ["status", "--json", "--coordinator", address]
-    hoop_command(*ask, "--token-file", client)
+    status_command = ["status", "--json", "--coordinator", address]
+    hoop_command(*status_command, "--token-file", client)
     assert len(json.loads(capsys.readouterr().out)["devices"]) >= 2
     for command in (
-        [*ask, "--token-file", device],
+        [*status_command, "--token-file", device],
         ["device", "--join", address, "--token-file", client],
         ["coordinator", "--token-file", device],
         ["token", with_token.folder / "more", "--role", "device", "--token-file", client],
@@ -283,16 +288,16 @@ def test_roles_in_files_of_their_own(with_token: Guarded, capsys: pytest.Capture
             hoop_command(*command)
         assert not any(path.read_text().strip() in str(refused.value) for path in (join, client, device))
     with pytest.raises(Unauthenticated, match="no token came with this call"):
-        hoop_command(*ask)
+        hoop_command(*status_command)
 
 
-def test_a_device_with_a_devices_token_serves_all_three(
-    with_token: Guarded, start: Callable[..., Any], tmp_path: Path
+def test_a_device_with_a_device_token_serves_coordinator_clients_and_devices(
+    with_token: SecureCluster, start: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """It recognises the coordinator, clients and other devices, and proves its links, without the join token."""
+    """It authenticates the coordinator, clients and other devices, and its links, without the join token."""
     write_private(tmp_path / "device", Token.parse(SECRET).role_token(Role.DEVICE))
     address, port = with_token.running.address, free_port()
-    # Whoever says where its links are reached shares no memory: they are TCP.
+    # A device with an advertised data address shares no memory: its links are TCP.
     links = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}")
     options = ("--id", 9, "--memory", "64MiB", "--token-file", tmp_path / "device", *links)
     running = start("device", "--join", address, *options)
@@ -311,15 +316,17 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def test_the_token_is_nowhere_to_be_seen(with_token: Guarded) -> None:
-    """Not in the arguments of any process, and not in what they say."""
+def test_the_token_is_in_no_command_line_and_no_log(with_token: SecureCluster) -> None:
+    """Nor are the credentials derived from it in the log."""
     for pid in (with_token.device["pid"], with_token.running.process.pid):
         assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     derived = [Token.parse(SECRET).credential(role) for role in Role]
     assert not [one for one in (SECRET, *derived) if one in with_token.running.log.read_text()]
 
 
-def test_python_says_who_it_is(with_token: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_takes_its_token_from_the_argument_or_the_environment(
+    with_token: SecureCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = with_token.running.address
     with pytest.raises(Unauthenticated, match="no token came with this call"):
         hoop.connect(address)
@@ -333,15 +340,15 @@ def test_python_says_who_it_is(with_token: Guarded, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_training_with_a_token_of_its_own(run_hoop: Any) -> None:
-    """``hoop train`` on this machine guards its coordinator and devices with HOOP_TOKEN."""
+def test_training_with_a_token_from_the_environment(run_hoop: Any) -> None:
+    """``hoop train`` on this machine protects its coordinator and devices with HOOP_TOKEN."""
     done = run_hoop("train", "mnist", "-n", 2, "--epochs", 0, "--json", environment={"HOOP_TOKEN": new_token()})
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["devices"] == 2
 
 
 @pytest.mark.parametrize("command", ["coordinator", "up --devices 0", "device --join 127.0.0.1:1"])
-def test_beyond_loopback_something_is_asked_for(command: str, tmp_path: Path) -> None:
+def test_listening_beyond_loopback_requires_authentication(command: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument) as refused:
         hoop_command(*command.split(), "--host", "0.0.0.0")
     for word in ("hoop token FILE", "hoop certs DIR", "--insecure on a network you trust"):
@@ -352,12 +359,14 @@ def test_beyond_loopback_something_is_asked_for(command: str, tmp_path: Path) ->
         hoop_command(*command.split(), "--host", "0.0.0.0", "--token-file", tmp_path / "open")
 
 
-def test_with_a_token_it_listens_anywhere(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_with_a_token_the_coordinator_listens_on_all_interfaces(start: Callable[..., Any], tmp_path: Path) -> None:
     write_private(tmp_path / "join", new_token())
-    assert start("coordinator", "--host", "0.0.0.0", "--token-file", tmp_path / "join").first.startswith("coordinator ")
+    assert start("coordinator", "--host", "0.0.0.0", "--token-file", tmp_path / "join").first_line.startswith(
+        "coordinator "
+    )
 
 
-def test_insecure_is_said_aloud(start: Callable[..., Any]) -> None:
+def test_insecure_prints_a_warning(start: Callable[..., Any]) -> None:
     running = start("coordinator", "--host", "0.0.0.0", "--insecure")
-    assert running.first.startswith("coordinator ")
+    assert running.first_line.startswith("coordinator ")
     assert "callers are not authenticated" in running.errors

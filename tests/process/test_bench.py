@@ -1,4 +1,4 @@
-"""``hoop bench``: every figure of a row, the algorithm that ran, chosen or forced, and the plot."""
+"""``hoop bench``: the figures of each row, the algorithm that ran (selected or forced), the plot, invalid options."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_rows_say_what_ran(tmp_path: Path) -> None:
+def test_rows_name_the_algorithm_that_ran(tmp_path: Path) -> None:
     done = bench("--contenders", "arena,shm,tcp", "--sizes", "4,64KiB", "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    ran = {(row["contender"], row["bytes"]): row["algorithm"] for row in found["rows"]}
-    assert ran["arena", 4] == ran["shm", 4] == "flat"
-    assert (ran["arena", 65536], ran["shm", 65536]) == ("direct", "staged")
-    assert {ran["tcp", 4], ran["tcp", 65536]} <= {"ring", "tree", "halving_doubling"}
-    assert found["copy_bandwidth"]["2"] > 0
-    for row in found["rows"]:
+    report = json.loads(done.stdout)
+    algorithms = {(row["contender"], row["bytes"]): row["algorithm"] for row in report["rows"]}
+    assert algorithms["arena", 4] == algorithms["shm", 4] == "flat"
+    assert (algorithms["arena", 65536], algorithms["shm", 65536]) == ("direct", "staged")
+    assert {algorithms["tcp", 4], algorithms["tcp", 65536]} <= {"ring", "tree", "halving_doubling"}
+    assert report["copy_bandwidth"]["2"] > 0
+    for row in report["rows"]:
         assert row["algbw"] == row["busbw"] == row["bytes"] / row["seconds"]
-        assert f"{row['contender']} on 2 ranks" in done.stderr, "it tells how far it is"
+        assert f"{row['contender']} on 2 ranks" in done.stderr, "progress is printed"
 
 
-def test_an_algorithm_can_be_forced_and_drawn(tmp_path: Path) -> None:
-    picture = tmp_path / "plot.svg"
-    done = bench("--contenders", "shm,tcp", "--sizes", "4,4KiB", "--algorithm", "ring", "--plot", str(picture))
+def test_an_algorithm_can_be_forced_and_plotted(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    done = bench("--contenders", "shm,tcp", "--sizes", "4,4KiB", "--algorithm", "ring", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("| 2 |")]
     assert len(lines) == 4
     assert all(line.endswith("| ring |") for line in lines), done.stdout
-    drawn = ElementTree.fromstring(picture.read_text())
-    words = {"".join(one.itertext()) for one in drawn.iter() if one.tag.endswith("text")}
-    assert {"us, 2 ranks", "shm", "tcp", "bytes"} <= words
+    svg = ElementTree.fromstring(plot.read_text())
+    labels = {"".join(element.itertext()) for element in svg.iter() if element.tag.endswith("text")}
+    assert {"us, 2 ranks", "shm", "tcp", "bytes"} <= labels
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_algorithm_can_be_forced_and_drawn(tmp_path: Path) -> None:
         (["--ranks", "0"], "--ranks: '0' is not a number of ranks"),
     ],
 )
-def test_what_makes_no_sense_is_named_before_anything_is_measured(options: list[str], says: str) -> None:
+def test_invalid_options_are_reported_before_anything_is_measured(options: list[str], says: str) -> None:
     done = bench(*options)
     assert done.returncode != 0
     assert says in done.stderr

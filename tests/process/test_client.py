@@ -1,4 +1,4 @@
-"""The Python client against devices that are processes: every collective, by arrays and by buffers."""
+"""The Python client with device processes: collectives on arrays and buffers, device memory, communicators."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from hoop.errors import (
 UP = ("--devices", "4", "--memory", "256MiB")
 N = 4
 LARGE = 100_000_000
-"""Bytes: more than any one message may have."""
+"""Bytes; more than fit into one message."""
 
 
 @pytest.fixture
 def comm(cluster: hoop.Cluster) -> Iterator[hoop.Communicator]:
-    """All four devices; whatever a test leaves in their memory is freed, and they were empty before."""
-    made = cluster.communicator([1, 2, 3, 4])
-    yield made
-    for device in made.devices:
+    """A communicator of all four devices. After the test its buffers are freed; no internal one may be left."""
+    communicator = cluster.communicator([1, 2, 3, 4])
+    yield communicator
+    for device in communicator.devices:
         for name in device.buffers():
             assert not name.startswith("hoop."), f"{name} was left in {device.info}"
             device.free(name)
-    made.destroy()
+    communicator.destroy()
 
 
-def vectors(count: int, kind: str = "float32", ranks: int = N) -> list[Any]:
-    """Small whole numbers, so that sums are exact in any order and any type."""
-    return [(np.arange(count) % 7 + rank + 1).astype(kind) for rank in range(ranks)]
+def vectors(count: int, dtype: str = "float32", ranks: int = N) -> list[Any]:
+    """Small integers, so that sums are exact in any order and dtype."""
+    return [(np.arange(count) % 7 + rank + 1).astype(dtype) for rank in range(ranks)]
 
 
 def blocks(values: list[Any], rank: int) -> list[Any]:
-    """Block ``rank`` of everybody's vector."""
+    """Block ``rank`` of each rank's vector."""
     return [value.reshape(N, -1)[rank] for value in values]
 
 
-# What every rank has afterwards, given what every rank had (``x``) and what was in its result (``old``).
+# The expected result of each rank, from the input of each rank (``x``) and the old content of its result (``old``).
 EXPECTED: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
     "all_reduce": lambda x, _: [sum(x)] * N,
     "broadcast": lambda x, _: [x[1]] * N,
@@ -63,15 +63,15 @@ EXPECTED: dict[str, Callable[[list[Any], list[Any]], list[Any]]] = {
 }
 ROOTED = {name: {"root": 1} for name in ("broadcast", "reduce", "gather", "scatter")}
 OPTIONS: dict[str, dict[str, int]] = {**ROOTED, "send": {"source": 1, "destination": 3}}
-GROWS = {"all_gather": N, "gather": N, "reduce_scatter": 1 / N, "scatter": 1 / N}
-"""How long the result is; 1 where it is not said."""
+RESULT_SCALE = {"all_gather": N, "gather": N, "reduce_scatter": 1 / N, "scatter": 1 / N}
+"""The length of the result relative to the input, if they differ."""
 COLLECTIVES = sorted(EXPECTED)
 
 
-def same(found: list[Any], wanted: list[Any]) -> None:
-    assert len(found) == len(wanted)
-    for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        np.testing.assert_array_equal(one, other, err_msg=f"rank {rank}")
+def assert_ranks_equal(results: list[Any], expected: list[Any]) -> None:
+    assert len(results) == len(expected)
+    for rank, (result, wanted) in enumerate(zip(results, expected, strict=True)):
+        np.testing.assert_array_equal(result, wanted, err_msg=f"rank {rank}")
 
 
 # ---- arrays
@@ -79,32 +79,32 @@ def same(found: list[Any], wanted: list[Any]) -> None:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_arrays(comm: hoop.Communicator, collective: str) -> None:
-    """NumPy arrays in, new ones out, right on every rank; what a rank does not receive it keeps, or is zero."""
-    length = int(3 * N * GROWS.get(collective, 1))
-    for kind in ("float32", "float64", "float16", "int8", "int32", "int64", "uint8"):
-        x = vectors(3 * N, kind)
-        given = [value.copy() for value in x]
+    """NumPy arrays in, new arrays out; a rank that receives nothing gets its input back, or zeros."""
+    length = int(3 * N * RESULT_SCALE.get(collective, 1))
+    for dtype in ("float32", "float64", "float16", "int8", "int32", "int64", "uint8"):
+        x = vectors(3 * N, dtype)
+        before = [value.copy() for value in x]
         found = getattr(comm, collective)(x, **OPTIONS.get(collective, {}))
-        old = x if length == 3 * N else [np.zeros(length, kind)] * N
-        same(found, EXPECTED[collective](x, old))
-        assert all(value.dtype == kind for value in found)
-        same(x, given)
+        old = x if length == 3 * N else [np.zeros(length, dtype)] * N
+        assert_ranks_equal(found, EXPECTED[collective](x, old))
+        assert all(value.dtype == dtype for value in found)
+        assert_ranks_equal(x, before)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_tensors(comm: hoop.Communicator, collective: str) -> None:
     values = vectors(2 * N)
-    length = int(2 * N * GROWS.get(collective, 1))
+    length = int(2 * N * RESULT_SCALE.get(collective, 1))
     old = values if length == 2 * N else [np.zeros(length, "float32")] * N
-    for kind in (torch.float32, torch.bfloat16, torch.int32):
-        tensors = [torch.from_numpy(value).to(kind) for value in values]
+    for dtype in (torch.float32, torch.bfloat16, torch.int32):
+        tensors = [torch.from_numpy(value).to(dtype) for value in values]
         found = getattr(comm, collective)(tensors, **OPTIONS.get(collective, {}))
-        assert all(isinstance(tensor, torch.Tensor) and tensor.dtype == kind for tensor in found)
-        same([tensor.to(torch.float32).numpy() for tensor in found], EXPECTED[collective](values, old))
+        assert all(isinstance(tensor, torch.Tensor) and tensor.dtype == dtype for tensor in found)
+        assert_ranks_equal([tensor.to(torch.float32).numpy() for tensor in found], EXPECTED[collective](values, old))
 
 
 def test_bfloat16_keeps_its_bits(comm: hoop.Communicator) -> None:
-    """Every one of the 65536 patterns, NaNs among them, arrives as it was sent."""
+    """All 65536 bit patterns, including NaNs, arrive unchanged."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     tensors = [patterns.view(torch.bfloat16)] + [torch.zeros(2**16, dtype=torch.bfloat16)] * (N - 1)
     for tensor in comm.broadcast(tensors):
@@ -112,27 +112,27 @@ def test_bfloat16_keeps_its_bits(comm: hoop.Communicator) -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "avg"])
-def test_every_operation(comm: hoop.Communicator, op: str) -> None:
+def test_every_reduction_op(comm: hoop.Communicator, op: str) -> None:
     x = vectors(10, "float64")
     wanted = {"sum": sum(x), "prod": np.prod(x, 0), "min": x[0], "max": x[3], "avg": sum(x) / N}[op]
-    same(comm.all_reduce(x, op=op), [wanted] * N)
-    same(comm.reduce(x, op=op, root=2), [x[0], x[1], wanted, x[3]])
-    same(comm.reduce_scatter([np.tile(value, N) for value in x], op=op), [wanted] * N)
+    assert_ranks_equal(comm.all_reduce(x, op=op), [wanted] * N)
+    assert_ranks_equal(comm.reduce(x, op=op, root=2), [x[0], x[1], wanted, x[3]])
+    assert_ranks_equal(comm.reduce_scatter([np.tile(value, N) for value in x], op=op), [wanted] * N)
 
 
 def test_shapes_are_kept(comm: hoop.Communicator) -> None:
-    """Also of what is not contiguous, or needs a gradient."""
+    """Also for arrays that are not contiguous and tensors that require gradients."""
     x = [value.reshape(2, 3).T for value in vectors(6)]
     found = comm.all_reduce(x)
     assert found[0].shape == (3, 2)
-    same(found, [sum(x)] * N)
+    assert_ranks_equal(found, [sum(x)] * N)
     tensors = [torch.from_numpy(value.copy()).requires_grad_() for value in x]
-    same([tensor.numpy() for tensor in comm.all_reduce(tensors)], [sum(x)] * N)
+    assert_ranks_equal([tensor.numpy() for tensor in comm.all_reduce(tensors)], [sum(x)] * N)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_fewer_elements_than_ranks(comm: hoop.Communicator, count: int) -> None:
-    same(comm.all_reduce(vectors(count)), [sum(vectors(count))] * N)
+    assert_ranks_equal(comm.all_reduce(vectors(count)), [sum(vectors(count))] * N)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "chunked_ring", "naive", "tree"])
@@ -141,12 +141,12 @@ def test_algorithms(comm: hoop.Communicator, algorithm: str) -> None:
     buffer = comm.buffer("x", 1000).fill(x)
     report = comm.all_reduce(buffer, algorithm=algorithm, chunk_bytes=256)
     assert report.algorithm == algorithm
-    assert report.bytes_sent == 2 * (N - 1) * 4000  # all of them send what one rank's vector costs, spread or not
-    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+    assert report.bytes_sent == 2 * (N - 1) * 4000  # in total, for every algorithm
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
 
 
 def test_a_compressed_all_reduce(comm: hoop.Communicator) -> None:
-    """Again and again on one buffer: what was not sent comes with a later one."""
+    """Repeated on one buffer: what one call does not send is sent by a later one (error feedback)."""
     x = vectors(1000)
     source, out = comm.buffer("x", 1000).fill(x), comm.buffer("y", 1000)
     totals = [np.zeros(1000) for _ in range(N)]
@@ -168,14 +168,14 @@ def test_a_compressed_all_reduce(comm: hoop.Communicator) -> None:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_buffers(comm: hoop.Communicator, collective: str) -> None:
-    """From one buffer into another: the source stays, a rank that receives nothing keeps what it had."""
+    """From one buffer into another: the source does not change, nor the result of a rank that receives nothing."""
     x = vectors(4 * N)
-    length = int(4 * N * GROWS.get(collective, 1))
+    length = int(4 * N * RESULT_SCALE.get(collective, 1))
     old = [np.full(length, -1, "float32")] * N
     source, out = comm.buffer("x", 4 * N).fill(x), comm.buffer("y", length).fill(old)
     getattr(comm, collective)(source, out=out, **OPTIONS.get(collective, {}))
-    same([out.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
-    same([source.read(rank) for rank in range(N)], x)
+    assert_ranks_equal([out.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
+    assert_ranks_equal([source.read(rank) for rank in range(N)], x)
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "broadcast", "reduce", "send"])
@@ -183,31 +183,31 @@ def test_buffers_in_place(comm: hoop.Communicator, collective: str) -> None:
     x = vectors(50)
     buffer = comm.buffer("x", 50).fill(x)
     getattr(comm, collective)(buffer, **OPTIONS.get(collective, {}))
-    same([buffer.read(rank) for rank in range(N)], EXPECTED[collective](x, x))
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], EXPECTED[collective](x, x))
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "gather", "reduce_scatter", "scatter"])
 def test_blocks_in_place(comm: hoop.Communicator, collective: str) -> None:
-    """Rank r's own block is block r of the whole: different addresses on every rank."""
+    """Rank r's own block is block r of the whole buffer, so its address differs on every rank."""
     whole = comm.buffer("whole", 3 * N)
-    places = [
+    addresses = [
         device.buffers()["whole"][0] + rank * 3 * whole.dtype.itemsize for rank, device in enumerate(comm.devices)
     ]
-    mine = comm.at(places, 3)
-    long = vectors(3 * N)
-    whole.fill(long)
-    old = [value.copy() for value in long]
+    own_blocks = comm.at(addresses, 3)
+    full = vectors(3 * N)
+    whole.fill(full)
+    old = [value.copy() for value in full]
     if "gather" in collective:
-        x = [value.reshape(N, 3)[rank] for rank, value in enumerate(long)]
-        getattr(comm, collective)(mine, out=whole, **OPTIONS.get(collective, {}))
-        same([whole.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
+        x = [value.reshape(N, 3)[rank] for rank, value in enumerate(full)]
+        getattr(comm, collective)(own_blocks, out=whole, **OPTIONS.get(collective, {}))
+        assert_ranks_equal([whole.read(rank) for rank in range(N)], EXPECTED[collective](x, old))
     else:
-        getattr(comm, collective)(whole, out=mine, **OPTIONS.get(collective, {}))
-        same([mine.read(rank) for rank in range(N)], EXPECTED[collective](long, old))
+        getattr(comm, collective)(whole, out=own_blocks, **OPTIONS.get(collective, {}))
+        assert_ranks_equal([own_blocks.read(rank) for rank in range(N)], EXPECTED[collective](full, old))
 
 
 def test_part(comm: hoop.Communicator) -> None:
-    """Elements of a buffer, relative to its start; the ones around them stay."""
+    """A range of a buffer's elements; the elements around it do not change."""
     x = vectors(10)
     buffer = comm.buffer("x", 10).fill(x)
     middle = buffer.part(2, 8)
@@ -216,22 +216,22 @@ def test_part(comm: hoop.Communicator) -> None:
     wanted = [value.copy() for value in x]
     for value in wanted:
         value[3:5] = sum(x)[3:5]
-    same([buffer.read(rank) for rank in range(N)], wanted)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], wanted)
     comm.broadcast(buffer.part(0, 5), out=buffer.part(5, 10), root=2)
-    same([buffer.read(rank)[5:] for rank in range(N)], [wanted[2][:5]] * N)
+    assert_ranks_equal([buffer.read(rank)[5:] for rank in range(N)], [wanted[2][:5]] * N)
 
 
 def test_different_addresses(comm: hoop.Communicator) -> None:
-    """Every rank's vector lies elsewhere, and no name is involved."""
+    """The vectors have a different address on each rank, and no name."""
     x = vectors(64, "float64")
     buffer = comm.at([0x1000 + 4096 * rank for rank in range(N)], 64, "float64").fill(x)
     comm.all_reduce(buffer)
-    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
     raw = comm.devices[2].read(0x1000 + 4096 * 2, 64 * 8)
     np.testing.assert_array_equal(np.frombuffer(raw, "float64"), sum(x))
 
 
-def test_buffers_are_kept_and_found_again(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+def test_named_buffers_can_be_reused(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
     x = vectors(8)
     comm.buffer("weights", 8).fill(x)
     with pytest.raises(FailedPrecondition, match="'weights' already exists"):
@@ -239,7 +239,7 @@ def test_buffers_are_kept_and_found_again(cluster: hoop.Cluster, comm: hoop.Comm
     with pytest.raises(FailedPrecondition, match="exists with 32 bytes"):
         comm.buffer("weights", 9, reuse=True)
     other = cluster.communicator([4, 3, 2, 1]).buffer("weights", 8, reuse=True)
-    same([other.read(rank) for rank in range(N)], x[::-1])
+    assert_ranks_equal([other.read(rank) for rank in range(N)], x[::-1])
     assert cluster.device(3).buffers()["weights"][1] == 32
     other.free()
     assert "weights" not in cluster.device(3).buffers()
@@ -249,29 +249,29 @@ def test_buffers_are_kept_and_found_again(cluster: hoop.Cluster, comm: hoop.Comm
 
 
 def test_drivers_agree_to_the_bit(comm: hoop.Communicator) -> None:
-    """The coordinator that steps the devices does what they do by themselves, in the same order."""
+    """``stepped`` adds in the same order as ``devices``, so the results are bitwise equal."""
     generator = np.random.default_rng(1)
     x = [generator.standard_normal(1001).astype("float32") for _ in range(N)]
     found = {driver: comm.all_reduce(x, driver=driver, algorithm="ring") for driver in ("devices", "stepped", "relay")}
     for one, other in zip(found["devices"], found["stepped"], strict=True):
         assert one.tobytes() == other.tobytes()
-    # The relay adds in rank order; the ring starts elsewhere for each segment.
-    same(found["relay"], [((x[0] + x[1]) + x[2]) + x[3]] * N)
+    # The relay adds in rank order; the ring starts at a different rank for each segment.
+    assert_ranks_equal(found["relay"], [((x[0] + x[1]) + x[2]) + x[3]] * N)
     whole = vectors(1001)
     for driver in ("devices", "stepped", "relay"):
-        same(comm.all_reduce(whole, driver=driver), [sum(whole)] * N)
+        assert_ranks_equal(comm.all_reduce(whole, driver=driver), [sum(whole)] * N)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_stepped(comm: hoop.Communicator, collective: str) -> None:
-    """Also those in which a rank keeps something aside from round to round."""
+    """Including collectives in which a rank keeps scratch data between rounds."""
     x = vectors(2 * N)
     options = OPTIONS.get(collective, {})
     call = getattr(comm, collective)
-    same(call(x, driver="stepped", **options), call(x, **options))
+    assert_ranks_equal(call(x, driver="stepped", **options), call(x, **options))
 
 
-def test_drivers_that_cannot(comm: hoop.Communicator) -> None:
+def test_invalid_options_are_refused(comm: hoop.Communicator) -> None:
     x = vectors(8)
     for options, says in (
         ({"driver": "magic"}, "driver: 'magic' is unknown; known: devices, stepped, relay"),
@@ -289,7 +289,7 @@ def test_drivers_that_cannot(comm: hoop.Communicator) -> None:
 
 
 def test_a_group_runs_in_order(comm: hoop.Communicator) -> None:
-    """Each operation finds what the one before it left."""
+    """Each operation reads the result of the one before it."""
     x = vectors(16)
     buffer, out = comm.buffer("x", 16).fill(x), comm.buffer("y", 16)
     with comm.group():
@@ -298,12 +298,12 @@ def test_a_group_runs_in_order(comm: hoop.Communicator) -> None:
         comm.broadcast(buffer, root=0)
         comm.reduce(out, root=3, op="max")
         comm.barrier()
-        same([buffer.read(rank) for rank in range(N)], x)  # nothing has moved yet
-    same([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
-    same([out.read(rank) for rank in range(N)], [sum(x) * N] * N)
+        assert_ranks_equal([buffer.read(rank) for rank in range(N)], x)  # nothing has run yet
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], [sum(x)] * N)
+    assert_ranks_equal([out.read(rank) for rank in range(N)], [sum(x) * N] * N)
 
 
-def test_a_group_is_left_behind_by_an_exception(comm: hoop.Communicator) -> None:
+def test_an_exception_discards_the_group(comm: hoop.Communicator) -> None:
     x = vectors(4)
     buffer = comm.buffer("x", 4).fill(x)
 
@@ -318,12 +318,12 @@ def test_a_group_is_left_behind_by_an_exception(comm: hoop.Communicator) -> None
         pass
     with pytest.raises(InvalidArgument, match="cannot be in a group"), comm.group():
         comm.all_reduce(x)
-    same([buffer.read(rank) for rank in range(N)], x)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], x)
     comm.barrier()
 
 
-def test_a_group_names_the_operation(comm: hoop.Communicator) -> None:
-    """Whether the coordinator can tell, and nothing has moved yet, or only a device."""
+def test_an_error_in_a_group_names_the_operation(comm: hoop.Communicator) -> None:
+    """Whether the coordinator detects the error before anything runs, or a device does."""
     x = vectors(4)
     buffer = comm.buffer("x", 4).fill(x)
     outside = comm.at([0] * N, 4)
@@ -336,7 +336,7 @@ def test_a_group_names_the_operation(comm: hoop.Communicator) -> None:
 
     with pytest.raises(OutOfRange, match=r"operation 2 of 3: rank 0: \[0x0, 0x10\)"):
         reduce_all(buffer, outside, buffer)
-    same([buffer.read(rank) for rank in range(N)], x)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], x)
     with pytest.raises(NotFound, match=r"device 3: operation 3 of 3: .* no buffer is called 'gone'"):
         reduce_all(buffer, buffer, missing)
 
@@ -350,15 +350,15 @@ def test_handles(comm: hoop.Communicator) -> None:
     found = handle.wait(30)
     assert handle.done()
     assert handle.wait() is found
-    same(found, [sum(x)] * N)
+    assert_ranks_equal(found, [sum(x)] * N)
     buffer = comm.buffer("x", 4).fill(vectors(4))
     handles = [comm.all_reduce(buffer, wait=False) for _ in range(8)]
     for one in handles:
         assert one.wait(30).algorithm
-    same([buffer.read(rank) for rank in range(N)], [sum(vectors(4)) * N**7] * N)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], [sum(vectors(4)) * N**7] * N)
 
 
-def test_a_handle_tells_of_a_failure(comm: hoop.Communicator) -> None:
+def test_a_handle_raises_the_failure_at_every_wait(comm: hoop.Communicator) -> None:
     handle = comm.all_reduce(comm.at([0] * N, 4), wait=False)
     for _ in range(2):
         with pytest.raises(OutOfRange, match="outside device 1's memory"):
@@ -383,7 +383,7 @@ def test_barrier_and_reports(comm: hoop.Communicator) -> None:
 
 
 def test_copies(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
-    """Device to device and on one device, by name and by address; both ends may be the same."""
+    """Between devices and within one, by name and by address; source and destination may be the same."""
     comm.buffer("x", 8)
     one, two = cluster.device(1), cluster.device(2)
     one.write("x", bytes(range(32)))
@@ -397,7 +397,7 @@ def test_copies(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
     cluster.copy((1, "x"), (2, "x"), 0)
 
 
-def test_copies_that_cannot(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+def test_invalid_copies_are_refused(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
     comm.buffer("x", 8)
     with pytest.raises(NotFound, match=r"device 2: .*no buffer is called 'y'"):
         cluster.copy((1, "x"), (2, "y"), 8)
@@ -413,7 +413,7 @@ def test_copies_that_cannot(cluster: hoop.Cluster, comm: hoop.Communicator) -> N
 
 
 def test_large_transfers(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
-    """100 MB there, on, and back: more than any message may carry."""
+    """100 MB to one device, on to another, and back: more than fit into one message."""
     data = np.random.default_rng(2).integers(0, 256, LARGE, dtype="uint8")
     one, two = cluster.device(1), cluster.device(2)
     one.allocate("large", LARGE)
@@ -424,8 +424,8 @@ def test_large_transfers(cluster: hoop.Cluster, comm: hoop.Communicator) -> None
     assert two.read("large", 10, offset=LARGE - 10) == data[-10:].tobytes()
 
 
-def test_write_takes_whatever_has_bytes(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
-    """Elements of more than a byte, and more than one dimension."""
+def test_write_accepts_any_bytes_like_object(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+    """Also with elements larger than a byte and more than one dimension."""
     values = np.arange(3 * 2**19, dtype="float64").reshape(-1, 2)  # 12 MiB
     device = cluster.device(1)
     device.allocate("x", values.nbytes)
@@ -438,19 +438,19 @@ def test_write_takes_whatever_has_bytes(cluster: hoop.Cluster, comm: hoop.Commun
 
 
 def test_out_of_memory(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
-    """The message has all that one needs to see why; no device keeps a part."""
+    """The error names device, buffer, sizes and what holds the memory; no device keeps a partial allocation."""
     cluster.device(4).allocate("hoard", 200 * 2**20)
     with pytest.raises(OutOfMemory) as caught:
         comm.buffer("x", 60 * 2**20, "uint8")
-    for words in ("device 4", "'x'", "60 MiB", "56 MiB free of 256 MiB", "held by 'hoard' 200 MiB"):
-        assert words in str(caught.value)
+    for text in ("device 4", "'x'", "60 MiB", "56 MiB free of 256 MiB", "held by 'hoard' 200 MiB"):
+        assert text in str(caught.value)
     with pytest.raises(OutOfMemory):
         comm.all_reduce([np.zeros(60 * 2**20, "uint8")] * N)
     assert [list(device.buffers()) for device in comm.devices] == [[], [], [], ["hoard"]]
 
 
 def test_staging_is_freed(comm: hoop.Communicator) -> None:
-    """After a success, a refusal and a failure; also of what nobody waited for until late."""
+    """After success and refusal, with and without ``wait=False``."""
     x = vectors(8)
     comm.all_reduce(x)
     with pytest.raises(InvalidArgument):
@@ -465,10 +465,10 @@ def test_staging_is_freed(comm: hoop.Communicator) -> None:
     assert [device.buffers() for device in comm.devices] == [{}] * N
 
 
-# ---- mistakes
+# ---- invalid arguments
 
 
-def test_mistakes_in_arrays(comm: hoop.Communicator) -> None:
+def test_invalid_arrays_are_refused(comm: hoop.Communicator) -> None:
     for values, says in (
         (vectors(3)[:3], "values: 3 were given for 4 ranks"),
         ([*vectors(3)[:3], np.zeros(4, "float32")], r"their sizes differ: \[3, 3, 3, 4\]"),
@@ -488,7 +488,7 @@ def test_mistakes_in_arrays(comm: hoop.Communicator) -> None:
         comm.all_reduce(vectors(3), out=comm.buffer("x", 3))
 
 
-def test_mistakes_in_buffers(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
+def test_invalid_buffers_are_refused(cluster: hoop.Cluster, comm: hoop.Communicator) -> None:
     buffer = comm.buffer("x", 10)
     with pytest.raises(InvalidArgument, match="values: 3 elements were given, the buffer has 10"):
         buffer.write(0, np.zeros(3, "float32"))
@@ -512,8 +512,8 @@ def test_mistakes_in_buffers(cluster: hoop.Cluster, comm: hoop.Communicator) -> 
         cluster.communicator(2).all_reduce(buffer)
 
 
-def test_a_result_never_leaves_its_buffer(comm: hoop.Communicator) -> None:
-    """A part that is too short is refused, though there is memory behind it; so are blocks that do not come out."""
+def test_a_result_is_never_written_outside_its_buffer(comm: hoop.Communicator) -> None:
+    """A part that is too short is refused, although memory follows it; so are unequal blocks."""
     x, old = vectors(10), vectors(40)
     source, out = comm.buffer("x", 10).fill(x), comm.buffer("y", 40).fill(old)
     with pytest.raises(InvalidArgument, match="out: it has 4 elements, the result 10"):
@@ -522,10 +522,10 @@ def test_a_result_never_leaves_its_buffer(comm: hoop.Communicator) -> None:
         comm.all_gather(source, out=out.part(0, 39))
     with pytest.raises(InvalidArgument, match="values: 10 elements do not make 4 equal blocks"):
         comm.reduce_scatter(source, out=out)
-    same([out.read(rank) for rank in range(N)], old)
+    assert_ranks_equal([out.read(rank) for rank in range(N)], old)
 
 
-def test_device_memory_mistakes(cluster: hoop.Cluster) -> None:
+def test_invalid_device_memory_calls_are_refused(cluster: hoop.Cluster) -> None:
     device = cluster.device(1)
     with pytest.raises(OutOfRange, match=r"device 1 .*address 0x0 with size 8"):
         device.read(0, 8)
@@ -547,50 +547,50 @@ def test_ranks_are_in_the_order_of_the_ids(cluster: hoop.Cluster) -> None:
     comm = cluster.communicator([3, 1, 4])
     assert [device.id for device in comm.devices] == [3, 1, 4]
     x = vectors(3, ranks=3)
-    same(comm.all_gather(x), [np.concatenate(x)] * 3)
+    assert_ranks_equal(comm.all_gather(x), [np.concatenate(x)] * 3)
     comm.buffer("mine", 3).fill(x)
     found = [np.frombuffer(cluster.device(device_id).read("mine", 12), "float32") for device_id in (3, 1, 4)]
-    same(found, x)
+    assert_ranks_equal(found, x)
     comm.buffer("mine", 3, reuse=True).free()
     comm.destroy()
 
 
-def test_communicators_that_cannot_be(cluster: hoop.Cluster) -> None:
+def test_invalid_communicators_are_refused(cluster: hoop.Cluster) -> None:
     with pytest.raises(FailedPrecondition, match="9 were asked for, 4 are alive; start more with: hoop device"):
         cluster.communicator(9)
     with pytest.raises(NotFound, match=r"device 7 is unknown; known: \[1, 2, 3, 4\]"):
         cluster.communicator([1, 7])
     with pytest.raises(InvalidArgument, match=r"\[1, 1\] names a device twice"):
         cluster.communicator([1, 1])
-    nobodies: tuple[int | list[int], ...] = (0, [])
-    for nobody in nobodies:
+    empty_sets: tuple[int | list[int], ...] = (0, [])
+    for empty in empty_sets:
         with pytest.raises(InvalidArgument, match="needs at least one"):
-            cluster.communicator(nobody)
+            cluster.communicator(empty)
 
 
 @pytest.mark.parametrize("driver", ["devices", "stepped", "relay"])
-def test_alone(cluster: hoop.Cluster, driver: str) -> None:
-    """One device: every collective is the identity, and nobody waits for anybody."""
+def test_a_communicator_of_one_device(cluster: hoop.Cluster, driver: str) -> None:
+    """Every collective is the identity."""
     comm = cluster.communicator([2])
     x = vectors(5, ranks=1)
     for collective in COLLECTIVES:
         if driver != "relay" or collective == "all_reduce":
             options = {"source": 0, "destination": 0} if collective == "send" else {}
-            same(getattr(comm, collective)(x, driver=driver, **options), x)
+            assert_ranks_equal(getattr(comm, collective)(x, driver=driver, **options), x)
     comm.barrier()
     comm.destroy()
 
 
-def test_a_communicator_s_life(cluster: hoop.Cluster) -> None:
+def test_the_life_cycle_of_a_communicator(cluster: hoop.Cluster) -> None:
     comm = cluster.communicator(2)
     assert (comm.size, comm.generation, comm.status().status) == (2, 1, "in_progress")
     comm.barrier()
     assert (comm.status().status, comm.status().reason) == ("success", "")
     with pytest.raises(OutOfRange):
         comm.all_reduce(comm.at([0, 0], 1))
-    assert comm.status().status == "success"  # a mistake that is seen at the door changes nothing
-    assert comm.rebuild().generation == 2  # with everybody alive it is the same, anew
-    same(comm.all_reduce(vectors(3, ranks=2)), [sum(vectors(3, ranks=2))] * 2)
+    assert comm.status().status == "success"  # a request that is refused changes nothing
+    assert comm.rebuild().generation == 2  # all members are alive: same members, next generation
+    assert_ranks_equal(comm.all_reduce(vectors(3, ranks=2)), [sum(vectors(3, ranks=2))] * 2)
     comm.destroy()
     for call in (comm.barrier, comm.status, comm.rebuild, comm.destroy):
         with pytest.raises(NotFound, match="unknown or destroyed"):
@@ -599,33 +599,33 @@ def test_a_communicator_s_life(cluster: hoop.Cluster) -> None:
 
 
 def test_communicators_side_by_side(cluster: hoop.Cluster) -> None:
-    """Eight over the same devices in all orders, each from a thread of its own."""
+    """Eight over the same devices in different orders, each in its own thread."""
     orders = [[1, 2, 3, 4], [4, 3, 2, 1], [2, 1], [1, 2], [3, 4, 1], [2], [4, 2], [1, 4, 2, 3]]
-    begin = threading.Barrier(len(orders), timeout=30)
+    all_ready = threading.Barrier(len(orders), timeout=30)
 
-    def work(number: int) -> int:
-        comm = cluster.communicator(orders[number])
-        x = [value * (number + 1) for value in vectors(5000, ranks=comm.size)]
-        begin.wait()
+    def run(index: int) -> int:
+        comm = cluster.communicator(orders[index])
+        x = [value * (index + 1) for value in vectors(5000, ranks=comm.size)]
+        all_ready.wait()
         for _ in range(10):
-            same(comm.all_reduce(x), [sum(x)] * comm.size)
+            assert_ranks_equal(comm.all_reduce(x), [sum(x)] * comm.size)
         comm.destroy()
-        return number
+        return index
 
     with ThreadPoolExecutor(len(orders)) as threads:
-        assert sorted(threads.map(work, range(len(orders)))) == list(range(len(orders)))
+        assert sorted(threads.map(run, range(len(orders)))) == list(range(len(orders)))
 
 
 def test_one_communicator_from_many_threads(comm: hoop.Communicator) -> None:
-    """Its operations run one after the other, whoever asks."""
+    """Its operations run one at a time."""
     buffer = comm.buffer("x", 100).fill([np.ones(100, "float64").astype("float32")] * N)
     with ThreadPoolExecutor(6) as threads:
         assert len(list(threads.map(lambda _: comm.all_reduce(buffer), range(6)))) == 6
-    same([buffer.read(rank) for rank in range(N)], [np.full(100, float(N**6), "float32")] * N)
+    assert_ranks_equal([buffer.read(rank) for rank in range(N)], [np.full(100, float(N**6), "float32")] * N)
 
 
 def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> None:
-    """Two at a time; what one makes the other sees; nothing needs to be closed in order."""
+    """Each of two clients sees the communicators and events of the other."""
     one, two = connect(up.address), connect(up.address, timeout=20.0)
     comm = one.communicator([1, 2])
     assert comm.id in [each.id for each in two.status().communicators]
@@ -645,10 +645,10 @@ def test_clients_come_and_go(up: Any, connect: Callable[..., hoop.Cluster]) -> N
     made.destroy()
 
 
-def test_connect_says_what_it_tried() -> None:
+def test_a_failed_connect_reports_address_tries_and_cause() -> None:
     with pytest.raises(DeadlineExceeded) as caught:
         hoop.connect("127.0.0.1:1", connect_timeout=0.4)
-    for words in ("the coordinator at 127.0.0.1:1", "within 0.", "tries", "refused"):
-        assert words in str(caught.value)
+    for text in ("the coordinator at 127.0.0.1:1", "within 0.", "tries", "refused"):
+        assert text in str(caught.value)
     with pytest.raises(InvalidArgument, match="'nonsense' is not host:port"):
         hoop.connect("nonsense")

@@ -1,4 +1,4 @@
-"""A client is killed in the middle of an operation: what it had on the cluster is freed."""
+"""A client is killed during an operation: its communicators and staging memory on the cluster are freed."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ with hoop.connect(sys.argv[1]) as cluster:
 """
 
 
-def used(cluster: hoop.Cluster) -> list[str]:
-    """The names of all buffers of all devices."""
+def buffer_names(cluster: hoop.Cluster) -> list[str]:
+    """The names of the buffers on all devices."""
     ids = [one.device.device_id for one in cluster.status().devices]
     return [name for device_id in ids for name in cluster.device(device_id).buffers()]
 
 
-def test_its_memory_and_communicators_are_freed(up: Running, cluster: hoop.Cluster, await_event: Wait) -> None:
-    """A communicator of somebody else stays, as does memory that has a name of its own."""
-    mine = cluster.communicator(2)
-    mine.buffer("weights", 10)
+def test_memory_and_communicators_of_a_killed_client_are_freed(
+    up: Running, cluster: hoop.Cluster, await_event: Wait
+) -> None:
+    """Another client's communicator and named buffers stay."""
+    comm = cluster.communicator(2)
+    comm.buffer("weights", 10)
     command = [sys.executable, "-c", CLIENT, up.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         try:
             assert client.stdout is not None
-            theirs = int(client.stdout.readline())
-            while not any(name.startswith("hoop.staging.") for name in used(cluster)):
+            killed_client_comm_id = int(client.stdout.readline())
+            while not any(name.startswith("hoop.staging.") for name in buffer_names(cluster)):
                 assert client.poll() is None
         finally:
             client.kill()
-    await_event(up.address, "communicator_destroyed", communicator=theirs)
-    while any(name.startswith("hoop.staging.") for name in used(cluster)):  # the next thing that the coordinator does
-        assert mine.status().status != "failed"
-    assert used(cluster) == ["weights", "weights"]
-    mine.barrier()
-    mine.destroy()
+    await_event(up.address, "communicator_destroyed", communicator=killed_client_comm_id)
+    # The coordinator frees the staging memory right after this event.
+    while any(name.startswith("hoop.staging.") for name in buffer_names(cluster)):
+        assert comm.status().status != "failed"
+    assert buffer_names(cluster) == ["weights", "weights"]
+    comm.barrier()
+    comm.destroy()

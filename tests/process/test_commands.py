@@ -1,4 +1,4 @@
-"""The commands, as a person types them: what they print, how they end, and what they say to a mistake."""
+"""The command line: what commands print, how they end, and their errors for invalid options."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
     Run = Callable[..., CompletedProcess[str]]
-    Ask = Callable[[str], dict[str, Any]]
+    GetStatus = Callable[[str], dict[str, Any]]
 
 UP = ("--devices", "2", "--memory", "64MiB")
 COMMANDS = ("up", "coordinator", "device", "status", "events")
 
 
 def arenas(pid: int) -> list[Path]:
-    """The files in which the device of this process keeps its memory."""
+    """The arena files of the device in this process."""
     folders = {Path("/dev/shm"), Path(tempfile.gettempdir())}
     return [path for folder in folders for path in folder.glob(f"hoop-{pid}-*")]
 
 
-def until(happened: Callable[[], bool], within: float = 20.0) -> None:
-    """For what makes no event."""
+def wait_until(condition: Callable[[], bool], within: float = 20.0) -> None:
+    """Polls, for conditions that emit no event."""
     deadline = time.monotonic() + within
-    while not happened():
+    while not condition():
         assert time.monotonic() < deadline, f"not within {within:g} s"
         threading.Event().wait(0.005)
 
@@ -46,13 +46,13 @@ def until(happened: Callable[[], bool], within: float = 20.0) -> None:
 # ---- up
 
 
-def test_up_says_where_it_is_when_all_have_joined(
+def test_up_writes_its_address_once_all_devices_have_joined(
     start: Start, connect: Callable[..., hoop.Cluster], tmp_path: Path
 ) -> None:
-    """Whoever sees the address file finds every device there, and never half an address."""
+    """Once the address file exists, it is complete and every device has joined."""
     file = tmp_path / "address"
     up = start("up", "--devices", 3, "--memory", "1MiB", "--address-file", file)
-    until(file.exists)
+    wait_until(file.exists)
     address = file.read_text()
     assert address.endswith("\n")
     devices = connect(address.strip()).status().devices
@@ -61,57 +61,57 @@ def test_up_says_where_it_is_when_all_have_joined(
         (2, "alive"),
         (3, "alive"),
     ]
-    assert up.first == f"coordinator {address.strip()}"
+    assert up.first_line == f"coordinator {address.strip()}"
     assert [path.name for path in tmp_path.iterdir() if "address" in path.name] == ["address"]
     assert "3 devices of 1 MiB are up; Ctrl-C ends them" in up.errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_up_ends_and_leaves_nothing(
+def test_up_ends_and_leaves_no_process_or_file(
     start: Start,
     connect: Callable[..., hoop.Cluster],
-    gone: Callable[..., None],
+    wait_for_exit: Callable[..., None],
     tmp_path: Path,
     number: signal.Signals,
 ) -> None:
     file = tmp_path / "address"
     up = start("up", "--devices", 2, "--memory", "8MiB", "--json", "--address-file", file)
-    told = json.loads(up.first)
-    assert told == {"coordinator": file.read_text().strip(), "devices": 2}
-    comm = connect(told["coordinator"]).communicator(2)  # links are open, and somebody is connected
+    output = json.loads(up.first_line)
+    assert output == {"coordinator": file.read_text().strip(), "devices": 2}
+    comm = connect(output["coordinator"]).communicator(2)  # links and a client connection are open
     comm.barrier()
     pids = [device.info.pid for device in comm.devices]
     up.signal(number)
     assert up.wait(within=5.0) == 0
     for pid in pids:
-        gone(pid, within=0.1)
+        wait_for_exit(pid, within=0.1)
         assert arenas(pid) == []
     assert not file.exists()
 
 
-def test_up_can_be_ended_as_it_starts(start: Start, tmp_path: Path) -> None:
+def test_up_can_be_interrupted_while_it_starts(start: Start, tmp_path: Path) -> None:
     up = start("up", "--devices", 2, "--address-file", tmp_path / "address")
-    until(lambda: "coordinator at" in up.errors)
+    wait_until(lambda: "coordinator at" in up.errors)
     up.signal(signal.SIGINT)
     assert up.wait(within=5.0) == 0
     assert "are up" not in up.errors
     assert not (tmp_path / "address").exists()
 
 
-def test_devices_leave_when_up_is_killed(start: Start, status: Ask, gone: Callable[..., None]) -> None:
-    """However it ends: nothing holds them any more."""
+def test_devices_exit_when_up_is_killed(start: Start, status: GetStatus, wait_for_exit: Callable[..., None]) -> None:
+    """By SIGKILL, which it cannot handle."""
     up = start("up", "--devices", 2, "--memory", "8MiB")
     pids = [device["pid"] for device in status(up.address)["devices"]]
     up.kill()
     for pid in pids:
-        gone(pid, within=5.0)
+        wait_for_exit(pid, within=5.0)
         assert arenas(pid) == []
 
 
-def test_up_cleans_up_after_a_device_that_was_killed(
+def test_up_deletes_the_arena_of_a_killed_device(
     start: Start, connect: Callable[..., hoop.Cluster], send_signal: Callable[[int, int], None]
 ) -> None:
-    """It could not delete its memory itself (on Linux it has no name). One that is stopped is killed then."""
+    """The device cannot do it itself (on Linux the arena has no name). A stopped device is killed by ``up``."""
     up = start("up", "--devices", 2, "--memory", "8MiB")
     killed, stopped = (member.device.pid for member in connect(up.address).status().devices)
     send_signal(killed, signal.SIGKILL)
@@ -121,7 +121,7 @@ def test_up_cleans_up_after_a_device_that_was_killed(
     assert arenas(killed) + arenas(stopped) == []
 
 
-def test_up_without_devices(start: Start, status: Ask) -> None:
+def test_up_without_devices(start: Start, status: GetStatus) -> None:
     up = start("up", "--devices", 0)
     assert status(up.address)["devices"] == []
 
@@ -129,7 +129,7 @@ def test_up_without_devices(start: Start, status: Ask) -> None:
 # ---- status and events
 
 
-def test_status_for_scripts(up: Running, status: Ask, cluster: hoop.Cluster) -> None:
+def test_status_as_json(up: Running, status: GetStatus, cluster: hoop.Cluster) -> None:
     comm = cluster.communicator([2, 1])
     comm.barrier()
     found = status(up.address)
@@ -148,12 +148,12 @@ def test_status_for_scripts(up: Running, status: Ask, cluster: hoop.Cluster) -> 
     comm.destroy()
 
 
-def test_status_for_people(up: Running, run_hoop: Run, cluster: hoop.Cluster) -> None:
-    """A table that is as wide as the window, and says what memory is used for."""
+def test_status_as_a_table(up: Running, run_hoop: Run, cluster: hoop.Cluster) -> None:
+    """As wide as the terminal, with the memory in use."""
     comm = cluster.communicator(2)
     buffer = comm.buffer("x", 2**20, "uint8")
     pids = [str(device.info.pid) for device in comm.devices]
-    until(lambda: all(member.memory.used for member in cluster.status().devices))
+    wait_until(lambda: all(member.memory.used for member in cluster.status().devices))
     answer = run_hoop("status", "-c", up.address, environment={"COLUMNS": "160"})
     assert answer.returncode == 0, answer.stderr
     assert f"coordinator {up.address} (pid {up.pid})" in answer.stdout
@@ -180,7 +180,7 @@ def test_events(up: Running, run_hoop: Run) -> None:
 
 
 def test_events_follow(up: Running, start: Start, cluster: hoop.Cluster) -> None:
-    """Those that were, then those that come, as they come; Ctrl-C ends it without a stack trace."""
+    """Past events, then new ones as they happen; Ctrl-C ends it without a stack trace."""
     watch = start("events", "-c", up.address, "--follow", "--json", "--after", 1)
     past = [json.loads(watch.line()) for _ in list(cluster.events(after=1))]
     assert [event["kind"] for event in past[:2]] == ["device_joined"] * 2
@@ -200,11 +200,11 @@ def test_events_follow(up: Running, start: Start, cluster: hoop.Cluster) -> None
 # ---- a device
 
 
-def test_an_arena_has_one_device(up: Running, start: Start, run_hoop: Run, tmp_path: Path) -> None:
+def test_an_arena_belongs_to_one_device(up: Running, start: Start, run_hoop: Run, tmp_path: Path) -> None:
     arena = tmp_path / "mine.arena"
     device = start("device", "--join", up.address, "--arena", arena, "--memory", "1MiB", "--json")
-    told = json.loads(device.first)
-    assert told["device"] > 2
+    output = json.loads(device.first_line)
+    assert output["device"] > 2
     answer = run_hoop("device", "--join", up.address, "--arena", arena, "--memory", "1MiB")
     assert answer.returncode == 2
     assert f"hoop: arena {arena}: another process owns it" in answer.stderr
@@ -216,8 +216,8 @@ def test_an_arena_has_one_device(up: Running, start: Start, run_hoop: Run, tmp_p
     assert f"arena {arena}: it has capacity 1 MiB" in answer.stderr
 
 
-def test_a_device_that_cannot_start_leaves_nothing(up: Running, run_hoop: Run) -> None:
-    """Its memory was there already when its port was refused, or its coordinator."""
+def test_a_device_that_cannot_start_leaves_nothing_behind(up: Running, run_hoop: Run) -> None:
+    """Not even its arena, which exists before its port, its id or its coordinator is refused."""
     port = up.address.rpartition(":")[2]
     joining = ("--join", up.address, "--memory", "1MiB")
     for arguments, code, says in (
@@ -232,7 +232,7 @@ def test_a_device_that_cannot_start_leaves_nothing(up: Running, run_hoop: Run) -
         assert "Traceback" not in answer.stderr
 
 
-# ---- mistakes
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_a_device_that_cannot_start_leaves_nothing(up: Running, run_hoop: Run) -
         ("nonsense", "No such command 'nonsense'"),
     ],
 )
-def test_mistakes(run_hoop: Run, line: str, says: str) -> None:
-    """Exit code 2 and a sentence that names the option and the value; never a stack trace."""
+def test_invalid_command_lines(run_hoop: Run, line: str, says: str) -> None:
+    """Exit code 2 and a message that names the option and the value, without a stack trace."""
     answer = run_hoop(*line.split())
     assert answer.returncode == 2, answer.stderr
     assert says in answer.stderr
@@ -265,8 +265,8 @@ def test_mistakes(run_hoop: Run, line: str, says: str) -> None:
     assert answer.stdout == "" or line.startswith("coordinator")
 
 
-def test_more_memory_than_there_is(run_hoop: Run) -> None:
-    """Said before a device is started: it is the user's mistake, not a device that failed."""
+def test_more_memory_than_the_machine_has(run_hoop: Run) -> None:
+    """Refused before a device is started, with exit code 2 for an invalid option."""
     answer = run_hoop("up", "--devices", 1, "--memory", "999TiB")
     assert answer.returncode == 2
     assert answer.stderr.startswith("hoop: --memory: 1 of 999 TiB cannot fit on this machine: ")
@@ -275,7 +275,7 @@ def test_more_memory_than_there_is(run_hoop: Run) -> None:
     assert answer.stdout == ""
 
 
-def test_a_port_that_is_used(up: Running, run_hoop: Run) -> None:
+def test_a_port_that_is_in_use(up: Running, run_hoop: Run) -> None:
     for command in ("coordinator", "up"):
         answer = run_hoop(command, "--port", up.address.rpartition(":")[2])
         assert answer.returncode == 2
@@ -283,12 +283,12 @@ def test_a_port_that_is_used(up: Running, run_hoop: Run) -> None:
         assert answer.stdout == ""
 
 
-def test_nobody_is_there(run_hoop: Run) -> None:
-    """Exit code 3, and who was asked, for how long, how often, and why it failed."""
+def test_no_coordinator_at_the_address(run_hoop: Run) -> None:
+    """Exit code 3 and a message with the address, the timeout, the number of tries and the cause."""
     answer = run_hoop("status", "--coordinator", "127.0.0.1:1", "--connect-timeout", "400ms")
     assert answer.returncode == 3
-    story = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"
-    assert re.match(story, answer.stderr), answer.stderr
+    pattern = r"hoop: the coordinator at 127\.0\.0\.1:1 did not answer within 0\.\d s \([1-9] tries\): .*refused"
+    assert re.match(pattern, answer.stderr), answer.stderr
 
 
 # ---- help

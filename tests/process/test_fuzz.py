@@ -1,7 +1,7 @@
-"""Requests that nobody thought of: messages made from their descriptors, and bytes that were messages once.
+"""Fuzzing of every method of all four services: random messages built from descriptors, and mutated message bytes.
 
-For every method of all four services: an answer, or a status that is in order, in time; the servers live on, and the
-next ordinary all-reduce is right. ``HOOP_FUZZ_EXAMPLES=5000`` looks longer, and elsewhere each time.
+Each call must return an answer or an allowed status within its timeout; the servers must survive, and the next valid
+all-reduce be correct. ``HOOP_FUZZ_EXAMPLES=5000`` runs more examples, with a new seed each time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from lab_cluster import LabClient, check_all_reduce, check_refusal
-from lab_target import METHODS, Target, target_of
+from lab_target import METHODS, Target, running_target
 
 from hoop.collectives.registry import CATALOG
 from hoop.wire.generated import hoop_pb2 as pb
@@ -39,8 +39,8 @@ CODES = (
     "ABORTED",
     "DATA_LOSS",
 )
-# Calls that wait by design: for the other half of a transfer, for the next event.
-PATIENT = {
+# Calls that wait by design, e.g. for the peer of a transfer or the next event.
+WAITING_CALL_TIMEOUTS_S = {
     "GPUDevice.StreamSend": 0.1,
     "Coordinator.WatchEvents": 0.1,
     "Coordinator.WatchJob": 0.1,
@@ -48,7 +48,7 @@ PATIENT = {
     "Device.WatchTask": 0.1,
 }
 
-exploring = settings(
+fuzz_settings = settings(
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
@@ -68,21 +68,21 @@ RANGES = {
 KINDS = {number: name[5:].lower() for name, number in FieldDescriptorProto.Type.items()}
 ALGORITHMS = sorted({name for one in CATALOG.values() for name in one.algorithms})
 
-boldness = st.shared(st.sampled_from([2, 0, 5, 20]), key="boldness")
-"""How many of a hundred fields of a request are absurd: few, or nothing gets past the first check."""
+absurd_percentage = st.shared(st.sampled_from([2, 0, 5, 20]), key="boldness")
+"""How many percent of a request's fields are absurd; few, because otherwise every request fails the first check."""
 
 
 @st.composite
 def mostly(draw: Any, plausible: st.SearchStrategy[Any], absurd: st.SearchStrategy[Any]) -> Any:
-    return draw(plausible if draw(st.integers(0, 99)) >= draw(boldness) else absurd)
+    return draw(plausible if draw(st.integers(0, 99)) >= draw(absurd_percentage) else absurd)
 
 
-def sense(target: Target) -> dict[str, list[Any]]:
-    """Values that mean something, by the names of their fields or of message and field."""
+def plausible_values(target: Target) -> dict[str, list[Any]]:
+    """Plausible values, by field name or by message and field name."""
     low, high = target.low, target.high
-    doors = [
+    addresses = [
         target.cluster.address,
-        *(one["data_address"] for one in target.devices),
+        *(device["data_address"] for device in target.devices),
         "127.0.0.1:1",
         "[::1]:0",
     ]
@@ -97,8 +97,8 @@ def sense(target: Target) -> dict[str, list[Any]]:
         "count numBytes bytes": [0, 1, 8, 64, 800],
         "offset": [0, 8],
         "Location.address MemAddr.value": [low, low, low + 8, low + 800, low + 4096, high - 8],
-        "address data_address": doors,
-        "shared_address": ["", *doors],
+        "address data_address": addresses,
+        "shared_address": ["", *addresses],
         "min_address": [low],
         "max_address": [high],
         "alignment": [0, 8, 64],
@@ -117,19 +117,19 @@ def sense(target: Target) -> dict[str, list[Any]]:
     return {name: values for names, values in table.items() for name in names.split()}
 
 
-class Maker:
-    """Strategies for messages, from their descriptors."""
+class MessageStrategies:
+    """Hypothesis strategies for messages, built from their descriptors."""
 
-    def __init__(self, sense: dict[str, list[Any]]) -> None:
-        self._sense = sense
+    def __init__(self, plausible_values: dict[str, list[Any]]) -> None:
+        self._plausible = plausible_values
 
-    @functools.cache  # noqa: B019 - a maker lives as long as a test
+    @functools.cache  # noqa: B019 - an instance lives as long as a test
     def message(self, descriptor: Any) -> st.SearchStrategy[Any]:
-        """A message, mostly with all of its fields; of a oneof it has one."""
+        """A message, mostly with all of its fields, and with one field of each oneof."""
         oneofs = [[field.name for field in oneof.fields] for oneof in descriptor.oneofs]
 
         def build(values: dict[str, Any], which: int) -> Any:
-            for names in oneofs:  # of one with a single field (an optional one): it or none
+            for names in oneofs:  # a oneof with a single field is an optional field: set or not
                 keep = (*names, "")[which % max(2, len(names))]
                 for name in names:
                     if name != keep:
@@ -137,8 +137,8 @@ class Maker:
             return descriptor._concrete_class(**values)
 
         fields = {field.name: self._field(field) for field in descriptor.fields}
-        made = mostly(st.fixed_dictionaries(fields), st.fixed_dictionaries({}, optional=fields))
-        return st.builds(build, made, st.integers(0, 5))
+        values = mostly(st.fixed_dictionaries(fields), st.fixed_dictionaries({}, optional=fields))
+        return st.builds(build, values, st.integers(0, 5))
 
     def _field(self, field: Any) -> st.SearchStrategy[Any]:
         value, entry = self._value(field), field.message_type
@@ -155,12 +155,12 @@ class Maker:
         kind = KINDS[field.type]
         if kind == "message":
             return self.message(field.message_type)
-        known = self._sense.get(f"{field.containing_type.name}.{field.name}") or self._sense.get(field.name)
-        return mostly(st.sampled_from(known), self._absurd(kind)) if known else self._absurd(kind)
+        values = self._plausible.get(f"{field.containing_type.name}.{field.name}") or self._plausible.get(field.name)
+        return mostly(st.sampled_from(values), self._absurd(kind)) if values else self._absurd(kind)
 
     def _absurd(self, kind: str) -> st.SearchStrategy[Any]:
         match kind:
-            case "double":  # times to wait: nothing in between, which would be waited for
+            case "double":  # timeouts: no valid ones, which the call would wait for
                 return st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e308])
             case "bool":
                 return st.booleans()
@@ -172,7 +172,7 @@ class Maker:
         return st.sampled_from([edge for edge in EDGES if low <= edge <= high]) | st.integers(low, high)
 
     def stream(self, descriptor: Any) -> st.SearchStrategy[list[Any]]:
-        """Several messages, of which mostly only the first says what the stream is about."""
+        """Several messages; mostly only the first has the fields that describe the stream."""
 
         def build(messages: list[Any]) -> list[Any]:
             for message in messages[1:]:
@@ -181,16 +181,16 @@ class Maker:
                         message.ClearField(field.name)
             return messages
 
-        plain = st.lists(self.message(descriptor), max_size=4)
-        return mostly(plain.map(build), plain)
+        messages = st.lists(self.message(descriptor), max_size=4)
+        return mostly(messages.map(build), messages)
 
     def bytes(self, descriptor: Any) -> st.SearchStrategy[bytes]:
-        """A message, cut, spliced or with other bytes in it."""
+        """A serialized message with some bytes removed or inserted."""
 
-        def mutate(message: Any, at: int, cut: int, instead: bytes) -> bytes:
+        def mutate(message: Any, position: int, removed: int, inserted: bytes) -> bytes:
             data: bytes = message.SerializeToString()
-            at = at % (len(data) + 1)
-            return data[:at] + instead + data[at + cut :]
+            position = position % (len(data) + 1)
+            return data[:position] + inserted + data[position + removed :]
 
         return st.builds(
             mutate, self.message(descriptor), st.integers(0, 500), st.integers(0, 8), st.binary(max_size=6)
@@ -201,9 +201,9 @@ serial = itertools.count()
 
 
 def tame(request: Message) -> Message:
-    """Keeps what only a coordinator may say from working: no id of a real communicator, no long wait.
+    """Changes a coordinator's request so that it has no id of a real communicator and no long timeout.
 
-    Whoever can call Seat and Launch can take a communicator's place; that is what authentication is for.
+    A caller of AssignRank and Launch could take over a communicator; only authentication prevents that.
     """
     if isinstance(request, pb.AssignRankRequest | pb.LaunchRequest) and request.assignment.communicator_id:
         request.assignment.communicator_id = 2**40 + (request.assignment.communicator_id + next(serial)) % 2**40
@@ -212,12 +212,12 @@ def tame(request: Message) -> Message:
     return request
 
 
-# ---- the attack
+# ---- tests
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Target]:
-    with target_of("--timeout", "5s") as target:
+    with running_target("--timeout", "5s") as target:
         for name in ("a", "b"):
             target.call("Device.Allocate", pb.AllocateRequest(name=name, bytes=8192))
         yield target
@@ -225,7 +225,7 @@ def cluster() -> Iterator[Target]:
 
 @pytest.fixture
 def target(cluster: Target) -> Iterator[Target]:
-    """The cluster with a communicator of its own for each test, at the end of which all is well."""
+    """The cluster with a new communicator for each test; at the end an all-reduce must be correct."""
     comm = LabClient(cluster.coordinator, 3)
     yield Target(cluster.cluster, cluster.coordinator, cluster.device, cluster.devices, comm.id)
     with contextlib.suppress(grpc.RpcError):
@@ -237,31 +237,31 @@ def target(cluster: Target) -> Iterator[Target]:
 
 
 def judge(target: Target, name: str, call: Callable[[float], Any]) -> None:
-    """The call is answered, or refused in order."""
+    """Asserts that the call returns an answer or an allowed status."""
     try:
-        answer = call(PATIENT.get(name, DEADLINE_S))
+        answer = call(WAITING_CALL_TIMEOUTS_S.get(name, DEADLINE_S))
         event("OK")
     except grpc.RpcError as error:
         event(error.code().name)
-        waited = error.code().name == "DEADLINE_EXCEEDED"
-        marked = any(one.key == "hoop-error" for one in error.trailing_metadata() or ())
-        if waited and (marked or name in PATIENT):
+        timed_out = error.code().name == "DEADLINE_EXCEEDED"
+        from_hoop = any(entry.key == "hoop-error" for entry in error.trailing_metadata() or ())
+        if timed_out and (from_hoop or name in WAITING_CALL_TIMEOUTS_S):
             return
         check_refusal(error, *CODES)
         return
-    # A communicator that came of it goes again: there is room for a thousand.
-    made = getattr(answer, "commId", 0) or getattr(getattr(answer, "communicator", None), "id", 0)
-    if made and made != target.comm:
-        target.call("Coordinator.DestroyCommunicator", pb.DestroyCommunicatorRequest(id=made))
+    # Destroys a communicator that the call created: their number is limited.
+    created = getattr(answer, "commId", 0) or getattr(getattr(answer, "communicator", None), "id", 0)
+    if created and created != target.comm:
+        target.call("Coordinator.DestroyCommunicator", pb.DestroyCommunicatorRequest(id=created))
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_any_message(target: Target, name: str) -> None:
+def test_random_messages(target: Target, name: str) -> None:
     method = METHODS[name]
-    maker = Maker(sense(target))
+    strategies = MessageStrategies(plausible_values(target))
 
-    @exploring
-    @given((maker.stream if method.client_streaming else maker.message)(method.input_type))
+    @fuzz_settings
+    @given((strategies.stream if method.client_streaming else strategies.message)(method.input_type))
     def attack(request: Any) -> None:
         for one in request if method.client_streaming else [request]:
             tame(one)
@@ -271,11 +271,11 @@ def test_any_message(target: Target, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_any_bytes(target: Target, name: str) -> None:
+def test_random_bytes(target: Target, name: str) -> None:
     method = METHODS[name]
-    data = Maker(sense(target)).bytes(method.input_type)
+    data = MessageStrategies(plausible_values(target)).bytes(method.input_type)
 
-    @settings(exploring, max_examples=max(1, EXAMPLES // 3))
+    @settings(fuzz_settings, max_examples=max(1, EXAMPLES // 3))
     @given(st.lists(data, min_size=1, max_size=3 if method.client_streaming else 1))
     def attack(request: list[bytes]) -> None:
         for at, one in enumerate(request):

@@ -1,4 +1,4 @@
-"""scripts/golden, which shows that a change leaves the trained weights alone."""
+"""scripts/golden, which checks that a change does not alter the trained weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_one_run_trains_with_this_tree_and_prints_its_hash() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     assert str(SCRIPT.parents[1] / "src") in done.stderr, "progress names the tree"
-    told: dict[str, Any] = json.loads(done.stdout)
-    (row,) = told["runs"]
+    report: dict[str, Any] = json.loads(done.stdout)
+    (row,) = report["runs"]
     assert row["run"] == "pipeline killed"
     assert row["ok"]
     assert len(row["here"]) == 64
@@ -55,6 +55,6 @@ def test_an_unknown_run_is_refused() -> None:
 def test_a_run_is_the_same_if_both_sides_have_the_same_hash(
     golden: ModuleType, here: str, there: str, ok: bool
 ) -> None:
-    told = golden.rows({"data": golden.Outcome(here)}, {"data": golden.Outcome(there)})
-    assert told[0]["ok"] is ok
-    assert golden.table(told).splitlines()[1].endswith("yes" if ok else "NO")
+    rows = golden.rows({"data": golden.Outcome(here)}, {"data": golden.Outcome(there)})
+    assert rows[0]["ok"] is ok
+    assert golden.table(rows).splitlines()[1].endswith("yes" if ok else "NO")

@@ -1,6 +1,7 @@
-"""Wrong requests, false devices and strangers: each gets the right status and a sentence, and harms nobody.
+"""Invalid requests, fake devices, other protocols and overload: each is refused with the right status and a message,
+and the cluster keeps working.
 
-What only a coordinator or a device is meant to call (Join, Seat, Launch …) is asked as wrongly as the rest.
+Methods for the coordinator and devices only (Join, AssignRank, Launch …) are tested like the others.
 """
 
 from __future__ import annotations
@@ -14,50 +15,51 @@ from typing import Any
 import grpc
 import pytest
 from descriptor_stub import Stub
-from lab_cluster import LabClient, check_all_reduce, check_refusal, memory_of, refused, wait_for
-from lab_target import LAB_DEVICE, METHODS, Target, target_of
-from wrong_requests import ALL, HUGE, MIB, NOBODY, built, create, join, launch, run, seat
+from lab_cluster import LabClient, check_all_reduce, check_refusal, refused, resident_bytes, wait_for
+from lab_target import LAB_DEVICE, METHODS, Target, running_target
+from wrong_requests import ALL, HUGE, MIB, UNREACHABLE, create, join, launch, rank_assignment, resolve, run
 
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 STREAM_SEND = "/gpu_sim.GPUDevice/StreamSend"
-fresh = itertools.count(2**55)
+unused_ids = itertools.count(2**55)
 IDS = [f"{case[0]}-{at}" for at, case in enumerate(ALL)]
 
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    with target_of("--timeout", "10s") as target:
+    with running_target("--timeout", "10s") as target:
         yield target
         check_all_reduce(target.coordinator)
 
 
-@pytest.mark.parametrize(("method", "codes", "words", "request_"), ALL, ids=IDS)
-def test_refused_with_a_sentence(target: Target, method: str, codes: str, words: str, request_: Any) -> None:
-    with refused(*codes.split(), words=words) as said:
-        target.call(method, built(request_, target))
-    assert len(said[0]) < 3000
+@pytest.mark.parametrize(("method", "codes", "match", "request_"), ALL, ids=IDS)
+def test_an_invalid_request_is_refused_with_a_message(
+    target: Target, method: str, codes: str, match: str, request_: Any
+) -> None:
+    with refused(*codes.split(), match=match) as messages:
+        target.call(method, resolve(request_, target))
+    assert len(messages[0]) < 3000
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("data", [b"\xff" * 12, b"\x0a\xff\xff\xff\xff\x7f", b"\x00", b"GET / HTTP/1.1\r\n\r\n"])
-def test_bytes_that_are_no_message(target: Target, method: str, data: bytes) -> None:
-    with refused("INVALID_ARGUMENT", words="not a valid"):
+def test_malformed_bytes_are_refused(target: Target, method: str, data: bytes) -> None:
+    with refused("INVALID_ARGUMENT", match="not a valid"):
         target.raw(method, data)
 
 
 @pytest.mark.parametrize(
     "method", ["GPUCoordinator.Memcpy", "Coordinator.GetStatus", "GPUDevice.StreamSend", "Device.Write"]
 )
-def test_a_message_over_the_limit(target: Target, method: str) -> None:
+def test_a_message_over_the_size_limit_is_refused(target: Target, method: str) -> None:
     with refused("RESOURCE_EXHAUSTED"):
         target.raw(method, bytes(64 * MIB + 100))
 
 
-def test_a_stranger_cannot_take_what_is_not_there(target: Target) -> None:
-    """Calls that may be made about anything, and do nothing about what is unknown."""
+def test_calls_about_unknown_devices_and_communicators_change_nothing(target: Target) -> None:
     target.call("Coordinator.Leave", pb.LeaveRequest(device_id=1, incarnation="not its own"))
     target.call("Device.Abort", pb.AbortRequest(communicator_id=HUGE, generation=9, lost_device=HUGE))
     beat = pb.Heartbeat(device_id=1, incarnation="not its own")
@@ -67,73 +69,73 @@ def test_a_stranger_cannot_take_what_is_not_there(target: Target) -> None:
     assert all(target.member(one["id"]).state == "alive" for one in target.devices)
 
 
-def test_absurd_but_possible(target: Target) -> None:
-    """What is large only in words is done."""
+def test_extreme_but_valid_requests_succeed(target: Target) -> None:
+    """Large numbers that cost nothing."""
     for chunk in (4, 2**63, HUGE):
         request = run(algorithm="chunked_ring", chunk_bytes=chunk, count=1000)
-        target.call("Coordinator.Run", built(request, target))
-    target.call("Coordinator.Run", built(run(times=1024), target))
-    target.call("Coordinator.Run", built(run(timeout_s=3600), target))
+        target.call("Coordinator.Run", resolve(request, target))
+    target.call("Coordinator.Run", resolve(run(times=1024), target))
+    target.call("Coordinator.Run", resolve(run(timeout_s=3600), target))
 
 
-def test_a_seat_that_is_given_anew(target: Target) -> None:
-    """A coordinator that forgot everything gives old names to new communicators; the old one must not answer."""
-    communicator = next(fresh)
-    before = seat(communicator_id=communicator)
-    now = seat(communicator_id=communicator, members=[NOBODY])
-    for place in (before, now):
-        target.call("Device.AssignRank", pb.AssignRankRequest(assignment=place))
-    target.call("Device.Launch", built(launch(at=now), target))
-    with refused("UNAVAILABLE", words="does not answer"):
-        target.call("Device.Launch", built(launch(at=before), target))
+def test_a_new_rank_assignment_replaces_the_old_one(target: Target) -> None:
+    """A coordinator that lost its state reuses communicator ids; a launch must use the assignment it carries."""
+    communicator_id = next(unused_ids)
+    old = rank_assignment(communicator_id=communicator_id)
+    new = rank_assignment(communicator_id=communicator_id, members=[UNREACHABLE])
+    for assignment in (old, new):
+        target.call("Device.AssignRank", pb.AssignRankRequest(assignment=assignment))
+    target.call("Device.Launch", resolve(launch(assignment=new), target))
+    with refused("UNAVAILABLE", match="does not answer"):
+        target.call("Device.Launch", resolve(launch(assignment=old), target))
 
 
-def test_a_launch_keeps_its_time_where_memory_is_shared(target: Target) -> None:
-    """The others have a place for it but never come."""
+def test_a_launch_over_shared_memory_keeps_its_deadline(target: Target) -> None:
+    """The other ranks never join the operation."""
     status = target.call("Coordinator.GetStatus", pb.GetStatusRequest())
-    members = [{**NOBODY, "shared_address": one.device.shared_address} for one in status.devices[:3]]
-    request = built(launch(at=seat(members=members), timeout_s=0.1), target)
-    with refused("DEADLINE_EXCEEDED", words="passed its deadline"):
+    members = [{**UNREACHABLE, "shared_address": one.device.shared_address} for one in status.devices[:3]]
+    request = resolve(launch(assignment=rank_assignment(members=members), timeout_s=0.1), target)
+    with refused("DEADLINE_EXCEEDED", match="passed its deadline"):
         target.call("Device.Launch", request, timeout=2)
 
 
-# ---- devices that are none
+# ---- fake devices
 
 
-def communicators(target: Target) -> list[int]:
+def communicator_ids(target: Target) -> list[int]:
     return [one.id for one in target.call("Coordinator.GetStatus", pb.GetStatusRequest()).communicators]
 
 
-def test_a_device_that_is_not_there(target: Target) -> None:
-    """CommInit that picks it fails at once, by its name, and nothing of the attempt stays; then it is dead."""
-    before = communicators(target)
+def test_a_device_that_does_not_exist_is_refused_and_declared_dead(target: Target) -> None:
+    """CommInit with it fails, names it and leaves no communicator; when its lease expires it is dead."""
+    before = communicator_ids(target)
     joined = target.call("Coordinator.Join", join())
-    with refused("UNAVAILABLE", words=f"device {joined.device_id} "):
+    with refused("UNAVAILABLE", match=f"device {joined.device_id} "):
         LabClient(target.coordinator, 4)
     target.wait_until_dead(joined.device_id)
-    with refused("FAILED_PRECONDITION", words="4 were asked for, 3 are alive"):
+    with refused("FAILED_PRECONDITION", match="4 were asked for, 3 are alive"):
         LabClient(target.coordinator, 4)
-    assert communicators(target) == before
+    assert communicator_ids(target) == before
     check_all_reduce(target.coordinator)
 
 
-def test_a_device_that_is_something_else(target: Target) -> None:
-    """It answers, but not as a device does: here it is the coordinator itself."""
-    before = communicators(target)
+def test_a_device_that_is_another_server_is_refused_and_declared_dead(target: Target) -> None:
+    """Its address is the coordinator's, which does not serve a device's methods."""
+    before = communicator_ids(target)
     joined = target.call("Coordinator.Join", join(address=target.cluster.address))
     for _ in range(3):
-        with refused("UNAVAILABLE", words=f"device {joined.device_id}"):
+        with refused("UNAVAILABLE", match=f"device {joined.device_id}"):
             target.call("Coordinator.CreateCommunicator", create(1, joined.device_id))
     target.wait_until_dead(joined.device_id)
-    with refused("FAILED_PRECONDITION", words="dead"):
+    with refused("FAILED_PRECONDITION", match="dead"):
         target.call("Coordinator.CreateCommunicator", create(1, joined.device_id))
-    assert communicators(target) == before
+    assert communicator_ids(target) == before
     check_all_reduce(target.coordinator)
 
 
-# ---- connections that are no calls
+# ---- connections that do not speak gRPC
 
-STRANGERS = {
+OTHER_PROTOCOLS = {
     "http/1": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "tls": bytes.fromhex("16030100f1010000ed0303") + bytes(200),
     "noise": bytes(range(256)) * 64,
@@ -144,17 +146,17 @@ STRANGERS = {
 }
 
 
-@pytest.mark.parametrize("door", ["coordinator", "device", "data"])
-@pytest.mark.parametrize("words", STRANGERS)
-def test_a_stranger_at_the_door(target: Target, words: str, door: str) -> None:
-    first = target.devices[0]
-    doors = {"coordinator": target.cluster.address, "device": first["address"], "data": first["data_address"]}
+@pytest.mark.parametrize("port", ["coordinator", "device", "data"])
+@pytest.mark.parametrize("protocol", OTHER_PROTOCOLS)
+def test_other_protocols_on_a_port_do_not_disturb_the_cluster(target: Target, protocol: str, port: str) -> None:
+    device = target.devices[0]
+    addresses = {"coordinator": target.cluster.address, "device": device["address"], "data": device["data_address"]}
     with contextlib.ExitStack() as stack:
         for _ in range(20):
-            stranger = stack.enter_context(connection(doors[door]))
+            client = stack.enter_context(connection(addresses[port]))
             with contextlib.suppress(ConnectionError):
-                stranger.sendall(STRANGERS[words])
-        check_all_reduce(target.coordinator)  # while they stand there
+                client.sendall(OTHER_PROTOCOLS[protocol])
+        check_all_reduce(target.coordinator)  # while the connections are open
 
 
 def connection(address: str) -> socket.socket:
@@ -162,40 +164,40 @@ def connection(address: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-# ---- too much of everything
+# ---- overload
 
 
 class Flood:
-    """Calls that are opened and left open, as the fewest bytes of HTTP/2 that do so: ten thousand are cheap."""
+    """Opens calls and leaves them open, with as few bytes of HTTP/2 as possible, so that ten thousand are cheap."""
 
     def __init__(self, address: str, path: str) -> None:
         self._socket = connection(address)
         self._socket.sendall(PREFACE + _frame(4))
         headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "x"}
         headers |= {"te": "trailers", "content-type": "application/grpc"}
-        # Each a literal that is never indexed: a zero, then name and value with their lengths.
+        # Each header is a never-indexed literal: a zero byte, then the name and the value, each after its length.
         self._headers = b"".join(
             b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in header) for header in headers.items()
         )
         self._ids = itertools.count(1, 2)
-        self._heard = b""
+        self._received = b""
         self.ended = 0
-        """How many of the calls the server has ended."""
+        """The number of calls that the server has ended."""
 
     def open(self, calls: int) -> None:
         self._socket.sendall(b"".join(_frame(1, 4, next(self._ids), self._headers) for _ in range(calls)))
 
-    def listen(self) -> None:
-        """Takes in what the server has sent so far."""
+    def receive(self) -> None:
+        """Reads what the server has sent so far, without blocking."""
         self._socket.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while data := self._socket.recv(2**20):
-                self._heard += data
+                self._received += data
         self._socket.setblocking(True)
-        while len(self._heard) >= 9 and len(self._heard) >= (size := 9 + int.from_bytes(self._heard[:3])):
-            kind, flags = self._heard[3:5]
+        while len(self._received) >= 9 and len(self._received) >= (size := 9 + int.from_bytes(self._received[:3])):
+            kind, flags = self._received[3:5]
             self.ended += (kind == 1 and flags & 1) or kind == 3  # trailers, or a reset
-            self._heard = self._heard[size:]
+            self._received = self._received[size:]
 
     def close(self) -> None:
         self._socket.close()
@@ -209,9 +211,9 @@ def open_streams(target: Target) -> int:
     return int(target.call("Device.Describe", pb.DescribeRequest()).open_streams)
 
 
-def test_ten_thousand_open_streams(target: Target) -> None:
-    """A device takes as many streams as it has room for, refuses the rest, and answers others meanwhile."""
-    before = memory_of(target.pid)
+def test_open_streams_are_limited(target: Target) -> None:
+    """Ten thousand streams: a device accepts 4096, refuses the others, and still serves other calls."""
+    before = resident_bytes(target.pid)
     with contextlib.ExitStack() as stack:
         floods = [
             stack.enter_context(contextlib.closing(Flood(target.devices[0]["address"], STREAM_SEND))) for _ in range(4)
@@ -220,23 +222,23 @@ def test_ten_thousand_open_streams(target: Target) -> None:
             flood.open(500)
             assert open_streams(target) <= 4096
 
-        def rest_has_ended() -> bool:
+        def excess_calls_have_ended() -> bool:
             for flood in floods:
-                flood.listen()
-            return sum(one.ended for one in floods) >= 5904
+                flood.receive()
+            return sum(flood.ended for flood in floods) >= 5904
 
-        wait_for(rest_has_ended, "the rest")
+        wait_for(excess_calls_have_ended, "the rest")
         assert open_streams(target) == 4096
-        with refused("RESOURCE_EXHAUSTED", words="4096 streams are open"):
+        with refused("RESOURCE_EXHAUSTED", match="4096 streams are open"):
             target.call("GPUDevice.StreamSend", [lab.DataChunk()])
         check_all_reduce(target.coordinator)
-        assert memory_of(target.pid) - before < 300 * MIB
+        assert resident_bytes(target.pid) - before < 300 * MIB
     wait_for(lambda: open_streams(target) == 0, "the end of the flood")
 
 
-def test_a_burst_of_calls(target: Target) -> None:
-    """More at once than gRPC itself keeps waiting: some calls are dropped, and then all is as before."""
-    with contextlib.closing(Flood(target.cluster.address, "/hoop.v1.Coordinator/Attend")) as flood:
+def test_the_coordinator_survives_a_burst_of_calls(target: Target) -> None:
+    """More calls at once than gRPC queues: some are dropped, then the coordinator answers again."""
+    with contextlib.closing(Flood(target.cluster.address, "/hoop.v1.Coordinator/SendHeartbeats")) as flood:
         flood.open(4096)
 
     def answers() -> bool:
@@ -248,27 +250,27 @@ def test_a_burst_of_calls(target: Target) -> None:
     check_all_reduce(target.coordinator)
 
 
-def test_data_that_nobody_wants_yet(target: Target) -> None:
-    """What waits for its BeginReceive is bounded in bytes, too; and what is refused is not kept."""
+def test_data_that_waits_for_a_receive_is_limited(target: Target) -> None:
+    """Data that waits for its BeginReceive is limited to 64 MiB, and refused data is freed."""
     send = Stub(target.device, LAB_DEVICE).StreamSend
     data = bytes(16 * MIB)
 
-    def begin() -> Any:
-        return send.future(iter([lab.DataChunk(data=data, streamId={"value": next(fresh)})]))
+    def start_send() -> Any:
+        return send.future(iter([lab.DataChunk(data=data, streamId={"value": next(unused_ids)})]))
 
     calls: list[Any] = []
     with contextlib.ExitStack() as stack:
         for number in range(29):
-            calls.append(begin())
+            calls.append(start_send())
             stack.callback(calls[-1].cancel)
-            # Four are 64 MiB: of any more, one is refused.
+            # Four sends fill the 64 MiB; of five, one is refused.
             wait_for(lambda: sum(not call.done() for call in calls) <= 4, "a refusal")
             if number == 8:
-                before = memory_of(target.pid)
-        assert memory_of(target.pid) - before < 200 * MIB  # of the 320 MiB that came since
+                before = resident_bytes(target.pid)
+        assert resident_bytes(target.pid) - before < 200 * MIB  # of the 320 MiB received since
         ended = [call for call in calls if call.done()]
         assert len(ended) == 25
         for call in ended:
-            check_refusal(call, "RESOURCE_EXHAUSTED", words="wait for their BeginReceive")
+            check_refusal(call, "RESOURCE_EXHAUSTED", match="wait for their BeginReceive")
         check_all_reduce(target.coordinator)
     wait_for(lambda: open_streams(target) == 0, "the end of the data")

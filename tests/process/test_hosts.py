@@ -1,7 +1,6 @@
-"""Devices on several hosts: shared memory inside one, links between them.
+"""Collectives on several hosts: shared memory within a host, TCP links between hosts.
 
-A device that advertises where its links are reached (as one behind a proxy does) shares its memory with nobody: to the
-others it is on a host of its own.
+A device with --advertise-data (as behind a proxy) shares no memory: the others treat it as a separate host.
 """
 
 from __future__ import annotations
@@ -29,24 +28,26 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def devices(start: Start) -> tuple[Running, list[Running]]:
-    """A coordinator; two devices that share a host and one that does not, in this order: 1 and 3, 2 apart."""
+def processes(start: Start) -> tuple[Running, list[Running]]:
+    """A coordinator and three devices: 1 and 3 share a host, 2 is on a separate host."""
     coordinator = start("coordinator")
-    joined = []
-    for apart in (False, True, False):
+    devices = []
+    for separate in (False, True, False):
         port = free_port()
-        place = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}") if apart else ()
-        joined.append(start("device", "--join", coordinator.address, "--memory", "64MiB", *place))
-        assert joined[-1].id == len(joined)
-    return coordinator, joined
+        options = ("--data-port", port, "--advertise-data", f"127.0.0.1:{port}") if separate else ()
+        devices.append(start("device", "--join", coordinator.address, "--memory", "64MiB", *options))
+        assert devices[-1].id == len(devices)
+    return coordinator, devices
 
 
 def vectors(count: int) -> list[Any]:
     return [np.arange(count, dtype="float32") % 7 + rank for rank in range(3)]
 
 
-def test_hierarchical_runs_where_some_share_a_host(devices: tuple[Running, list[Running]], connect: Connect) -> None:
-    with connect(devices[0].address) as cluster:
+def test_all_reduce_is_hierarchical_when_some_devices_share_a_host(
+    processes: tuple[Running, list[Running]], connect: Connect
+) -> None:
+    with connect(processes[0].address) as cluster:
         comm = cluster.communicator(3)
         for count in (1, 2, 5, 1000, 1_000_001):
             buffer = comm.buffer(f"x{count}", count, "float32")
@@ -65,19 +66,19 @@ def test_hierarchical_runs_where_some_share_a_host(devices: tuple[Running, list[
             pair.all_reduce(vectors(4)[:2], algorithm="hierarchical")
 
 
-@pytest.mark.parametrize("victim", [1, 2], ids=["on the shared host", "apart"])
-def test_a_killed_device_is_named_and_the_rest_goes_on(
-    devices: tuple[Running, list[Running]], connect: Connect, await_event: Callable[..., Any], victim: int
+@pytest.mark.parametrize("victim", [1, 2], ids=["on the shared host", "on the separate host"])
+def test_a_killed_device_is_named_and_the_others_rebuild(
+    processes: tuple[Running, list[Running]], connect: Connect, await_event: Callable[..., Any], victim: int
 ) -> None:
-    coordinator, joined = devices
+    coordinator, devices = processes
     with connect(coordinator.address) as cluster:
         comm = cluster.communicator(3)
         comm.all_reduce(vectors(1000))
-        joined[victim - 1].kill()
+        devices[victim - 1].kill()
         with pytest.raises(PeerError, match=rf"device {victim}\b"):
             comm.all_reduce(vectors(1000))
         await_event(coordinator.address, "device_dead", device=victim)
         comm.rebuild()
-        left = vectors(1000)[:2]
-        for rank, found in enumerate(comm.all_reduce(left)):
-            np.testing.assert_array_equal(found, sum(left), err_msg=f"rank {rank}")
+        remaining = vectors(1000)[:2]
+        for rank, found in enumerate(comm.all_reduce(remaining)):
+            np.testing.assert_array_equal(found, sum(remaining), err_msg=f"rank {rank}")

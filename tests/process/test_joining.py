@@ -1,4 +1,4 @@
-"""Devices come and go while a coordinator runs."""
+"""Devices join and leave while the coordinator runs."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ if TYPE_CHECKING:
     Wait = Callable[..., Any]
 
 
-def works(comm: hoop.Communicator) -> None:
+def check_all_reduce(comm: hoop.Communicator) -> None:
     x = [np.arange(1000, dtype="float32") % 5 + rank for rank in range(comm.size)]
     for rank, found in enumerate(comm.all_reduce(x)):
         np.testing.assert_array_equal(found, sum(x), err_msg=f"rank {rank}")
 
 
 def test_a_device_joins_and_leaves(start: Start, connect: Connect, await_event: Wait) -> None:
-    """The next communicator uses it; the ones that are there are not disturbed; it leaves with a word."""
+    """New communicators use the device, existing ones are undisturbed, and leaving is not reported as a failure."""
     up = start("up", "--devices", 2, "--memory", "8MiB")
     cluster = connect(up.address)
     pair = cluster.communicator(2)
-    works(pair)
-    late = start("device", "--join", up.address, "--memory", "8MiB")
-    assert late.id == 3
+    check_all_reduce(pair)
+    device = start("device", "--join", up.address, "--memory", "8MiB")
+    assert device.id == 3
     joined = await_event(up.address, "device_joined", device=3)
-    assert f"device 3 (pid {late.pid}, {late.address}) joined" in joined.text
+    assert f"device 3 (pid {device.pid}, {device.address}) joined" in joined.text
     all_three = cluster.communicator(3)
-    works(all_three)
-    works(pair)
+    check_all_reduce(all_three)
+    check_all_reduce(pair)
 
-    late.signal(signal.SIGTERM)
-    assert late.wait(within=5.0) == 0
+    device.signal(signal.SIGTERM)
+    assert device.wait(within=5.0) == 0
     left = await_event(up.address, "device_left", within=1.0, device=3)
     assert [member.state for member in cluster.status().devices] == ["alive", "alive", "left"]
-    since = [event.kind for event in cluster.events(after=joined.sequence)]
-    assert not {"device_suspect", "device_dead"} & set(since), "a goodbye is no failure"
-    stands = all_three.status()
-    assert stands.status == "failed"
-    assert "device 3" in stands.reason
-    assert "it left" in stands.reason
-    works(pair)
-    works(all_three.rebuild())
+    kinds = [event.kind for event in cluster.events(after=joined.sequence)]
+    assert not {"device_suspect", "device_dead"} & set(kinds), "a device that left was reported as failed"
+    status = all_three.status()
+    assert status.status == "failed"
+    assert "device 3" in status.reason
+    assert "it left" in status.reason
+    check_all_reduce(pair)
+    check_all_reduce(all_three.rebuild())
 
-    again = start("device", "--join", up.address, "--memory", "8MiB", "--id", 3)
-    assert again.id == 3
+    rejoined = start("device", "--join", up.address, "--memory", "8MiB", "--id", 3)
+    assert rejoined.id == 3
     await_event(up.address, "device_joined", after=left.sequence, device=3)
-    works(cluster.communicator([3, 1]))
+    check_all_reduce(cluster.communicator([3, 1]))
 
 
-def test_six_join_at_once(start: Start, connect: Connect, await_event: Wait) -> None:
-    """Each gets an id of its own, and nobody is suspected while all of them start."""
+def test_six_devices_join_at_once(start: Start, connect: Connect, await_event: Wait) -> None:
+    """Each device gets its own id, and none is suspected while all of them start."""
     coordinator = start("coordinator")
     address = coordinator.address
     devices = [start("device", "--join", address, "--memory", "1MiB") for _ in range(6)]
     assert sorted(device.id for device in devices) == [1, 2, 3, 4, 5, 6]
     cluster = connect(address)
     assert {member.device.pid for member in cluster.status().devices} == {device.pid for device in devices}
-    works(cluster.communicator(6))
+    check_all_reduce(cluster.communicator(6))
     assert [event.kind for event in cluster.events()].count("device_joined") == 6
     assert not {"device_suspect", "device_dead"} & {event.kind for event in cluster.events()}
     for device in devices:
@@ -78,38 +78,40 @@ def test_six_join_at_once(start: Start, connect: Connect, await_event: Wait) -> 
     assert [member.state for member in cluster.status().devices] == ["left"] * 6
 
 
-def test_an_id_that_is_taken(start: Start, connect: Connect, run_hoop: Callable[..., CompletedProcess[str]]) -> None:
-    """Refused by name; the one that has it notices nothing."""
+def test_a_device_id_in_use_is_refused(
+    start: Start, connect: Connect, run_hoop: Callable[..., CompletedProcess[str]]
+) -> None:
+    """The error names the device that has the id; that device is not disturbed."""
     coordinator = start("coordinator")
     device = start("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 5)
     assert device.id == 5
-    answer = run_hoop("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 5)
-    assert answer.returncode == 2
+    completed = run_hoop("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 5)
+    assert completed.returncode == 2
     name = f"device 5 (pid {device.pid}, {device.address})"
-    assert f"device id 5 is in use by {name}; choose another with --id or stop that" in answer.stderr
+    assert f"device id 5 is in use by {name}; choose another with --id or stop that" in completed.stderr
     cluster = connect(coordinator.address)
     (member,) = cluster.status().devices
     assert (member.state, member.device.pid) == ("alive", device.pid)
-    works(cluster.communicator([5]))
+    check_all_reduce(cluster.communicator([5]))
 
 
-def test_knocking_until_the_coordinator_is_there(start: Start, connect: Connect, await_event: Wait) -> None:
-    """Started in the wrong order, or on different hosts at once: the device waits for its coordinator."""
+def test_a_device_retries_until_the_coordinator_starts(start: Start, connect: Connect, await_event: Wait) -> None:
+    """The device may be started before the coordinator."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"127.0.0.1:{port}"
     device = start("device", "--join", address, "--memory", "1MiB", "--connect-timeout", "20s")
-    with socket.create_server(("127.0.0.1", port)) as listener:  # until it has knocked once
+    with socket.create_server(("127.0.0.1", port)) as listener:  # until the device has tried to connect
         listener.settimeout(20)
         listener.accept()[0].close()
     start("coordinator", "--port", port)
     began = time.monotonic()
-    assert device.first == f"device 1 {device.address}"
+    assert device.first_line == f"device 1 {device.address}"
     assert time.monotonic() - began < 10
-    works(connect(address).communicator(1))
+    check_all_reduce(connect(address).communicator(1))
 
 
-def test_a_device_can_be_stopped_while_it_knocks(start: Start) -> None:
+def test_a_device_can_be_stopped_while_it_retries(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
         address = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,6 +1,6 @@
-"""Copies and streams are ordered behind launched work: a lab client that never polls reads the right values.
+"""Copies and streams run after the operations launched before them: a lab client that never polls reads the results.
 
-GroupEnd returns before its operations have run. Whatever touches the same bytes afterwards must see their effect.
+GroupEnd returns before its operations have run. A later access to the same bytes must see their effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def channel(cluster: Cluster) -> Iterator[grpc.Channel]:
 
 
 def launch(comm: LabClient, addresses: list[int], count: int = COUNT, times: int = 1, op: int = lab.SUM) -> None:
-    """A group that is started and not waited for."""
+    """Launch a group of all-reduces without waiting for it."""
     comm.on_all("GroupStart")
     for _ in range(times):
         comm.all_reduce(op, addresses, count)
@@ -45,26 +45,26 @@ def launch(comm: LabClient, addresses: list[int], count: int = COUNT, times: int
 
 
 def rounds_without_polling(comm: LabClient, offset: int, rounds: int) -> None:
-    """Every round overwrites two vectors, reduces both in one group, and reads them back, rank by rank."""
+    """In each round, overwrite two vectors, reduce both in one group, and read them from every rank."""
     ranks = range(len(comm.devices))
-    for turn in range(rounds):
+    for number in range(rounds):
         expected = []
-        places = [
+        vector_addresses = [
             [comm.address(rank, offset + vector * 16 * COUNT + 8 * rank) for rank in ranks] for vector in range(2)
         ]
-        for vector, addresses in enumerate(places):
-            values = [np.arange(COUNT) + 1000 * vector + 7 * turn + rank for rank in ranks]
+        for vector, addresses in enumerate(vector_addresses):
+            values = [np.arange(COUNT) + 1000 * vector + 7 * number + rank for rank in ranks]
             for rank, address in enumerate(addresses):
                 comm.write(rank, address, values[rank].astype("<f8"))
             expected.append(np.sum(values, axis=0).astype("<f8"))
         comm.on_all("GroupStart")
-        for addresses in places:
+        for addresses in vector_addresses:
             comm.all_reduce(lab.SUM, addresses, COUNT)
         comm.on_all("GroupEnd")
         for vector in reversed(range(2)):
             for rank in ranks:
-                found = comm.read(rank, places[vector][rank], COUNT)
-                np.testing.assert_array_equal(found, expected[vector], f"round {turn}, vector {vector}, rank {rank}")
+                found = comm.read(rank, vector_addresses[vector][rank], COUNT)
+                np.testing.assert_array_equal(found, expected[vector], f"round {number}, vector {vector}, rank {rank}")
 
 
 def test_a_client_that_never_polls_reads_the_result(channel: grpc.Channel) -> None:
@@ -73,8 +73,8 @@ def test_a_client_that_never_polls_reads_the_result(channel: grpc.Channel) -> No
     comm.on_all("CommDestroy")
 
 
-def test_clients_that_never_poll_beside_each_other(cluster: Cluster) -> None:
-    """Six communicators on the same devices, each in memory of its own."""
+def test_concurrent_clients_that_never_poll(cluster: Cluster) -> None:
+    """Six communicators on the same devices, each with its own memory."""
 
     def client(number: int) -> None:
         with channel_to(cluster.address) as channel:
@@ -86,27 +86,27 @@ def test_clients_that_never_poll_beside_each_other(cluster: Cluster) -> None:
         list(threads.map(client, range(6)))
 
 
-def test_a_late_result_does_not_land_in_the_next_vector(channel: grpc.Channel) -> None:
-    """A group is overwritten at once, by the copies of the next communicator in the same memory."""
+def test_a_late_result_does_not_overwrite_the_next_vector(channel: grpc.Channel) -> None:
+    """Another communicator overwrites the buffers right after GroupEnd."""
     for turn in range(20):
         comm = LabClient(channel, 3)
         addresses = [comm.address(rank) for rank in range(3)]
         for rank, address in enumerate(addresses):
             comm.write(rank, address, np.full(COUNT, 2.0 + turn))
         launch(comm, addresses, times=4)
-        after = LabClient(channel, 3)
+        next_comm = LabClient(channel, 3)
         for rank, address in enumerate(addresses):
-            after.write(rank, address, np.full(COUNT, float(turn)))
+            next_comm.write(rank, address, np.full(COUNT, float(turn)))
         for rank, address in enumerate(addresses):
-            np.testing.assert_array_equal(after.read(rank, address, COUNT), np.full(COUNT, float(turn)))
+            np.testing.assert_array_equal(next_comm.read(rank, address, COUNT), np.full(COUNT, float(turn)))
         comm.on_all("CommDestroy")
-        after.on_all("CommDestroy")
+        next_comm.on_all("CommDestroy")
 
 
-def test_work_of_communicators_on_the_same_bytes_runs_in_the_order_of_acceptance(
+def test_operations_on_the_same_bytes_run_in_the_order_of_acceptance(
     channel: grpc.Channel,
 ) -> None:
-    """MAX, then SUM by another communicator, then PROD by a third; none is waited for."""
+    """Three communicators launch MAX, SUM and PROD; none is waited for."""
     for turn in range(15):
         comms = [LabClient(channel, 3) for _ in range(3)]
         addresses = [comms[0].address(rank) for rank in range(3)]
@@ -137,32 +137,35 @@ def test_the_relayed_all_reduce_is_ordered_too(channel: grpc.Channel) -> None:
     comm.on_all("CommDestroy")
 
 
-def test_copies_made_at_a_device_itself_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
-    """Hoop's Read, Write and Copy, right after GroupEnd: the device itself has heard of the work by then."""
+def test_copies_through_the_device_api_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
+    """Hoop's Read, Write and Copy, right after GroupEnd: the device already knows of the operations."""
     with hoop.connect(cluster.address) as connected:
         comm = LabClient(channel, 3)
         addresses = [comm.address(rank) for rank in range(3)]
-        devices = [connected.device(one.deviceId.value) for one in comm.devices]
+        devices = [connected.device(device.deviceId.value) for device in comm.devices]
         for turn in range(20):
             for device, address in zip(devices, addresses, strict=True):
                 device.write(address, np.full(COUNT, float(turn)).tobytes())
             launch(comm, addresses, times=2)
-            found = [np.frombuffer(one.read(to, 8 * COUNT)) for one, to in zip(devices, addresses, strict=True)]
+            found = [
+                np.frombuffer(device.read(address, 8 * COUNT))
+                for device, address in zip(devices, addresses, strict=True)
+            ]
             np.testing.assert_array_equal(found, np.full((3, COUNT), 9.0 * turn))
             launch(comm, addresses)
-            away = comm.address(1, 1 << 20)
-            connected.copy((devices[0].id, addresses[0]), (devices[1].id, away), 8 * COUNT)
-            np.testing.assert_array_equal(comm.read(1, away, COUNT), np.full(COUNT, 27.0 * turn))
+            destination = comm.address(1, 1 << 20)
+            connected.copy((devices[0].id, addresses[0]), (devices[1].id, destination), 8 * COUNT)
+            np.testing.assert_array_equal(comm.read(1, destination, COUNT), np.full(COUNT, 27.0 * turn))
         comm.on_all("CommDestroy")
 
 
 def test_streams_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
-    """BeginSend sends the result of the group before it; BeginReceive does not write into its operands."""
-    told = {one["id"]: one["address"] for one in cluster.status()["devices"]}
+    """BeginSend sends the result of the preceding group; BeginReceive does not overwrite the group's operands."""
+    device_addresses = {device["id"]: device["address"] for device in cluster.status()["devices"]}
     comm = LabClient(channel, 2)
-    ids = [one.deviceId.value for one in comm.devices]
-    with channel_to(told[ids[0]]) as source, channel_to(told[ids[1]]) as destination:
-        here, there = Stub(source, DEVICE), Stub(destination, DEVICE)
+    ids = [device.deviceId.value for device in comm.devices]
+    with channel_to(device_addresses[ids[0]]) as source, channel_to(device_addresses[ids[1]]) as destination:
+        sender, receiver = Stub(source, DEVICE), Stub(destination, DEVICE)
         addresses = [comm.address(rank) for rank in range(2)]
         for turn in range(15):
             for rank, address in enumerate(addresses):
@@ -171,39 +174,39 @@ def test_streams_are_ordered(cluster: Cluster, channel: grpc.Channel) -> None:
             send = sim.BeginSendRequest(
                 sendBuffAddr={"value": addresses[0]}, numBytes=8 * COUNT, dstRank={"value": 1}, commId=comm.id
             )
-            stream = here.BeginSend(send, timeout=20).streamId
+            stream = sender.BeginSend(send, timeout=20).streamId
             receive = sim.BeginReceiveRequest(
                 streamId=stream, recvBuffAddr={"value": addresses[1] + 4 * COUNT}, numBytes=8 * COUNT
             )
-            there.BeginReceive(receive, timeout=20)
-            assert ended(there, stream) == sim.SUCCESS
+            receiver.BeginReceive(receive, timeout=20)
+            assert final_status(receiver, stream) == sim.SUCCESS
             summed = np.full(COUNT, 8.0 * (1 + turn))
             np.testing.assert_array_equal(comm.read(1, addresses[1] + 4 * COUNT, COUNT), summed)
             np.testing.assert_array_equal(comm.read(1, addresses[1], COUNT // 2), summed[: COUNT // 2])
     comm.on_all("CommDestroy")
 
 
-def ended(device: Stub, stream: Any) -> int:
+def final_status(device: Stub, stream: Any) -> int:
     def status() -> int:
         return int(device.GetStreamStatus(sim.GetStreamStatusRequest(streamId=stream), timeout=20).status)
 
     return wait_for(lambda: status() if status() != sim.IN_PROGRESS else 0, "the end of the stream")
 
 
-# ---- while the work lasts, and when it fails
+# ---- during a long group, and after a failure
 
-LARGE, OFTEN = 400_000, 1000
-"""A group that no machine is done with in two seconds."""
+LONG_COUNT, LONG_REPEATS = 400_000, 1000
+"""A group that takes longer than two seconds on every machine."""
 
 
 def launch_long(comm: LabClient) -> list[int]:
     addresses = [comm.address(rank) for rank in range(len(comm.devices))]
-    launch(comm, addresses, LARGE, OFTEN, lab.MAX)
+    launch(comm, addresses, LONG_COUNT, LONG_REPEATS, lab.MAX)
     return addresses
 
 
-def test_other_bytes_are_not_delayed() -> None:
-    """Copies beside a group pass while it runs, of other communicators and by every way in."""
+def test_copies_to_other_bytes_are_not_delayed() -> None:
+    """Copies to other bytes complete while a group runs, by other communicators and through every API."""
     with (
         hoop_up(3) as cluster,
         channel_to(cluster.address) as channel,
@@ -211,7 +214,7 @@ def test_other_bytes_are_not_delayed() -> None:
     ):
         comm, other = LabClient(channel, 3), LabClient(channel, 3)
         addresses = launch_long(comm)
-        beside = [address + 8 * LARGE for address in addresses]
+        beside = [address + 8 * LONG_COUNT for address in addresses]
         for rank, address in enumerate(beside):
             other.write(rank, address, np.full(COUNT, 5.0))
             assert (other.read(rank, address, COUNT) == 5).all()
@@ -223,22 +226,22 @@ def test_other_bytes_are_not_delayed() -> None:
         assert comm.call("GetCommStatus", commId=comm.id).status == lab.IN_PROGRESS
 
 
-def test_a_copy_waits_no_longer_than_the_time_out() -> None:
-    """It gives up with a sentence that says what it waited for."""
-    with hoop_up(3, "--timeout", "2s", quiet=False) as cluster, channel_to(cluster.address) as channel:
+def test_a_copy_waits_no_longer_than_the_timeout() -> None:
+    """The error says what the copy waited for."""
+    with hoop_up(3, "--timeout", "2s", check_log=False) as cluster, channel_to(cluster.address) as channel:
         comm = LabClient(channel, 3)
         for _ in range(3):
             addresses = launch_long(comm)
         words = rf"Memcpy from .* of device \d+ waited .* all_reduce.* of communicator {comm.id}"
-        with refused("DEADLINE_EXCEEDED", words=words) as said:
+        with refused("DEADLINE_EXCEEDED", match=words) as messages:
             comm.read(0, addresses[0], COUNT)
-        assert "--timeout" in said[0]
+        assert "--timeout" in messages[0]
 
 
 def test_a_killed_device_does_not_hang_a_copy() -> None:
-    with hoop_up(3, quiet=False) as cluster, channel_to(cluster.address) as channel:
+    with hoop_up(3, check_log=False) as cluster, channel_to(cluster.address) as channel:
         comm = LabClient(channel, 3)
-        pids = {one["id"]: one["pid"] for one in cluster.status()["devices"]}
+        pids = {record["id"]: record["pid"] for record in cluster.status()["devices"]}
         with ThreadPoolExecutor(1) as thread, hoop.connect(cluster.address) as connected:
             device = connected.device(comm.devices[1].deviceId.value)
             addresses = launch_long(comm)

@@ -1,4 +1,4 @@
-"""The lab's streams between devices: the bytes really arrive, and a transfer that cannot be done says so."""
+"""The lab's streams between devices: the bytes arrive, and a failed transfer reports the reason."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from lab_cluster import Cluster, LabClient, channel_to, hoop_up, refused, wait_f
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
 
-DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
-OWN = pb.DESCRIPTOR.services_by_name["Device"]
+LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
+HOOP_DEVICE = pb.DESCRIPTOR.services_by_name["Device"]
 StreamStatus = lab.GetStreamStatusResponse
-fresh = itertools.count(1001)
-"""Ids for streams that a client makes up by itself."""
-PROMPT_S = 8.0
-"""A failure is known long before the 30 s for which one half of a transfer waits for the other."""
+stream_ids = itertools.count(1001)
+"""Ids of streams that the client chooses."""
+FAILURE_TIMEOUT_S = 8.0
+"""A failure must be known long before the 30 s for which one side of a transfer waits for the other."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, spoken to directly."""
+    """A device that the test calls directly."""
 
     pid: int
     address: str
     low: int
     high: int
     lab: Stub
-    own: Stub
+    hoop: Stub
 
     def begin_send(self, address: int, size: int, to: int) -> int:
         request = lab.BeginSendRequest(numBytes=size)
@@ -52,7 +52,7 @@ class Device:
         assert self.lab.BeginReceive(request, timeout=20).initiated
 
     def send(self, stream: int, *parts: bytes) -> Any:
-        """StreamSend by the client itself; stream 0 leaves out Hoop's field."""
+        """Call StreamSend from the client; stream 0 leaves out Hoop's ``streamId``."""
         return self.lab.StreamSend.future(iter(chunks(stream, *parts)), timeout=20)
 
     def status(self, stream: int) -> StreamStatus:
@@ -61,20 +61,20 @@ class Device:
         status: StreamStatus = self.lab.GetStreamStatus(request, timeout=20)
         return status
 
-    def outcome(self, stream: int, within_s: float = PROMPT_S) -> tuple[str, str]:
-        """SUCCESS or FAILED, and the reason."""
+    def outcome(self, stream: int, within_s: float = FAILURE_TIMEOUT_S) -> tuple[str, str]:
+        """Wait for SUCCESS or FAILED; return it and the reason."""
 
-        def ended() -> StreamStatus | None:
+        def final_status() -> StreamStatus | None:
             found = self.status(stream)
             return found if found.status != lab.IN_PROGRESS else None
 
-        status = wait_for(ended, "the stream", within_s)
+        status = wait_for(final_status, "the stream", within_s)
         assert status is not None
         return lab.Status.Name(status.status), status.reason
 
     def wait_for_data(self, streams: int = 1) -> None:
-        """Until so many streams are open here, be it only that their data waits for a BeginReceive."""
-        wait_for(lambda: self.own.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data")
+        """Wait for this number of open streams, including those whose data waits for a BeginReceive."""
+        wait_for(lambda: self.hoop.Describe(pb.DescribeRequest(), timeout=20).open_streams == streams, "the data")
 
 
 def chunks(stream: int, *parts: bytes) -> Iterator[lab.DataChunk]:
@@ -88,12 +88,14 @@ def chunks(stream: int, *parts: bytes) -> Iterator[lab.DataChunk]:
 @contextlib.contextmanager
 def devices_of(cluster: Cluster) -> Iterator[list[Device]]:
     with contextlib.ExitStack() as stack:
-        found = []
-        for one in cluster.status()["devices"]:
-            channel = stack.enter_context(channel_to(one["address"]))
-            stubs = Stub(channel, DEVICE), Stub(channel, OWN)
-            found.append(Device(one["pid"], one["address"], one["min_address"], one["max_address"], *stubs))
-        yield found
+        devices = []
+        for record in cluster.status()["devices"]:
+            channel = stack.enter_context(channel_to(record["address"]))
+            stubs = Stub(channel, LAB_DEVICE), Stub(channel, HOOP_DEVICE)
+            devices.append(
+                Device(record["pid"], record["address"], record["min_address"], record["max_address"], *stubs)
+            )
+        yield devices
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +137,7 @@ def test_bytes_arrive(comm: LabClient, devices: list[Device], count: int) -> Non
     assert (comm.read(2, target.low + 808, count) == vector).all()
 
 
-def test_the_data_may_be_there_before_the_receive(comm: LabClient, devices: list[Device]) -> None:
+def test_data_may_arrive_before_begin_receive(comm: LabClient, devices: list[Device]) -> None:
     source, target = devices[0], devices[1]
     comm.write(0, source.low, numbers(300_000))
     comm.write(1, target.low, np.zeros(300_000))
@@ -151,15 +153,15 @@ def test_the_data_may_be_there_before_the_receive(comm: LabClient, devices: list
 
 
 def test_a_device_may_send_to_itself(comm: LabClient, devices: list[Device]) -> None:
-    one = devices[1]
-    comm.write(1, one.low, numbers(50))
-    stream = one.begin_send(one.low, 400, to=1)
-    one.begin_receive(stream, one.low + 4000, 400, source=1)
-    assert one.outcome(stream) == ("SUCCESS", "")
-    assert (comm.read(1, one.low + 4000, 50) == numbers(50)).all()
+    device = devices[1]
+    comm.write(1, device.low, numbers(50))
+    stream = device.begin_send(device.low, 400, to=1)
+    device.begin_receive(stream, device.low + 4000, 400, source=1)
+    assert device.outcome(stream) == ("SUCCESS", "")
+    assert (comm.read(1, device.low + 4000, 50) == numbers(50)).all()
 
 
-def test_the_last_bytes_of_both(comm: LabClient, devices: list[Device]) -> None:
+def test_a_transfer_at_the_end_of_memory(comm: LabClient, devices: list[Device]) -> None:
     source, target = devices[0], devices[1]
     comm.write(0, source.high - 24, numbers(3))
     stream = source.begin_send(source.high - 24, 24, to=1)
@@ -172,7 +174,7 @@ def test_the_last_bytes_of_both(comm: LabClient, devices: list[Device]) -> None:
         target.begin_receive(12345, target.high - 24, 25)
 
 
-def test_no_bytes(devices: list[Device]) -> None:
+def test_an_empty_transfer(devices: list[Device]) -> None:
     source, target = devices[0], devices[1]
     stream = source.begin_send(source.high, 0, to=1)
     target.begin_receive(stream, target.high, 0)
@@ -180,24 +182,27 @@ def test_no_bytes(devices: list[Device]) -> None:
 
 
 def test_many_streams_at_once(comm: LabClient, devices: list[Device]) -> None:
-    """200 in both directions between two devices, each to another place, begun in another order."""
+    """200 streams in both directions between two devices, to different addresses, received in reverse order."""
     vectors = [numbers(64, seed) for seed in range(200)]
     for rank in (0, 1):
         comm.write(rank, devices[rank].low, np.concatenate(vectors))
         comm.write(rank, devices[rank].low + 2**20, np.zeros(200 * 64))
-    begun = [(devices[at % 2].begin_send(devices[at % 2].low + 512 * at, 512, to=1 - at % 2), at) for at in range(200)]
-    for stream, at in reversed(begun):
-        target = devices[1 - at % 2]
-        target.begin_receive(stream, target.low + 2**20 + 512 * at, 512, source=at % 2)
-    for stream, at in begun:
-        assert devices[1 - at % 2].outcome(stream) == devices[at % 2].outcome(stream) == ("SUCCESS", "")
-    for at, vector in enumerate(vectors):
-        rank = 1 - at % 2
-        assert (comm.read(rank, devices[rank].low + 2**20 + 512 * at, 64) == vector).all()
+    started = [
+        (devices[index % 2].begin_send(devices[index % 2].low + 512 * index, 512, to=1 - index % 2), index)
+        for index in range(200)
+    ]
+    for stream, index in reversed(started):
+        target = devices[1 - index % 2]
+        target.begin_receive(stream, target.low + 2**20 + 512 * index, 512, source=index % 2)
+    for stream, index in started:
+        assert devices[1 - index % 2].outcome(stream) == devices[index % 2].outcome(stream) == ("SUCCESS", "")
+    for index, vector in enumerate(vectors):
+        rank = 1 - index % 2
+        assert (comm.read(rank, devices[rank].low + 2**20 + 512 * index, 64) == vector).all()
 
 
 @pytest.mark.parametrize(("sent", "awaited"), [(800, 792), (792, 800), (8, 0), (0, 8), (3_000_000, 8)])
-def test_sizes_that_differ(devices: list[Device], sent: int, awaited: int) -> None:
+def test_different_sizes_fail_on_both_sides(devices: list[Device], sent: int, awaited: int) -> None:
     source, target = devices[0], devices[1]
     stream = source.begin_send(source.low, sent, to=1)
     target.begin_receive(stream, target.low, awaited)
@@ -207,15 +212,15 @@ def test_sizes_that_differ(devices: list[Device], sent: int, awaited: int) -> No
         assert f"{awaited} bytes" in reason
 
 
-# ---- from the client
+# ---- from the client to a device
 
 
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("parts", [(b"\1" * 640,), (b"\1" * 639, b"\1"), (b"", b"\1" * 640, b""), (b"\1",) * 640])
-def test_a_client_streams_by_itself(
+def test_a_client_sends_after_begin_receive(
     comm: LabClient, devices: list[Device], named: bool, parts: tuple[bytes, ...]
 ) -> None:
-    target, stream = devices[1], next(fresh)
+    target, stream = devices[1], next(stream_ids)
     comm.write(1, target.low, np.zeros(80))
     target.begin_receive(stream, target.low, 640)
     assert target.status(stream).status == lab.IN_PROGRESS
@@ -225,8 +230,8 @@ def test_a_client_streams_by_itself(
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_client_streams_first(comm: LabClient, devices: list[Device], named: bool) -> None:
-    target, stream = devices[1], next(fresh)
+def test_a_client_sends_before_begin_receive(comm: LabClient, devices: list[Device], named: bool) -> None:
+    target, stream = devices[1], next(stream_ids)
     comm.write(1, target.low, np.zeros(2))
     call = target.send(stream if named else 0, b"\2" * 16)
     target.wait_for_data()
@@ -235,53 +240,53 @@ def test_a_client_streams_first(comm: LabClient, devices: list[Device], named: b
     assert comm.read(1, target.low, 2).tobytes() == b"\2" * 16
 
 
-def test_without_a_name_the_oldest_receive_gets_it(comm: LabClient, devices: list[Device]) -> None:
+def test_a_stream_without_id_goes_to_the_oldest_receive(comm: LabClient, devices: list[Device]) -> None:
     target = devices[2]
     comm.write(2, target.low, np.zeros(3))
-    for at, stream in enumerate((5003, 5001, 5002)):
-        target.begin_receive(stream, target.low + 8 * at, 8)
+    for index, stream in enumerate((5003, 5001, 5002)):
+        target.begin_receive(stream, target.low + 8 * index, 8)
     for number in (1, 2, 3):
         assert target.send(0, bytes([number] * 8)).result(20).success
     assert comm.read(2, target.low, 3).tobytes() == bytes([1] * 8 + [2] * 8 + [3] * 8)
 
 
-def test_several_unnamed_at_once_each_find_one(comm: LabClient, devices: list[Device]) -> None:
+def test_concurrent_streams_without_id_go_to_one_receive_each(comm: LabClient, devices: list[Device]) -> None:
     target = devices[2]
     calls = [target.send(0, bytes([number] * 8)) for number in range(1, 41)]
     target.wait_for_data(40)
-    for at in range(40):
-        target.begin_receive(5100 + at, target.low + 8 * at, 8)
+    for index in range(40):
+        target.begin_receive(5100 + index, target.low + 8 * index, 8)
     assert all(call.result(20).success for call in calls)
-    held = comm.read(2, target.low, 40).tobytes()
-    assert sorted(held[::8]) == list(range(1, 41))
+    received = comm.read(2, target.low, 40).tobytes()
+    assert sorted(received[::8]) == list(range(1, 41))
 
 
-def test_a_stream_that_ends_early(devices: list[Device]) -> None:
+def test_a_stream_that_is_too_short_fails(devices: list[Device]) -> None:
     target = devices[1]
     target.begin_receive(6001, target.low, 100)
-    with refused("DATA_LOSS", words="60 of 100 bytes"):
+    with refused("DATA_LOSS", match="60 of 100 bytes"):
         target.send(6001, b"x" * 60).result(20)
     assert target.outcome(6001) == ("FAILED", "stream 6001: it ended after 60 of 100 bytes")
 
 
-def test_a_stream_that_does_not_end_in_time(comm: LabClient, devices: list[Device]) -> None:
+def test_a_stream_that_is_too_long_fails(comm: LabClient, devices: list[Device]) -> None:
     target = devices[1]
     comm.write(1, target.low + 96, np.zeros(1))
     target.begin_receive(6002, target.low, 100)
-    with refused("DATA_LOSS", words="more than the 100 bytes"):
+    with refused("DATA_LOSS", match="more than the 100 bytes"):
         target.send(6002, b"x" * 60, b"x" * 60).result(20)
     outcome, reason = target.outcome(6002)
     assert (outcome, "more than the 100 bytes" in reason) == ("FAILED", True)
-    assert not comm.read(1, target.low + 96, 1).any()  # nothing was written past the range
+    assert not comm.read(1, target.low + 96, 1).any()  # nothing was written past the buffer
 
 
-def test_a_sender_that_vanishes(comm: LabClient, devices: list[Device]) -> None:
+def test_a_receive_fails_when_its_sender_is_cancelled(comm: LabClient, devices: list[Device]) -> None:
     target = devices[1]
     comm.write(1, target.low, np.zeros(10))
     target.begin_receive(6003, target.low, 100)
-    with open_ended() as (give, never):
-        call = target.lab.StreamSend.future(never, timeout=20)
-        give(lab.DataChunk(data=b"x" * 60, streamId=lab.StreamId(value=6003)))
+    with open_request_stream() as (send_chunk, requests):
+        call = target.lab.StreamSend.future(requests, timeout=20)
+        send_chunk(lab.DataChunk(data=b"x" * 60, streamId=lab.StreamId(value=6003)))
         wait_for(lambda: comm.read(1, target.low, 1).tobytes() == b"x" * 8, "the first chunk")
         assert target.status(6003).status == lab.IN_PROGRESS
         call.cancel()
@@ -291,17 +296,17 @@ def test_a_sender_that_vanishes(comm: LabClient, devices: list[Device]) -> None:
 
 
 @contextlib.contextmanager
-def open_ended() -> Iterator[tuple[Callable[[lab.DataChunk], None], Iterator[lab.DataChunk]]]:
-    """A stream of requests that is given its chunks one by one and ends only with the context."""
-    waiting: queue.Queue[lab.DataChunk | None] = queue.Queue()
+def open_request_stream() -> Iterator[tuple[Callable[[lab.DataChunk], None], Iterator[lab.DataChunk]]]:
+    """A function that adds a chunk to a request stream, and that stream, which ends with the context."""
+    chunk_queue: queue.Queue[lab.DataChunk | None] = queue.Queue()
     try:
-        yield waiting.put, iter(waiting.get, None)
+        yield chunk_queue.put, iter(chunk_queue.get, None)
     finally:
-        waiting.put(None)
+        chunk_queue.put(None)
 
 
-def test_no_chunk_at_all(devices: list[Device]) -> None:
-    with refused("INVALID_ARGUMENT", words="before its first chunk"):
+def test_a_stream_without_chunks_is_refused(devices: list[Device]) -> None:
+    with refused("INVALID_ARGUMENT", match="before its first chunk"):
         devices[1].send(0).result(20)
 
 
@@ -309,34 +314,34 @@ def test_a_stream_has_one_sender(comm: LabClient, devices: list[Device]) -> None
     target = devices[1]
     target.begin_receive(6004, target.low, 8)
     assert target.send(6004, b"\3" * 8).result(20).success
-    with refused("FAILED_PRECONDITION", words="has a sender already"):
+    with refused("FAILED_PRECONDITION", match="has a sender already"):
         target.send(6004, b"\4" * 8).result(20)
     assert target.outcome(6004) == ("SUCCESS", "")
     assert comm.read(1, target.low, 1).tobytes() == b"\3" * 8
 
 
-def test_mistakes(devices: list[Device]) -> None:
-    one = devices[0]
-    one.begin_receive(6005, one.low, 0)
-    with refused("FAILED_PRECONDITION", words="already"):
-        one.begin_receive(6005, one.low, 0)
+def test_invalid_requests_are_refused(devices: list[Device]) -> None:
+    device = devices[0]
+    device.begin_receive(6005, device.low, 0)
+    with refused("FAILED_PRECONDITION", match="already"):
+        device.begin_receive(6005, device.low, 0)
     with refused("INVALID_ARGUMENT"):
-        one.begin_receive(0, one.low, 8)
-    with refused("INVALID_ARGUMENT", words=r"3 is not in 0\.\.2"):
-        one.begin_send(one.low, 8, to=3)
-    with refused("NOT_FOUND", words="6006"):
-        one.status(6006)
-    with refused("INVALID_ARGUMENT", words="streamId"):
-        one.lab.GetStreamStatus(lab.GetStreamStatusRequest(), timeout=20)
-    assert one.send(6005, b"").result(20).success
+        device.begin_receive(0, device.low, 8)
+    with refused("INVALID_ARGUMENT", match=r"3 is not in 0\.\.2"):
+        device.begin_send(device.low, 8, to=3)
+    with refused("NOT_FOUND", match="6006"):
+        device.status(6006)
+    with refused("INVALID_ARGUMENT", match="streamId"):
+        device.lab.GetStreamStatus(lab.GetStreamStatusRequest(), timeout=20)
+    assert device.send(6005, b"").result(20).success
 
 
-def test_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devices: list[Device]) -> None:
-    """``dstRank`` is of the newest communicator, unless Hoop's field says which."""
+def test_send_to_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devices: list[Device]) -> None:
+    """``dstRank`` belongs to the newest communicator unless Hoop's ``commId`` names another."""
     with channel_to(cluster.address) as channel:
         pair = LabClient(channel, 2)
     first = [one.deviceId.value for one in comm.devices].index(pair.devices[0].deviceId.value)
-    with refused("INVALID_ARGUMENT", words=r"2 is not in 0\.\.1"):
+    with refused("INVALID_ARGUMENT", match=r"2 is not in 0\.\.1"):
         devices[first].begin_send(devices[first].low, 8, to=2)
     request = lab.BeginSendRequest(numBytes=8, commId=comm.id)
     request.sendBuffAddr.value, request.dstRank.value = devices[first].low, 2
@@ -344,7 +349,7 @@ def test_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devic
     devices[2].begin_receive(stream, devices[2].low, 8)
     assert devices[2].outcome(stream) == ("SUCCESS", "")
     request.commId = 999
-    with refused("FAILED_PRECONDITION", words="not in communicator 999"):
+    with refused("FAILED_PRECONDITION", match="not in communicator 999"):
         devices[first].lab.BeginSend(request, timeout=20)
     comm.call("CommDestroy", commId=pair.id)
 
@@ -352,8 +357,8 @@ def test_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClient, devic
 # ---- devices that die
 
 
-def test_the_other_device_dies() -> None:
-    """A sender and a receiver each learn of it, long before they would have given up waiting."""
+def test_a_transfer_fails_when_the_other_device_dies() -> None:
+    """Sender and receiver report the failure long before their timeout."""
     with hoop_up(3) as cluster, channel_to(cluster.address) as channel, devices_of(cluster) as devices:
         LabClient(channel, 3)
         sender, receiver, dead = devices
@@ -364,14 +369,14 @@ def test_the_other_device_dies() -> None:
         os.kill(dead.pid, signal.SIGKILL)
         outcome, reason = receiver.outcome(7001)
         assert outcome == "FAILED"
-        assert f"device 3 (pid {dead.pid}, {dead.address})" in reason  # the coordinator told it
+        assert f"device 3 (pid {dead.pid}, {dead.address})" in reason  # reported by the coordinator
         outcome, reason = sender.outcome(sending)
         assert outcome == "FAILED"
-        assert dead.address in reason  # its own link to it, or the coordinator, told it
+        assert dead.address in reason  # reported by the link or by the coordinator
         sender.begin_receive(other, sender.low, 8, source=1)
-        assert sender.outcome(other) == ("SUCCESS", "")  # between the living all is well
+        assert sender.outcome(other) == ("SUCCESS", "")  # a transfer between the survivors
 
-        # A device that hangs with its sockets open is no different, once its lease is over.
+        # A device that hangs with open sockets has the same effect once its lease expires.
         LabClient(channel, 2)
         sender.begin_receive(7002, sender.low, 8, source=1)
         with stopped(receiver.pid):
@@ -382,7 +387,7 @@ def test_the_other_device_dies() -> None:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does nothing meanwhile."""
+    """Stop a process by SIGSTOP until the context ends."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Devices that cannot fit on this machine are refused before the first one is started; those that end are reaped."""
+"""Devices that exceed this machine's resources are refused before the first starts; ended devices are reaped."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
     Run = Callable[..., subprocess.CompletedProcess[str]]
-    Ask = Callable[[str], dict[str, Any]]
+    GetStatus = Callable[[str], dict[str, Any]]
 
 SLOW = f"{Path(__file__).with_name('train_driver.py')}:slow"
 FEW_FILES = 'ulimit -n 1000; exec "$0" "$@"'
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ PATIENCE_S = 60.0
     [["train", "mnist", "-n", "500", "--epochs", "0"], ["up", "--devices", "500"], ["chaos", "-n", "500"]],
     ids=lambda arguments: arguments[0],
 )
-def test_five_hundred_devices_are_refused_where_they_cannot_fit(arguments: list[str]) -> None:
-    """On every machine, however large: a process may have 1000 files open here, and needs 2064."""
+def test_more_devices_than_the_open_file_limit_allows_are_refused(arguments: list[str]) -> None:
+    """Independent of the machine: the limit is set to 1000 open files, and a process needs 2064."""
     done = subprocess.run(
         ["sh", "-c", FEW_FILES, sys.executable, "-m", "hoop", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hoop: --devices: 500 of ")
@@ -57,60 +57,60 @@ def test_five_hundred_devices_are_refused_where_they_cannot_fit(arguments: list[
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_memory_that_is_not_there_is_refused_with_the_arithmetic(run_hoop: Run, arguments: list[str]) -> None:
-    done = run_hoop(*arguments, within=PATIENCE_S)
+def test_more_memory_than_available_is_refused_with_the_arithmetic(run_hoop: Run, arguments: list[str]) -> None:
+    done = run_hoop(*arguments, within=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (2, "")
     assert " cannot fit on this machine: " in done.stderr
     assert "TiB" in done.stderr
 
 
-def test_from_python_it_is_refused_before_anything_is_forked() -> None:
+def test_hoop_train_refuses_too_much_memory_before_it_forks() -> None:
     code = (
         "import hoop\n"
         "try:\n    hoop.train('mnist', devices=500, memory='1TiB')\n"
         "except hoop.HoopError as error:\n    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.startswith("ResourceExhausted memory: 500 of 1 TiB cannot fit on this machine")
 
 
-def test_the_limit_of_open_files_is_raised_where_that_suffices(start: Start) -> None:
-    """A device of two needs more than 40; children inherit the limit of the command."""
+def test_the_soft_limit_of_open_files_is_raised(start: Start) -> None:
+    """Each of two devices needs more than 40 open files; children inherit the limit of the command."""
     script = 'ulimit -S -n 40; exec "$0" "$@"'
     command = [sys.executable, "-m", "hoop", "train", "mnist", "-n", "2", "--memory", "8MiB", "--epochs", "0"]
-    done = subprocess.run(["sh", "-c", script, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(["sh", "-c", script, *command], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
 
 
-# ---- children that end are waited for
+# ---- ended children are reaped
 
 
-def until_reaped(pid: int) -> None:
-    """A zombie is still there."""
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until_reaped(pid: int) -> None:
+    """A zombie still has its entry in /proc."""
+    deadline = time.monotonic() + TIMEOUT_S
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, Path(f"/proc/{pid}/stat").read_text()
         threading.Event().wait(0.005)
 
 
-def test_a_forked_device_that_is_killed_is_no_zombie(start: Start, status: Ask, tmp_path: Path) -> None:
+def test_a_killed_forked_device_is_reaped(start: Start, status: GetStatus, tmp_path: Path) -> None:
     address = tmp_path / "address"
     running = start("train", SLOW, "-n", "3", "--memory", "8MiB", "--address-file", address)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not address.exists():
         assert time.monotonic() < deadline, running.errors
         threading.Event().wait(0.005)
     pid = status(address.read_text().strip())["devices"][1]["pid"]
     os.kill(pid, signal.SIGKILL)
-    until_reaped(pid)
-    assert running.process.poll() is None, "its parent lives on"
+    wait_until_reaped(pid)
+    assert running.process.poll() is None, "its parent ended too"
     running.signal(signal.SIGTERM)
-    running.wait(PATIENCE_S)
+    running.wait(TIMEOUT_S)
 
 
-def test_a_device_of_up_that_is_killed_is_no_zombie(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
+def test_a_killed_device_of_hoop_up_is_reaped(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
     up = start("up", "--devices", 2, "--memory", "8MiB")
     pid = connect(up.address).status().devices[0].device.pid
     os.kill(pid, signal.SIGKILL)
-    until_reaped(pid)
-    assert up.process.poll() is None, "its parent lives on"
+    wait_until_reaped(pid)
+    assert up.process.poll() is None, "its parent ended too"

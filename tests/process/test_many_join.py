@@ -1,4 +1,4 @@
-"""Two hundred devices join one coordinator at once."""
+"""Two hundred devices join one coordinator at the same time."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Running]
 
-MANY = 200
-PATIENCE_S = 30.0
+DEVICES = 200
+TIMEOUT_S = 30.0
 
 
-def newcomer(number: int) -> DeviceInfo:
-    """As a device describes itself; nobody will want its memory."""
-    here = Address("127.0.0.1", 1 + number)
-    return DeviceInfo(0, here, here, 0x1000, 0x2000, "here", 1 + number, f"{number:016x}")
+def device_info(number: int) -> DeviceInfo:
+    """A device that no other process connects to."""
+    address = Address("127.0.0.1", 1 + number)
+    return DeviceInfo(0, address, address, 0x1000, 0x2000, "here", 1 + number, f"{number:016x}")
 
 
-async def all_join(address: Address) -> list[int]:
-    """Each over a connection of its own, with heartbeats from then on; they leave with a word."""
-    open_to_all = Credentials(Role.DEVICE)
-    crowd = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), open_to_all) for _ in range(MANY)]
-    joins = (one.join(newcomer(number), PATIENCE_S) for number, one in enumerate(crowd))
+async def join_and_leave(address: Address) -> list[int]:
+    """Join over one connection per device, send heartbeats, leave; return the device ids."""
+    credentials = Credentials(Role.DEVICE)
+    clients = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), credentials) for _ in range(DEVICES)]
+    joins = (client.join(device_info(number), TIMEOUT_S) for number, client in enumerate(clients))
     ids = [info.device_id for info in await asyncio.gather(*joins)]
-    for one in crowd:
-        one.start()
+    for client in clients:
+        client.start()
     await asyncio.sleep(0)
-    await asyncio.gather(*(one.leave() for one in crowd))
+    await asyncio.gather(*(client.leave() for client in clients))
     return ids
 
 
-def test_two_hundred_join_at_once(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
-    """Each has a number of its own; nobody is suspected, and who works already is not disturbed."""
+def test_two_hundred_devices_join_at_once(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
+    """Each device gets its own id, none is suspected, and an existing communicator is not disturbed."""
     coordinator = start("coordinator")
-    start("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 1).first  # noqa: B018 - it is up
+    start("device", "--join", coordinator.address, "--memory", "1MiB", "--id", 1).first_line  # noqa: B018 - it starts
     cluster = connect(coordinator.address)
-    alone = cluster.communicator([1])
-    ids = asyncio.run(all_join(Address.parse(coordinator.address)))
-    assert sorted(ids) == list(range(2, MANY + 2))
+    comm = cluster.communicator([1])
+    ids = asyncio.run(join_and_leave(Address.parse(coordinator.address)))
+    assert sorted(ids) == list(range(2, DEVICES + 2))
     kinds = [event.kind for event in cluster.events()]
-    assert kinds.count("device_joined") == MANY + 1
+    assert kinds.count("device_joined") == DEVICES + 1
     assert not {"device_suspect", "device_dead", "communicator_rebuilt"} & set(kinds)
-    assert alone.status().generation == 1
-    alone.barrier()
+    assert comm.status().generation == 1
+    comm.barrier()

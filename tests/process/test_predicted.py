@@ -1,4 +1,4 @@
-"""A real run says what the simulator predicted, what happened, and the error."""
+"""A training run reports the step time that the simulator predicted, the measured one, and the relative error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
 
 
-def trained(strategy: str, *more: str) -> dict[str, float]:
+def train(strategy: str, *options: str) -> dict[str, float]:
     command = [
         sys.executable,
         "-m",
@@ -22,26 +22,27 @@ def trained(strategy: str, *more: str) -> dict[str, float]:
         "--devices=2",
         f"--strategy={strategy}",
         "--json",
-        *more,
+        *options,
     ]
     command += ["--set=max_steps=12", "--set=evaluate_every=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 @pytest.mark.parametrize("strategy", ["data", pytest.param("pipeline:1f1b", marks=pytest.mark.slow)])
-def test_a_run_tells_its_prediction(strategy: str) -> None:
-    result = trained(strategy)
+def test_a_run_reports_its_prediction_and_the_error(strategy: str) -> None:
+    result = train(strategy)
     predicted, measured = result["predicted_step_seconds"], result["step_seconds"]
     assert 1e-4 < predicted < 1
     assert result["prediction_error"] == pytest.approx(measured / predicted - 1)
 
 
-def test_a_run_is_predicted_from_a_calibration(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_is_predicted_from_a_calibration_file(tmp_path: Path) -> None:
     block = BlockCost("b", LinearCost(10.0), LinearCost(20.0))
     file = tmp_path / "costs.json"
     file.write_text(Costs((block,) * 3, 64, FREE_MACHINE).to_json())
-    result = trained("data", f"--costs={file}")
+    result = train("data", f"--costs={file}")
     assert result["predicted_step_seconds"] == pytest.approx(2 * 90), "two shards of three blocks on each device"

@@ -1,4 +1,4 @@
-"""What callers may ask for is bounded, and a refusal names the limit and the option that raises it."""
+"""Requests beyond a limit are refused; the error names the limit and the option that raises it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from hoop.wire.service import translate
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 
 
-def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callable[..., hoop.Cluster]) -> None:
+def test_an_exceeded_limit_is_refused_with_the_option_that_raises_it(
+    start: Callable[..., Any], connect: Callable[..., hoop.Cluster]
+) -> None:
     limits = ("--max-communicators", 3, "--communicators-per-client", 2, "--max-message", "1MiB")
     coordinator = start("coordinator", *limits)
     device = start(
@@ -35,22 +37,22 @@ def test_limits_and_what_raises_them(start: Callable[..., Any], connect: Callabl
     assert device.id == 1
     cluster = connect(coordinator.address)
 
-    kept = [cluster.communicator(1) for _ in range(2)]
+    communicators = [cluster.communicator(1) for _ in range(2)]
     with pytest.raises(ResourceExhausted, match=r"has 2 communicators, its limit.*--communicators-per-client"):
         cluster.communicator(1)
-    kept.pop().destroy()
-    kept.append(cluster.communicator(1))
+    communicators.pop().destroy()
+    communicators.append(cluster.communicator(1))
 
     with pytest.raises(ResourceExhausted, match=r"larger than max.*--max-message"):
         cluster.copy((1, "x" * (2 << 20)), (1, 0), 8)
 
     with grpc.insecure_channel(device.address, options=channel_options()) as channel:
-        begin = Stub(channel, LAB_DEVICE).BeginReceive
+        begin_receive = Stub(channel, LAB_DEVICE).BeginReceive
         low = cluster.status().devices[0].device.min_address
-        place: dict[str, Any] = {"recvBuffAddr": {"value": low}, "numBytes": 8}
-        begin(lab.BeginReceiveRequest(streamId={"value": 7}, **place), timeout=10)
+        fields: dict[str, Any] = {"recvBuffAddr": {"value": low}, "numBytes": 8}
+        begin_receive(lab.BeginReceiveRequest(streamId={"value": 7}, **fields), timeout=10)
         with pytest.raises(grpc.RpcError) as refused:
-            begin(lab.BeginReceiveRequest(streamId={"value": 8}, **place), timeout=10)
+            begin_receive(lab.BeginReceiveRequest(streamId={"value": 8}, **fields), timeout=10)
         error = translate(refused.value)
         assert isinstance(error, ResourceExhausted)
         assert "1 streams are open here" in str(error)

@@ -1,4 +1,4 @@
-"""``hoop reproduce``: what it lists, what it refuses, and one study from beginning to end."""
+"""``hoop reproduce``: the list of studies, invalid arguments, and one complete study."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ Run = Callable[..., "CompletedProcess[str]"]
 
 
 def test_the_studies_are_listed(run_hoop: Run) -> None:
-    found = json.loads(run_hoop("reproduce", "--list", "--json").stdout)
-    assert list(found) == ["mnist-pipeline", "dsml", "ringtmp", "parallel-mnist", "hybrid"]
-    assert all(one["paper"] and one["question"] for one in found.values())
+    studies = json.loads(run_hoop("reproduce", "--list", "--json").stdout)
+    assert list(studies) == ["mnist-pipeline", "dsml", "ringtmp", "parallel-mnist", "hybrid"]
+    assert all(study["paper"] and study["question"] for study in studies.values())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((), "study: none given"),
         (("nope",), "'nope' is none"),
         (("all", "--out", "x"), "--out: of all studies"),
     ],
 )
-def test_a_mistake_is_named(run_hoop: Run, arguments: tuple[str, ...], said: str) -> None:
-    answer = run_hoop("reproduce", *arguments)
-    assert answer.returncode == 2
-    assert said in answer.stderr
+def test_invalid_arguments_are_named(run_hoop: Run, arguments: tuple[str, ...], message: str) -> None:
+    completed = run_hoop("reproduce", *arguments)
+    assert completed.returncode == 2
+    assert message in completed.stderr
 
 
-def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
-    answer = run_hoop("reproduce", "parallel-mnist", "--quick", "--json", "--out", tmp_path, within=100)
-    assert answer.returncode == 0, answer.stderr
-    report: dict[str, Any] = json.loads(answer.stdout)
+@pytest.mark.slow
+def test_a_complete_study(run_hoop: Run, tmp_path: Path) -> None:
+    completed = run_hoop("reproduce", "parallel-mnist", "--quick", "--json", "--out", tmp_path, within=100)
+    assert completed.returncode == 0, completed.stderr
+    report: dict[str, Any] = json.loads(completed.stdout)
     assert report == json.loads((tmp_path / "report.json").read_text())
     tables = {table["title"]: table["rows"] for table in report["tables"]}
     assert len(tables["Claims"]) >= 3
@@ -49,7 +50,7 @@ def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(100)
     epochs = tables["An epoch"]
     assert {row["pixels"] for row in epochs} == {784, 3136, 12544}
-    for pixels in (784, 3136, 12544):  # by hand and by Hoop, on every number of nodes: the same training
+    for pixels in (784, 3136, 12544):  # manual and Hoop's training agree on every number of nodes
         losses = [row["loss"] for row in epochs if row["pixels"] == pixels]
         assert len(losses) >= 3
         assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-4)
@@ -57,12 +58,12 @@ def test_a_study_from_beginning_to_end(run_hoop: Run, tmp_path: Path) -> None:
         assert [row["claim"] for row in csv.DictReader(file)] == [row["claim"] for row in tables["Claims"]]
     html = (tmp_path / "report.html").read_text()
     assert html.count("<svg") == 3
-    assert not re.search(r"(src|href)=\"http", html), "it must need nothing else"
+    assert not re.search(r"(src|href)=\"http", html), "the report refers to other files"
     assert "measured" in (tmp_path / "report.md").read_text()
-    assert "784 pixels" in answer.stderr, "no progress was shown"
+    assert "784 pixels" in completed.stderr, "no progress was shown"
 
 
-GROWING = """
+LARGEST_MODEL = """
 import dataclasses, json
 from hoop.lab.papers.ringtmp import SGD, chain
 from hoop.lab.papers.experiment import Experiment
@@ -79,7 +80,7 @@ print(json.dumps(dataclasses.asdict(best)))
 @pytest.mark.slow
 def test_the_largest_model_is_found_by_training_it() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", GROWING],
+        [sys.executable, "-c", LARGEST_MODEL],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -89,7 +90,7 @@ def test_the_largest_model_is_found_by_training_it() -> None:
     assert done.returncode == 0, done.stderr
     best = json.loads(done.stdout)
     width = best["size"]
-    assert width > 32, "nothing has grown"
+    assert width > 32, "the search stayed at its first size"
     assert width % 16 == 0
     assert best["parameters"] == 784 * width + width + width * width + width + 10 * width + 10
     assert 0 < best["memory"] <= 2 << 20

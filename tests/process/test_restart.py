@@ -1,4 +1,4 @@
-"""A device, the coordinator or all of them end and are started again: what they had is there."""
+"""A device, the coordinator or a whole cluster is restarted and recovers its state."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     Connect = Callable[..., hoop.Cluster]
     Wait = Callable[..., Any]
 
-BACK_S = 2.0
-"""Until a restarted coordinator must have everything again; devices knock at least every second."""
+RECOVERY_S = 2.0
+"""Deadline for a restarted coordinator to recover its state; devices reconnect at least every second."""
 
 
 def vectors(count: int, ranks: int) -> list[Any]:
     return [np.arange(count, dtype="float32") % 5 + rank for rank in range(ranks)]
 
 
-def works(comm: hoop.Communicator) -> None:
+def check_all_reduce(comm: hoop.Communicator) -> None:
     x = vectors(1000, comm.size)
     for rank, found in enumerate(comm.all_reduce(x)):
         np.testing.assert_array_equal(found, sum(x), err_msg=f"rank {rank}")
 
 
 def test_a_device_is_restarted_on_its_arena(start: Start, connect: Connect, await_event: Wait, tmp_path: Path) -> None:
-    """Killed without a warning, it has its id, its buffers and their bytes again."""
+    """A killed device gets back its id, its buffers and their contents."""
     coordinator = start("coordinator")
 
     def device(number: int) -> Running:
@@ -62,29 +62,29 @@ def test_a_device_is_restarted_on_its_arena(start: Start, connect: Connect, awai
     comm.buffer("weights", 1000).fill(x)
     comm.buffer("empty", 0)
     comm.barrier()
-    old = comm.devices[1]
-    before = old.buffers()
+    old_device = comm.devices[1]
+    before = old_device.buffers()
     two.kill()
-    dead = await_event(coordinator.address, "device_dead", BACK_S, device=two.id)
-    again = device(2)
-    assert again.id == two.id
+    dead = await_event(coordinator.address, "device_dead", RECOVERY_S, device=two.id)
+    restarted = device(2)
+    assert restarted.id == two.id
     joined = await_event(coordinator.address, "device_joined", after=dead.sequence, device=two.id)
     assert "came back" in joined.text
-    assert joined.fields["incarnation"] != old.info.incarnation
+    assert joined.fields["incarnation"] != old_device.info.incarnation
 
-    found = cluster.device(again.id)
-    assert (found.info.pid, found.info.incarnation) == (again.pid, joined.fields["incarnation"])
-    assert found.buffers() == before
-    np.testing.assert_array_equal(np.frombuffer(found.read("weights", 4000), "float32"), x[1])
+    new_device = cluster.device(restarted.id)
+    assert (new_device.info.pid, new_device.info.incarnation) == (restarted.pid, joined.fields["incarnation"])
+    assert new_device.buffers() == before
+    np.testing.assert_array_equal(np.frombuffer(new_device.read("weights", 4000), "float32"), x[1])
     with pytest.raises(FailedPrecondition, match=rf"device {two.id} \(pid .* rebuild the communicator"):
         comm.barrier()
-    fresh = cluster.communicator([two.id, one.id])
-    weights = fresh.buffer("weights", 1000, reuse=True)
-    fresh.all_reduce(weights)
+    new_comm = cluster.communicator([two.id, one.id])
+    weights = new_comm.buffer("weights", 1000, reuse=True)
+    new_comm.all_reduce(weights)
     for rank in range(2):
         np.testing.assert_array_equal(weights.read(rank), sum(x))
-    assert comm.rebuild().size == 2  # it is alive, so it is in it again
-    works(comm)
+    assert comm.rebuild().size == 2  # the restarted device is a member again
+    check_all_reduce(comm)
 
 
 def test_the_coordinator_is_restarted_on_its_journal(
@@ -94,32 +94,32 @@ def test_the_coordinator_is_restarted_on_its_journal(
     comm_status: Callable[[str, int], lab.GetCommStatusResponse],
     tmp_path: Path,
 ) -> None:
-    """Killed without a warning. Nobody else is restarted: the devices find it, and go on as they were."""
+    """Only the coordinator is killed and restarted: the devices reconnect and keep their state."""
     journal = tmp_path / "journal"
     first = start("coordinator", "--journal", journal)
     port = first.address.rpartition(":")[2]
     devices = [start("device", "--join", first.address, "--memory", "16MiB") for _ in range(3)]
     ids = [device.id for device in devices]
     cluster = connect(first.address)
-    comm, gone, broken = (cluster.communicator(members) for members in (ids[::-1], ids[:1], ids[:2]))
+    comm, destroyed, broken = (cluster.communicator(members) for members in (ids[::-1], ids[:1], ids[:2]))
     buffer = comm.buffer("x", 1000).fill(vectors(1000, 3))
     comm.all_reduce(buffer)
     comm.rebuild()
-    gone.destroy()
+    destroyed.destroy()
     devices[0].signal(signal.SIGTERM)
     assert devices[0].wait() == 0
     last = cluster.communicator(ids[1:])
     first.kill()
     with open(journal, "ab") as file:
-        file.write(b'1f3a5c77 {"kind":"communica')  # it was just writing
+        file.write(b'1f3a5c77 {"kind":"communica')  # a torn last line
 
     second = start("coordinator", "--journal", journal, "--port", port)
     assert second.address == first.address
     began = time.monotonic()
     for device_id in ids[1:]:
-        await_event(second.address, "device_recovered", BACK_S, device=device_id)
-    assert time.monotonic() - began < BACK_S
-    status = cluster.status()  # over the connection that it had
+        await_event(second.address, "device_recovered", RECOVERY_S, device=device_id)
+    assert time.monotonic() - began < RECOVERY_S
+    status = cluster.status()  # over the existing connection
     assert status.pid == second.pid
     assert {member.device.device_id: member.state for member in status.devices} == {
         ids[0]: "left",
@@ -128,49 +128,49 @@ def test_the_coordinator_is_restarted_on_its_journal(
     }
     pids = {member.device.device_id: member.device.pid for member in status.devices}
     assert pids == {device.id: device.pid for device in devices}
-    stands = {one.id: one for one in status.communicators}
-    assert sorted(stands) == [comm.id, broken.id, last.id]
-    assert [member.device_id for member in stands[last.id].members] == ids[1:]
-    assert [member.device_id for member in stands[comm.id].members] == ids[::-1]
-    assert stands[comm.id].generation >= 2
-    for one in (comm, broken):
-        assert comm_status(second.address, one.id).status == lab.FAILED
-        assert f"device {ids[0]}" in stands[one.id].reason
-    works(last)
-    works(comm.rebuild())
-    assert comm.generation > stands[comm.id].generation
+    communicators = {record.id: record for record in status.communicators}
+    assert sorted(communicators) == [comm.id, broken.id, last.id]
+    assert [member.device_id for member in communicators[last.id].members] == ids[1:]
+    assert [member.device_id for member in communicators[comm.id].members] == ids[::-1]
+    assert communicators[comm.id].generation >= 2
+    for failed in (comm, broken):
+        assert comm_status(second.address, failed.id).status == lab.FAILED
+        assert f"device {ids[0]}" in communicators[failed.id].reason
+    check_all_reduce(last)
+    check_all_reduce(comm.rebuild())
+    assert comm.generation > communicators[comm.id].generation
     assert [device.id for device in comm.devices] == ids[:0:-1]
     found = comm.buffer("x", 1000, reuse=True)
     for rank in range(2):
         np.testing.assert_array_equal(found.read(rank), sum(vectors(1000, 3)))
-    assert cluster.communicator(1).id == last.id + 1  # an id is never given twice
+    assert cluster.communicator(1).id == last.id + 1  # ids are not reused
 
 
-def test_a_device_that_died_with_the_coordinator(
+def test_a_device_that_died_with_the_coordinator_is_detected(
     start: Start, connect: Connect, await_event: Wait, tmp_path: Path
 ) -> None:
-    """The restarted coordinator finds out by itself; what does not need it works."""
+    """The restarted coordinator detects the death; a communicator without that device works."""
     options = ("--journal", tmp_path / "journal")
     first = start("coordinator", *options)
     devices = [start("device", "--join", first.address, "--memory", "16MiB") for _ in range(2)]
     ids = [device.id for device in devices]
     cluster = connect(first.address)
-    both, one = cluster.communicator(ids), cluster.communicator(ids[:1])
+    both, survivor = cluster.communicator(ids), cluster.communicator(ids[:1])
     first.kill()
     devices[1].kill()
     second = start("coordinator", *options, "--port", first.address.rpartition(":")[2])
-    await_event(second.address, "device_dead", BACK_S, device=ids[1])
-    await_event(second.address, "device_recovered", BACK_S, device=ids[0])
-    works(one)
+    await_event(second.address, "device_dead", RECOVERY_S, device=ids[1])
+    await_event(second.address, "device_recovered", RECOVERY_S, device=ids[0])
+    check_all_reduce(survivor)
     with pytest.raises(FailedPrecondition, match=rf"device {ids[1]} \(pid {devices[1].pid}.* rebuild"):
         both.barrier()
-    works(both.rebuild())
+    check_all_reduce(both.rebuild())
 
 
-def test_work_of_the_former_coordinator_is_kept_apart(
+def test_operations_of_the_killed_coordinator_do_not_mix_with_new_ones(
     start: Start, connect: Connect, await_event: Wait, tmp_path: Path
 ) -> None:
-    """Devices that are still at it when the coordinator is back do not mix it with what it asks for next."""
+    """Devices still run a group of the killed coordinator when its successor launches new operations."""
     options = ("--journal", tmp_path / "journal")
     first = start("coordinator", *options)
     devices = [start("device", "--join", first.address, "--memory", "64MiB") for _ in range(2)]
@@ -182,53 +182,53 @@ def test_work_of_the_former_coordinator_is_kept_apart(
     buffer = comm.buffer("x", count)
     with ThreadPoolExecutor(1) as thread:
 
-        def long() -> None:
+        def run_long_group() -> None:
             with comm.group():
                 for _ in range(1000):
                     comm.all_reduce(large)
 
         comm.barrier()
-        work = thread.submit(long)
-        until = time.monotonic() + 10
-        while comm.status().status == "success":  # the barrier's: until the group is under way
-            assert time.monotonic() < until
+        work = thread.submit(run_long_group)
+        deadline = time.monotonic() + 10
+        while comm.status().status == "success":  # the barrier's status: wait until the group has started
+            assert time.monotonic() < deadline
         first.kill()
         with pytest.raises(PeerError):
             work.result(10)
     second = start("coordinator", *options, "--port", first.address.rpartition(":")[2])
     for device_id in ids:
-        await_event(second.address, "device_recovered", BACK_S, device=device_id)
-    for turn in range(1, 6):
-        buffer.fill([np.full(count, turn, "float32")] * 2)
+        await_event(second.address, "device_recovered", RECOVERY_S, device=device_id)
+    for value in range(1, 6):
+        buffer.fill([np.full(count, value, "float32")] * 2)
         comm.all_reduce(buffer, timeout=20)
         for rank in range(2):
-            np.testing.assert_array_equal(buffer.read(rank), np.full(count, 2 * turn, "float32"))
+            np.testing.assert_array_equal(buffer.read(rank), np.full(count, 2 * value, "float32"))
 
 
-def test_without_a_journal_devices_join_anew(start: Start, connect: Connect, await_event: Wait) -> None:
-    """A coordinator that remembers nothing gets its devices back, under their ids, but no communicators."""
+def test_without_a_journal_devices_join_again(start: Start, connect: Connect, await_event: Wait) -> None:
+    """A coordinator without a journal gets its devices back with their ids, but no communicators."""
     first = start("coordinator")
     device = start("device", "--join", first.address, "--memory", "1MiB", "--id", 7)
     assert device.id == 7
     first.kill()
     second = start("coordinator", "--port", first.address.rpartition(":")[2])
-    await_event(second.address, "device_joined", BACK_S, device=7)
-    works(connect(second.address).communicator([7]))
+    await_event(second.address, "device_joined", RECOVERY_S, device=7)
+    check_all_reduce(connect(second.address).communicator([7]))
 
 
-def test_a_damaged_journal_is_named(run_hoop: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
-    """A bad line before good ones is no torn tail: nothing is guessed, nothing is overwritten."""
+def test_a_damaged_journal_is_refused(run_hoop: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+    """An invalid line before the last is not a torn tail: the coordinator refuses the file and leaves it unchanged."""
     journal = tmp_path / "journal"
     damaged = b"00000000 {}\n00000000 {}\n"
     journal.write_bytes(damaged)
-    answer = run_hoop("coordinator", "--journal", journal)
-    assert answer.returncode == 2
-    assert f"journal {journal}, line 1: the checksum does not hold; move the file away" in answer.stderr
+    completed = run_hoop("coordinator", "--journal", journal)
+    assert completed.returncode == 2
+    assert f"journal {journal}, line 1: the checksum does not hold; move the file away" in completed.stderr
     assert journal.read_bytes() == damaged
 
 
-def test_up_goes_on_from_its_state(start: Start, connect: Connect, tmp_path: Path) -> None:
-    """Ended by Ctrl-C and by SIGKILL: the third has what the first was given."""
+def test_hoop_up_recovers_from_its_state_folder(start: Start, connect: Connect, tmp_path: Path) -> None:
+    """The first cluster ends by Ctrl-C, the second by SIGKILL; the third still has the data."""
     state = tmp_path / "state"
     options = ("up", "--devices", 2, "--memory", "8MiB", "--state", state)
     x = vectors(100, 2)
@@ -246,18 +246,18 @@ def test_up_goes_on_from_its_state(start: Start, connect: Connect, tmp_path: Pat
     assert [member.state for member in cluster.status().devices] == ["alive"] * 2
     (known,) = cluster.status().communicators
     assert (known.id, known.status) == (comm.id, "failed")
-    again = cluster.communicator([2, 1])
-    assert again.id == comm.id + 1
-    weights = again.buffer("weights", 100, reuse=True)
+    second_comm = cluster.communicator([2, 1])
+    assert second_comm.id == comm.id + 1
+    weights = second_comm.buffer("weights", 100, reuse=True)
     for rank in range(2):
         np.testing.assert_array_equal(weights.read(rank), x[rank])
-    again.all_reduce(weights)
-    pids = [device.info.pid for device in again.devices]
+    second_comm.all_reduce(weights)
+    pids = [device.info.pid for device in second_comm.devices]
     second.kill()
 
     third = start(*options, "--json")
-    assert json.loads(third.first)["devices"] == 2
-    cluster = connect(json.loads(third.first)["coordinator"])
+    assert json.loads(third.first_line)["devices"] == 2
+    cluster = connect(json.loads(third.first_line)["coordinator"])
     members = cluster.status().devices
     assert [(member.device.device_id, member.state) for member in members] == [(1, "alive"), (2, "alive")]
     assert not {member.device.pid for member in members} & set(pids)
@@ -265,4 +265,4 @@ def test_up_goes_on_from_its_state(start: Start, connect: Connect, tmp_path: Pat
     weights = comm.buffer("weights", 100, reuse=True)
     for rank in range(2):
         np.testing.assert_array_equal(weights.read(rank), sum(x))
-    works(comm)
+    check_all_reduce(comm)

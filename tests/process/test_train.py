@@ -1,4 +1,4 @@
-"""``hoop train`` as a person types it: what it prints and keeps, how it ends, and what it says to a mistake."""
+"""``hoop train`` on the command line: its output, its run folder, how it ends, and its error messages."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from background import Running
 
     Start = Callable[..., Running]
-    Ask = Callable[[str], dict[str, Any]]
+    GetStatus = Callable[[str], dict[str, Any]]
 
 DRIVER = Path(__file__).with_name("train_driver.py")
 JOB, SLOW, BROKEN, SHAPES = (f"{DRIVER}:{name}" for name in ("job", "slow", "broken", "wrong_shapes"))
-PATIENCE_S = 100.0
+TIMEOUT_S = 100.0
 FIELDS = {
     *("accuracy", "loss", "steps", "epochs", "seconds", "samples_per_second", "weights_sha256"),
     *("strategy", "devices", "bytes_sent", "idle_fraction"),
@@ -38,14 +38,14 @@ def hoop(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PATIENCE_S,
+        timeout=TIMEOUT_S,
         env={**os.environ, **environment},
         check=False,
     )
 
 
 def result(*arguments: object) -> dict[str, Any]:
-    """What ``hoop … --json`` printed: one line on standard output."""
+    """The JSON that ``hoop … --json`` printed as its only line."""
     done = hoop(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -53,26 +53,26 @@ def result(*arguments: object) -> dict[str, Any]:
     return found
 
 
-def until(happened: Callable[[], bool], what: Callable[[], str], within: float = 60.0) -> None:
-    """For what makes no event."""
+def wait_until(condition: Callable[[], bool], describe: Callable[[], str], within: float = 60.0) -> None:
+    """Poll for a condition that emits no event."""
     deadline = time.monotonic() + within
-    while not happened():
-        assert time.monotonic() < deadline, f"not within {within:g} s; {what()}"
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within:g} s; {describe()}"
         threading.Event().wait(0.01)
 
 
-def under_way(start: Start, out: Path, *more: object) -> Running:
-    """A training that goes on until it is stopped, after its first steps."""
-    running = start("train", SLOW, "-n", 2, "--out", out, *more)
+def start_training(start: Start, out: Path, *options: object) -> Running:
+    """Start a training that runs until it is stopped; wait for its first steps."""
+    running = start("train", SLOW, "-n", 2, "--out", out, *options)
     metrics = out / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: running.errors)
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, lambda: running.errors)
     return running
 
 
-# ---- a run from its start to a model in another program
+# ---- train, evaluate, export
 
 
-def test_a_run_is_kept_measured_and_handed_on(tmp_path: Path) -> None:
+def test_a_run_is_saved_evaluated_and_exported(tmp_path: Path) -> None:
     out = tmp_path / "run"
     trained = result("train", "mnist", "-n", 2, "--epochs", 1, "--set", "max_steps=60", "--out", out)
     assert set(trained) >= FIELDS
@@ -92,22 +92,22 @@ def test_a_run_is_kept_measured_and_handed_on(tmp_path: Path) -> None:
     }
     assert json.loads((out / "result.json").read_text())["weights_sha256"] == trained["weights_sha256"]
 
-    measured = result("evaluate", out)
-    assert measured["weights_sha256"] == trained["weights_sha256"]
-    assert measured["accuracy"] == pytest.approx(trained["accuracy"], abs=2e-4)
-    assert measured["loss"] == pytest.approx(trained["loss"], rel=1e-4)
+    evaluated = result("evaluate", out)
+    assert evaluated["weights_sha256"] == trained["weights_sha256"]
+    assert evaluated["accuracy"] == pytest.approx(trained["accuracy"], abs=2e-4)
+    assert evaluated["loss"] == pytest.approx(trained["loss"], rel=1e-4)
 
     weights = tmp_path / "model.safetensors"
     assert result("export", out, "--to", weights)["weights_sha256"] == trained["weights_sha256"]
-    shapes = {name: one.shape for name, one in safetensors.numpy.load_file(weights).items()}
+    shapes = {name: tensor.shape for name, tensor in safetensors.numpy.load_file(weights).items()}
     assert sorted(shapes.values()) == [(10,), (10, 64), (64,), (64, 128), (128,), (128, 784)]
     refused = hoop("export", out, "--to", tmp_path / "model.onnx")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "name it .safetensors (a plain state_dict)" in refused.stderr
 
-    again = hoop("train", "mnist", "--out", out)
-    assert again.returncode == 2
-    assert f"--out: {out} holds a run; go on with it by --resume" in again.stderr
+    repeated = hoop("train", "mnist", "--out", out)
+    assert repeated.returncode == 2
+    assert f"--out: {out} holds a run; go on with it by --resume" in repeated.stderr
 
 
 def test_recipes_are_listed() -> None:
@@ -121,17 +121,17 @@ USUAL_MISTAKES: tuple[tuple[object, ...], ...] = (
     ("mnist", "--memory", "lots"),
 )
 
-# ---- the end
+# ---- stop signals and killed processes
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_stopped_once_it_ends_after_a_step_with_a_checkpoint(
+def test_the_first_signal_stops_after_a_step_with_a_checkpoint(
     start: Start, tmp_path: Path, number: int, code: int
 ) -> None:
     out = tmp_path / "run"
-    running = under_way(start, out)
+    running = start_training(start, out)
     running.signal(number)
     assert running.wait(within=30) == code, running.errors
     assert running.line().split()[:2] == ["stopped", "after"]
@@ -141,31 +141,31 @@ def test_stopped_once_it_ends_after_a_step_with_a_checkpoint(
     assert checkpoint.name == f"step-{stopped['steps']:08}.safetensors"
     if number == signal.SIGINT:
         limit = stopped["steps"] + 30
-        straight = result("train", SLOW, "-n", 1, "--set", f"max_steps={limit}")
+        uninterrupted = result("train", SLOW, "-n", 1, "--set", f"max_steps={limit}")
         resumed = result("train", "--resume", "--out", out, "--set", f"max_steps={limit}")
-        assert resumed["weights_sha256"] == straight["weights_sha256"]
+        assert resumed["weights_sha256"] == uninterrupted["weights_sha256"]
         assert resumed["devices"] == 2
 
 
 @pytest.mark.slow
-def test_stopped_twice_it_ends_at_once(start: Start, status: Ask, tmp_path: Path, gone: Any) -> None:
+def test_the_second_signal_stops_at_once(start: Start, status: GetStatus, tmp_path: Path, wait_for_exit: Any) -> None:
     address = tmp_path / "address"
-    running = under_way(start, tmp_path / "run", "--address-file", address)
-    told = status(address.read_text().strip())
-    pids = [told["coordinator"]["pid"], *(one["pid"] for one in told["devices"])]
-    os.kill(pids[1], signal.SIGSTOP)  # so that it cannot end the polite way
+    running = start_training(start, tmp_path / "run", "--address-file", address)
+    cluster_status = status(address.read_text().strip())
+    pids = [cluster_status["coordinator"]["pid"], *(device["pid"] for device in cluster_status["devices"])]
+    os.kill(pids[1], signal.SIGSTOP)  # prevents a graceful stop
     running.signal(signal.SIGINT)
-    until(lambda: "Ctrl-C again" in running.errors, lambda: running.errors)
+    wait_until(lambda: "Ctrl-C again" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
     assert running.wait(within=30) == 130
     for pid in pids:
-        gone(pid, within=0.1)
+        wait_for_exit(pid, within=0.1)
     assert not address.exists()
 
 
-def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_during_startup(start: Start, tmp_path: Path) -> None:
     running = start("train", SLOW, "-n", 2)
-    until(lambda: "loading" in running.errors, lambda: running.errors)
+    wait_until(lambda: "loading" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
     assert running.wait(within=40) == 130, running.errors
     assert "Traceback" not in running.errors
@@ -173,15 +173,17 @@ def test_stopped_as_it_starts(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow_if(when=lambda params: params["whom"] != "the coordinator")
 @pytest.mark.parametrize("whom", ["a device", "the coordinator", "the head"])
-def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Path, whom: str) -> None:
-    """But for a device without which it goes on (tests/fault)."""
+def test_a_killed_process_is_reported_within_seconds(
+    start: Start, status: GetStatus, tmp_path: Path, whom: str
+) -> None:
+    """tests/fault covers the loss of a device that a training survives."""
     address = tmp_path / "address"
-    running = under_way(start, tmp_path / "run", "--address-file", address, "-s", "ring", "--no-replicate")
-    told = status(address.read_text().strip())
-    parent = int(Path(f"/proc/{told['coordinator']['pid']}/stat").read_text().rpartition(")")[2].split()[1])
+    running = start_training(start, tmp_path / "run", "--address-file", address, "-s", "ring", "--no-replicate")
+    cluster_status = status(address.read_text().strip())
+    parent = int(Path(f"/proc/{cluster_status['coordinator']['pid']}/stat").read_text().rpartition(")")[2].split()[1])
     killed = {
-        "a device": told["devices"][1]["pid"],
-        "the coordinator": told["coordinator"]["pid"],
+        "a device": cluster_status["devices"][1]["pid"],
+        "the coordinator": cluster_status["coordinator"]["pid"],
         "the head": parent,
     }[whom]
     os.kill(killed, signal.SIGKILL)
@@ -191,10 +193,10 @@ def test_a_death_is_told_within_seconds(start: Start, status: Ask, tmp_path: Pat
     ] in running.errors
 
 
-# ---- mistakes
+# ---- user errors
 
 
-def test_what_the_users_code_raises_is_theirs_and_told_once() -> None:
+def test_an_exception_in_user_code_is_printed_once_as_a_user_error() -> None:
     done = hoop("train", BROKEN, "-n", 2)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("ZeroDivisionError: on purpose") == 1
@@ -204,7 +206,7 @@ def test_what_the_users_code_raises_is_theirs_and_told_once() -> None:
     assert "hoop/engine" not in done.stderr
 
 
-def test_a_model_that_does_not_suit_its_data_is_the_users() -> None:
+def test_a_model_that_does_not_fit_its_data_is_a_user_error() -> None:
     done = hoop("train", SHAPES, "-n", 1)
     assert done.returncode == 2
     assert "mat1 and mat2 shapes cannot be multiplied" in done.stderr
@@ -227,29 +229,29 @@ def test_a_model_that_does_not_suit_its_data_is_the_users() -> None:
         (("mnist", "-n", 2, "--memory", "1MiB"), "needs 3.3 MiB and has 1 MiB"),
     ],
 )
-def test_a_mistake_is_a_sentence(arguments: tuple[object, ...], sentence: str) -> None:
+def test_invalid_arguments_give_a_sentence(arguments: tuple[object, ...], sentence: str) -> None:
     done = hoop("train", *arguments, COLUMNS="200")
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_memory_that_is_too_small_says_what_would_fit() -> None:
+def test_too_little_memory_reports_what_would_fit() -> None:
     done = hoop("train", "mnist", "-n", 2, "--memory", "3MiB")
     assert done.returncode == 2
     assert "it would fit with" in done.stderr
     assert "first step" not in done.stderr
 
 
-# ---- on a cluster that is up
+# ---- on a running cluster
 
 
 @pytest.mark.slow
-def test_a_job_by_its_path_on_a_cluster(up: Running, tmp_path: Path) -> None:
-    here = result("train", JOB, "-n", 1)
-    there = result("train", JOB, "--coordinator", up.address, "--out", tmp_path / "run")
-    assert there["devices"] == 2
-    assert there["weights_sha256"] == here["weights_sha256"]
+def test_train_a_job_by_its_path_on_a_cluster(up: Running, tmp_path: Path) -> None:
+    local = result("train", JOB, "-n", 1)
+    remote = result("train", JOB, "--coordinator", up.address, "--out", tmp_path / "run")
+    assert remote["devices"] == 2
+    assert remote["weights_sha256"] == local["weights_sha256"]
     resumed = result(
         "train",
         "--resume",
@@ -262,20 +264,20 @@ def test_a_job_by_its_path_on_a_cluster(up: Running, tmp_path: Path) -> None:
         "--epochs",
         3,
     )
-    straight = result("train", JOB, "-n", 2, "--epochs", 3)
-    assert resumed["weights_sha256"] == straight["weights_sha256"]
-    many = hoop("train", JOB, "--coordinator", up.address, "-n", 9)
-    assert many.returncode == 2
-    assert "9 asked for, 2 are alive" in many.stderr
+    uninterrupted = result("train", JOB, "-n", 2, "--epochs", 3)
+    assert resumed["weights_sha256"] == uninterrupted["weights_sha256"]
+    refused = hoop("train", JOB, "--coordinator", up.address, "-n", 9)
+    assert refused.returncode == 2
+    assert "9 asked for, 2 are alive" in refused.stderr
 
 
 def test_ctrl_c_stops_a_job_on_a_cluster_and_the_cluster_stays(
-    up: Running, start: Start, status: Ask, tmp_path: Path
+    up: Running, start: Start, status: GetStatus, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    running = under_way(start, out, "--coordinator", up.address)
+    running = start_training(start, out, "--coordinator", up.address)
     running.signal(signal.SIGINT)
     assert running.wait(within=30) == 130, running.errors
     assert len(list((out / "checkpoints").iterdir())) == 1
-    until(lambda: status(up.address)["communicators"] == [], lambda: str(status(up.address)))
-    assert [one["state"] for one in status(up.address)["devices"]] == ["alive", "alive"]
+    wait_until(lambda: status(up.address)["communicators"] == [], lambda: str(status(up.address)))
+    assert [device["state"] for device in status(up.address)["devices"]] == ["alive", "alive"]

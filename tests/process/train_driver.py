@@ -1,7 +1,7 @@
-"""Trains several times in one process: PyTorch is loaded once, devices are forked for each.
+"""Run several trainings in one process: PyTorch is imported once, the devices are forked for each training.
 
-Reads a list of jobs, each the keyword arguments of ``hoop.train``, as JSON from standard input; writes each result as a
-line of JSON, or {"error": class, "text": message}.
+Reads a JSON list of jobs, the keyword arguments of ``hoop.train``, from standard input. Writes each result as a line of
+JSON, or {"error": class, "text": message}.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SAMPLES, CLASSES = 203, 3
 
 
 def data() -> hoop.Splits:
-    draw = torch.Generator().manual_seed(5)
-    inputs = torch.randn(SAMPLES, 6, generator=draw)
-    targets = (inputs @ torch.randn(6, CLASSES, generator=draw)).argmax(1)
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(SAMPLES, 6, generator=generator)
+    targets = (inputs @ torch.randn(6, CLASSES, generator=generator)).argmax(1)
     return hoop.Splits(hoop.TensorData(inputs, targets), hoop.TensorData(inputs[:50], targets[:50]))
 
 
 def chain(seed: int) -> nn.Module:
-    """Four blocks, so that it can be cut; dropout and batch norm, so that draws and buffers matter."""
+    """Four blocks to partition; dropout and batch norm, so that random draws and buffers matter."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(6, 16),
@@ -41,7 +41,7 @@ def chain(seed: int) -> nn.Module:
 
 
 class Whole(nn.Module):
-    """A module with tied weights, a buffer that is not saved, and no blocks to cut between."""
+    """A module with tied weights, a buffer that is not saved, and no blocks to partition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Whole(nn.Module):
 
 
 def plain(seed: int) -> nn.Module:
-    """No buffers, and nothing that Hoop computes by hand."""
+    """No buffers; GELU keeps it off Hoop's hand-written path for Linear and ReLU chains."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, CLASSES))
 
@@ -103,26 +103,26 @@ slow = hoop.Job(
     data,
     settings={"epochs": 1_000_000, "batch_size": 8, "shards": 4, "evaluate_every": 0, "checkpoint_every": 0},
 )
-"""Goes on until it is stopped."""
+"""Runs until it is stopped."""
 
 
 def main() -> None:
-    for given in json.load(sys.stdin):
-        model = MODELS[given.pop("model", "chain")](0)
-        given["loss"] = LOSSES.get(given.get("loss", ""), "cross_entropy")
+    for arguments in json.load(sys.stdin):
+        model = MODELS[arguments.pop("model", "chain")](0)
+        arguments["loss"] = LOSSES.get(arguments.get("loss", ""), "cross_entropy")
         splits = data()
         assert isinstance(splits.train, hoop.TensorData)
         untested = splits.train.inputs, splits.train.targets
         try:
-            result = hoop.train(model, untested if given.pop("untested", False) else splits, **given)
+            result = hoop.train(model, untested if arguments.pop("untested", False) else splits, **arguments)
             test = data().test
             assert isinstance(test, hoop.TensorData)
             right = (result.model.eval()(test.inputs).argmax(1) == test.targets).float().mean()
-            told = {**result.summary, "right": float(right), "same_module": result.model is model}
-            told["repr"] = repr(result)
+            report = {**result.summary, "right": float(right), "same_module": result.model is model}
+            report["repr"] = repr(result)
         except hoop.HoopError as error:
-            told = {"error": type(error).__name__, "text": str(error)}
-        print(json.dumps(told), flush=True)
+            report = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests that are wrong in every way we could think of, and what is right to answer."""
+"""Invalid requests for every method, each with the status codes and the message that are expected."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ HUGE = 2**64 - 1
 MIB = 2**20
 
 Case = tuple[str, str, str, Any]
-"""A method, the statuses that are right, what the sentence must name, and the request (see ``built``)."""
+"""Method, expected status codes, pattern that the message must match, and the request (see ``resolve``)."""
 
 
-def ask(kind: Any, **fields: Any) -> Any:
-    """A request to be made when it is known where things are."""
-    return lambda to: kind(**built(fields, to))
+def deferred(kind: Any, **fields: Any) -> Any:
+    """A request that is built once the target's addresses are known."""
+    return lambda target: kind(**resolve(fields, target))
 
 
-def built(value: Any, to: Target) -> Any:
-    """The value, with the functions in it replaced by what they return for this target."""
+def resolve(value: Any, target: Target) -> Any:
+    """The value, with each function in it replaced by its result for this target."""
     if isinstance(value, dict):
-        return {key: built(one, to) for key, one in value.items()}
+        return {key: resolve(one, target) for key, one in value.items()}
     if isinstance(value, list):
-        return [built(one, to) for one in value]
-    return value(to) if callable(value) else value
+        return [resolve(one, target) for one in value]
+    return value(target) if callable(value) else value
 
 
-def LOW(to: Target) -> int:
-    return to.low
+def LOW(target: Target) -> int:
+    return target.low
 
 
-def END(to: Target) -> int:
-    return to.high
+def END(target: Target) -> int:
+    return target.high
 
 
-def COMM(to: Target) -> int:
-    return to.comm
+def COMM(target: Target) -> int:
+    return target.comm
 
 
 def value(number: Any) -> dict[str, Any]:
-    """An id, a rank or an address of the lab's."""
+    """A wrapped id, rank or address of the lab's protocol."""
     return {"value": number}
 
 
-def reduce_(address: Any = LOW, ranks: Any = range(3), **fields: Any) -> Any:
-    """An all-reduce of one element a rank, right but for what is given."""
+def all_reduce(address: Any = LOW, ranks: Any = range(3), **fields: Any) -> Any:
+    """An all-reduce of one element per rank of the lab's protocol, valid except for the arguments."""
 
-    def build(to: Target) -> lab.AllReduceRingRequest:
-        request = lab.AllReduceRingRequest(**{"commId": to.comm, "count": 8, **fields})
+    def build(target: Target) -> lab.AllReduceRingRequest:
+        request = lab.AllReduceRingRequest(**{"commId": target.comm, "count": 8, **fields})
         for rank in ranks:
-            request.memAddrs[rank].value = built(address, to)
+            request.memAddrs[rank].value = resolve(address, target)
         return request
 
     return build
@@ -63,20 +63,20 @@ def reduce_(address: Any = LOW, ranks: Any = range(3), **fields: Any) -> Any:
 
 def to_device(data: bytes = b"12345678", device: int = 1, address: Any = LOW) -> Any:
     copy = {"hostSrcData": data, "dstDeviceId": value(device), "dstMemAddr": value(address)}
-    return ask(lab.MemcpyRequest, hostToDevice=copy)
+    return deferred(lab.MemcpyRequest, hostToDevice=copy)
 
 
 def to_host(size: int = 8, device: int = 1, address: Any = LOW) -> Any:
     copy = {"numBytes": size, "srcDeviceId": value(device), "srcMemAddr": value(address)}
-    return ask(lab.MemcpyRequest, deviceToHost=copy)
+    return deferred(lab.MemcpyRequest, deviceToHost=copy)
 
 
 def send(address: Any = LOW, size: int = 8, **fields: Any) -> Any:
-    return ask(lab.BeginSendRequest, sendBuffAddr=value(address), numBytes=size, **fields)
+    return deferred(lab.BeginSendRequest, sendBuffAddr=value(address), numBytes=size, **fields)
 
 
 def receive(stream: int = 77, address: Any = LOW, size: int = 8) -> Any:
-    return ask(lab.BeginReceiveRequest, streamId=value(stream), recvBuffAddr=value(address), numBytes=size)
+    return deferred(lab.BeginReceiveRequest, streamId=value(stream), recvBuffAddr=value(address), numBytes=size)
 
 
 LAB_CASES: list[Case] = [
@@ -84,32 +84,32 @@ LAB_CASES: list[Case] = [
     ("GPUCoordinator.CommInit", "FAILED_PRECONDITION", "4294967295", lab.CommInitRequest(numDevices=2**32 - 1)),
     ("GPUCoordinator.GetCommStatus", "NOT_FOUND", str(HUGE), lab.GetCommStatusRequest(commId=HUGE)),
     ("GPUCoordinator.GroupStart", "NOT_FOUND", "0", lab.GroupStartRequest()),
-    ("GPUCoordinator.GroupEnd", "FAILED_PRECONDITION", "GroupStart", ask(lab.GroupEndRequest, commId=COMM)),
+    ("GPUCoordinator.GroupEnd", "FAILED_PRECONDITION", "GroupStart", deferred(lab.GroupEndRequest, commId=COMM)),
     ("GPUCoordinator.AllReduceRing", "NOT_FOUND", "0", lab.AllReduceRingRequest()),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "op: 99", reduce_(op=99)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "op: -1", reduce_(op=-1)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", reduce_(count=7)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", reduce_(count=2**63)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", reduce_(count=2**64 - 8)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(count=2**50)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(0)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(2**64 - 8)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(2**64 - 8, count=16)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(lambda to: to.low - 8)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(END)),
-    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", reduce_(lambda to: to.high - 4)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "aligned", reduce_(lambda to: to.low + 4)),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "rank 0", reduce_(ranks=())),
-    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "4294967295", reduce_(ranks=(0, 1, 2, 2**32 - 1))),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "op: 99", all_reduce(op=99)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "op: -1", all_reduce(op=-1)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", all_reduce(count=7)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", all_reduce(count=2**63)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "count", all_reduce(count=2**64 - 8)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(count=2**50)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(0)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(2**64 - 8)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(2**64 - 8, count=16)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(lambda target: target.low - 8)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(END)),
+    ("GPUCoordinator.AllReduceRing", "OUT_OF_RANGE", "rank 0", all_reduce(lambda target: target.high - 4)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "aligned", all_reduce(lambda target: target.low + 4)),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "rank 0", all_reduce(ranks=())),
+    ("GPUCoordinator.AllReduceRing", "INVALID_ARGUMENT", "4294967295", all_reduce(ranks=(0, 1, 2, 2**32 - 1))),
     ("GPUCoordinator.Memcpy", "INVALID_ARGUMENT", "either", lab.MemcpyRequest()),
     ("GPUCoordinator.Memcpy", "NOT_FOUND", "device 0", lab.MemcpyRequest(hostToDevice={})),
     ("GPUCoordinator.Memcpy", "NOT_FOUND", "device 0", lab.MemcpyRequest(deviceToHost={})),
     ("GPUCoordinator.Memcpy", "NOT_FOUND", str(HUGE), to_device(device=HUGE)),
     ("GPUCoordinator.Memcpy", "NOT_FOUND", "99", to_host(device=99)),
     ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_device(address=0)),
-    ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_device(address=lambda to: to.high - 7)),
+    ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_device(address=lambda target: target.high - 7)),
     ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_device(b"x" * 16, address=2**64 - 8)),
-    ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_host(address=lambda to: to.high - 7)),
+    ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_host(address=lambda target: target.high - 7)),
     ("GPUCoordinator.Memcpy", "OUT_OF_RANGE", "device 1", to_host(16, address=2**64 - 8)),
     ("GPUCoordinator.Memcpy", "RESOURCE_EXHAUSTED", "numBytes", to_host(2**63)),
     ("GPUCoordinator.Memcpy", "RESOURCE_EXHAUSTED", "numBytes", to_host(HUGE, address=END)),
@@ -127,29 +127,29 @@ LAB_CASES: list[Case] = [
 ]  # fmt: skip
 
 OPERATION = {"collective": "all_reduce", "dtype": "float32", "op": "sum", "count": 4}
-NOBODY = {"address": "127.0.0.1:1", "data_address": "127.0.0.1:1", "incarnation": "nobody"}
-NOBODY |= {"min_address": 4096, "max_address": 8192}  # type: ignore[dict-item]
+UNREACHABLE = {"address": "127.0.0.1:1", "data_address": "127.0.0.1:1", "incarnation": "nobody"}
+UNREACHABLE |= {"min_address": 4096, "max_address": 8192}  # type: ignore[dict-item]
 
 
-HERE = {"address": LOW}
+FIRST = {"address": LOW}
 
 
-def run(place: Any = HERE, ranks: Any = range(3), times: int = 1, driver: str = "", **fields: Any) -> Any:
-    """An all-reduce by Hoop's own call, right but for the fields of its operation."""
+def run(location: Any = FIRST, ranks: Any = range(3), times: int = 1, driver: str = "", **fields: Any) -> Any:
+    """An all-reduce of Hoop's own protocol, valid except for the arguments."""
     request: dict[str, Any] = {key: fields.pop(key) for key in ("timeout_s", "communicator_id") if key in fields}
 
-    def build(to: Target) -> pb.RunRequest:
-        one = pb.RunOperation(operation={**OPERATION, **fields}, driver=driver)
+    def build(target: Target) -> pb.RunRequest:
+        operation = pb.RunOperation(operation={**OPERATION, **fields}, driver=driver)
         for rank in ranks:
-            one.operands[rank].source.CopyFrom(pb.Location(**built(place, to)))
-        return pb.RunRequest(**{"communicator_id": to.comm, "operations": [one] * times, **request})
+            operation.operands[rank].source.CopyFrom(pb.Location(**resolve(location, target)))
+        return pb.RunRequest(**{"communicator_id": target.comm, "operations": [operation] * times, **request})
 
     return build
 
 
 def join(**fields: Any) -> Any:
-    """A device that could join, but for what is given."""
-    return pb.JoinRequest(device={**NOBODY, **fields})
+    """A join request, valid except for the arguments."""
+    return pb.JoinRequest(device={**UNREACHABLE, **fields})
 
 
 def create(*device_ids: int, devices: int = 0) -> Any:
@@ -161,13 +161,13 @@ def start_job(settings: str, resume: str = "") -> Any:
 
 
 def copy(**fields: Any) -> Any:
-    plain = {"source_device": 1, "destination_device": 2, "bytes": 8}
-    places = {"source": {"address": LOW}, "destination": {"address": LOW}}
-    return ask(pb.CopyRequest, **{**plain, **places, **fields})
+    valid = {"source_device": 1, "destination_device": 2, "bytes": 8}
+    locations = {"source": {"address": LOW}, "destination": {"address": LOW}}
+    return deferred(pb.CopyRequest, **{**valid, **locations, **fields})
 
 
-TIMES = [-1.0, -0.001, math.nan, math.inf, -math.inf, 1e308, 3601.0]
-NAMES = [
+BAD_TIMEOUTS = [-1.0, -0.001, math.nan, math.inf, -math.inf, 1e308, 3601.0]
+BAD_NAMES = [
     "nonsense",
     "SUM",
     "all_reduce\0",
@@ -176,7 +176,7 @@ NAMES = [
     "\N{ROCKET}" * 9999,
     "'); DROP TABLE devices; --",
 ]
-NO_ADDRESSES = ["", "nowhere", ":80", "host:", "host:99999", "host:-1", "host:²", "host:80:", "x" * MIB]
+BAD_ADDRESSES = ["", "nowhere", ":80", "host:", "host:99999", "host:-1", "host:²", "host:80:", "x" * MIB]
 
 COORDINATOR_CASES: list[Case] = [
     ("Coordinator.Join", "INVALID_ARGUMENT", "memory", pb.JoinRequest()),
@@ -186,8 +186,8 @@ COORDINATOR_CASES: list[Case] = [
     ("Coordinator.Join", "INVALID_ARGUMENT", "incarnation", join(incarnation="")),
     ("Coordinator.Join", "INVALID_ARGUMENT", "incarnation", join(incarnation="x" * 65)),
     ("Coordinator.Join", "INVALID_ARGUMENT", "host", join(host="x" * 1000)),
-    *(("Coordinator.Join", "INVALID_ARGUMENT", "address", join(address=text)) for text in NO_ADDRESSES),
-    *(("Coordinator.Join", "INVALID_ARGUMENT", "data_address", join(data_address=text)) for text in NO_ADDRESSES),
+    *(("Coordinator.Join", "INVALID_ARGUMENT", "address", join(address=text)) for text in BAD_ADDRESSES),
+    *(("Coordinator.Join", "INVALID_ARGUMENT", "data_address", join(data_address=text)) for text in BAD_ADDRESSES),
     ("Coordinator.Join", "FAILED_PRECONDITION", "in use", join(device_id=1)),
     ("Coordinator.Join", "INVALID_ARGUMENT", "device_id", join(device_id=HUGE)),
     ("Coordinator.GetCommunicator", "NOT_FOUND", "0", pb.GetCommunicatorRequest()),
@@ -199,11 +199,11 @@ COORDINATOR_CASES: list[Case] = [
     ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "twice", create(1, 1)),
     *(
         ("Coordinator.CreateCommunicator", "INVALID_ARGUMENT", "session", pb.CreateCommunicatorRequest(session=name))
-        for name in NAMES
+        for name in BAD_NAMES
     ),
     *(
         ("Coordinator.KeepSession", "INVALID_ARGUMENT", "session", pb.KeepSessionRequest(session=name))
-        for name in NAMES
+        for name in BAD_NAMES
     ),
     *(("Coordinator.StartJob", "INVALID_ARGUMENT", "settings", start_job(text)) for text in ("", "[]", "x" * MIB)),
     ("Coordinator.StartJob", "INVALID_ARGUMENT", "resume", start_job("{}", "x" * MIB)),
@@ -213,16 +213,16 @@ COORDINATOR_CASES: list[Case] = [
     ("Coordinator.Run", "NOT_FOUND", "0", pb.RunRequest()),
     ("Coordinator.Run", "NOT_FOUND", str(HUGE), run(communicator_id=HUGE)),
     ("Coordinator.Run", "INVALID_ARGUMENT", "operations", run(times=1025)),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "timeout_s", run(timeout_s=time)) for time in TIMES),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "collective", run(collective=name)) for name in ("", *NAMES)),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "dtype", run(dtype=name)) for name in NAMES),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "op", run(op=name)) for name in NAMES),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "algorithm", run(algorithm=name)) for name in NAMES),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "driver", run(driver=name)) for name in NAMES),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "timeout_s", run(timeout_s=time)) for time in BAD_TIMEOUTS),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "collective", run(collective=name)) for name in ("", *BAD_NAMES)),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "dtype", run(dtype=name)) for name in BAD_NAMES),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "op", run(op=name)) for name in BAD_NAMES),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "algorithm", run(algorithm=name)) for name in BAD_NAMES),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "driver", run(driver=name)) for name in BAD_NAMES),
     *(("Coordinator.Run", "INVALID_ARGUMENT", "root", run(root=rank)) for rank in (3, 2**32 - 1)),
     *(("Coordinator.Run", "INVALID_ARGUMENT", "peer", run(peer=rank)) for rank in (3, 2**32 - 1)),
     ("Coordinator.Run", "INVALID_ARGUMENT", "chunk_bytes", run(chunk_bytes=1)),
-    *(("Coordinator.Run", "INVALID_ARGUMENT", "compression", run(compression=name)) for name in NAMES),
+    *(("Coordinator.Run", "INVALID_ARGUMENT", "compression", run(compression=name)) for name in BAD_NAMES),
     ("Coordinator.Run", "INVALID_ARGUMENT", "block", run(compression="int8:99999999999999")),
     ("Coordinator.Run", "INVALID_ARGUMENT", "compression", run(compression="int8", collective="barrier")),
     ("Coordinator.Run", "INVALID_ARGUMENT", "driver", run(compression="int8", driver="relay")),
@@ -240,58 +240,62 @@ COORDINATOR_CASES: list[Case] = [
     ("Coordinator.Copy", "NOT_FOUND", "device 0", pb.CopyRequest()),
     ("Coordinator.Copy", "NOT_FOUND", str(HUGE), copy(destination_device=HUGE)),
     ("Coordinator.Copy", "OUT_OF_RANGE", "rank 0", copy(source={"address": HUGE})),
-    ("Coordinator.Copy", "OUT_OF_RANGE", "rank 1", copy(destination={"address": lambda to: to.high - 4})),
+    ("Coordinator.Copy", "OUT_OF_RANGE", "rank 1", copy(destination={"address": lambda target: target.high - 4})),
     ("Coordinator.Copy", "INVALID_ARGUMENT", "count", copy(bytes=2**63)),
     ("Coordinator.Copy", "OUT_OF_RANGE", "rank 0", copy(bytes=2**40)),
     ("Coordinator.Copy", "INVALID_ARGUMENT", "location", copy(source={})),
     ("Coordinator.Copy", "NOT_FOUND", "no-such", copy(destination={"buffer": "no-such"})),
 ]  # fmt: skip
 
-fresh = itertools.count(2**50)
-"""Ids of communicators that only the device hears of."""
+unused_ids = itertools.count(2**50)
+"""Ids of communicators and reservations that the coordinator does not know."""
 
 
-def seat(**fields: Any) -> pb.RankAssignment:
-    return pb.RankAssignment(**{"communicator_id": next(fresh), "generation": 1, "members": [NOBODY, NOBODY], **fields})
+def rank_assignment(**fields: Any) -> pb.RankAssignment:
+    return pb.RankAssignment(
+        **{"communicator_id": next(unused_ids), "generation": 1, "members": [UNREACHABLE, UNREACHABLE], **fields}
+    )
 
 
-def beside(host: str) -> pb.RankAssignment:
-    """A seat beside a member that is said to be at this host."""
-    return seat(members=[NOBODY, {**NOBODY, "data_address": f"{host}:80"}])
+def assignment_with_peer(host: str) -> pb.RankAssignment:
+    """An assignment whose other member is at this host."""
+    return rank_assignment(members=[UNREACHABLE, {**UNREACHABLE, "data_address": f"{host}:80"}])
 
 
-def launch(times: int = 1, at: Any = None, timeout_s: float = 0.2, round: Any = None, **fields: Any) -> Any:  # noqa: A002
-    """Rank 0 of two, of which the other does not exist; right but for the fields of its operation."""
+def launch(times: int = 1, assignment: Any = None, timeout_s: float = 0.2, round: Any = None, **fields: Any) -> Any:  # noqa: A002
+    """A launch on rank 0 of two, of which rank 1 does not exist; valid except for the arguments."""
 
-    def build(to: Target) -> pb.LaunchRequest:
-        operand = {"source": {"address": to.low}}
-        one = pb.LaunchOperation(operation={**OPERATION, **fields}, operand=operand, round=round)
-        return pb.LaunchRequest(assignment=at or seat(), operations=[one] * times, timeout_s=timeout_s)
+    def build(target: Target) -> pb.LaunchRequest:
+        operand = {"source": {"address": target.low}}
+        operation = pb.LaunchOperation(operation={**OPERATION, **fields}, operand=operand, round=round)
+        return pb.LaunchRequest(
+            assignment=assignment or rank_assignment(), operations=[operation] * times, timeout_s=timeout_s
+        )
 
     return build
 
 
 def reserve(**fields: Any) -> Any:
-    """A reservation of a few bytes that lapses soon, right but for what is given."""
-    plain = {"reservation_id": next(fresh), "timeout_s": 0.05, "ranges": [{"location": HERE, "bytes": 8}]}
-    return ask(pb.ReserveRequest, **{**plain, **fields})
+    """A reservation of a few bytes that expires soon, valid except for the arguments."""
+    valid = {"reservation_id": next(unused_ids), "timeout_s": 0.05, "ranges": [{"location": FIRST, "bytes": 8}]}
+    return deferred(pb.ReserveRequest, **{**valid, **fields})
 
 
 def write(*parts: tuple[Any, bytes]) -> Any:
-    """A stream of places and data."""
-    return [ask(pb.WriteRequest, location=place, data=data) for place, data in parts]
+    """A stream of locations and data."""
+    return [deferred(pb.WriteRequest, location=location, data=data) for location, data in parts]
 
 
-def read(place: Any, size: int) -> Any:
-    return ask(pb.ReadRequest, location=place, bytes=size)
+def read(location: Any, size: int) -> Any:
+    return deferred(pb.ReadRequest, location=location, bytes=size)
 
 
 def allocate(name: str, size: int = 8, alignment: int = 0) -> Any:
     return pb.AllocateRequest(name=name, bytes=size, alignment=alignment)
 
 
-NO_HOSTS = ["a" * 64, "a..b", "x" * 5000, "."]  # no resolver is asked for these
-LAST = {"address": lambda to: to.high - 1}
+BAD_HOSTS = ["a" * 64, "a..b", "x" * 5000, "."]  # rejected before a name lookup
+LAST = {"address": lambda target: target.high - 1}
 
 DEVICE_CASES: list[Case] = [
     ("Device.Allocate", "INVALID_ARGUMENT", "name", allocate("")),
@@ -316,18 +320,18 @@ DEVICE_CASES: list[Case] = [
     ("Device.Read", "OUT_OF_RANGE INVALID_ARGUMENT", "", read({"address": 8, "offset": HUGE}, HUGE)),
     ("Device.Read", "NOT_FOUND", "no-such", read({"buffer": "no-such"}, 8)),
     ("Device.AssignRank", "INVALID_ARGUMENT", "assignment: rank 0 of 0", pb.AssignRankRequest()),
-    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(members=[]))),
-    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=seat(rank=2))),
-    ("Device.AssignRank", "INVALID_ARGUMENT", "memory", pb.AssignRankRequest(assignment=seat(members=[{}]))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=rank_assignment(members=[]))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "rank", pb.AssignRankRequest(assignment=rank_assignment(rank=2))),
+    ("Device.AssignRank", "INVALID_ARGUMENT", "memory", pb.AssignRankRequest(assignment=rank_assignment(members=[{}]))),
     (
         "Device.AssignRank",
         "INVALID_ARGUMENT",
         "members",
-        pb.AssignRankRequest(assignment=seat(members=[NOBODY] * 5000)),
+        pb.AssignRankRequest(assignment=rank_assignment(members=[UNREACHABLE] * 5000)),
     ),
-    *(("Device.Launch", "INVALID_ARGUMENT", "timeout_s", launch(timeout_s=time)) for time in (0.0, *TIMES)),
-    *(("Device.Launch", "INVALID_ARGUMENT", "collective", launch(collective=name)) for name in NAMES),
-    *(("Device.Launch", "INVALID_ARGUMENT", "dtype", launch(dtype=name)) for name in NAMES),
+    *(("Device.Launch", "INVALID_ARGUMENT", "timeout_s", launch(timeout_s=time)) for time in (0.0, *BAD_TIMEOUTS)),
+    *(("Device.Launch", "INVALID_ARGUMENT", "collective", launch(collective=name)) for name in BAD_NAMES),
+    *(("Device.Launch", "INVALID_ARGUMENT", "dtype", launch(dtype=name)) for name in BAD_NAMES),
     ("Device.Launch", "INVALID_ARGUMENT", "root", launch(root=2)),
     ("Device.Launch", "INVALID_ARGUMENT", "operation 1 of 2", launch(2, op="nonsense")),
     ("Device.Launch", "INVALID_ARGUMENT", "operations", launch(1025)),
@@ -336,14 +340,17 @@ DEVICE_CASES: list[Case] = [
     ("Device.Launch", "INVALID_ARGUMENT", "count", launch(count=2**63)),
     ("Device.Launch", "OUT_OF_RANGE", "", launch(count=2**48)),
     ("Device.Launch", "UNAVAILABLE", "does not answer", launch()),
-    *(("Device.Reserve", "INVALID_ARGUMENT", "timeout_s", reserve(timeout_s=time)) for time in (0.0, *TIMES)),
+    *(("Device.Reserve", "INVALID_ARGUMENT", "timeout_s", reserve(timeout_s=time)) for time in (0.0, *BAD_TIMEOUTS)),
     ("Device.Reserve", "INVALID_ARGUMENT", "reservation_id", reserve(reservation_id=0)),
     ("Device.Reserve", "INVALID_ARGUMENT", "ranges", reserve(ranges=[{}] * 5000)),
     ("Device.Reserve", "INVALID_ARGUMENT", "location", reserve(ranges=[{}])),
     ("Device.Reserve", "OUT_OF_RANGE", "", reserve(ranges=[{"location": LAST, "bytes": 2}])),
-    ("Device.Reserve", "OUT_OF_RANGE", "", reserve(ranges=[{"location": HERE, "bytes": HUGE}])),
+    ("Device.Reserve", "OUT_OF_RANGE", "", reserve(ranges=[{"location": FIRST, "bytes": HUGE}])),
     ("Device.Reserve", "NOT_FOUND", "no-such", reserve(ranges=[{"location": {"buffer": "no-such"}, "bytes": 1}])),
-    *(("Device.Launch", "UNAVAILABLE INVALID_ARGUMENT", "", launch(at=beside(host))) for host in NO_HOSTS),
+    *(
+        ("Device.Launch", "UNAVAILABLE INVALID_ARGUMENT", "", launch(assignment=assignment_with_peer(host)))
+        for host in BAD_HOSTS
+    ),
 ]  # fmt: skip
 
 ALL = [*LAB_CASES, *COORDINATOR_CASES, *DEVICE_CASES]

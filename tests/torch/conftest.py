@@ -1,4 +1,4 @@
-"""Worlds of two to four ranks."""
+"""Fixtures that run the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# Every rank on one core; read by the process from which the ranks are forked.
+# One thread per rank. The forkserver, from which the ranks are forked, inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from world import World
@@ -17,23 +17,23 @@ from world import World
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    """Makes a world: ``world(3, timeout=2.0)``."""
-    made: list[World] = []
+    """Creates worlds, ``world(3, timeout=2.0)``, and closes them after the test."""
+    worlds: list[World] = []
 
     def make(size: int, **options: Any) -> World:
-        folder = tmp_path / str(len(made))
+        folder = tmp_path / str(len(worlds))
         folder.mkdir()
-        made.append(World(folder, size, **options))
-        return made[-1]
+        worlds.append(World(folder, size, **options))
+        return worlds[-1]
 
     yield make
-    for one in made:
+    for one in worlds:
         one.close()
 
 
 @pytest.fixture
-def together(world: Callable[..., World]) -> Callable[..., list[Any]]:
-    """Runs a function on every rank: ``together(3, function, …)``; gives what each returned."""
+def run_ranks(world: Callable[..., World]) -> Callable[..., list[Any]]:
+    """Runs a function on every rank, ``run_ranks(3, function, …)``, and returns the result of each."""
 
     def run(size: int, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         ranks = world(size, **options)

@@ -1,4 +1,4 @@
-"""A rank that leaves its process group at once is not taken for dead."""
+"""A rank that leaves its process group at once is not reported as dead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hoop.transport.tcp_listener import TcpTransport
 LONG_S = 60.0
 
 
-def test_a_rank_leaves_only_when_its_peers_have_greeted_it() -> None:
+def test_a_rank_leaves_only_after_the_hello_of_every_peer() -> None:
     transports = [TcpTransport(Address("127.0.0.1", 0)) for _ in range(2)]
     addresses = [transport.address for transport in transports]
 
@@ -28,7 +28,7 @@ def test_a_rank_leaves_only_when_its_peers_have_greeted_it() -> None:
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    leaving.join(0.5)  # time to leave too early
+    leaving.join(0.5)  # a close that does not wait would end here
     stayer = engine(0)
     order.append("rank 0 started")
     stayer.start()

@@ -1,4 +1,4 @@
-"""What PyTorch builds on its collectives runs on Hoop's: functional collectives, DTensor, pipelines, mixed backends."""
+"""PyTorch features above collectives run on Hoop: functional collectives, DTensor, pipelines, mixed backends."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-# Parts of torch are imported where they are used: in the ranks, where a deprecation of torch's own is no error.
-Together = Callable[..., list[Any]]
+# Some torch modules are imported in the functions of the ranks: there torch's deprecation warnings are not errors.
+RunRanks = Callable[..., list[Any]]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def functional(rank: int) -> None:
+def functional_collectives(rank: int) -> None:
     import torch.distributed._functional_collectives as functions
 
     world = dist.group.WORLD
@@ -35,35 +35,35 @@ def functional(rank: int) -> None:
     assert [one.tolist() for one in scattered] == [[3, 3]] * 2
 
 
-def test_functional_collectives(together: Together) -> None:
-    together(2, functional)
+def test_functional_collectives(run_ranks: RunRanks) -> None:
+    run_ranks(2, functional_collectives)
 
 
-def tensors_in_parts(rank: int) -> None:
+def sharded_tensors(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(10.0).view(5, 2)  # 3 rows here, 2 there
-    parts = distribute_tensor(whole, mesh, [Shard(0)])
-    assert torch.equal(parts.full_tensor(), whole)
-    assert torch.equal(parts.redistribute(mesh, [Shard(1)]).to_local(), whole[:, rank : rank + 1])
-    total = (parts * 2).sum()
+    whole = torch.arange(10.0).view(5, 2)  # rank 0 gets 3 rows, rank 1 gets 2
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal(sharded.full_tensor(), whole)
+    assert torch.equal(sharded.redistribute(mesh, [Shard(1)]).to_local(), whole[:, rank : rank + 1])
+    total = (sharded * 2).sum()
     assert isinstance(total, DTensor)
     assert float(total.redistribute(mesh, [Replicate()]).to_local()) == 90
     torch.manual_seed(1)
     model, inputs = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.ones(3, 4)
-    wanted = model(inputs)
+    expected = model(inputs)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    torch.testing.assert_close(model(inputs), wanted)
+    torch.testing.assert_close(model(inputs), expected)
 
 
-def test_tensors_and_layers_in_parts(together: Together) -> None:
-    together(2, tensors_in_parts)
+def test_sharded_tensors_and_layers(run_ranks: RunRanks) -> None:
+    run_ranks(2, sharded_tensors)
 
 
-def stages(rank: int) -> list[float]:
+def pipeline(rank: int) -> list[float]:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     torch.manual_seed(1)
@@ -75,25 +75,25 @@ def stages(rank: int) -> list[float]:
         schedule.step(inputs)
     else:
         schedule.step(target=targets)
-    found = layers[rank].weight.grad
-    whole = nn.Sequential(*layers)
-    whole.zero_grad(set_to_none=True)
-    nn.functional.mse_loss(whole(inputs), targets).backward()
-    assert found is not None
-    torch.testing.assert_close(found, layers[rank].weight.grad)
-    return found.flatten().tolist()
+    gradient = layers[rank].weight.grad
+    full_model = nn.Sequential(*layers)
+    full_model.zero_grad(set_to_none=True)
+    nn.functional.mse_loss(full_model(inputs), targets).backward()
+    assert gradient is not None
+    torch.testing.assert_close(gradient, layers[rank].weight.grad)
+    return gradient.flatten().tolist()
 
 
-def test_a_pipeline(together: Together) -> None:
-    together(2, stages)
+def test_a_pipeline(run_ranks: RunRanks) -> None:
+    run_ranks(2, pipeline)
 
 
-def beside_others(rank: int) -> None:
+def mixed_backends(rank: int) -> None:
     for backend in ("gloo", "hoop", "cpu:hoop"):
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=dist.new_group(backend=backend))
         assert tensor.item() == 2, backend
 
 
-def test_groups_of_other_backends_beside_hoops(together: Together) -> None:
-    together(2, beside_others)
+def test_groups_of_other_backends_next_to_hoop(run_ranks: RunRanks) -> None:
+    run_ranks(2, mixed_backends)

@@ -1,4 +1,4 @@
-"""Asynchronous operations: order, what Work tells, futures, and what hangs on them."""
+"""Asynchronous operations: their order, Work, futures, threads and the profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-Together = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 
 
 def order(rank: int) -> None:
@@ -21,7 +21,7 @@ def order(rank: int) -> None:
     for index, step in enumerate(steps):
         works.append(dist.all_reduce(step, async_op=True))
         if index % 5 == 4:
-            dist.all_reduce(total)  # behind those that are under way
+            dist.all_reduce(total)  # runs after the pending operations
             assert all(work.is_completed() for work in works)
     for work in reversed(works):
         assert work.wait()
@@ -31,15 +31,15 @@ def order(rank: int) -> None:
     assert total.tolist() == [16, 16, 16]
 
 
-def test_operations_run_in_the_order_of_their_calls(together: Together) -> None:
-    together(2, order)
+def test_operations_run_in_the_order_of_their_calls(run_ranks: RunRanks) -> None:
+    run_ranks(2, order)
 
 
-def unmet(rank: int) -> None:
+def pending(rank: int) -> None:
     tensor = torch.ones(3)
     if rank == 0:
         work = dist.all_reduce(tensor, async_op=True)
-        assert not work.is_completed(), "rank 1 has not come yet"
+        assert not work.is_completed(), "rank 1 has not called all_reduce yet"
         with pytest.raises(RuntimeError, match=r"all_reduce is not finished after the timeout of 0\.01 s"):
             work.wait(timedelta(seconds=0.01))
         dist.send(torch.zeros(1), 1)
@@ -50,8 +50,8 @@ def unmet(rank: int) -> None:
     assert tensor.tolist() == [2, 2, 2]
 
 
-def test_an_asynchronous_call_returns_at_once(together: Together) -> None:
-    together(2, unmet)
+def test_an_asynchronous_call_returns_at_once(run_ranks: RunRanks) -> None:
+    run_ranks(2, pending)
 
 
 def futures(rank: int) -> None:
@@ -63,13 +63,13 @@ def futures(rank: int) -> None:
     work = dist.all_gather(outputs, torch.full((2,), float(rank)), async_op=True)
     assert [tensor.tolist() for tensor in work.get_future().wait()] == [[0, 0], [1, 1]]
 
-    def again(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def reduce_twice(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         (tensor,) = future.value()
-        dist.all_reduce(tensor)  # waits for this group, on this group's own thread
+        dist.all_reduce(tensor)  # waits for this group on the group's own thread
         total: torch.Tensor = dist.all_reduce(tensor, async_op=True).get_future().wait()[0]
         return total
 
-    chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(again)
+    chained = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(reduce_twice)
     assert chained.wait().tolist() == [8, 8]
     message = torch.full((2,), float(rank))
     other = torch.zeros(2)
@@ -80,11 +80,11 @@ def futures(rank: int) -> None:
     sending.get_future().wait()
 
 
-def test_futures(together: Together) -> None:
-    together(2, futures)
+def test_futures(run_ranks: RunRanks) -> None:
+    run_ranks(2, futures)
 
 
-def every_call(rank: int) -> None:
+def every_collective(rank: int) -> None:
     ones, two = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
     works = [
         dist.broadcast(ones, 0, async_op=True),
@@ -102,12 +102,12 @@ def every_call(rank: int) -> None:
     assert [work.wait() for work in works] == [True] * len(works)
 
 
-def test_every_collective_can_be_asynchronous(together: Together) -> None:
-    together(2, every_call)
+def test_every_collective_can_be_asynchronous(run_ranks: RunRanks) -> None:
+    run_ranks(2, every_collective)
 
 
 def from_threads(rank: int) -> None:
-    """Two groups used by two threads at once do not disturb each other."""
+    """Two threads use two groups at the same time."""
     groups = [dist.new_group(), dist.new_group()]
     totals = [torch.zeros(1), torch.zeros(1)]
 
@@ -125,8 +125,8 @@ def from_threads(rank: int) -> None:
     assert [total.item() for total in totals] == [100, 100]
 
 
-def test_groups_are_independent(together: Together) -> None:
-    together(2, from_threads)
+def test_groups_are_independent(run_ranks: RunRanks) -> None:
+    run_ranks(2, from_threads)
 
 
 def profiled(rank: int) -> list[tuple[str, list[list[int]]]]:
@@ -136,28 +136,28 @@ def profiled(rank: int) -> list[tuple[str, list[list[int]]]]:
     return [(event.name, event.input_shapes) for event in profile.events() if event.name.startswith("hoop:")]
 
 
-def test_operations_show_in_the_profiler(together: Together) -> None:
-    for events in together(2, profiled):
+def test_operations_show_in_the_profiler(run_ranks: RunRanks) -> None:
+    for events in run_ranks(2, profiled):
         assert events == [("hoop:all_reduce", [[2, 3]]), ("hoop:broadcast", [[5]])]
 
 
 def late_peer(rank: int) -> list[Any]:
-    """Rank 1 comes only after rank 0's calls have returned: whoever starts operations is never kept until they end."""
+    """Rank 1 calls all_reduce only after rank 0's asynchronous calls have returned."""
     first, second = torch.full((1000,), float(rank + 1)), torch.full((300_000,), float(rank + 1))
-    dist.all_reduce(first)  # from here on it is known how it is done
+    dist.all_reduce(first)  # plans the operation, so that the next call can try to run inline
     seen = torch.zeros(1)
     if rank == 1:
         dist.recv(seen, 0)
     works = [dist.all_reduce(tensor, async_op=True) for tensor in (first, second, first)]
     if rank == 0:
-        ended = [work.is_completed() for work in works if work is not None]
+        completed = [work.is_completed() for work in works if work is not None]
         dist.send(torch.ones(1), 1)
-        assert ended == [False] * 3, "rank 1 had not come"
+        assert completed == [False] * 3, "rank 1 had not called all_reduce"
     for work in reversed(works):
         assert work is not None
         work.wait()
     return [first.tolist()[-1], second.tolist()[-1], float(seen)]
 
 
-def test_a_peer_that_comes_late_keeps_nobody_at_the_call(together: Together) -> None:
-    assert together(2, late_peer) == [[12.0, 3.0, 0.0], [12.0, 3.0, 1.0]]
+def test_an_asynchronous_call_does_not_wait_for_a_late_peer(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, late_peer) == [[12.0, 3.0, 0.0], [12.0, 3.0, 1.0]]

@@ -1,4 +1,4 @@
-"""What ``import torch`` pays for Hoop, and that it cannot fail because of it."""
+"""``import torch`` registers the backend, loads no heavy module of Hoop, and never fails because of Hoop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hoop.torch_backend import autoload
 
-LIGHT = """
+PROGRAM = """
 import sys
 import torch
 heavy = {"grpc", "hoop.client", "hoop.collectives", "hoop.memory", "hoop.transport", "hoop.torch_backend.process_group"}
@@ -19,8 +19,8 @@ print(torch.distributed.Backend("hoop"), sorted(heavy & set(sys.modules)))
 """
 
 
-def test_import_torch_is_enough_and_loads_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+def test_import_torch_registers_the_backend_and_loads_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[0] == "hoop []"
 
 
@@ -29,7 +29,7 @@ def test_registering_twice_is_harmless() -> None:
     assert dist.Backend("hoop") == "hoop"
 
 
-def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_without_torch_distributed_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = ModuleType("torch.distributed")
     vars(bare)["is_available"] = lambda: False
     monkeypatch.setitem(sys.modules, "torch.distributed", bare)
@@ -38,7 +38,7 @@ def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPat
     autoload.register()
 
 
-def test_a_torch_that_refuses_gets_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_registration_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise TypeError("no such argument")
 

@@ -1,4 +1,4 @@
-"""Every collective, type and operator, on every rank, against values worked out without any backend."""
+"""Every collective, dtype and operator, on every rank, compared with values computed without a backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-Together = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 SUM, AVG, PRODUCT, MIN, MAX = (
     dist.ReduceOp.SUM,
     dist.ReduceOp.AVG,
@@ -22,8 +22,8 @@ BAND, BOR, BXOR = dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 COMPLEX = [torch.complex64, torch.complex128]
-EVERY = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
-FOLDS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+ALL_DTYPES = [*FLOATS, *INTEGERS, *COMPLEX, torch.bool]
+TORCH_OPERATIONS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     SUM: torch.add,
     AVG: torch.add,
     PRODUCT: torch.mul,
@@ -35,82 +35,82 @@ FOLDS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def vector(rank: int, kind: torch.dtype, shape: tuple[int, ...] = (7,)) -> torch.Tensor:
-    """Small numbers that differ by rank and place: every sum and product of them is exact in every type."""
+def vector(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (7,)) -> torch.Tensor:
+    """Small numbers that differ by rank and index: all their sums and products are exact in every dtype."""
     count = int(torch.tensor(shape).prod())
     numbers = (torch.arange(count) + rank) % 3 + 1
-    if kind.is_complex:
-        return torch.complex(numbers.double(), -numbers.double() * (rank + 1)).to(kind).view(shape)
-    return (numbers % 2 == 0 if kind is torch.bool else numbers).to(kind).view(shape)
+    if dtype.is_complex:
+        return torch.complex(numbers.double(), -numbers.double() * (rank + 1)).to(dtype).view(shape)
+    return (numbers % 2 == 0 if dtype is torch.bool else numbers).to(dtype).view(shape)
 
 
-def folded(op: Any, kind: torch.dtype, size: int, shape: tuple[int, ...] = (7,)) -> torch.Tensor:
-    total = reduce(FOLDS[op], [vector(rank, kind, shape) for rank in range(size)])
+def reduced(op: Any, dtype: torch.dtype, size: int, shape: tuple[int, ...] = (7,)) -> torch.Tensor:
+    total = reduce(TORCH_OPERATIONS[op], [vector(rank, dtype, shape) for rank in range(size)])
     if op is AVG:
-        floating = kind.is_floating_point or kind.is_complex
+        floating = dtype.is_floating_point or dtype.is_complex
         total = total / size if floating else torch.div(total, size, rounding_mode="trunc")
-    return total.to(kind)
+    return total.to(dtype)
 
 
 def cases() -> list[tuple[torch.dtype, Any]]:
-    found = [(kind, op) for kind in FLOATS + INTEGERS for op in (SUM, AVG, PRODUCT, MIN, MAX)]
-    found += [(kind, op) for kind in [*INTEGERS, torch.bool] for op in (BAND, BOR, BXOR)]
-    found += [(torch.bool, op) for op in (SUM, PRODUCT, MIN, MAX)]
-    return found + [(kind, op) for kind in COMPLEX for op in (SUM, AVG)]
+    pairs = [(dtype, op) for dtype in FLOATS + INTEGERS for op in (SUM, AVG, PRODUCT, MIN, MAX)]
+    pairs += [(dtype, op) for dtype in [*INTEGERS, torch.bool] for op in (BAND, BOR, BXOR)]
+    pairs += [(torch.bool, op) for op in (SUM, PRODUCT, MIN, MAX)]
+    return pairs + [(dtype, op) for dtype in COMPLEX for op in (SUM, AVG)]
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, what: Any) -> None:
-    torch.testing.assert_close(found, wanted, msg=lambda text: f"{what}: {text}")
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, case: Any) -> None:
+    torch.testing.assert_close(actual, expected, msg=lambda text: f"{case}: {text}")
 
 
 # ---- reductions
 
 
 def reductions(rank: int, size: int) -> None:
-    for kind, op in cases():
-        what = (kind, op)
-        tensor = vector(rank, kind)
+    for dtype, op in cases():
+        case = (dtype, op)
+        tensor = vector(rank, dtype)
         dist.all_reduce(tensor, op)
-        same(tensor, folded(op, kind, size), ("all_reduce", *what))
+        assert_close(tensor, reduced(op, dtype, size), ("all_reduce", *case))
         for root in (0, size - 1):
-            tensor = vector(rank, kind)
+            tensor = vector(rank, dtype)
             dist.reduce(tensor, root, op)
-            wanted = folded(op, kind, size) if rank == root else vector(rank, kind)
-            same(tensor, wanted, ("reduce", root, *what))
-        if kind.is_complex:
+            expected = reduced(op, dtype, size) if rank == root else vector(rank, dtype)
+            assert_close(tensor, expected, ("reduce", root, *case))
+        if dtype.is_complex:
             continue  # torch.distributed does not scatter complex reductions
-        blocks = [vector(rank + place, kind) for place in range(size)]
-        wanted = reduce(FOLDS[op], [vector(other + rank, kind) for other in range(size)])
+        blocks = [vector(rank + destination, dtype) for destination in range(size)]
+        expected = reduce(TORCH_OPERATIONS[op], [vector(other + rank, dtype) for other in range(size)])
         if op is AVG:
-            wanted = wanted / size if kind.is_floating_point else torch.div(wanted, size, rounding_mode="trunc")
-        output = torch.zeros(7, dtype=kind)
+            expected = expected / size if dtype.is_floating_point else torch.div(expected, size, rounding_mode="trunc")
+        output = torch.zeros(7, dtype=dtype)
         dist.reduce_scatter(output, blocks, op)
-        same(output, wanted.to(kind), ("reduce_scatter", *what))
-        output = torch.zeros(7, dtype=kind)
+        assert_close(output, expected.to(dtype), ("reduce_scatter", *case))
+        output = torch.zeros(7, dtype=dtype)
         dist.reduce_scatter_tensor(output, torch.cat(blocks), op)
-        same(output, wanted.to(kind), ("reduce_scatter_tensor", *what))
+        assert_close(output, expected.to(dtype), ("reduce_scatter_tensor", *case))
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_reductions(together: Together, size: int) -> None:
-    together(size, reductions, size)
+def test_reductions(run_ranks: RunRanks, size: int) -> None:
+    run_ranks(size, reductions, size)
 
 
-def multiples(rank: int, size: int) -> None:
+def premul_sums(rank: int, size: int) -> None:
     for factor in (0.5, torch.tensor([2.0])):
         tensor = torch.full((5,), float(rank + 1))
         dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))
-        wanted = float(factor) * sum(range(1, size + 1))
-        same(tensor, torch.full((5,), wanted), ("premul_sum", factor))
+        expected = float(factor) * sum(range(1, size + 1))
+        assert_close(tensor, torch.full((5,), expected), ("premul_sum", factor))
 
 
-def test_premul_sum(together: Together) -> None:
-    together(2, multiples, 2)
+def test_premul_sum(run_ranks: RunRanks) -> None:
+    run_ranks(2, premul_sums, 2)
 
 
-def refusals(rank: int) -> list[str]:
-    words = []
-    for kind, op in (
+def invalid_arguments(rank: int) -> list[str]:
+    messages = []
+    for dtype, op in (
         (torch.float32, BAND),
         (torch.complex64, MAX),
         (torch.bool, AVG),
@@ -118,104 +118,107 @@ def refusals(rank: int) -> list[str]:
         (torch.float8_e4m3fn, SUM),
     ):
         with pytest.raises((ValueError, RuntimeError)) as error:
-            dist.all_reduce(torch.ones(3, dtype=kind), op)
-        words.append(str(error.value))
+            dist.all_reduce(torch.ones(3, dtype=dtype), op)
+        messages.append(str(error.value))
     with pytest.raises(ValueError, match="2 tensors for 3 ranks") as error:
         dist.all_gather([torch.ones(1)] * 2, torch.ones(1))
     with pytest.raises(ValueError, match="has 3 elements, expected 2"):
         dist.all_gather([torch.ones(3)] * 3, torch.ones(2))
     with pytest.raises(ValueError, match="a tensor is on meta"):
         dist.broadcast(torch.ones(3, device="meta"), 0)
-    dist.barrier()  # nothing has moved: the group works on
-    return words
+    dist.barrier()  # nothing was sent: the group still works
+    return messages
 
 
-def test_what_makes_no_sense_is_refused_before_anything_moves(together: Together) -> None:
-    for words in together(3, refusals):
-        assert "band needs integers or booleans, the tensor is torch.float32" in words[0]
-        assert "avg makes no sense for booleans" in words[2]
-        assert "torch has no sum of torch.uint16" in words[3]
-        assert "torch has no sum of torch.float8_e4m3fn" in words[4]
+def test_invalid_arguments_are_refused_before_any_transfer(run_ranks: RunRanks) -> None:
+    for messages in run_ranks(3, invalid_arguments):
+        assert "band needs integers or booleans, the tensor is torch.float32" in messages[0]
+        assert "complex" in messages[1]
+        assert "avg makes no sense for booleans" in messages[2]
+        assert "torch has no sum of torch.uint16" in messages[3]
+        assert "torch has no sum of torch.float8_e4m3fn" in messages[4]
 
 
-# ---- moving
+# ---- data movement
 
 
-def moves(rank: int, size: int) -> None:
-    for kind in EVERY:
-        own = vector(rank, kind)
-        every = [vector(other, kind) for other in range(size)]
+def data_movement(rank: int, size: int) -> None:
+    for dtype in ALL_DTYPES:
+        own = vector(rank, dtype)
+        tensors = [vector(other, dtype) for other in range(size)]
         for root in range(size):
             tensor = own.clone()
             dist.broadcast(tensor, root)
-            same(tensor, every[root], ("broadcast", kind))
+            assert_close(tensor, tensors[root], ("broadcast", dtype))
             gathered = [torch.zeros_like(own) for _ in range(size)] if rank == root else None
             dist.gather(own, gathered, root)
-            for found, wanted in zip(gathered or [], every, strict=False):
-                same(found, wanted, ("gather", kind))
+            for actual, expected in zip(gathered or [], tensors, strict=False):
+                assert_close(actual, expected, ("gather", dtype))
             tensor = torch.zeros_like(own)
-            dist.scatter(tensor, every if rank == root else None, root)
-            same(tensor, own, ("scatter", kind))
+            dist.scatter(tensor, tensors if rank == root else None, root)
+            assert_close(tensor, own, ("scatter", dtype))
         lists = [torch.zeros_like(own) for _ in range(size)]
         dist.all_gather(lists, own)
-        whole = torch.zeros(size * 7, dtype=kind)
+        whole = torch.zeros(size * 7, dtype=dtype)
         dist.all_gather_into_tensor(whole, own)
-        same(whole, torch.cat(every), ("all_gather_into_tensor", kind))
-        same(torch.cat(lists), torch.cat(every), ("all_gather", kind))
-        outputs = [torch.zeros(2, dtype=kind) for _ in range(size)]
-        dist.all_to_all(outputs, [vector(rank * size + place, kind, (2,)) for place in range(size)])
-        for other, found in enumerate(outputs):
-            same(found, vector(other * size + rank, kind, (2,)), ("all_to_all", kind))
-        output = torch.zeros(size * 2, dtype=kind)
-        dist.all_to_all_single(output, torch.cat([vector(rank * size + place, kind, (2,)) for place in range(size)]))
-        same(output, torch.cat(outputs), ("all_to_all_single", kind))
+        assert_close(whole, torch.cat(tensors), ("all_gather_into_tensor", dtype))
+        assert_close(torch.cat(lists), torch.cat(tensors), ("all_gather", dtype))
+        outputs = [torch.zeros(2, dtype=dtype) for _ in range(size)]
+        dist.all_to_all(outputs, [vector(rank * size + destination, dtype, (2,)) for destination in range(size)])
+        for other, actual in enumerate(outputs):
+            assert_close(actual, vector(other * size + rank, dtype, (2,)), ("all_to_all", dtype))
+        output = torch.zeros(size * 2, dtype=dtype)
+        dist.all_to_all_single(
+            output, torch.cat([vector(rank * size + destination, dtype, (2,)) for destination in range(size)])
+        )
+        assert_close(output, torch.cat(outputs), ("all_to_all_single", dtype))
         dist.barrier()
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_moves(together: Together, size: int) -> None:
-    together(size, moves, size)
+def test_data_movement(run_ranks: RunRanks, size: int) -> None:
+    run_ranks(size, data_movement, size)
 
 
-def uneven(rank: int, size: int) -> None:
+def uneven_sizes(rank: int, size: int) -> None:
     lengths = [other + 1 for other in range(size)]
     own = torch.full((lengths[rank],), float(rank))
     lists = [torch.zeros(length) for length in lengths]
     dist.all_gather(lists, own)
-    for other, found in enumerate(lists):
-        same(found, torch.full((other + 1,), float(other)), "uneven all_gather")
+    for other, actual in enumerate(lists):
+        assert_close(actual, torch.full((other + 1,), float(other)), "uneven all_gather")
     output = torch.zeros(lengths[rank])
     dist.reduce_scatter(output, [torch.full((length,), rank + 1.0) for length in lengths])
-    same(output, torch.full((lengths[rank],), float(sum(range(1, size + 1)))), "uneven reduce_scatter")
-    # Rank r sends r+p rows to rank p, none among them.
-    there = [(rank + place) % 3 for place in range(size)]
-    here = [(other + rank) % 3 for other in range(size)]
-    source = torch.cat([torch.full((rows, 2), rank * 10 + place) for place, rows in enumerate(there)])
-    target = torch.zeros(sum(here), 2, dtype=torch.int64)
-    dist.all_to_all_single(target, source, here, there)
-    wanted = torch.cat([torch.full((rows, 2), other * 10 + rank) for other, rows in enumerate(here)])
-    same(target, wanted, "uneven all_to_all_single")
-    outputs = [torch.zeros(rows, 2, dtype=torch.int64) for rows in here]
-    dist.all_to_all(outputs, list(source.split(there)))
-    same(torch.cat(outputs), wanted, "uneven all_to_all")
+    assert_close(output, torch.full((lengths[rank],), float(sum(range(1, size + 1)))), "uneven reduce_scatter")
+    # Rank r sends (r + p) % 3 rows to rank p; some of these counts are 0.
+    sent_rows = [(rank + destination) % 3 for destination in range(size)]
+    received_rows = [(other + rank) % 3 for other in range(size)]
+    source = torch.cat([torch.full((rows, 2), rank * 10 + destination) for destination, rows in enumerate(sent_rows)])
+    target = torch.zeros(sum(received_rows), 2, dtype=torch.int64)
+    dist.all_to_all_single(target, source, received_rows, sent_rows)
+    expected = torch.cat([torch.full((rows, 2), other * 10 + rank) for other, rows in enumerate(received_rows)])
+    assert_close(target, expected, "uneven all_to_all_single")
+    outputs = [torch.zeros(rows, 2, dtype=torch.int64) for rows in received_rows]
+    dist.all_to_all(outputs, list(source.split(sent_rows)))
+    assert_close(torch.cat(outputs), expected, "uneven all_to_all")
 
 
-def test_uneven_amounts(together: Together) -> None:
-    together(3, uneven, 3)
+def test_uneven_sizes(run_ranks: RunRanks) -> None:
+    run_ranks(3, uneven_sizes, 3)
 
 
 def odd_shapes(rank: int) -> None:
     total, transposed = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
-    turned = transposed.t()
-    dist.all_reduce(turned)
-    same(transposed, total * 2, "all_reduce of a transposed tensor")
+    view = transposed.t()
+    dist.all_reduce(view)
+    assert_close(transposed, total * 2, "all_reduce of a transposed tensor")
     strided = torch.arange(10.0)
     dist.broadcast(strided[::2].add_(rank), 0)
-    same(strided[1::2], torch.arange(10.0)[1::2], "what lies between")
-    same(strided[::2], torch.arange(10.0)[::2], "broadcast of every other element")
+    assert_close(strided[1::2], torch.arange(10.0)[1::2], "what lies between")
+    assert_close(strided[::2], torch.arange(10.0)[::2], "broadcast of every other element")
     lists = [torch.zeros(4, 3).t() for _ in range(2)]
     dist.all_gather(lists, total + rank)
-    same(lists[1].contiguous(), total + 1, "all_gather into transposed tensors")
+    assert_close(lists[1].contiguous(), total + 1, "all_gather into transposed tensors")
     for empty in (torch.zeros(0), torch.zeros(3, 0, 2, dtype=torch.int64)):
         dist.all_reduce(empty)
         dist.broadcast(empty, 1)
@@ -225,19 +228,19 @@ def odd_shapes(rank: int) -> None:
     assert scalar.item() == 3
     leaf = torch.ones(3, requires_grad=True)
     dist.all_reduce(leaf)
-    same(leaf.detach(), torch.full((3,), 2.0), "a leaf that requires grad")
+    assert_close(leaf.detach(), torch.full((3,), 2.0), "a leaf that requires grad")
     conjugated = torch.full((2,), 1 + 1j * (rank + 1)).conj()
     world = dist.group.WORLD
     assert world is not None
     world.allreduce([conjugated]).wait()  # dist.all_reduce itself refuses conjugated views
-    same(conjugated.resolve_conj(), torch.full((2,), 2 - 3j), "a conjugated view")
+    assert_close(conjugated.resolve_conj(), torch.full((2,), 2 - 3j), "a conjugated view")
     large = torch.full((3_000_000,), float(rank + 1))
     dist.all_reduce(large)
     assert bool((large == 3.0).all())
 
 
-def test_odd_shapes(together: Together) -> None:
-    together(2, odd_shapes)
+def test_odd_shapes(run_ranks: RunRanks) -> None:
+    run_ranks(2, odd_shapes)
 
 
 def coalesced(rank: int) -> None:
@@ -264,8 +267,8 @@ def coalesced(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.distributed.all_.*_coalesced` will be deprecated")
-def test_coalesced(together: Together) -> None:
-    together(2, coalesced)
+def test_coalesced(run_ranks: RunRanks) -> None:
+    run_ranks(2, coalesced)
 
 
 def objects(rank: int) -> None:
@@ -283,15 +286,15 @@ def objects(rank: int) -> None:
     assert gathered == ([0, 2, 4] if rank == 0 else None)
 
 
-def test_objects(together: Together) -> None:
-    together(3, objects)
+def test_objects(run_ranks: RunRanks) -> None:
+    run_ranks(3, objects)
 
 
 def sparse(rank: int) -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), [[1.0, 2.0], [3.0, 4.0]], (4, 2))
     dist.all_reduce(tensor)
-    same(tensor.to_dense(), torch.tensor([[1.0, 2], [1, 2], [6, 8], [0, 0]]), "sparse all_reduce")
+    assert_close(tensor.to_dense(), torch.tensor([[1.0, 2], [1, 2], [6, 8], [0, 0]]), "sparse all_reduce")
 
 
-def test_sparse_all_reduce(together: Together) -> None:
-    together(2, sparse)
+def test_sparse_all_reduce(run_ranks: RunRanks) -> None:
+    run_ranks(2, sparse)

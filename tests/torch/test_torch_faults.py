@@ -1,4 +1,4 @@
-"""A rank that dies or does not come: the others say which, in which operation, and soon."""
+"""A rank that dies or does not arrive: the others soon raise an error that names the rank and the operation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from world import LONG_S, World
 
 from hoop.errors import DeadlineExceeded, PeerLost
 
-Worlds = Callable[..., World]
-Together = Callable[..., list[Any]]
+MakeWorld = Callable[..., World]
+RunRanks = Callable[..., list[Any]]
 SOON_S = 20.0
-"""Far below the timeout of a group, and long enough for a busy machine."""
+"""Far below the timeout of a group, but long enough for a busy machine."""
 VICTIM = 2
 
 
@@ -42,8 +42,8 @@ def receive_from_any(rank: int) -> None:
     dist.recv(torch.ones(3))
 
 
-def beside_a_fork(rank: int) -> None:
-    """The victim has a child (a loader of data, say) that outlives it."""
+def with_a_forked_child(rank: int) -> None:
+    """The victim has a child process (a data loader, for example) that outlives it."""
     dist.all_reduce(torch.ones(3))
 
 
@@ -52,7 +52,7 @@ def subgroup(rank: int) -> None:
 
 
 def over_tcp(rank: int) -> None:
-    """In a group whose ranks talk as those of different hosts do."""
+    """In a group that uses TCP, as ranks on different hosts do."""
     dist.all_reduce(torch.ones(100_000), group=dist.distributed_c10d._world.group_of_test)  # type: ignore[attr-defined]
 
 
@@ -61,8 +61,9 @@ def backward(rank: int) -> None:
     model(torch.ones(2, 4)).sum().backward()
 
 
-def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bool]:
-    """The victim kills itself when the others are about to wait; they tell what they were told, and when."""
+def die_or_report(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bool]:
+    """The victim kills itself when the others are about to wait. They return their error, when it was raised, and
+    whether it is a PeerLost."""
     world = dist.distributed_c10d._world
     if doing is over_tcp:
         os.environ["HOOP_TRANSPORT"] = "tcp"
@@ -70,9 +71,9 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
     if doing is backward:
         world.model_of_test = DistributedDataParallel(torch.nn.Linear(4, 4))  # type: ignore[attr-defined]
     dist.barrier()
-    if rank == VICTIM and doing is beside_a_fork and os.fork() == 0:
-        until = time.monotonic() + 10.0
-        while not os.path.exists(os.environ["FAULT_LOG"] + ".over") and time.monotonic() < until:
+    if rank == VICTIM and doing is with_a_forked_child and os.fork() == 0:
+        deadline = time.monotonic() + 10.0
+        while not os.path.exists(os.environ["FAULT_LOG"] + ".over") and time.monotonic() < deadline:
             time.sleep(0.02)
         os._exit(0)
     if rank == VICTIM:
@@ -81,16 +82,16 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
         with open(os.environ["FAULT_LOG"], "w") as log:
             log.write(repr(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.send(torch.zeros(1), VICTIM)  # now die
+    dist.send(torch.zeros(1), VICTIM)  # lets the victim die
     if doing in (subgroup, over_tcp) and rank == 0:
         return "not in that group", 0.0, True
     with pytest.raises(RuntimeError) as error:
         doing(rank)
-    noticed = time.time()
+    raised_at = time.time()
     started = time.monotonic()
     dist.destroy_process_group()
-    assert time.monotonic() - started < SOON_S, "a broken group is destroyed as quickly"
-    return str(error.value), noticed, isinstance(error.value, PeerLost)
+    assert time.monotonic() - started < SOON_S, "destroying a broken group must be quick"
+    return str(error.value), raised_at, isinstance(error.value, PeerLost)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
     [
         (all_reduce, "all_reduce"),
         (asynchronous, "all_reduce"),
-        (beside_a_fork, "all_reduce"),
+        (with_a_forked_child, "all_reduce"),
         (receive, "recv"),
         (receive_from_any, "recvAnySource"),
         (subgroup, "broadcast"),
@@ -107,40 +108,40 @@ def die_or_tell(rank: int, doing: Callable[[int], None]) -> tuple[str, float, bo
     ],
 )
 def test_a_killed_rank_is_named_before_any_timeout(
-    world: Worlds, tmp_path: Path, doing: Callable[[int], None], title: str
+    world: MakeWorld, tmp_path: Path, doing: Callable[[int], None], title: str
 ) -> None:
     log = tmp_path / "fault"
     ranks = world(4)
-    ranks.start(with_environment, {"FAULT_LOG": str(log)}, die_or_tell, doing)
-    told = {rank: ranks.result(rank) for rank in range(4) if rank != VICTIM}
+    ranks.start(with_environment, {"FAULT_LOG": str(log)}, die_or_report, doing)
+    reports = {rank: ranks.result(rank) for rank in range(4) if rank != VICTIM}
     (tmp_path / "fault.over").touch()
     ranks.processes[VICTIM].join()
     assert ranks.processes[VICTIM].exitcode == -signal.SIGKILL
-    died = float(log.read_text())
-    for rank, (words, noticed, is_lost) in told.items():
-        if words == "not in that group":
+    died_at = float(log.read_text())
+    for rank, (message, raised_at, is_peer_lost) in reports.items():
+        if message == "not in that group":
             continue
-        local = VICTIM - 1 if doing in (subgroup, over_tcp) else VICTIM
-        assert noticed - died < SOON_S
-        assert f"rank {local} (global rank {VICTIM}) is gone" in words, words
-        doomed = rf"\(global rank {rank}\) of group '.*': {title} (failed|cannot run any more)"
-        assert re.search(doomed, words), words
-        assert is_lost or doing is backward  # torch's C++ passes on only the words
+        group_rank = VICTIM - 1 if doing in (subgroup, over_tcp) else VICTIM
+        assert raised_at - died_at < SOON_S
+        assert f"rank {group_rank} (global rank {VICTIM}) is gone" in message, message
+        pattern = rf"\(global rank {rank}\) of group '.*': {title} (failed|cannot run any more)"
+        assert re.search(pattern, message), message
+        assert is_peer_lost or doing is backward  # torch's C++ code keeps only the message
 
 
 def with_environment(rank: int, variables: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
-    """The forked ranks have the environment of the process that they were forked from."""
+    """Sets variables in a rank, which has the environment of the forkserver and not of the test."""
     os.environ.update(variables)
     return function(rank, *args)
 
 
-def late(rank: int) -> str:
+def barrier_without_rank_1(rank: int) -> str:
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
         return ""
     started = time.monotonic()
     options = dist.BarrierOptions()
-    options.timeout = timedelta(seconds=0.3)  # the argument of dist.barrier is younger than the oldest torch
+    options.timeout = timedelta(seconds=0.3)  # the oldest supported dist.barrier has no timeout argument
     world = dist.group.WORLD
     assert world is not None
     with pytest.raises(RuntimeError) as error:
@@ -153,13 +154,13 @@ def late(rank: int) -> str:
     return str(error.value)
 
 
-def test_a_timeout_names_the_operation_and_who_was_waited_for(together: Together) -> None:
-    words, _ = together(2, late)
-    assert words.startswith("rank 0 (global rank 0) of group '0': barrier ran into its timeout of 0.3 s"), words
-    assert "waiting for rank 1" in words
+def test_a_timeout_names_the_operation_and_the_missing_rank(run_ranks: RunRanks) -> None:
+    message, _ = run_ranks(2, barrier_without_rank_1)
+    assert message.startswith("rank 0 (global rank 0) of group '0': barrier ran into its timeout of 0.3 s"), message
+    assert "waiting for rank 1" in message
 
 
-def silent(rank: int) -> str:
+def receive_without_send(rank: int) -> str:
     if rank == 1:
         dist.barrier()
         return ""
@@ -169,17 +170,17 @@ def silent(rank: int) -> str:
     with pytest.raises(RuntimeError) as error:
         dist.recv(torch.zeros(5), 1, tag=3)
     group.set_timeout(timedelta(seconds=LONG_S))
-    dist.barrier()  # a message that did not come breaks nothing
+    dist.barrier()  # a receive that timed out does not break the group
     return str(error.value)
 
 
-def test_a_message_that_does_not_come_times_out(together: Together) -> None:
-    words, _ = together(2, silent)
-    assert "recv ran into its timeout of 0.3 s: waiting for a message from rank 1 (tag 3, 20 bytes)" in words
+def test_a_receive_without_a_send_times_out(run_ranks: RunRanks) -> None:
+    message, _ = run_ranks(2, receive_without_send)
+    assert "recv ran into its timeout of 0.3 s: waiting for a message from rank 1 (tag 3, 20 bytes)" in message
 
 
-def under_way(rank: int) -> None:
-    """Rank 0 destroys a group whose operation nobody will ever join."""
+def destroy_with_pending_operations(rank: int) -> None:
+    """Rank 0 destroys a group with operations that rank 1 never joins."""
     group = dist.new_group()
     if rank == 0:
         work = group.allreduce([torch.ones(3)])
@@ -193,23 +194,23 @@ def under_way(rank: int) -> None:
     dist.barrier()
 
 
-def test_a_group_can_be_destroyed_with_operations_under_way(together: Together) -> None:
-    together(2, under_way)
+def test_a_group_can_be_destroyed_with_pending_operations(run_ranks: RunRanks) -> None:
+    run_ranks(2, destroy_with_pending_operations)
 
 
-def leaver(rank: int) -> list[str]:
-    words: list[str] = []
+def leave_early(rank: int) -> list[str]:
+    messages: list[str] = []
     if rank == 1:
-        return words
+        return messages
     for operation in (lambda: dist.recv(torch.zeros(5), 1), lambda: dist.all_reduce(torch.ones(1))):
         with pytest.raises(RuntimeError) as error:
             operation()
-        words.append(str(error.value))
-    return words
+        messages.append(str(error.value))
+    return messages
 
 
-def test_who_leaves_is_not_taken_for_dead(together: Together) -> None:
-    message, collective, *_ = together(2, leaver)[0]
+def test_a_rank_that_leaves_is_not_reported_as_dead(run_ranks: RunRanks) -> None:
+    message, collective, *_ = run_ranks(2, leave_early)[0]
     assert (
         "recv failed: waiting for a message from rank 1 (tag 0, 20 bytes): rank 1 (global rank 1) has left" in message
     )

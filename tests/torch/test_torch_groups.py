@@ -1,4 +1,4 @@
-"""How groups begin and end: every way to meet, subgroups, groups made again, and nothing left afterwards."""
+"""Creating and destroying groups: all init methods, subgroups, groups created again, nothing left afterwards."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from world import LONG_S, World
 
-Together = Callable[..., list[Any]]
-Worlds = Callable[..., World]
+RunRanks = Callable[..., list[Any]]
+MakeWorld = Callable[..., World]
 
 SCRIPT = """
 import os
@@ -38,7 +38,7 @@ def total_of(rank: int) -> float:
 
 
 def test_torchrun_and_a_script_that_only_names_the_backend(tmp_path: Path) -> None:
-    """Under torchrun, env:// as a user writes it; the script does not even destroy its group."""
+    """With env://, which is the default; the script does not destroy its group."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -48,15 +48,15 @@ def test_torchrun_and_a_script_that_only_names_the_backend(tmp_path: Path) -> No
     assert lines == ["0 hoop [1.0, 1.0, 1.0]", "1 hoop [1.0, 1.0, 1.0]"]
 
 
-def meet_again(rank: int, ports: list[int]) -> list[float]:
-    """Other ways to meet, one after the other, in the same processes."""
+def init_again(rank: int, ports: list[int]) -> list[float]:
+    """Other init methods, one after the other, in the same processes."""
     totals = []
     dist.destroy_process_group()
     dist.init_process_group("hoop", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=2)
     totals.append(total_of(rank))
     dist.destroy_process_group()
     store = dist.TCPStore("127.0.0.1", ports[1], 2, rank == 0)
-    for _ in range(2):  # twice with one store: what the first has written does not mislead the second
+    for _ in range(2):  # twice with one store: the keys of the first group do not affect the second
         dist.init_process_group("hoop", store=store, rank=rank, world_size=2)
         totals.append(total_of(rank))
         dist.destroy_process_group()
@@ -66,11 +66,11 @@ def meet_again(rank: int, ports: list[int]) -> list[float]:
     return totals
 
 
-def test_tcp_env_and_a_given_store(together: Together) -> None:
+def test_tcp_env_and_a_given_store(run_ranks: RunRanks) -> None:
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(3)]
     ports = [store.port for store in stores]
-    del stores  # and the ports are free
-    assert together(2, meet_again, ports) == [[3.0] * 4] * 2
+    del stores  # frees the ports
+    assert run_ranks(2, init_again, ports) == [[3.0] * 4] * 2
 
 
 def subgroups(rank: int) -> None:
@@ -96,12 +96,12 @@ def subgroups(rank: int) -> None:
     assert total_of(rank) == 10.0
 
 
-def test_subgroups(together: Together) -> None:
-    together(4, subgroups)
+def test_subgroups(run_ranks: RunRanks) -> None:
+    run_ranks(4, subgroups)
 
 
-def what_torch_asks(rank: int) -> list[str]:
-    """The questions that torch's C++ code asks a group since 2.15, and those that its Python code always asked."""
+def queries_of_torch(rank: int) -> list[str]:
+    """Queries of a group by torch's C++ code since 2.15, and by its Python code in all versions."""
     names = []
     for group in (dist.group.WORLD, dist.new_group([0, 1], group_desc="both")):
         assert dist.get_backend(group) == "hoop"
@@ -111,7 +111,7 @@ def what_torch_asks(rank: int) -> list[str]:
         backend: Any = group._get_backend(torch.device("cpu"))
         assert backend is group
         for name in ("splitting", "window", "reconfigure", "abort_hooks", "completion_hooks"):
-            assert getattr(group, f"supports_{name}", False) is False  # most are unknown to an older torch
+            assert getattr(group, f"supports_{name}", False) is False  # an older torch does not have most of them
         names.append(group.group_desc)
         hook = getattr(dist.distributed_c10d, "FlightRecorderHook", None)
         if hook is not None:
@@ -121,12 +121,12 @@ def what_torch_asks(rank: int) -> list[str]:
     return names
 
 
-def test_a_group_answers_what_torch_asks(together: Together) -> None:
-    assert together(2, what_torch_asks) == [["default_pg", "both"]] * 2
+def test_a_group_answers_the_queries_of_torch(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, queries_of_torch) == [["default_pg", "both"]] * 2
 
 
 def messages_through_cpp(rank: int) -> list[float]:
-    """Functional batched messages begin and end coalescing in C++, which calls the group by the names of 2.15."""
+    """Functional batched messages begin and end coalescing in C++, which uses the method names of torch 2.15."""
     tensors = [torch.full((2,), rank + 1.0), torch.zeros(2)]
     batch = torch.ops._c10d_functional.batch_p2p_ops
     world = dist.group.WORLD
@@ -136,11 +136,11 @@ def messages_through_cpp(rank: int) -> list[float]:
 
 
 @pytest.mark.skipif(not hasattr(dist.ProcessGroup, "get_backend"), reason="torch 2.15 has it")
-def test_batched_messages_from_cpp(together: Together) -> None:
-    assert together(2, messages_through_cpp) == [[2.0, 2.0], [1.0, 1.0]]
+def test_batched_messages_from_cpp(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, messages_through_cpp) == [[2.0, 2.0], [1.0, 1.0]]
 
 
-def leave(rank: int) -> tuple[list[str], int]:
+def destroy_and_inspect(rank: int) -> tuple[list[str], int]:
     dist.all_reduce(torch.ones(3), async_op=True).wait()
     dist.new_group()
     dist.barrier()
@@ -155,8 +155,8 @@ def _is_open(name: str) -> bool:
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
-def test_a_destroyed_group_leaves_no_thread_and_no_socket(together: Together) -> None:
-    for threads, sockets in together(2, leave):
+def test_a_destroyed_group_leaves_no_thread_and_no_socket(run_ranks: RunRanks) -> None:
+    for threads, sockets in run_ranks(2, destroy_and_inspect):
         assert threads == ["MainThread"]
         assert sockets == 0
 
@@ -164,14 +164,14 @@ def test_a_destroyed_group_leaves_no_thread_and_no_socket(together: Together) ->
 def without_destroying(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
     dist.distributed_c10d._world.pg_map.clear()
-    dist.distributed_c10d._update_default_pg(None)  # so that nobody destroys it: the process just ends
+    dist.distributed_c10d._update_default_pg(None)  # the process exits without destroying the group
 
 
-def test_a_process_that_ends_without_a_word_ends(together: Together) -> None:
-    together(3, without_destroying)
+def test_a_process_exits_without_destroying_its_group(run_ranks: RunRanks) -> None:
+    run_ranks(3, without_destroying)
 
 
-def operations_after_the_end(rank: int) -> None:
+def operations_after_destroy(rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     dist.destroy_process_group()
@@ -181,35 +181,33 @@ def operations_after_the_end(rank: int) -> None:
         group.send([torch.ones(1)], 1 - rank, 0)
 
 
-def test_a_destroyed_group_says_so(together: Together) -> None:
-    together(2, operations_after_the_end)
+def test_operations_on_a_destroyed_group_raise(run_ranks: RunRanks) -> None:
+    run_ranks(2, operations_after_destroy)
 
 
 def monitored(rank: int) -> list[str]:
     dist.monitored_barrier()
-    words: list[str] = []
+    messages: list[str] = []
     if rank == 1:
         dist.barrier()
-        return words
+        return messages
     with pytest.raises(RuntimeError) as error:
         dist.monitored_barrier(timeout=timedelta(seconds=0.3))
-    words.append(str(error.value))
-    dist.barrier()  # collectives go on: who was missing is only late
-    return words
+    messages.append(str(error.value))
+    dist.barrier()  # collectives still work: the missing rank is only late
+    return messages
 
 
-def test_monitored_barrier_names_who_is_missing(together: Together) -> None:
-    zero, _, two = together(3, monitored)
+def test_monitored_barrier_names_the_missing_rank(run_ranks: RunRanks) -> None:
+    zero, _, two = run_ranks(3, monitored)
     assert zero[0].startswith("Rank 1 failed to pass monitoredBarrier in 0.3 s")
     assert "Rank 2 successfully reached monitoredBarrier" in two[0]
     assert "not every rank came" in two[0]
 
 
-def test_a_rank_that_never_comes_is_named(world: Worlds) -> None:
-    ranks = world(2, timeout=0.5)
+def test_missing_ranks_are_named() -> None:
     store = dist.HashStore()
     from hoop.torch_backend import rendezvous
 
     with pytest.raises(RuntimeError, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0\.2 s"):
         rendezvous.connect_group("g", store, 0, 3, range(3), timedelta(seconds=0.2))
-    assert ranks.processes == []

@@ -1,4 +1,4 @@
-"""A group whose ranks are on several hosts, as far as they know."""
+"""Groups whose ranks believe, by their host keys, that they are on several hosts."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import torch.distributed as dist
 from hoop.torch_backend import rendezvous
 from hoop.transport import hybrid
 
-Together = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 
 
 def on_two_hosts(rank: int, shared: str) -> list[Any]:
-    """All-reduces and more in a group of four that believe they are two and two."""
-    made: list[tuple[int, ...]] = []
+    """Collectives in a group of four ranks, two on each of two hosts; ``shared`` is the scheme within a host."""
+    created: list[tuple[int, ...]] = []
     original = hybrid.HybridEndpoint.__init__
 
-    def noted(self: Any, links: Any, local: Any, hosts: Any) -> None:
-        made.append(tuple(hosts))
+    def recording_init(self: Any, links: Any, local: Any, hosts: Any) -> None:
+        created.append(tuple(hosts))
         original(self, links, local, hosts)
 
-    hybrid.HybridEndpoint.__init__ = noted  # type: ignore[method-assign]
+    hybrid.HybridEndpoint.__init__ = recording_init  # type: ignore[method-assign]
     rendezvous._host_key = lambda: f"host {rank // 2}/{shared}"
     group = dist.new_group([0, 1, 2, 3])
-    found = []
+    correct = []
     for count in (0, 1, 3, 1001, 600_000):
         tensor = torch.full((count,), float(rank + 1))
         dist.all_reduce(tensor, group=group)
-        found.append(bool((tensor == 10).all()))
+        correct.append(bool((tensor == 10).all()))
     tensor = torch.full((5,), rank)
     dist.broadcast(tensor, 3, group=group)
     parts = [torch.zeros(2) for _ in range(4)]
     dist.all_gather(parts, torch.full((2,), float(rank)), group=group)
     gathered = [float(part[1]) for part in parts]
     dist.destroy_process_group(group)
-    return [found, tensor.tolist(), gathered, made]
+    return [correct, tensor.tolist(), gathered, created]
 
 
-def test_a_group_over_two_hosts(together: Together) -> None:
-    for rank, (right, sent, gathered, made) in enumerate(together(4, on_two_hosts, "shm")):
-        assert right == [True] * 5, rank
+def test_a_group_over_two_hosts(run_ranks: RunRanks) -> None:
+    for rank, (correct, sent, gathered, created) in enumerate(run_ranks(4, on_two_hosts, "shm")):
+        assert correct == [True] * 5, rank
         assert sent == [3] * 5, rank
         assert gathered == [0, 1, 2, 3], rank
-        assert made == [(0, 0, 2, 2)], rank
+        assert created == [(0, 0, 2, 2)], rank
 
 
-def test_hosts_that_are_to_talk_otherwise_share_no_memory(together: Together) -> None:
-    for rank, (right, sent, _, made) in enumerate(together(4, on_two_hosts, "tcp")):
-        assert right == [True] * 5, rank
+def test_hosts_without_shm_get_no_hybrid_endpoint(run_ranks: RunRanks) -> None:
+    for rank, (correct, sent, _, created) in enumerate(run_ranks(4, on_two_hosts, "tcp")):
+        assert correct == [True] * 5, rank
         assert sent == [3] * 5, rank
-        assert made == [], rank
+        assert created == [], rank

@@ -1,4 +1,4 @@
-"""Messages between two ranks: tags, any source, batches, sizes."""
+"""Point-to-point messages: tags, any source, batches, dtypes, sizes, and matching."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hoop.errors import HoopError
 from hoop.torch_backend import p2p
 from hoop.torch_backend.p2p import MessageKind, P2PMessage, P2PRequest, TagMatcher
 
-Together = Callable[..., list[Any]]
+RunRanks = Callable[..., list[Any]]
 
 
 def tags(rank: int) -> None:
@@ -30,8 +30,8 @@ def tags(rank: int) -> None:
         dist.recv(torch.zeros(0), 0)
 
 
-def test_a_tag_picks_its_message(together: Together) -> None:
-    together(2, tags)
+def test_receives_match_by_tag(run_ranks: RunRanks) -> None:
+    run_ranks(2, tags)
 
 
 def any_source(rank: int) -> list[int]:
@@ -47,52 +47,52 @@ def any_source(rank: int) -> list[int]:
     return sources
 
 
-def test_any_source(together: Together) -> None:
-    assert sorted(together(4, any_source)[0]) == [1, 2, 3]
+def test_any_source(run_ranks: RunRanks) -> None:
+    assert sorted(run_ranks(4, any_source)[0]) == [1, 2, 3]
 
 
 def batches(rank: int) -> None:
     size = dist.get_world_size()
-    after, before = (rank + 1) % size, (rank - 1) % size
-    large = torch.full((2_000_000,), float(rank))  # more than any socket holds
-    here, strided = torch.zeros(2_000_000), torch.zeros(6)
+    next_rank, previous_rank = (rank + 1) % size, (rank - 1) % size
+    large = torch.full((2_000_000,), float(rank))  # larger than any socket buffer
+    received, strided = torch.zeros(2_000_000), torch.zeros(6)
     for receive_first in (True, False):
         ops = [
-            dist.P2POp(dist.irecv, here, before),
-            dist.P2POp(dist.irecv, strided[::2], before, tag=7),
-            dist.P2POp(dist.isend, large, after),
-            dist.P2POp(dist.isend, torch.full((3,), float(rank)), after, tag=7),
+            dist.P2POp(dist.irecv, received, previous_rank),
+            dist.P2POp(dist.irecv, strided[::2], previous_rank, tag=7),
+            dist.P2POp(dist.isend, large, next_rank),
+            dist.P2POp(dist.isend, torch.full((3,), float(rank)), next_rank, tag=7),
         ]
         for work in dist.batch_isend_irecv(ops if receive_first else ops[::-1]):
             work.wait()
-        assert bool((here == before).all())
-        assert strided.tolist() == [before, 0, before, 0, before, 0]
+        assert bool((received == previous_rank).all())
+        assert strided.tolist() == [previous_rank, 0, previous_rank, 0, previous_rank, 0]
     to_self = torch.zeros(2)
     receiving = dist.irecv(to_self, rank)
     dist.isend(torch.ones(2), rank)
     assert receiving is not None
     receiving.wait()
     assert to_self.tolist() == [1, 1]
-    # A receive that waits holds up neither collectives nor sends.
-    waiting = dist.irecv(here, before)
+    # A pending receive blocks neither collectives nor sends.
+    waiting = dist.irecv(received, previous_rank)
     dist.barrier()
-    dist.send(large, after)
+    dist.send(large, next_rank)
     assert waiting is not None
     waiting.wait()
 
 
-def test_batches_and_large_messages(together: Together) -> None:
-    together(3, batches)
+def test_batches_and_large_messages(run_ranks: RunRanks) -> None:
+    run_ranks(3, batches)
 
 
-def kinds(rank: int) -> None:
-    for kind in (torch.bool, torch.bfloat16, torch.complex64, torch.float16, torch.int16):
-        tensor = torch.ones(3, dtype=kind) if rank == 0 else torch.zeros(3, dtype=kind)
+def dtypes(rank: int) -> None:
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64, torch.float16, torch.int16):
+        tensor = torch.ones(3, dtype=dtype) if rank == 0 else torch.zeros(3, dtype=dtype)
         if rank == 0:
             dist.send(tensor, 1)
         else:
             dist.recv(tensor, 0)
-            assert tensor.tolist() == torch.ones(3, dtype=kind).tolist()
+            assert tensor.tolist() == torch.ones(3, dtype=dtype).tolist()
     objects: list[Any] = [{"a": 1}, "b"] if rank == 0 else [None, None]
     if rank == 0:
         dist.send_object_list(objects, 1)
@@ -101,8 +101,8 @@ def kinds(rank: int) -> None:
     assert objects == [{"a": 1}, "b"]
 
 
-def test_types_and_objects(together: Together) -> None:
-    together(2, kinds)
+def test_dtypes_and_objects(run_ranks: RunRanks) -> None:
+    run_ranks(2, dtypes)
 
 
 def wrong_sizes(rank: int) -> None:
@@ -114,31 +114,33 @@ def wrong_sizes(rank: int) -> None:
             dist.recv(torch.zeros(2), 0)
         tensor = torch.zeros(2)
         dist.recv(tensor, 0)
-        assert tensor.tolist() == [1, 1], "the next message is none the worse"
+        assert tensor.tolist() == [1, 1], "the next message is not affected"
     world = dist.group.WORLD
     assert world is not None
     with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
         world.send([torch.zeros(1)], 2, 0)
 
 
-def test_a_message_of_the_wrong_size_is_named(together: Together) -> None:
-    together(2, wrong_sizes)
+def test_a_message_of_the_wrong_size_raises(run_ranks: RunRanks) -> None:
+    run_ranks(2, wrong_sizes)
 
 
 # ---- matching, without links
 
 
 def request(peer: int | None, tag: int, size: int = 2) -> tuple[P2PRequest, list[tuple[HoopError | None, int]]]:
-    ends: list[tuple[HoopError | None, int]] = []
+    completions: list[tuple[HoopError | None, int]] = []
     data = np.zeros(size, np.uint8)
-    return P2PRequest(False, peer, MessageKind.MESSAGE, tag, data, None, 0.0, lambda *end: ends.append(end)), ends
+    return P2PRequest(
+        False, peer, MessageKind.MESSAGE, tag, data, None, 0.0, lambda *completion: completions.append(completion)
+    ), completions
 
 
 def message(peer: int, tag: int, byte: int = 0, size: int = 2) -> P2PMessage:
     return P2PMessage(peer, MessageKind.MESSAGE, tag, np.full(size, byte, np.uint8))
 
 
-def test_requests_of_one_kind_are_served_in_order() -> None:
+def test_receives_are_matched_in_order() -> None:
     matcher = TagMatcher()
     first, _ = request(None, 1)
     second, _ = request(2, 1)
@@ -151,22 +153,22 @@ def test_requests_of_one_kind_are_served_in_order() -> None:
     assert matcher.match(2, MessageKind.MESSAGE, 1) is second
 
 
-def test_unasked_messages_wait_on_the_shelf_in_order() -> None:
+def test_unexpected_messages_are_received_in_order() -> None:
     matcher = TagMatcher()
     for byte in (5, 6):
         matcher.add_unexpected(message(1, 0, byte))
     for byte in (5, 6):
-        asked, ends = request(1, 0)
-        assert matcher.post_receive(asked)
-        assert ends == [(None, 1)]
-        assert asked.data.tolist() == [byte, byte]
+        receive, completions = request(1, 0)
+        assert matcher.post_receive(receive)
+        assert completions == [(None, 1)]
+        assert receive.data.tolist() == [byte, byte]
 
 
-def test_a_full_shelf_stops_a_sender_until_someone_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_not_read_beyond_the_limit_until_a_receive_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(p2p, "UNEXPECTED_BYTES", 4)
     matcher = TagMatcher()
     matcher.add_unexpected(message(1, 0, size=4))
     assert list(matcher.readable_peers([1, 2])) == [2]
-    asked, _ = request(1, 9)
-    matcher.post_receive(asked)
+    receive, _ = request(1, 9)
+    matcher.post_receive(receive)
     assert list(matcher.readable_peers([1, 2])) == [1, 2]

@@ -1,4 +1,4 @@
-"""A handful of the tests that PyTorch ships for its own backends; ``scripts/torch_suite --compare`` runs them all."""
+"""A few of the tests that PyTorch ships for its own backends; ``scripts/torch_suite --compare`` runs all of them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PROFILED = {
     "test_all_reduce_sum_async",
     "test_send_recv_any_source_torch_profiler",
 }
-"""They want events that end in another thread, which an older torch lets only a backend in C++ record."""
+"""They need profiler events that end in another thread; in an older torch only a C++ backend can record them."""
 if not ENDS_IN_ANY_THREAD:
     NAMES = [name for name in NAMES if name not in PROFILED]
 
 
-def test_pytorch_accepts_the_backend(tmp_path: Path) -> None:
+def test_tests_of_pytorch_pass(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "scripts" / "torch_suite"), "--world-size", "3", "--limit", "60"]
     command += ["--json", str(out), "--log", str(tmp_path / "log"), *(f"-k={name}$" for name in NAMES)]

@@ -1,4 +1,4 @@
-"""Training on several ranks ends with the same model as training on one."""
+"""Training on several ranks gives the same model as training on one rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from hoop.torch_backend import ddp_hooks as hooks_of_hoop
+from hoop.torch_backend import ddp_hooks as hoop_hooks
 
-# torch.distributed.optim and fsdp are imported where they are used: in the ranks, where a deprecation of torch's own
-# is no error.
-Together = Callable[..., list[Any]]
+# torch.distributed.optim and fsdp are imported in the functions of the ranks: there torch's deprecation warnings are
+# not errors.
+RunRanks = Callable[..., list[Any]]
 STEPS, BATCH = 4, 12
 
 
@@ -32,7 +32,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 3, generator=generator)
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> list[torch.Tensor]:
+def train_model(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size: int) -> list[torch.Tensor]:
     share = BATCH // size
     for step in range(STEPS):
         inputs, targets = (data[rank * share : (rank + 1) * share] for data in batch(step))
@@ -42,20 +42,22 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, size:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def alone() -> list[torch.Tensor]:
+def train_on_one_rank() -> list[torch.Tensor]:
     model = net()
-    return trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0, 1)
+    return train_model(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0, 1)
 
 
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        torch.testing.assert_close(actual_tensor, expected_tensor, rtol=1e-4, atol=1e-5)
 
 
 def data_parallel(rank: int, size: int, options: dict[str, Any]) -> None:
-    # A different start on every rank: rank 0's is broadcast.
+    # Every rank starts with other weights; DDP broadcasts those of rank 0.
     model = DistributedDataParallel(net(1 + rank), **options)
-    same(trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, size), alone())
+    assert_close(
+        train_model(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, size), train_on_one_rank()
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,8 +69,8 @@ def data_parallel(rank: int, size: int, options: dict[str, Any]) -> None:
         (2, {"find_unused_parameters": True}),
     ],
 )
-def test_data_parallel_is_training_on_one(together: Together, size: int, options: dict[str, Any]) -> None:
-    together(size, data_parallel, size, options)
+def test_data_parallel_equals_training_on_one_rank(run_ranks: RunRanks, size: int, options: dict[str, Any]) -> None:
+    run_ranks(size, data_parallel, size, options)
 
 
 def hooks(rank: int) -> None:
@@ -79,50 +81,49 @@ def hooks(rank: int) -> None:
     ):
         model = DistributedDataParallel(net())
         model.register_comm_hook(state, hook)
-        parameters = trained(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 2)
-        theirs = [parameter.clone() for parameter in parameters]
-        for tensor in theirs:
+        parameters = train_model(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, 2)
+        rank_0_parameters = [parameter.clone() for parameter in parameters]
+        for tensor in rank_0_parameters:
             dist.broadcast(tensor, 0)
-        same(parameters, theirs)
+        assert_close(parameters, rank_0_parameters)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_communication_hooks(together: Together) -> None:
-    together(2, hooks)
+def test_communication_hooks(run_ranks: RunRanks) -> None:
+    run_ranks(2, hooks)
 
 
 def compressed_hooks(rank: int) -> dict[str, float]:
-    """How far a model ends from the one that was trained on one, for every compression."""
-    found = {}
+    """By compression: the distance to the model trained on one rank, relative to the distance that model moved."""
+    distances = {}
     for name in ("float16", "bfloat16", "int8", "top_k:0.3", "powersgd:2"):
         model = DistributedDataParallel(net(), bucket_cap_mb=0.0003)
-        model.register_comm_hook(None, hooks_of_hoop.compressed(name))
-        mine = trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2)
-        theirs = [parameter.clone() for parameter in mine]
-        for tensor in theirs:
+        model.register_comm_hook(None, hoop_hooks.compressed(name))
+        mine = train_model(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2)
+        rank_0_parameters = [parameter.clone() for parameter in mine]
+        for tensor in rank_0_parameters:
             dist.broadcast(tensor, 0)
-        assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)), name
-        pairs = zip(mine, alone(), net().parameters(), strict=True)
-        far = [((one - exact).norm() ** 2, (exact - start).norm() ** 2) for one, exact, start in pairs]
-        found[name] = float((sum(one for one, _ in far) / sum(one for _, one in far)) ** 0.5)
+        assert all(torch.equal(one, other) for one, other in zip(mine, rank_0_parameters, strict=True)), name
+        pairs = zip(mine, train_on_one_rank(), net().parameters(), strict=True)
+        squared_norms = [((one - exact).norm() ** 2, (exact - start).norm() ** 2) for one, exact, start in pairs]
+        distances[name] = float((sum(one for one, _ in squared_norms) / sum(one for _, one in squared_norms)) ** 0.5)
     with pytest.raises(ValueError, match="compression: 'int4' is unknown"):
-        hooks_of_hoop.compressed("int4")
+        hoop_hooks.compressed("int4")
     world: Any = dist.group.WORLD
     with pytest.raises(ValueError, match=r"contiguous float32 tensor; this is sum of torch\.float64"):
         world.allreduce_compressed(torch.ones(3, dtype=torch.float64), "int8")
-    return found
+    return distances
 
 
-def test_gradients_in_fewer_bytes(together: Together) -> None:
-    """Of the way that training went, so much went elsewhere."""
-    for found in together(2, compressed_hooks):
+def test_compressed_gradients(run_ranks: RunRanks) -> None:
+    for distances in run_ranks(2, compressed_hooks):
         bounds = {"float16": 1e-2, "bfloat16": 5e-2, "int8": 5e-2, "top_k:0.3": 1, "powersgd:2": 1}
-        assert found.keys() == bounds.keys()
-        assert all(0 < found[name] < bound for name, bound in bounds.items()), found
+        assert distances.keys() == bounds.keys()
+        assert all(0 < distances[name] < bound for name, bound in bounds.items()), distances
 
 
 class Branching(nn.Module):
-    """Uses one of its halves; which one depends on the rank."""
+    """Uses one of its two halves; ranks use different ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,34 +149,34 @@ def unused_and_no_sync(rank: int) -> None:
         model(inputs * (rank + 1), 0).sum().backward()
     before = model.module.halves[0].weight.grad.clone()
     torch.testing.assert_close(before, (inputs * (rank + 1)).sum(0).expand(3, 6))
-    model(inputs, 0).sum().backward()  # now what was gathered goes along
+    model(inputs, 0).sum().backward()  # the gradients accumulated without sync are reduced as well
     torch.testing.assert_close(model.module.halves[0].weight.grad, (inputs * 2.5).sum(0).expand(3, 6))
 
 
-def test_unused_parameters_and_no_sync(together: Together) -> None:
-    together(2, unused_and_no_sync)
+def test_unused_parameters_and_no_sync(run_ranks: RunRanks) -> None:
+    run_ranks(2, unused_and_no_sync)
 
 
-def uneven(rank: int) -> None:
+def uneven_inputs(rank: int) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with Join([model, optimizer]):
-        for step in range(2 + 2 * rank):  # rank 1 has more to do
+        for step in range(2 + 2 * rank):  # rank 1 has more steps
             optimizer.zero_grad()
             inputs, targets = batch(step)
             nn.functional.mse_loss(model(inputs), targets).backward()
             optimizer.step()
     for parameter in model.parameters():
-        theirs = parameter.detach().clone()
-        dist.broadcast(theirs, 0)
-        torch.testing.assert_close(parameter.detach(), theirs)
+        rank_0_parameter = parameter.detach().clone()
+        dist.broadcast(rank_0_parameter, 0)
+        torch.testing.assert_close(parameter.detach(), rank_0_parameter)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_uneven_inputs_with_join(together: Together) -> None:
-    together(2, uneven)
+def test_uneven_inputs_with_join(run_ranks: RunRanks) -> None:
+    run_ranks(2, uneven_inputs)
 
 
 def sharded_optimizer(rank: int) -> None:
@@ -183,15 +184,15 @@ def sharded_optimizer(rank: int) -> None:
 
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    same(trained(model, optimizer, rank, 2), alone())
+    assert_close(train_model(model, optimizer, rank, 2), train_on_one_rank())
     optimizer.consolidate_state_dict(0)
     if rank == 0:
         assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_zero_redundancy_optimizer(together: Together) -> None:
-    together(2, sharded_optimizer)
+def test_zero_redundancy_optimizer(run_ranks: RunRanks) -> None:
+    run_ranks(2, sharded_optimizer)
 
 
 def fully_sharded(rank: int) -> None:
@@ -204,10 +205,10 @@ def fully_sharded(rank: int) -> None:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    parameters = trained(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2)
-    same([parameter.full_tensor() for parameter in parameters], alone())  # type: ignore[attr-defined]
+    parameters = train_model(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rank, 2)
+    assert_close([parameter.full_tensor() for parameter in parameters], train_on_one_rank())  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_fully_sharded(together: Together) -> None:
-    together(2, fully_sharded)
+def test_fully_sharded(run_ranks: RunRanks) -> None:
+    run_ranks(2, fully_sharded)

@@ -1,4 +1,4 @@
-"""Processes that play the ranks of a process group, forked from one that has torch loaded already."""
+"""Processes that run the ranks of a process group, forked from a forkserver that has loaded torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 LONG_S = 60.0
-"""Nothing in these tests takes as long, however busy the machine is."""
+"""Longer than any of these tests takes, even on a busy machine."""
 PRELOADED = [
-    "torch._dynamo",  # by DistributedDataParallel
+    "torch._dynamo",  # DistributedDataParallel imports it
     "torch.distributed.tensor",
     "torch.distributed.optim",
     "torch.distributed.fsdp",
@@ -30,7 +29,7 @@ PRELOADED = [
 
 @dataclass
 class World:
-    """A number of ranks that can be told to run a function; they meet through a file."""
+    """A number of ranks that run a function. Their rendezvous is a file."""
 
     folder: Path
     size: int
@@ -44,14 +43,14 @@ class World:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.size):
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=_play, args=(rank, self._plan(), there, function, args))
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_run_rank, args=(rank, self._init_options(), sender, function, args))
             process.start()
-            there.close()
+            sender.close()
             self.processes.append(process)
-            self._pipes.append(here)
+            self._pipes.append(receiver)
 
-    def _plan(self) -> dict[str, Any]:
+    def _init_options(self) -> dict[str, Any]:
         return {
             "backend": self.backend,
             "init_method": f"file://{self.folder / 'meet'}",
@@ -60,18 +59,18 @@ class World:
         }
 
     def result(self, rank: int) -> Any:
-        """What a rank's function returned; its traceback, if it raised."""
-        assert self._pipes[rank].poll(LONG_S), f"rank {rank} said nothing within {LONG_S:g} s"
+        """Returns the result of a rank's function; fails with the traceback if it raised."""
+        assert self._pipes[rank].poll(LONG_S), f"rank {rank} sent no result within {LONG_S:g} s"
         try:
-            kind, value = self._pipes[rank].recv()
+            status, value = self._pipes[rank].recv()
         except EOFError:
             self.processes[rank].join(LONG_S)
             raise AssertionError(f"rank {rank} ended with {self.processes[rank].exitcode}") from None
-        assert kind == "returned", f"rank {rank}:\n{value}"
+        assert status == "returned", f"rank {rank}:\n{value}"
         return value
 
     def results(self) -> list[Any]:
-        """What every rank returned; all must have ended well."""
+        """Returns the results of all ranks; fails unless all processes exit with 0."""
         values = [self.result(rank) for rank in range(self.size)]
         for rank, process in enumerate(self.processes):
             process.join(LONG_S)
@@ -87,10 +86,12 @@ class World:
             pipe.close()
 
 
-def _play(rank: int, plan: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _run_rank(
+    rank: int, init_options: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(rank=rank, **plan)
+        dist.init_process_group(rank=rank, **init_options)
         value = function(rank, *args)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -98,8 +99,3 @@ def _play(rank: int, plan: dict[str, Any], pipe: Connection, function: Callable[
     except BaseException:
         pipe.send(("raised", traceback.format_exc()))
         os._exit(1)
-
-
-def since(started: float) -> float:
-    """Seconds that have passed since ``started``."""
-    return monotonic() - started

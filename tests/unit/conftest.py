@@ -1,4 +1,4 @@
-"""Generated examples have no deadline each: a busy machine is not a failure."""
+"""Hypothesis examples have no deadline: a slow machine is not a failure."""
 
 from __future__ import annotations
 

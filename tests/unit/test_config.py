@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them."""
+"""parse_size, format_size and parse_duration: accepted forms, rejected text and limits."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ GARBAGE = [
         ("1.5 GB", 1_500_000_000),
         ("2TB", 2 * 1000**4),
         ("0.5KiB", 512),
-        ("0.0001KB", 1),  # part of a byte is a byte
+        ("0.0001KB", 1),  # rounded up to a whole byte
         ("1.0001KB", 1001),
-        ("1.001KB", 1001),  # exact here too
+        ("1.001KB", 1001),  # exact, not rounded by a float
         ("1.005 MB", 1_005_000),
-        ("9007199254740993", 2**53 + 1),  # exact: not by way of a float
+        ("9007199254740993", 2**53 + 1),  # exact beyond the 53 bits of a float
     ],
 )
 def test_sizes(text: str | int, size: int) -> None:
@@ -60,7 +60,7 @@ def test_sizes(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", [*GARBAGE, "1 XB", "1 KiBs", "1K", "1 MiB/s", "1s", "nan", "inf", "NaN GB", "infGB"])
-def test_what_is_no_size_is_refused_with_field_and_value(text: str) -> None:
+def test_invalid_sizes_are_rejected_with_field_and_value(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_size(text, "memory")
     assert str(caught.value).startswith(f"memory: {text!r} is not a size")
@@ -75,7 +75,7 @@ def test_a_size_fits_63_bits(size: str | int) -> None:
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 400 + ".5"], ids=["5000 digits", "beyond a float"])
-def test_a_size_of_absurd_length_is_refused_in_our_words(text: str) -> None:
+def test_an_overlong_size_raises_invalid_argument(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"memory: '9{40}' is not a size"):
         parse_size(text, "memory")
 
@@ -94,16 +94,16 @@ def test_a_size_of_absurd_length_is_refused_in_our_words(text: str) -> None:
         (1024**5, "1024 TiB"),
     ],
 )
-def test_sizes_written_back(size: int, text: str) -> None:
+def test_format_size(size: int, text: str) -> None:
     assert format_size(size) == text
 
 
 @given(st.integers(0, 2**60))
-def test_a_size_written_back_reads_as_nearly_the_same(size: int) -> None:
+def test_a_formatted_size_parses_back_within_five_percent(size: int) -> None:
     text = format_size(size)
-    read = parse_size(text)
-    assert abs(read - size) <= 0.05 * size
-    assert read == size or "." in text, "a text without decimals is exact"
+    parsed = parse_size(text)
+    assert abs(parsed - size) <= 0.05 * size
+    assert parsed == size or "." in text, "a text without decimals is exact"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_durations(text: str | float, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", [*GARBAGE, "1h", "1m", "1 sec", "5MS", "1 KiB", "nan", "inf", "infs", "-1s"])
-def test_what_is_no_duration_is_refused_with_field_and_value(text: str) -> None:
+def test_invalid_durations_are_rejected_with_field_and_value(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         parse_duration(text, "lease")
     assert str(caught.value).startswith(f"lease: {text!r} is not a duration")
@@ -141,6 +141,6 @@ def test_a_duration_is_finite_and_not_negative(value: str | float) -> None:
 
 
 @pytest.mark.parametrize("text", ["9" * 5000, "9" * 308 + "min"], ids=["5000 digits", "beyond a float"])
-def test_a_duration_of_absurd_length_is_refused_in_our_words(text: str) -> None:
+def test_an_overlong_duration_raises_invalid_argument(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"lease: '9{40}' is not a duration"):
         parse_duration(text, "lease")

@@ -1,4 +1,4 @@
-"""The log of events: bounded, ordered, waited on, listened to."""
+"""EventLog: bounded and ordered; waiting for events and subscribing to them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hoop.events import CAPACITY, Event, EventLog
 
 DEADLINE_S = 10.0
 LONG_S = 2 * DEADLINE_S
-"""Whoever waits so long was not woken: the test has failed by then."""
+"""Timeout of a waiter that must be woken: longer than the test waits for its threads."""
 
 
-def in_threads(*works: Callable[[], object]) -> None:
-    """Run these side by side to the end."""
-    threads = [threading.Thread(target=work) for work in works]
+def in_threads(*functions: Callable[[], object]) -> None:
+    """Run the functions in parallel threads until all return."""
+    threads = [threading.Thread(target=function) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -24,7 +24,7 @@ def in_threads(*works: Callable[[], object]) -> None:
         assert not thread.is_alive()
 
 
-def test_events_are_numbered_and_their_fields_are_texts() -> None:
+def test_events_are_numbered_and_their_fields_are_strings() -> None:
     log = EventLog()
     first = log.publish("device_joined", "device 1 joined", device=1, ok=True)
     second = log.publish("device_dead", "device 1 is dead")
@@ -41,7 +41,7 @@ def test_events_are_numbered_and_their_fields_are_texts() -> None:
         first.text = "changed"  # type: ignore[misc]
 
 
-def test_old_events_fall_out_and_the_numbers_show_it() -> None:
+def test_old_events_are_dropped_and_sequence_numbers_continue() -> None:
     log = EventLog(capacity=3)
     for number in range(1, 6):
         log.publish("count", str(number))
@@ -55,7 +55,7 @@ def test_old_events_fall_out_and_the_numbers_show_it() -> None:
     assert by_default.after()[0].sequence == 2
 
 
-def test_what_is_held_is_not_waited_for() -> None:
+def test_wait_for_returns_a_past_event_at_once() -> None:
     log = EventLog()
     first = log.publish("kind", "one")
     log.publish("kind", "two")
@@ -63,22 +63,22 @@ def test_what_is_held_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.0, 0.001, -1.0])
-def test_what_does_not_come_is_none(timeout: float) -> None:
+def test_wait_for_returns_none_on_timeout(timeout: float) -> None:
     log = EventLog()
     log.publish("other", "")
     assert log.wait_for(lambda event: event.kind == "kind", timeout) is None
 
 
-def test_waiting_ends_with_the_event() -> None:
-    log, looking = EventLog(), threading.Event()
+def test_wait_for_returns_when_the_event_is_published() -> None:
+    log, waiting = EventLog(), threading.Event()
     found: list[Event | None] = []
 
     def match(event: Event) -> bool:
-        looking.set()
+        waiting.set()
         return event.kind == "wanted"
 
     def publish() -> None:
-        assert looking.wait(DEADLINE_S)
+        assert waiting.wait(DEADLINE_S)
         log.publish("unwanted", "")
         log.publish("wanted", "here")
 
@@ -87,16 +87,16 @@ def test_waiting_ends_with_the_event() -> None:
     assert [event and event.text for event in found] == ["here"]
 
 
-def test_all_who_wait_are_woken() -> None:
-    log, looking = EventLog(), threading.Semaphore(0)
+def test_publishing_wakes_all_waiters() -> None:
+    log, waiting = EventLog(), threading.Semaphore(0)
     found: list[Event | None] = []
 
     def match(event: Event) -> bool:
-        looking.release()
+        waiting.release()
         return event.kind == "wanted"
 
     def publish() -> None:
-        assert all(looking.acquire(timeout=DEADLINE_S) for _ in range(5))
+        assert all(waiting.acquire(timeout=DEADLINE_S) for _ in range(5))
         log.publish("wanted", "here")
 
     log.publish("unwanted", "so that there is something to look at")
@@ -104,83 +104,83 @@ def test_all_who_wait_are_woken() -> None:
     assert [event and event.text for event in found] == ["here"] * 5
 
 
-def test_listeners_hear_what_comes_until_they_leave() -> None:
+def test_listeners_receive_events_until_they_unsubscribe() -> None:
     log = EventLog()
     log.publish("kind", "before")
     one: list[tuple[str, int]] = []
     two: list[str] = []
-    leave = log.subscribe(lambda event: one.append((event.text, threading.get_ident())))
-    stay = log.subscribe(lambda event: two.append(event.text))
+    unsubscribe_one = log.subscribe(lambda event: one.append((event.text, threading.get_ident())))
+    unsubscribe_two = log.subscribe(lambda event: two.append(event.text))
     log.publish("kind", "first")
-    leave()
+    unsubscribe_one()
     log.publish("kind", "second")
-    stay()
+    unsubscribe_two()
     log.publish("kind", "third")
     assert one == [("first", threading.get_ident())], "on the publishing thread"
     assert two == ["first", "second"]
 
 
-def test_to_leave_twice_is_to_leave_once() -> None:
+def test_unsubscribing_twice_removes_one_subscription() -> None:
     log = EventLog()
-    heard: list[Event] = []
-    leave = log.subscribe(heard.append)
-    log.subscribe(heard.append)
-    leave()
-    leave()
+    received: list[Event] = []
+    unsubscribe = log.subscribe(received.append)
+    log.subscribe(received.append)
+    unsubscribe()
+    unsubscribe()
     event = log.publish("kind", "")
-    assert heard == [event], "the other is still there, though it is the same listener"
+    assert received == [event], "the other subscription of the same listener remains"
 
 
 def test_a_listener_may_use_the_log() -> None:
     log = EventLog()
-    heard: list[list[str]] = []
+    received: list[list[str]] = []
 
     def once(event: Event) -> None:
-        leave()
-        heard.append([known.text for known in log.after()])
+        unsubscribe()
+        received.append([known.text for known in log.after()])
         log.publish("kind", "answer")
 
-    leave = log.subscribe(once)
+    unsubscribe = log.subscribe(once)
     log.publish("kind", "question")
-    assert heard == [["question"]]
+    assert received == [["question"]]
     assert [event.text for event in log.after()] == ["question", "answer"]
 
 
-def test_the_same_listener_twice_hears_twice_and_leaves_one_by_one() -> None:
+def test_a_listener_subscribed_twice_receives_twice_and_unsubscribes_one_by_one() -> None:
     log = EventLog()
-    heard: list[Event] = []
-    leave, leave_too = log.subscribe(heard.append), log.subscribe(heard.append)
+    received: list[Event] = []
+    unsubscribe_first, unsubscribe_second = log.subscribe(received.append), log.subscribe(received.append)
     log.publish("kind", "")
-    leave()
+    unsubscribe_first()
     log.publish("kind", "")
-    leave_too()
+    unsubscribe_second()
     log.publish("kind", "")
-    assert [event.sequence for event in heard] == [1, 1, 2]
+    assert [event.sequence for event in received] == [1, 1, 2]
 
 
 def test_threads_share_one_log() -> None:
     log, start = EventLog(capacity=500), threading.Barrier(6)
-    heard: list[int] = []
+    received: list[int] = []
     published: list[list[int]] = [[] for _ in range(4)]
 
     def publish(numbers: list[int]) -> None:
         start.wait(DEADLINE_S)
         numbers += [log.publish("count", "").sequence for _ in range(250)]
 
-    def come_and_go() -> None:
+    def subscribe_and_unsubscribe() -> None:
         start.wait(DEADLINE_S)
         for _ in range(100):
             log.subscribe(lambda event: None)()
 
-    def look() -> None:
+    def read() -> None:
         start.wait(DEADLINE_S)
         for _ in range(20):
             numbers = [event.sequence for event in log.after()]
             assert numbers == list(range(numbers[0], numbers[-1] + 1)) if numbers else True
 
-    leave = log.subscribe(lambda event: heard.append(event.sequence))
-    in_threads(*(lambda numbers=numbers: publish(numbers) for numbers in published), come_and_go, look)
-    leave()
+    unsubscribe = log.subscribe(lambda event: received.append(event.sequence))
+    in_threads(*(lambda numbers=numbers: publish(numbers) for numbers in published), subscribe_and_unsubscribe, read)
+    unsubscribe()
     assert all(numbers == sorted(numbers) for numbers in published)
-    assert sorted(number for numbers in published for number in numbers) == sorted(heard) == list(range(1, 1001))
+    assert sorted(number for numbers in published for number in numbers) == sorted(received) == list(range(1, 1001))
     assert [event.sequence for event in log.after()] == list(range(501, 1001))

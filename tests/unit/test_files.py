@@ -1,4 +1,4 @@
-"""Files are whole or not there, whatever happens to the writer or the disk."""
+"""File writes are atomic: after a crash or on a full disk a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.files import Appender, atomic_write, remove_partial_files, write_text
 
 
-def no_room(*_: object) -> int:
+def disk_full(*_: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -21,7 +21,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_no_temporary_file_is_left(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file.txt"
     write_text(path, "old")
     write_text(path, "new – ü")
@@ -39,7 +39,7 @@ def test_readers_see_the_old_file_until_the_block_ends(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
-def test_an_error_in_the_block_leaves_the_old_file_and_is_not_touched(tmp_path: Path) -> None:
+def test_an_error_in_the_block_keeps_the_old_file_and_is_raised_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
     with pytest.raises(FileNotFoundError, match="other"), atomic_write(path) as file:
@@ -49,12 +49,12 @@ def test_an_error_in_the_block_leaves_the_old_file_and_is_not_touched(tmp_path: 
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_full_disk_leaves_the_old_file_and_says_so(
+def test_a_full_disk_keeps_the_old_file_and_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
-    monkeypatch.setattr(os, call, no_room)
+    monkeypatch.setattr(os, call, disk_full)
     with pytest.raises(ResourceExhausted, match=f"{path}.*No space left.*make room"):
         write_text(path, "new")
     assert path.read_text() == "old"
@@ -62,7 +62,7 @@ def test_a_full_disk_leaves_the_old_file_and_says_so(
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_real_full_disk_is_named() -> None:
+def test_writing_to_dev_full_is_reported() -> None:
     with (
         Appender("/dev/full") as file,
         pytest.raises(ResourceExhausted, match="/dev/full: cannot write: No space left"),
@@ -70,7 +70,7 @@ def test_a_real_full_disk_is_named() -> None:
         file.append(b"x")
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_reported(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("a file")
     with pytest.raises(FailedPrecondition, match=r"plain/below.*choose a folder"):
         write_text(tmp_path / "plain" / "below", "x")
@@ -86,18 +86,18 @@ def test_mode_and_long_names(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     block = atomic_write(tmp_path / "file")
-    block.__enter__()  # and the process dies here
-    (left,) = names(tmp_path)
+    block.__enter__()  # the process is killed here
+    (partial,) = names(tmp_path)
     (tmp_path / ".hidden").touch()
-    assert [path.name for path in remove_partial_files(tmp_path)] == [left]
+    assert [path.name for path in remove_partial_files(tmp_path)] == [partial]
     assert names(tmp_path) == [".hidden"]
     with pytest.raises(FailedPrecondition, match="cannot write"):
         block.__exit__(None, None, None)
 
 
-def test_an_appended_record_is_there_at_once_and_completely(tmp_path: Path) -> None:
+def test_an_appended_record_is_readable_at_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
     with Appender(path) as file:
         file.append(b"one\n")
@@ -111,7 +111,7 @@ def test_an_appended_record_is_there_at_once_and_completely(tmp_path: Path) -> N
         Appender(path, new=True)
 
 
-def test_half_a_record_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_record_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
     with Appender(path) as file:
         file.append(b"one\n")

@@ -1,4 +1,4 @@
-"""Frames: what is packed comes back, and nothing else is taken for one."""
+"""Frame headers: pack and unpack round-trip; corrupt or foreign bytes are rejected."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ headers = st.builds(
 )
 
 
-def sealed(head: bytes) -> bytes:
-    """These bytes with a checksum that holds."""
+def with_checksum(head: bytes) -> bytes:
+    """The bytes followed by their valid checksum."""
     return head + struct.pack("<I", zlib.crc32(head))
 
 
-def changed(at: int, value: bytes) -> bytes:
-    """A header with something else at this place, and a checksum that holds."""
+def modified_header(at: int, value: bytes) -> bytes:
+    """A DATA header with ``value`` at offset ``at``, and a valid checksum."""
     head = DATA.pack()[:-4]
-    return sealed(head[:at] + value + head[at + len(value) :])
+    return with_checksum(head[:at] + value + head[at + len(value) :])
 
 
 @given(headers)
-def test_what_is_packed_comes_back(header: FrameHeader) -> None:
+def test_pack_and_unpack_round_trip(header: FrameHeader) -> None:
     packed = header.pack()
     assert len(packed) == HEADER_BYTES
     for data in (packed, bytearray(packed), memoryview(packed)):
         assert FrameHeader.unpack(data) == header
 
 
-def test_the_bytes_are_those_of_the_drawing() -> None:
+def test_packed_bytes_match_the_documented_layout() -> None:
     packed = DATA.pack()
     assert packed[:-4].hex(" ", 4) == (
         "484f4f50 02020000 07000000 00000000 03000000 02000000 29000000 00000000 00001000 00000000 efbeadde "
         "efcdab89 67452301"
     )
-    assert packed == sealed(packed[:-4])
+    assert packed == with_checksum(packed[:-4])
     assert (packed[:4], packed[VERSION_AT]) == (MAGIC, VERSION)
 
 
@@ -71,7 +71,7 @@ def test_the_bytes_are_those_of_the_drawing() -> None:
     "header",
     [DATA, FrameHeader(FrameKind.HELLO, 0, 0, 0, 0, 0), FrameHeader(FrameKind.REFUSAL, 1, 1, 1, 1, 60)],
 )
-def test_every_single_flipped_bit_is_noticed(header: FrameHeader) -> None:
+def test_every_single_flipped_bit_is_detected(header: FrameHeader) -> None:
     packed = header.pack()
     for bit in range(8 * HEADER_BYTES):
         flipped = bytearray(packed)
@@ -81,20 +81,20 @@ def test_every_single_flipped_bit_is_noticed(header: FrameHeader) -> None:
 
 
 @pytest.mark.parametrize("size", [*range(HEADER_BYTES), HEADER_BYTES + 1, 2 * HEADER_BYTES])
-def test_another_length_is_refused(size: int) -> None:
+def test_a_header_of_another_length_is_rejected(size: int) -> None:
     with pytest.raises(LinkCorrupted, match=f"has {HEADER_BYTES} bytes, got {size}"):
         FrameHeader.unpack((DATA.pack() * 2)[:size])
 
 
-def test_another_version_is_named() -> None:
+def test_another_version_is_rejected() -> None:
     for version in set(range(256)) - {VERSION}:
         with pytest.raises(LinkCorrupted, match=f"frame version {version}, this side speaks {VERSION}"):
-            FrameHeader.unpack(changed(VERSION_AT, bytes([version])))
+            FrameHeader.unpack(modified_header(VERSION_AT, bytes([version])))
 
 
-def test_an_unknown_kind_is_named() -> None:
+def test_an_unknown_kind_is_rejected() -> None:
     for kind in range(256):
-        data = changed(KIND_AT, bytes([kind]))
+        data = modified_header(KIND_AT, bytes([kind]))
         if kind in set(FrameKind):
             assert FrameHeader.unpack(data).kind == kind
         else:
@@ -102,14 +102,14 @@ def test_an_unknown_kind_is_named() -> None:
                 FrameHeader.unpack(data)
 
 
-def test_a_length_above_the_limit_is_refused() -> None:
-    assert FrameHeader.unpack(changed(LENGTH_AT, struct.pack("<Q", MAX_PAYLOAD))).length == MAX_PAYLOAD
+def test_a_payload_length_above_the_limit_is_rejected() -> None:
+    assert FrameHeader.unpack(modified_header(LENGTH_AT, struct.pack("<Q", MAX_PAYLOAD))).length == MAX_PAYLOAD
     for length in (MAX_PAYLOAD + 1, 2**63, 2**64 - 1):
         with pytest.raises(LinkCorrupted, match=f"a frame of {length} bytes, over the limit"):
-            FrameHeader.unpack(changed(LENGTH_AT, struct.pack("<Q", length)))
+            FrameHeader.unpack(modified_header(LENGTH_AT, struct.pack("<Q", length)))
 
 
-def test_another_protocol_is_told_by_its_first_bytes() -> None:
+def test_another_protocol_is_rejected_by_its_first_bytes() -> None:
     with pytest.raises(LinkCorrupted, match="it starts with b'GET ', not b'HOOP'"):
         FrameHeader.unpack(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".ljust(HEADER_BYTES))
 
@@ -124,10 +124,10 @@ def test_random_bytes_are_never_a_frame(data: bytes) -> None:
 
 
 @given(st.binary(min_size=HEADER_BYTES - 8, max_size=HEADER_BYTES - 8), st.booleans())
-def test_random_bytes_with_a_good_checksum_are_a_possible_frame_or_refused(data: bytes, ours: bool) -> None:
-    head = MAGIC + (bytes([VERSION]) + data[1:] if ours else data)
+def test_random_bytes_with_a_valid_checksum_are_a_valid_frame_or_rejected(data: bytes, valid_version: bool) -> None:
+    head = MAGIC + (bytes([VERSION]) + data[1:] if valid_version else data)
     try:
-        header = FrameHeader.unpack(sealed(head))
+        header = FrameHeader.unpack(with_checksum(head))
     except LinkCorrupted:
         return
     assert header.kind in list(FrameKind)

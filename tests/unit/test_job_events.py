@@ -1,4 +1,4 @@
-"""Job events: one dataclass a kind, to and from JSON."""
+"""Job events: one dataclass per kind, converted to and from JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = {
     "dict[str, Any]": st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
     "dict[str, Any] | None": st.none() | st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
 }
-"""A strategy for each type that a field has."""
+"""A Hypothesis strategy for each field type."""
 
 
 def events() -> st.SearchStrategy[JobEvent]:
@@ -37,19 +37,19 @@ def events() -> st.SearchStrategy[JobEvent]:
 
 
 @given(events())
-def test_every_event_comes_back_from_its_json(event: JobEvent) -> None:
+def test_every_event_round_trips_through_json(event: JobEvent) -> None:
     assert from_json(event.kind, event.to_json()) == event
 
 
 @given(events(), st.integers(0, 9))
-def test_an_observed_event_comes_back_from_its_fields(event: JobEvent, rank: int) -> None:
+def test_an_observed_event_round_trips_through_its_fields(event: JobEvent, rank: int) -> None:
     observed = Observed(event, rank=rank, time=1.5)
     fields = json.loads(json.dumps(observed.to_fields()))
     assert Observed.from_fields(fields).event == event
     assert fields["kind"] == event.kind
 
 
-def test_a_result_is_its_fields() -> None:
+def test_a_result_is_flattened_into_the_fields() -> None:
     observed = Observed(ev.Finished({"loss": 0.25, "steps": 3}), time=1.0)
     assert observed.to_fields() == {"rank": 0, "time": 1.0, "kind": "result", "loss": 0.25, "steps": 3}
     assert Observed.from_fields(observed.to_fields()) == observed
@@ -64,7 +64,7 @@ def test_a_field_of_a_newer_version_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "says"),
+    ("kind", "text", "message"),
     [
         ("steps", '{"first": 0}', "'steps': a field is missing; it has first"),
         ("weather", "{}", "unknown kind 'weather'"),
@@ -72,6 +72,6 @@ def test_a_field_of_a_newer_version_is_ignored() -> None:
         ("left", "{", "Expecting property name"),
     ],
 )
-def test_what_is_wrong_is_said(kind: str, text: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_malformed_events_are_rejected(kind: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         from_json(kind, text)

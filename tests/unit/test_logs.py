@@ -1,4 +1,4 @@
-"""HOOP_LOG: one logger a room."""
+"""HOOP_LOG sets the log level of each package of Hoop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logging.getLogger("hoop.wire").debug("a call")
 """
 
 
-def test_levels() -> None:
+def test_parse_levels() -> None:
     assert parse_levels("debug") == {"": logging.DEBUG}
     assert parse_levels("info, transport=debug,wire=off") == {
         "": logging.INFO,
@@ -29,7 +29,7 @@ def test_levels() -> None:
 
 
 @pytest.mark.parametrize("text", ["loud", "transport=", "=debug", "transport=loud"])
-def test_a_mistake_names_the_levels(text: str) -> None:
+def test_an_invalid_level_lists_the_valid_ones(text: str) -> None:
     with pytest.raises(ValueError, match=r"neither a level \(debug, info, warning, error, off\) nor room=level"):
         parse_levels(text)
 
@@ -43,7 +43,7 @@ def test_a_mistake_names_the_levels(text: str) -> None:
         ("loud", ["hoop: HOOP_LOG='loud'"], ["a link"]),
     ],
 )
-def test_the_variable_switches_it_on(value: str, shown: list[str], hidden: list[str]) -> None:
+def test_hoop_log_enables_loggers(value: str, shown: list[str], hidden: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, "HOOP_LOG": value},

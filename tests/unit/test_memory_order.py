@@ -1,4 +1,4 @@
-"""Who waits for whom: accesses that share a byte of which one writes, in the order in which they were accepted."""
+"""MemoryOrder: two accesses that share a byte, at least one of them a write, run in the order of acceptance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hoop.errors import DeadlineExceeded
 from hoop.servers.memory_order import Access, MemoryFootprint, MemoryOrder, MemoryRange
 
-spans = st.builds(
+ranges = st.builds(
     lambda device, start, size, writes: MemoryRange(device, start, start + size, writes),
     st.integers(1, 2),
     st.integers(0, 12),
@@ -21,11 +21,11 @@ spans = st.builds(
 )
 
 
-@given(st.lists(spans, max_size=6), st.lists(spans, max_size=6))
-def test_conflicts_are_those_of_the_bytes(one: list[MemoryRange], other: list[MemoryRange]) -> None:
-    def touched(all_: list[MemoryRange], writes: bool) -> set[tuple[int, int]]:
-        wanted = [span for span in all_ if span.writes or not writes]
-        return {(span.device_id, at) for span in wanted for at in range(span.start, span.stop)}
+@given(st.lists(ranges, max_size=6), st.lists(ranges, max_size=6))
+def test_footprints_conflict_if_they_share_a_written_byte(one: list[MemoryRange], other: list[MemoryRange]) -> None:
+    def touched(accessed: list[MemoryRange], writes: bool) -> set[tuple[int, int]]:
+        selected = [one for one in accessed if one.writes or not writes]
+        return {(one.device_id, at) for one in selected for at in range(one.start, one.stop)}
 
     expected = touched(one, True) & touched(other, False) or touched(one, False) & touched(other, True)
     assert MemoryFootprint(one).conflicts(MemoryFootprint(other)) == bool(expected)
@@ -44,7 +44,7 @@ def test_conflicts_are_those_of_the_bytes(one: list[MemoryRange], other: list[Me
     ],
 )
 def test_named_buffers(other: MemoryRange, conflict: bool) -> None:
-    """Of the same name by their offsets, of different names never; a name and an address may be the same bytes."""
+    """Ranges of one buffer conflict by offset, of two buffers never; an address may be in any buffer."""
     assert MemoryFootprint([MemoryRange(1, 0, 8, False, "x")]).conflicts(MemoryFootprint([other])) == conflict
 
 
@@ -52,7 +52,7 @@ def write(order: MemoryOrder, name: str, start: int, stop: int) -> Access:
     return order.accept(name, [MemoryRange(1, start, stop, True)])
 
 
-def test_they_take_turns_in_the_order_of_acceptance() -> None:
+def test_conflicting_accesses_run_in_the_order_of_acceptance() -> None:
     async def run() -> list[str]:
         order, done = MemoryOrder(), []
         accesses = [write(order, name, start, stop) for name, start, stop in writes]
@@ -74,7 +74,7 @@ def test_they_take_turns_in_the_order_of_acceptance() -> None:
     assert done.index("d") < done.index("e")
 
 
-def test_who_waits_in_vain_says_for_what() -> None:
+def test_a_timeout_names_the_access_waited_for() -> None:
     async def run() -> None:
         order = MemoryOrder()
         first = write(order, "the first", 0, 8)
@@ -89,7 +89,7 @@ def test_who_waits_in_vain_says_for_what() -> None:
     asyncio.run(run())
 
 
-def test_an_access_that_nobody_ends_lapses() -> None:
+def test_an_access_that_never_ends_expires() -> None:
     async def run() -> None:
         order = MemoryOrder()
         order.accept("announced", [MemoryRange(1, 0, 8, True)], time.monotonic() + 0.01)
@@ -102,8 +102,8 @@ def test_an_access_that_nobody_ends_lapses() -> None:
     asyncio.run(run())
 
 
-def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there() -> None:
-    """A launch that runs longer than its time-out still writes: who gave up may not overtake it later."""
+def test_an_access_with_its_own_timeout_limits_the_wait_and_keeps_its_place() -> None:
+    """A launch that outlives its timeout still writes: later accesses must not overtake it."""
 
     async def run() -> None:
         order = MemoryOrder()
@@ -118,13 +118,13 @@ def test_an_access_with_its_own_patience_is_waited_for_that_long_and_still_there
     asyncio.run(run())
 
 
-def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
+def test_reads_do_not_wait_for_each_other_and_a_cancelled_access_is_removed() -> None:
     async def run() -> None:
         order = MemoryOrder()
         reads = [order.accept("read", [MemoryRange(1, 0, 8, False)]) for _ in range(3)]
         for one in reads:
             await one.wait_turn(0)
-        behind = write(order, "write", 0, 8)
+        pending_write = write(order, "write", 0, 8)
 
         async def enter() -> None:
             async with order.in_turn("cancelled", [MemoryRange(1, 0, 8, True)], 60):
@@ -136,8 +136,8 @@ def test_reads_do_not_wait_for_each_other_and_a_cancelled_one_is_gone() -> None:
         await asyncio.gather(task, return_exceptions=True)
         for one in reads:
             order.end(one)
-        await behind.wait_turn(0)
-        order.end(behind)
+        await pending_write.wait_turn(0)
+        order.end(pending_write)
         assert not len(order)
 
     asyncio.run(run())

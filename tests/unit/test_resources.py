@@ -1,4 +1,4 @@
-"""Whether devices fit: the arithmetic with given limits, and how limits are read."""
+"""Admission control: whether devices fit the machine's limits, and how those limits are read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hoop.resources import (
 
 MIB, GIB = 1 << 20, 1 << 30
 LAPTOP = Resources(memory=23 * GIB, shared_memory=24 * GIB, disk=60 * GIB, tasks=32_000, descriptors=1_048_576)
-"""24 GiB, most of them free, and /dev/shm as large as the memory."""
+"""24 GiB of memory, most of it free, and /dev/shm as large as the memory."""
 CONTAINER = Resources(memory=GIB, shared_memory=64 * MIB, disk=20 * GIB, tasks=500, descriptors=1_048_576)
-"""As Docker starts it: 64 MiB of /dev/shm."""
+"""A Docker container with the default 64 MiB of /dev/shm."""
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ CONTAINER = Resources(memory=GIB, shared_memory=64 * MIB, disk=20 * GIB, tasks=5
         (16, 256 * MIB, LAPTOP),
         (64, 16 * MIB, LAPTOP),
         (200, MIB, LAPTOP),
-        (4, 256 * MIB, CONTAINER),  # arenas that are too large for /dev/shm lie on the disk
+        (4, 256 * MIB, CONTAINER),  # arenas too large for /dev/shm are placed on disk
         (16, 16 * MIB, CONTAINER),
-        (500, 256 * MIB, Resources()),  # nothing is known: nothing is refused
+        (500, 256 * MIB, Resources()),  # unknown limits reject nothing
         (0, 256 * MIB, CONTAINER),
     ],
 )
-def test_what_fits_is_not_refused(devices: int, memory: int, machine: Resources) -> None:
+def test_requests_that_fit_are_admitted(devices: int, memory: int, machine: Resources) -> None:
     assert admission_error(Request(devices, memory), machine) is None
 
 
@@ -62,7 +62,7 @@ def test_the_error_shows_the_arithmetic_and_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "said"),
+    ("machine", "message"),
     [
         (Resources(memory=GIB), "are 3.0 GiB of memory, and 921.6 MiB can be used"),
         (Resources(shared_memory=0, disk=GIB), "10 arenas of 256 MiB on disk: 2.5 GiB in"),
@@ -72,36 +72,36 @@ def test_the_error_shows_the_arithmetic_and_the_remedy() -> None:
     ],
     ids=["memory", "disk", "processes", "files", "a tmpfs for temporary files"],
 )
-def test_each_limit_is_a_limit(machine: Resources, said: str) -> None:
+def test_each_limit_is_enforced(machine: Resources, message: str) -> None:
     error = admission_error(Request(10, 256 * MIB), machine)
-    assert said in str(error)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("devices", [10, 500, 100_000])
 @pytest.mark.parametrize("machine", [LAPTOP, CONTAINER, Resources(tasks=100), Resources(descriptors=80)])
-def test_the_number_that_is_advised_fits_and_the_next_does_not(devices: int, machine: Resources) -> None:
+def test_the_suggested_device_count_fits_and_one_more_does_not(devices: int, machine: Resources) -> None:
     error = admission_error(Request(devices, 256 * MIB), machine)
     if error is None:
         return
-    most = int(str(error).rpartition("devices ")[2].split()[0])
-    assert admission_error(Request(most, 256 * MIB), machine) is None
-    assert admission_error(Request(most + 1, 256 * MIB), machine) is not None
+    suggested = int(str(error).rpartition("devices ")[2].split()[0])
+    assert admission_error(Request(suggested, 256 * MIB), machine) is None
+    assert admission_error(Request(suggested + 1, 256 * MIB), machine) is not None
 
 
-def test_the_memory_that_is_advised_fits() -> None:
+def test_the_suggested_memory_fits() -> None:
     error = admission_error(Request(40, GIB, options=("--devices", "--memory")), LAPTOP)
     mib = int(str(error).rpartition("--memory ")[2].partition("MiB")[0])
     assert admission_error(Request(40, mib * MIB), LAPTOP) is None
 
 
-def test_where_not_even_one_fits_it_says_so() -> None:
+def test_the_error_says_when_not_even_one_device_fits() -> None:
     machine = Resources(memory=LEADER.memory + FORKED.memory)
     error = str(admission_error(Request(4, 256 * MIB), machine))
     assert error.startswith("memory: 4 of 256 MiB cannot fit on this machine")
     assert error.endswith("not even one of 256 MiB fits: choose a smaller memory")
 
 
-def test_arenas_that_are_kept_already_need_no_space_again(tmp_path: Path) -> None:
+def test_existing_arenas_need_no_extra_disk(tmp_path: Path) -> None:
     machine = Resources(disk=GIB)
     assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path), machine) is not None
     assert admission_error(Request(8, 256 * MIB, STARTED, tmp_path, existing=8), machine) is None
@@ -117,7 +117,7 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def test_memory_left_in_a_group(tmp_path: Path) -> None:
+def test_memory_left_in_a_cgroup(tmp_path: Path) -> None:
     stat = "anon 100\ninactive_file 30\nactive_file 20"
     new = write(tmp_path / "2", memory__max=1000, memory__current=900, memory__stat=stat)
     assert cgroup_memory_left(new) == 150
@@ -132,7 +132,7 @@ def test_memory_left_in_a_group(tmp_path: Path) -> None:
     assert cgroup_memory_left(tmp_path / "not there") is None
 
 
-def test_groups_of_both_versions_with_those_above_them(tmp_path: Path) -> None:
+def test_cgroup_folders_of_both_versions_include_their_parents(tmp_path: Path) -> None:
     root = tmp_path / "cgroup"
     for folder in ("memory/a/b", "pids", "user.slice/job", "cpu,cpuacct/x"):
         (root / folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""One server that may be at several addresses: how they are named, and which of them is called."""
+"""Addresses: parsing several addresses of one server, and calling the one that answers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ addresses = st.builds(Address, st.sampled_from(["127.0.0.1", "::1", "example.com
 
 
 @given(st.lists(addresses, min_size=1, max_size=4))
-def test_written_back_they_read_as_themselves(each: list[Address]) -> None:
-    assert Addresses.parse(str(Addresses(tuple(each)))).addresses == tuple(each)
+def test_addresses_round_trip_through_text(listed: list[Address]) -> None:
+    assert Addresses.parse(str(Addresses(tuple(listed)))).addresses == tuple(listed)
 
 
 @pytest.mark.parametrize("text", ["", ",", "a:1,", ",a:1", "a:1;b:2", "a:1,b"])
-def test_one_that_is_none_is_named(text: str) -> None:
+def test_an_invalid_address_is_rejected_with_its_field(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"^--join: '.*' is not host:port"):
         Addresses.parse(text, "--join")
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:1,[::1]:2", "127.0.0.1:1,nowhere.invalid:2"])
-def test_what_cannot_be_called_together(text: str) -> None:
+def test_addresses_without_a_common_ip_version_are_rejected(text: str) -> None:
     with pytest.raises(NotFound, match="neither IPv4 nor IPv6 leads to all of them: "):
         Credentials(Role.CLIENT).channel(Addresses.parse(text), Role.COORDINATOR, channel_options())
 
 
-def test_whoever_answers_is_called_also_after_another() -> None:
-    """First only the second is there; then only the first."""
+def test_a_channel_switches_to_the_address_that_answers() -> None:
+    """First only the second server runs, then only the first."""
     servers, ports = [], []
     for name in (b"first", b"second"):
         echo = grpc.unary_unary_rpc_method_handler(lambda _, __, name=name: name)
@@ -44,13 +44,13 @@ def test_whoever_answers_is_called_also_after_another() -> None:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("who", {"Answers": echo})])
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         servers.append(server)
-    places = Addresses.parse(",".join(f"localhost:{port}" for port in ports))
+    targets = Addresses.parse(",".join(f"localhost:{port}" for port in ports))
     first, second = servers
     second.start()
-    with Credentials(Role.CLIENT).channel(places, Role.COORDINATOR, channel_options()) as channel:
-        ask = channel.unary_unary("/who/Answers", None, None)
-        assert ask(b"", timeout=20, wait_for_ready=True) == b"second"
+    with Credentials(Role.CLIENT).channel(targets, Role.COORDINATOR, channel_options()) as channel:
+        call = channel.unary_unary("/who/Answers", None, None)
+        assert call(b"", timeout=20, wait_for_ready=True) == b"second"
         first.start()
         second.stop(0).wait()
-        assert ask(b"", timeout=20, wait_for_ready=True) == b"first"
+        assert call(b"", timeout=20, wait_for_ready=True) == b"first"
         first.stop(0).wait()

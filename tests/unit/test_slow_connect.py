@@ -1,4 +1,4 @@
-"""A server whose process waits for a core takes long to answer a connection, and is not gone."""
+"""A server that answers a new connection late, because its process waits for a core, is still reached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 
 from hoop.wire.channels import channel_options
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 DELAY_S = 0.5
 
 
@@ -23,37 +23,37 @@ class Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic only in
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
-    """Hands on what comes, until one of the two ends."""
+    """Forward bytes until one side closes."""
     with contextlib.suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
 
 
-def test_a_server_that_takes_half_a_second_to_answer_a_connection_is_reached() -> None:
-    """The kernel takes the connection at once; the first frame comes when the process gets to it."""
-    over = threading.Event()
+def test_a_server_that_answers_a_connection_after_half_a_second_is_reached() -> None:
+    """The kernel accepts the connection at once; the server's first frame comes half a second later."""
+    never_set = threading.Event()
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers((Echo(),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     attempts = []
-    with socket.create_server(("127.0.0.1", 0)) as door, ThreadPoolExecutor(3) as threads:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as threads:
 
         def answer_late() -> None:
-            """One connection; a second attempt finds nobody."""
-            guest, _ = door.accept()
-            attempts.append(guest)
-            over.wait(DELAY_S)
-            with guest, socket.create_connection(("127.0.0.1", port)) as behind:
-                back = threads.submit(pump, behind, guest)
-                pump(guest, behind)
-                back.result(PATIENCE_S)
+            """Accept one connection; a second attempt is not accepted."""
+            client, _ = listener.accept()
+            attempts.append(client)
+            never_set.wait(DELAY_S)
+            with client, socket.create_connection(("127.0.0.1", port)) as upstream:
+                replies = threads.submit(pump, upstream, client)
+                pump(client, upstream)
+                replies.result(TIMEOUT_S)
 
         served = threads.submit(answer_late)
-        address = f"127.0.0.1:{door.getsockname()[1]}"
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         with grpc.insecure_channel(address, options=channel_options()) as channel:
-            assert channel.unary_unary("/any/method", None, None)(b"hello", timeout=PATIENCE_S) == b"hello"
-        served.result(PATIENCE_S)
+            assert channel.unary_unary("/any/method", None, None)(b"hello", timeout=TIMEOUT_S) == b"hello"
+        served.result(TIMEOUT_S)
     assert len(attempts) == 1
-    server.stop(None).wait(PATIENCE_S)
+    server.stop(None).wait(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Text from outside: printable, short, and parsed without a crash, wherever it comes from."""
+"""Untrusted text is made printable and short, and malformed JSON does not crash its readers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import MAX_SETTINGS_BYTES, check_settings, job_name
 
 ANY_TEXT = st.text(st.characters(), max_size=300)
-"""Every code point there is, surrogates included."""
+"""Every code point, surrogates included."""
 
 
 @given(ANY_TEXT, st.integers(0, 400))
-def test_any_text_can_go_anywhere(text: str, max_bytes: int) -> None:
+def test_any_text_becomes_printable_and_short(text: str, max_bytes: int) -> None:
     shown = printable(text, max_bytes)
     assert len(shown.encode()) <= max(max_bytes, 0)
     assert all(one.isprintable() or one in "\n\t" for one in shown)
@@ -36,7 +36,7 @@ def test_any_text_can_go_anywhere(text: str, max_bytes: int) -> None:
 
 
 @given(ANY_TEXT)
-def test_what_is_printable_and_short_stays(text: str) -> None:
+def test_short_printable_text_is_unchanged(text: str) -> None:
     plain = "".join(one for one in text if one.isprintable() or one in "\n\t")
     assert printable(plain) == plain
 
@@ -56,13 +56,13 @@ def test_escapes(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_of_a_long_text_both_ends_stay() -> None:
+def test_a_long_text_keeps_both_ends() -> None:
     shown = printable("begin" + "x" * (1 << 20) + "end")
     assert (shown[:5], shown[-3:], len(shown)) == ("begin", "end", MAX_TEXT_BYTES)
 
 
 @given(ANY_TEXT)
-def test_errors_and_events_are_printable_by_themselves(text: str) -> None:
+def test_errors_and_events_make_their_text_printable(text: str) -> None:
     log = EventLog(max_bytes=MAX_TEXT_BYTES)
     event = log.publish("kind" + text, text * 100, field=text)
     for kind in ("PeerLost", "NotFound", "OutOfMemory", "INTERNAL", "UNKNOWN"):
@@ -72,29 +72,29 @@ def test_errors_and_events_are_printable_by_themselves(text: str) -> None:
 
 
 def test_a_log_without_a_limit_keeps_json_whole() -> None:
-    told = json.dumps({"samples": list(range(50_000)), "text": "\ud800"})
-    assert EventLog().publish("steps", told).text == told
+    text = json.dumps({"samples": list(range(50_000)), "text": "\ud800"})
+    assert EventLog().publish("steps", text).text == text
 
 
-def test_parsed_json_is_cleaned_in_every_place() -> None:
+def test_printable_json_cleans_every_level() -> None:
     assert printable_json(json.loads(r'{"\ud800":["\u001b",{"a":1.5}],"b":null}')) == {
         r"\ud800": [r"\x1b", {"a": 1.5}],
         "b": None,
     }
 
 
-# ---- JSON that is nested too deep: an error of the kind that each reader always raises
+# ---- deeply nested JSON: each reader raises its usual error
 
 
 DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 50_000 + "]" * 50_000]
 
 
-def _recording(text: str, folder: Path) -> object:
+def _read_run_config(text: str, folder: Path) -> object:
     (folder / "config.json").write_text(text)
     return saved_settings(folder)
 
 
-def _cluster(text: str, folder: Path) -> object:
+def _read_cluster_file(text: str, folder: Path) -> object:
     (folder / "cluster.toml").write_text(f"host = {text}")
     return read_cluster(folder / "cluster.toml")
 
@@ -106,14 +106,14 @@ READERS: dict[str, tuple[Callable[[str, Path], object], type[Exception]]] = {
     "engine settings": (lambda text, _: Settings.from_json(text), InvalidArgument),
     "plan": (lambda text, _: Plan.from_json(text), InvalidArgument),
     "costs": (lambda text, _: Costs.from_json(text), InvalidArgument),
-    "a run's config": (_recording, HoopError),
-    "a cluster file": (_cluster, HoopError),
+    "a run's config": (_read_run_config, HoopError),
+    "a cluster file": (_read_cluster_file, HoopError),
 }
 
 
 @pytest.mark.parametrize("text", DEEP, ids=["list", "object", "closed list"])
 @pytest.mark.parametrize("reader", READERS)
-def test_no_reader_is_crashed_by_nesting(reader: str, text: str, tmp_path: Path) -> None:
+def test_deep_nesting_raises_an_error_in_every_reader(reader: str, text: str, tmp_path: Path) -> None:
     read, kind = READERS[reader]
     with pytest.raises(kind):
         read(text, tmp_path)
@@ -122,14 +122,14 @@ def test_no_reader_is_crashed_by_nesting(reader: str, text: str, tmp_path: Path)
 # ---- job settings
 
 
-def test_settings_of_exactly_the_limit_are_taken() -> None:
+def test_settings_of_exactly_the_limit_are_accepted() -> None:
     text = json.dumps({"job": "x" * (MAX_SETTINGS_BYTES - 11)})
     assert len(text) == MAX_SETTINGS_BYTES
     check_settings(text)
     with pytest.raises(InvalidArgument, match=f"{MAX_SETTINGS_BYTES + 1} bytes are more than"):
         check_settings(text + " ")
     with pytest.raises(InvalidArgument, match="bytes are more than"):
-        check_settings('{"job":"' + "é" * (MAX_SETTINGS_BYTES // 2) + '"}')  # bytes count, not characters
+        check_settings('{"job":"' + "é" * (MAX_SETTINGS_BYTES // 2) + '"}')  # the limit counts bytes, not characters
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,5 @@ def test_settings_of_exactly_the_limit_are_taken() -> None:
         (json.dumps({"job": "x" * 1000}), "x" * 125 + " [...] " + "x" * 124),
     ],
 )
-def test_a_jobs_name(settings: str, name: str) -> None:
+def test_job_name(settings: str, name: str) -> None:
     assert job_name(settings) == name

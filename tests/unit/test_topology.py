@@ -1,4 +1,4 @@
-"""Addresses as people write them, and what a device says of itself."""
+"""Parsing and formatting of addresses, and the description of a device."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_addresses(text: str, host: str, port: int) -> None:
         "host:٣",
     ],
 )
-def test_what_is_no_address_is_refused_with_field_and_value(text: str) -> None:
+def test_invalid_addresses_are_rejected_with_field_and_value(text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         Address.parse(text, "join")
     assert str(caught.value) == f"join: {text!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021"
@@ -76,12 +76,12 @@ def test_what_is_no_address_is_refused_with_field_and_value(text: str) -> None:
         "x" * 254 + ":80",
     ],
 )
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_invalid_hosts_are_rejected(text: str) -> None:
     with pytest.raises(InvalidArgument, match=r"join: .* is not host:port"):
         Address.parse(text, "join")
 
 
-def test_a_port_of_absurd_length_is_refused_in_our_words() -> None:
+def test_an_overlong_port_raises_invalid_argument() -> None:
     with pytest.raises(InvalidArgument, match="join: "):
         Address.parse("host:" + "9" * 5000, "join")
 
@@ -94,7 +94,7 @@ hosts = st.one_of(
 
 
 @given(hosts, st.integers(0, 65535))
-def test_an_address_written_back_reads_as_itself(host: str, port: int) -> None:
+def test_an_address_round_trips_through_text(host: str, port: int) -> None:
     address = Address(host, port)
     assert Address.parse(str(address)) == address
     assert str(address).startswith("[") == (":" in host)
@@ -113,12 +113,12 @@ def test_not_loopback(host: str) -> None:
     assert not Address(host, 1).is_loopback
 
 
-def test_addresses_are_ordered_and_can_be_keys() -> None:
+def test_addresses_are_ordered_and_hashable() -> None:
     assert sorted([Address("b", 1), Address("a", 2), Address("a", 1)])[0] == Address("a", 1)
     assert {Address("a", 1): 1}[Address.parse("a:1")] == 1
 
 
-def test_a_device_says_how_large_and_who_it_is() -> None:
+def test_device_info_shows_capacity_and_identity() -> None:
     info = DeviceInfo(3, Address("::1", 1), Address("::1", 2), 0x1000, 0x3000, "host", 42, "incarnation")
     assert info.capacity == 0x2000
     assert str(info) == "device 3 (pid 42, [::1]:1)"

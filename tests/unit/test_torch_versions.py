@@ -1,4 +1,4 @@
-"""Which versions of PyTorch are refused, warned about or taken, and where a user meets the answer."""
+"""PyTorch versions: which are rejected, warned about or accepted, and where the check runs."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ REMEDY = re.escape(f"pip install 'torch>={dotted(OLDEST)}'")
 
 @pytest.fixture
 def torch_is(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes Hoop believe that another version is installed."""
+    """Patch the version of torch that Hoop finds installed."""
 
-    def pretend(version: str) -> None:
+    def patch(version: str) -> None:
         monkeypatch.setattr(torch_versions, "installed_version", lambda: version)
 
-    return pretend
+    return patch
 
 
 @pytest.mark.parametrize("version", [f"{dotted(OLDEST)}.0", f"{dotted(NEWEST)}.3+cpu", "2.13.0a0+git1", "main"])
-def test_a_tested_version_is_taken_without_a_word(version: str) -> None:
+def test_a_tested_version_is_accepted_without_warning(version: str) -> None:
     assert torch_versions.check_version(version) is None
 
 
 @pytest.mark.parametrize("version", [OLD, "1.13.1", "0.4"])
-def test_an_older_one_is_refused_with_number_range_and_remedy(version: str) -> None:
+def test_an_older_version_is_rejected_with_number_range_and_remedy(version: str) -> None:
     with pytest.raises(FailedPrecondition, match=f"{re.escape(version)}.*{dotted(OLDEST)} to .*{REMEDY}"):
         torch_versions.check_version(version)
 
 
 @pytest.mark.parametrize("version", [NEW, "2.100.0", "3.0.1+cu140"])
-def test_a_newer_one_gets_a_warning_with_number_range_and_remedy(version: str) -> None:
+def test_a_newer_version_gets_a_warning_with_number_range_and_remedy(version: str) -> None:
     text = torch_versions.check_version(version)
     assert text is not None
     remedy = f"pip install 'torch<{NEWEST[0]}.{NEWEST[1] + 1}'"
     assert all(part in text for part in (version, f"to {dotted(NEWEST)}", remedy))
 
 
-def test_the_version_is_the_loaded_torchs_or_the_installed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loaded_torch_precedes_the_installed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = ModuleType("torch")
     vars(loaded)["__version__"] = "2.7.1+cpu"
     monkeypatch.setitem(sys.modules, "torch", loaded)
@@ -68,7 +68,7 @@ def test_the_version_is_the_loaded_torchs_or_the_installed_ones(monkeypatch: pyt
     assert torch_versions.installed_version() == "2.8.0"
 
 
-def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torch_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
@@ -78,28 +78,28 @@ def test_no_torch_at_all_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_versions.installed_version()
 
 
-def test_the_requirement_begins_with_the_oldest() -> None:
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={dotted(OLDEST)}" in needed
+def test_the_requirement_in_pyproject_is_the_oldest_version() -> None:
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={dotted(OLDEST)}" in dependencies
 
 
-def test_every_version_of_the_range_has_its_row_in_the_docs() -> None:
+def test_every_tested_version_has_a_row_in_the_docs() -> None:
     rows = re.findall(r"^\| (\d+)\.(\d+)\.\d+\S* \| 3\.", (ROOT / "docs" / "torch-backend.md").read_text(), re.M)
     minors = {(int(major), int(minor)) for major, minor in rows}
     assert minors == {(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)}
 
 
-# ---- where a user meets it
+# ---- where the check runs
 
 
-def test_a_process_group_is_refused_before_anything_else(torch_is: Any) -> None:
+def test_a_process_group_checks_the_version_first(torch_is: Any) -> None:
     torch_is(OLD)
     with pytest.raises(FailedPrecondition, match=TOO_OLD):
         autoload._create(None, None)
 
 
 @pytest.mark.parametrize(("rank", "ranks", "warned"), [(0, [], 1), (1, [], 0), (0, [0, 1], 0)])
-def test_one_rank_warns_once_about_a_newer_one(
+def test_one_rank_warns_once_about_a_newer_version(
     torch_is: Any, monkeypatch: pytest.MonkeyPatch, rank: int, ranks: list[int], warned: int
 ) -> None:
     group = ModuleType("hoop.torch_backend.process_group")
@@ -107,33 +107,33 @@ def test_one_rank_warns_once_about_a_newer_one(
     monkeypatch.setitem(sys.modules, group.__name__, group)
     torch_is(NEW)
     options = SimpleNamespace(group_rank=rank, global_ranks_in_group=ranks)
-    with pytest.WarningsRecorder(_ispytest=True) as seen:
+    with pytest.WarningsRecorder(_ispytest=True) as recorded:
         assert autoload._create(options, None) == "a group"
-    assert [str(one.message)[: len(NEW) + 6] for one in seen if one.category is UntestedTorchWarning] == [
-        f"torch {NEW}"
-    ] * warned
+    assert [
+        str(warning.message)[: len(NEW) + 6] for warning in recorded if warning.category is UntestedTorchWarning
+    ] == [f"torch {NEW}"] * warned
 
 
-def test_hoop_train_refuses_an_older_one(torch_is: Any) -> None:
-    from hoop.cli.main import app
+def test_hoop_train_rejects_an_older_version(torch_is: Any) -> None:
+    from hoop.cli.main import command_line
 
     torch_is(OLD)
-    outcome = CliRunner().invoke(app, ["train", "mnist"])
+    outcome = CliRunner().invoke(command_line(), ["train", "mnist"])
     assert isinstance(outcome.exception, FailedPrecondition)
     assert re.match(TOO_OLD, str(outcome.exception))
 
 
-def test_hoop_train_tells_of_a_newer_one_first(torch_is: Any) -> None:
+def test_hoop_train_warns_about_a_newer_version(torch_is: Any) -> None:
     from hoop.cli.train import _launch
 
     torch_is(NEW)
-    there = Addresses.parse("127.0.0.1:1", "--coordinator")
-    launch = _launch("mnist", {}, 2, 1 << 20, None, False, there, None)
-    (told,) = launch.warnings
-    assert re.match(TOO_NEW, told)
+    coordinator = Addresses.parse("127.0.0.1:1", "--coordinator")
+    launch = _launch("mnist", {}, 2, 1 << 20, None, False, coordinator, None)
+    (warning,) = launch.warnings
+    assert re.match(TOO_NEW, warning)
 
 
-def test_train_from_python_refuses_and_warns(torch_is: Any) -> None:
+def test_train_from_python_rejects_and_warns(torch_is: Any) -> None:
     torch_is(OLD)
     with pytest.raises(FailedPrecondition, match=TOO_OLD):
         hoop.train("mnist")
@@ -142,7 +142,7 @@ def test_train_from_python_refuses_and_warns(torch_is: Any) -> None:
         hoop.train("nothing")
 
 
-def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
+def test_a_device_rejects_an_older_version(torch_is: Any) -> None:
     from hoop.engine.entrypoint import train_rank
 
     torch_is(OLD)
@@ -154,19 +154,19 @@ def test_a_device_refuses_an_older_one(torch_is: Any) -> None:
 # ---- scripts/torch-matrix, without installing anything
 
 
-def matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_matrix(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "torch-matrix"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_matrix_is_the_tested_range() -> None:
+def test_the_matrix_lists_the_tested_range() -> None:
     minors = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
-    assert matrix("--list").stdout.split() == minors
-    assert matrix("--list", "--versions", "2.8, 2.14.1").stdout.split() == ["2.8", "2.14.1"]
+    assert run_matrix("--list").stdout.split() == minors
+    assert run_matrix("--list", "--versions", "2.8, 2.14.1").stdout.split() == ["2.8", "2.14.1"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--versions", "2.x"], "--versions: '2.x' is not a version such as 2.15 or 2.14.1"),
         (["--python", "python0.1"], "--python: there is no interpreter python0.1"),
@@ -174,17 +174,17 @@ def test_the_matrix_is_the_tested_range() -> None:
         (["--cache", str(ROOT / "here")], "is inside the working tree"),
     ],
 )
-def test_the_matrix_names_a_wrong_argument(arguments: list[str], told: str) -> None:
-    done = matrix("--list", *arguments)
+def test_the_matrix_reports_an_invalid_argument(arguments: list[str], message: str) -> None:
+    done = run_matrix("--list", *arguments)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-def test_the_matrix_counts_what_pytest_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_counts_the_results_of_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("torch_matrix")
     path = ROOT / "scripts" / "torch-matrix"
     vars(script)["__file__"] = str(path)
-    monkeypatch.setitem(sys.modules, script.__name__, script)  # where dataclasses look their module up
+    monkeypatch.setitem(sys.modules, script.__name__, script)  # dataclasses look up their module here
     exec(compile(path.read_text(), str(path), "exec"), vars(script))
     report = tmp_path / "report.xml"
     report.write_text(

@@ -1,8 +1,8 @@
-"""What MobileNetV2 costs a GPU, launching left out: forward and backward of a shard, recorded and played back.
+"""The cost of MobileNetV2 on a GPU without launches: forward and backward of a shard, replayed as a CUDA graph.
 
     python layouts.py
 
-By samples, order of channels and precision; only kernels that give the same bits each time.
+By number of samples, memory format and precision; deterministic kernels only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from hoop.engine.stage.gpu import Accelerator
 from hoop.models.mobilenet import mobilenetv2
 
-WAYS = {
+CONFIGURATIONS = {
     "float32": (False, False, False),
     "float32, channels last": (True, False, False),
     "TF32": (False, True, False),
@@ -24,12 +24,12 @@ WAYS = {
 }
 
 
-def replayed(rows: int, channels_last: bool, tf32: bool, half: bool, repeats: int = 10) -> float:
-    """Milliseconds."""
+def replay_ms(rows: int, channels_last: bool, tf32: bool, half: bool, repeats: int = 10) -> float:
+    """Milliseconds per replay."""
     accelerator = Accelerator(torch.device("cuda", 0), tf32)
     model = mobilenetv2(0).to(accelerator.device)
-    order = torch.channels_last if channels_last else torch.contiguous_format
-    inputs = torch.randn(rows, 3, 32, 32, device=accelerator.device).contiguous(memory_format=order)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    inputs = torch.randn(rows, 3, 32, 32, device=accelerator.device).contiguous(memory_format=layout)
     parameters = list(model.parameters())
 
     def compute() -> tuple[torch.Tensor, ...]:
@@ -57,11 +57,15 @@ def replayed(rows: int, channels_last: bool, tf32: bool, half: bool, repeats: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[32, 64, 256])
-    given = parser.parse_args()
-    print("| samples | " + " | ".join(WAYS) + " |")
-    print("|---" * (1 + len(WAYS)) + "|")
-    for rows in given.samples:
-        print(f"| {rows} | " + " | ".join(f"{replayed(rows, *way):.2f}" for way in WAYS.values()) + " |")
+    options = parser.parse_args()
+    print("| samples | " + " | ".join(CONFIGURATIONS) + " |")
+    print("|---" * (1 + len(CONFIGURATIONS)) + "|")
+    for rows in options.samples:
+        print(
+            f"| {rows} | "
+            + " | ".join(f"{replay_ms(rows, *configuration):.2f}" for configuration in CONFIGURATIONS.values())
+            + " |"
+        )
 
 
 if __name__ == "__main__":

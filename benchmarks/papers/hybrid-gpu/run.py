@@ -1,10 +1,10 @@
-"""Paper 5's experiment on a GPU: MobileNetV2 on CIFAR-10, by strategy; and two other jobs, CUDA beside the CPU.
+"""Paper 5's experiment on a GPU: MobileNetV2 on CIFAR-10 by strategy, and two other jobs on CUDA and on the CPU.
 
     python run.py single:10 hybrid-2x2:10 data-2:2 --out DIR
 
-Each name with how many epochs it runs for (0.15: 30 steps). The learning rate's schedule is that of ten (``--epochs``)
-always, so a run that ends earlier equals the first part of a whole one. A JSON file a run: accuracy by epoch, seconds,
-the weights' sha256.
+Each name is followed by its number of epochs (0.15: 30 steps). The learning-rate schedule is always that of ten epochs
+(``--epochs``), so a run that ends earlier equals the first part of a whole one. Each run writes a JSON file: accuracy
+by epoch, seconds, and the sha256 of the weights.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ OTHERS: dict[str, tuple[str, Job, dict[str, Any]]] = {
 
 
 class OutOfTime(Exception):
-    """The budget is spent."""
+    """The time budget is spent."""
 
 
 def measure(name: str, job: Job, deadline: float, changes: dict[str, Any]) -> dict[str, Any]:
-    """Trains, and tells accuracy and time by epoch."""
+    """Train, and return accuracy and time by epoch."""
     by_epoch: list[dict[str, float]] = []
     steps: list[float] = []
     started: dict[str, Any] = {}
 
-    def note(event: dict[str, Any]) -> None:
+    def on_event(event: dict[str, Any]) -> None:
         if time.monotonic() > deadline:
             raise OutOfTime(name)
         if event["kind"] == "started":
@@ -57,18 +57,18 @@ def measure(name: str, job: Job, deadline: float, changes: dict[str, Any]) -> di
         elif event["kind"] == "steps":
             steps.extend(event["seconds"])
         elif event["kind"] == "evaluated":
-            passed = time.monotonic() - started["at"]
+            elapsed = time.monotonic() - started["at"]
             by_epoch.append(
                 {
                     "epoch": event["epoch"],
                     "accuracy": event["accuracy"],
                     "loss": event["loss"],
-                    "seconds": passed,
+                    "seconds": elapsed,
                 }
             )
             print(f"{name}: {by_epoch[-1]}", file=sys.stderr, flush=True)
 
-    result = hoop.train(job, progress=note, **changes)
+    result = hoop.train(job, progress=on_event, **changes)
     ordered = sorted(steps[20:] or steps)
     return {
         "epochs": by_epoch,
@@ -80,22 +80,22 @@ def measure(name: str, job: Job, deadline: float, changes: dict[str, Any]) -> di
 
 
 def command(job: str, changes: dict[str, Any]) -> str:
-    """As it would be typed."""
-    said = [f"hoop train {job}"]
+    """The equivalent command line."""
+    words = [f"hoop train {job}"]
     for key, value in changes.items():
         option = key in ("devices", "memory", "strategy", "shards", "accelerator", "epochs")
-        said.append(f"--{key} {value}" if option else f"--set {key}={json.dumps(value)}")
-    return " ".join(said)
+        words.append(f"--{key} {value}" if option else f"--set {key}={json.dumps(value)}")
+    return " ".join(words)
 
 
 def chosen(name: str, accelerator: str) -> tuple[str, Job, dict[str, Any]]:
-    """What is trained, and how."""
+    """The name of the job, the job, and its settings."""
     if name in MOBILENET:
         job = "mobilenet-cifar10"
         return job, RECIPES[job], {**MOBILENET[name], "accelerator": accelerator}
-    base, _, where = name.rpartition("-")
-    what, found, changes = OTHERS[base]
-    return what, found, {**changes, "accelerator": where}
+    base, _, suffix = name.rpartition("-")
+    job_name, found, changes = OTHERS[base]
+    return job_name, found, {**changes, "accelerator": suffix}
 
 
 def main() -> None:
@@ -108,30 +108,30 @@ def main() -> None:
     parser.add_argument("--accelerator", default="cuda")
     parser.add_argument("--machine", default=platform.processor() or platform.machine())
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    given = parser.parse_args()
-    deadline = time.monotonic() + given.budget
-    given.out.mkdir(parents=True, exist_ok=True)
-    for run in given.runs:
+    options = parser.parse_args()
+    deadline = time.monotonic() + options.budget
+    options.out.mkdir(parents=True, exist_ok=True)
+    for run in options.runs:
         name, _, epochs = run.partition(":")
-        what, job, changes = chosen(name, given.accelerator)
-        settings = {"epochs": given.epochs} if name in MOBILENET else {}
-        settings |= {key: json.loads(value) for key, value in (one.split("=") for one in given.set)}
-        batch_size = job.defaults(what).replaced(settings).batch_size
+        job_name, job, changes = chosen(name, options.accelerator)
+        settings = {"epochs": options.epochs} if name in MOBILENET else {}
+        settings |= {key: json.loads(value) for key, value in (one.split("=") for one in options.set)}
+        batch_size = job.defaults(job_name).replaced(settings).batch_size
         settings["max_steps"] = math.ceil(float(epochs) * math.ceil(len(job.data().train) / batch_size))
         changes |= settings
-        said = {
+        record = {
             "name": name,
-            "command": command(what, changes),
+            "command": command(job_name, changes),
             "date": time.strftime("%Y-%m-%d"),
-            "machine": given.machine,
+            "machine": options.machine,
         }
         try:
-            said |= measure(name, job, deadline, changes)
+            record |= measure(name, job, deadline, changes)
         except (OutOfTime, hoop.HoopError) as error:
             print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             continue
-        (given.out / f"{name}.json").write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-        print(f"{name}: {said['median_step_ms']:.1f} ms a step, {said['result']}", file=sys.stderr, flush=True)
+        (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        print(f"{name}: {record['median_step_ms']:.1f} ms a step, {record['result']}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

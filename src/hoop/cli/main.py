@@ -6,63 +6,40 @@ did not answer · 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from hoop import __version__
-from hoop.cli import (
-    attach,
-    audit,
-    bench,
-    calibrate,
-    certs,
-    chaos,
-    coordinator,
-    device,
-    evaluate,
-    events,
-    export,
-    plan,
-    reproduce,
-    simulate,
-    status,
-    token,
-    train,
-    up,
-)
 from hoop.cli.running import end_by_signals
 from hoop.errors import HoopError, PeerError, UserError
 from hoop.texts import printable
 
-app = typer.Typer(
-    name="hoop",
-    help="Train a PyTorch model across whatever devices you have; no failure changes what comes out.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+COMMANDS = (
+    "train",
+    "attach",
+    "evaluate",
+    "export",
+    "audit",
+    "up",
+    "coordinator",
+    "device",
+    "status",
+    "events",
+    "token",
+    "certs",
+    "bench",
+    "calibrate",
+    "simulate",
+    "plan",
+    "chaos",
+    "reproduce",
 )
-app.command()(train.train)
-app.command()(attach.attach)
-app.command()(evaluate.evaluate)
-app.command()(export.export)
-app.command()(audit.audit)
-app.command()(up.up)
-app.command()(coordinator.coordinator)
-app.command()(device.device)
-app.command()(status.status)
-app.command()(events.events)
-app.command()(token.token)
-app.command()(certs.certs)
-app.command()(bench.bench)
-app.command()(calibrate.calibrate)
-app.command()(simulate.simulate)
-app.command()(plan.plan)
-app.command()(chaos.chaos)
-app.command()(reproduce.reproduce)
+"""In the order of ``hoop --help``. Each is the function of this name in the module of this name."""
 
 
 def _version(wanted: bool) -> None:
@@ -71,7 +48,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
@@ -80,13 +56,33 @@ def _options(
     pass
 
 
+def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command line with the command that these arguments name; with all for ``--help``, a mistyped name or none.
+
+    A command that is not run is not imported, because the imports of all take longer than most commands.
+    """
+    app = typer.Typer(
+        name="hoop",
+        help="Train a PyTorch model across whatever devices you have; no failure changes what comes out.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_options)
+    named = [name for name in COMMANDS if name in arguments[:1]]
+    for name in named or COMMANDS:
+        app.command()(getattr(importlib.import_module(f"hoop.cli.{name}"), name))
+    return app
+
+
 def main() -> None:
     """The entry point."""
     end_by_signals()
     # gRPC's own log repeats what a peer sent, escape characters included. Errors come back with the call.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
-        app()
+        command_line(sys.argv[1:])()
     except KeyboardInterrupt:
         sys.exit(130)
     except HoopError as error:

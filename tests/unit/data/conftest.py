@@ -1,4 +1,4 @@
-"""Datasets in a temporary directory; nobody's own HOOP_DATA or cache is looked at unless a test says so."""
+"""Each test gets an empty dataset directory of its own; the user's HOOP_DATA and cache are not read."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 
 from hoop.data import cifar, mnist
 
-GIVEN = os.environ.get("HOOP_DATA", "")
+USER_HOOP_DATA = os.environ.get("HOOP_DATA", "")
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
 @pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks where the person who runs the tests keeps datasets, and beside the repository."""
-    monkeypatch.setenv("HOOP_DATA", os.pathsep.join(filter(None, [GIVEN, str(SHARED)])))
+def real_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the datasets of the user's HOOP_DATA and of ``shared/data`` next to the repository."""
+    monkeypatch.setenv("HOOP_DATA", os.pathsep.join(filter(None, [USER_HOOP_DATA, str(SHARED)])))
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place with datasets, empty so far."""
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only dataset directory, empty at first."""
     (tmp_path / "data").mkdir()
     monkeypatch.setenv("HOOP_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

@@ -1,4 +1,4 @@
-"""CIFAR-10: the real one where it is, and a small one made in the shape of every source."""
+"""CIFAR-10: the real dataset where it is present, and a small one in every source format."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ BATCHES = {name: RANDOM.integers(0, 10, (3, cifar.RECORD), dtype=np.uint8) for n
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the checksums those of three records a batch."""
+    """Replace the checksums by those of batches of three records."""
     sums = {name: f"md5:{hashlib.md5(records.tobytes()).hexdigest()}" for name, records in BATCHES.items()}
     monkeypatch.setattr(cifar, "CHECKSUMS", sums)
 
 
-def unpacked(place: Path) -> Path:
-    place.mkdir(exist_ok=True)
+def write_batches(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
     for name, records in BATCHES.items():
-        (place / f"{name}.bin").write_bytes(records.tobytes())
-    return place / "data_batch_2.bin"
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder / "data_batch_2.bin"
 
 
-def archived(place: Path) -> Path:
-    place.mkdir(exist_ok=True)
-    with tarfile.open(place / cifar.ARCHIVE, "w:gz") as archive:
+def write_tar(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / cifar.ARCHIVE, "w:gz") as archive:
         for name, records in {"readme": np.zeros(3, np.uint8), **BATCHES}.items():
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
             member.size = records.nbytes
             archive.addfile(member, io.BytesIO(records.tobytes()))
-    return place / cifar.ARCHIVE
+    return folder / cifar.ARCHIVE
 
 
-def in_webp(place: Path) -> Path:
+def write_webp_zip(folder: Path) -> Path:
     from PIL import Image
 
-    place.mkdir(exist_ok=True)
-    with zipfile.ZipFile(place / cifar.ZIP, "w") as archive:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / cifar.ZIP, "w") as archive:
         for name, records in BATCHES.items():
             archive.writestr(f"{name}/labels.u8", records[:, 0].tobytes())
             pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -61,10 +61,10 @@ def in_webp(place: Path) -> Path:
                 file = io.BytesIO()
                 Image.fromarray(strip.reshape(-1, 32, 3)).save(file, "webp", lossless=True)
                 archive.writestr(f"{name}/{number:02}.webp", file.getvalue())
-    return place / cifar.ZIP
+    return folder / cifar.ZIP
 
 
-SOURCES = [unpacked, archived, pytest.param(in_webp, marks=needs_pillow)]
+SOURCES = [write_batches, write_tar, pytest.param(write_webp_zip, marks=needs_pillow)]
 Source = Callable[[Path], Path]
 
 
@@ -76,8 +76,8 @@ def images_of(dataset: Any) -> ImageData:
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("folder", [".", "cifar10", "cifar-10-batches-bin"])
-def test_every_source_is_the_same_dataset(place: Path, source: Source, folder: str) -> None:
-    source(place / folder)
+def test_every_source_gives_the_same_dataset(data_dir: Path, source: Source, folder: str) -> None:
+    source(data_dir / folder)
     train, test = (images_of(split) for split in load("cifar10"))
     records = np.concatenate([BATCHES[f"data_batch_{number}"] for number in range(1, 6)])
     assert np.array_equal(train.images.reshape(15, -1), records[:, 1:])
@@ -88,8 +88,8 @@ def test_every_source_is_the_same_dataset(place: Path, source: Source, folder: s
     assert images_of(load("cifar10", augment=False).train).augment is None
 
 
-def test_normalisation_goes_by_channel(place: Path, tiny: None) -> None:
-    unpacked(place)
+def test_normalisation_is_per_channel(data_dir: Path, tiny: None) -> None:
+    write_batches(data_dir)
     test = images_of(load("cifar10").test)
     inputs, _ = test.batch(np.arange(3), epoch=0, seed=0)
     mean, std = (np.array(values).reshape(3, 1, 1) for values in (cifar.MEAN, cifar.STD))
@@ -97,38 +97,38 @@ def test_normalisation_goes_by_channel(place: Path, tiny: None) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_damage_is_refused_with_both_checksums(
-    place: Path, source: Source, tiny: None, monkeypatch: pytest.MonkeyPatch
+def test_a_checksum_mismatch_reports_both_checksums(
+    data_dir: Path, source: Source, tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = source(place)
-    right = cifar.CHECKSUMS["data_batch_2"].removeprefix("md5:")
+    path = source(data_dir)
+    actual = cifar.CHECKSUMS["data_batch_2"].removeprefix("md5:")
     expected = "0" * 32
     monkeypatch.setitem(cifar.CHECKSUMS, "data_batch_2", f"md5:{expected}")
-    with pytest.raises(FailedPrecondition, match=f"md5 expected {expected}, found {right}") as caught:
+    with pytest.raises(FailedPrecondition, match=f"md5 expected {expected}, found {actual}") as caught:
         load("cifar10")
     assert str(caught.value).startswith(str(path))
     assert "data_batch_2" in str(caught.value)
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("source", [archived, pytest.param(in_webp, marks=needs_pillow)])
-def test_half_an_archive_is_refused(place: Path, source: Source) -> None:
-    path = source(place)
+@pytest.mark.parametrize("source", [write_tar, pytest.param(write_webp_zip, marks=needs_pillow)])
+def test_a_truncated_archive_is_rejected(data_dir: Path, source: Source) -> None:
+    path = source(data_dir)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(FailedPrecondition, match=f"{path} is damaged"):
         load("cifar10")
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_missing_file_is_named(place: Path) -> None:
-    unpacked(place).unlink()
+def test_a_missing_file_is_named(data_dir: Path) -> None:
+    write_batches(data_dir).unlink()
     with pytest.raises(FailedPrecondition, match=r"data_batch_2\.bin"):
         load("cifar10")
 
 
 @pytest.mark.usefixtures("tiny")
-def test_without_pillow_the_zip_says_what_to_install(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (place / cifar.ZIP).write_bytes(b"")
+def test_the_zip_without_pillow_says_what_to_install(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (data_dir / cifar.ZIP).write_bytes(b"")
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(FailedPrecondition, match=r"needs Pillow: pip install 'hoop\[cifar\]'"):
         load("cifar10")
@@ -140,8 +140,8 @@ def test_missing_data_says_what_to_do() -> None:
 
 
 @needs_pillow
-@pytest.mark.usefixtures("real")
-def test_the_real_one_decodes_to_the_official_bytes() -> None:
+@pytest.mark.usefixtures("real_datasets")
+def test_the_real_dataset_decodes_to_the_official_bytes() -> None:
     try:
         train, test = load("cifar10")
     except NotFound as error:

@@ -1,4 +1,4 @@
-"""What every dataset promises, whatever it is made of: one suite over all of them."""
+"""Properties of every dataset class, checked by one suite over all of them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_a_sample_is_the_same_in_any_batch(dataset: Dataset) -> None:
     assert len(dataset) == SAMPLES
     inputs, targets = dataset.batch(np.arange(SAMPLES), epoch=2, seed=1)
     for indices in (np.array([7]), RANDOM.permutation(SAMPLES), np.array([3, 3, 39, 0])):
-        some, of_them = dataset.batch(indices, epoch=2, seed=1)
-        assert torch.equal(some, inputs[indices])
-        assert torch.equal(of_them, targets[indices])
+        batch_inputs, batch_targets = dataset.batch(indices, epoch=2, seed=1)
+        assert torch.equal(batch_inputs, inputs[indices])
+        assert torch.equal(batch_targets, targets[indices])
 
 
-def test_batches_land_where_they_are_told_to(dataset: Dataset) -> None:
+def test_batches_are_written_to_the_given_tensors(dataset: Dataset) -> None:
     out = dataset.allocate(8)
     for indices in (
         RANDOM.permutation(SAMPLES)[:8],
@@ -67,8 +67,8 @@ def test_batches_land_where_they_are_told_to(dataset: Dataset) -> None:
         np.arange(8),
     ):
         fresh = dataset.batch(indices, epoch=0, seed=0)
-        landed = dataset.batch(indices, epoch=0, seed=0, out=out)
-        for tensor, expected, whole in zip(landed, fresh, out, strict=True):
+        written = dataset.batch(indices, epoch=0, seed=0, out=out)
+        for tensor, expected, whole in zip(written, fresh, out, strict=True):
             assert torch.equal(tensor, expected)
             assert tensor.data_ptr() == whole.data_ptr() or not len(indices)
     other = dataset.allocate(8)
@@ -85,7 +85,7 @@ def test_many_batches_in_flight_do_not_mix(dataset: Dataset) -> None:
         assert torch.equal(inputs, expected[sample : sample + 2])
 
 
-def test_a_batch_that_does_not_fit_is_refused(dataset: Dataset) -> None:
+def test_unsuitable_output_tensors_are_rejected(dataset: Dataset) -> None:
     inputs, targets = dataset.allocate(8)
     wrong = [
         dataset.allocate(7),
@@ -104,24 +104,24 @@ def test_a_batch_that_does_not_fit_is_refused(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("indices", [[-1], [0, SAMPLES], [2**62]])
-def test_samples_that_are_not_there_are_refused(dataset: Dataset, indices: list[int]) -> None:
+def test_out_of_range_samples_are_rejected(dataset: Dataset, indices: list[int]) -> None:
     with pytest.raises(OutOfRange, match=f"indices: {dataset.name} has samples 0..{SAMPLES - 1}"):
         dataset.batch(np.array(indices), epoch=0, seed=0)
 
 
 @pytest.mark.parametrize("indices", [np.zeros((2, 2), np.int64), np.zeros(2, np.int32), np.zeros(2), [0, 1]])
-def test_indices_of_another_kind_are_refused(dataset: Dataset, indices: Any) -> None:
+def test_indices_of_another_type_are_rejected(dataset: Dataset, indices: Any) -> None:
     with pytest.raises(InvalidArgument, match="indices: not a one-dimensional array of int64"):
         dataset.batch(indices, epoch=0, seed=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_checksum_is_that_of_the_content(kind: str) -> None:
+def test_equal_content_has_equal_checksums(kind: str) -> None:
     assert KINDS[kind]().checksum == KINDS[kind]().checksum
     assert len(KINDS[kind]().checksum) == 64
 
 
-def test_another_content_has_another_checksum() -> None:
+def test_different_content_has_different_checksums() -> None:
     inputs, targets = torch.zeros(4, 2), torch.zeros(4)
     variants: list[Dataset] = [
         TensorData(inputs, targets),
@@ -138,7 +138,7 @@ def test_another_content_has_another_checksum() -> None:
     assert len({dataset.checksum for dataset in variants}) == len(variants)
 
 
-def test_pixels_are_normalised_to_the_last_bit() -> None:
+def test_normalised_pixels_are_bit_exact() -> None:
     data = images(mean=(0.4, 0.5), std=(0.2, 0.3))
     inputs, _ = data.batch(np.arange(SAMPLES), epoch=0, seed=0)
     mean = np.array([255 * 0.4, 255 * 0.5], np.float32).reshape(2, 1, 1)
@@ -146,7 +146,7 @@ def test_pixels_are_normalised_to_the_last_bit() -> None:
     assert np.array_equal(inputs.numpy(), (data.images.astype(np.float32) - mean) * scale)
 
 
-def test_threads_do_not_share_their_room() -> None:
+def test_threads_do_not_share_scratch_memory() -> None:
     data = images()
     expected, _ = data.batch(np.arange(SAMPLES), epoch=0, seed=0)
     wrong: list[int] = []
@@ -166,7 +166,7 @@ def test_threads_do_not_share_their_room() -> None:
     assert wrong == []
 
 
-def test_a_random_transform_follows_seed_and_epoch_and_leaves_torch_alone() -> None:
+def test_a_random_transform_depends_on_seed_and_epoch_and_keeps_the_global_rng_state() -> None:
     data, indices = MapData(Noisy()), np.array([4, 2])
     torch.manual_seed(1)
     expected = torch.rand(3)
@@ -210,12 +210,12 @@ def test_a_users_array_stays_writable() -> None:
         ),
     ],
 )
-def test_wrong_data_is_named(make: Callable[[], object], message: str) -> None:
+def test_invalid_data_is_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         make()
 
 
-def test_an_unknown_dataset_is_told_the_known_ones() -> None:
+def test_an_unknown_dataset_lists_the_known_ones() -> None:
     with pytest.raises(NotFound, match="dataset: 'imagenet' is unknown; known: mnist, fashion-mnist, cifar10"):
         load("imagenet")
     with pytest.raises(InvalidArgument, match="dataset mnist: no option sise; it has size"):

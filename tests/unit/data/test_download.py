@@ -1,4 +1,4 @@
-"""Downloads from a server of the test's own: whole and right, or not there at all."""
+"""Downloads from a local server: a file is complete and verified, or absent."""
 
 from __future__ import annotations
 
@@ -42,58 +42,58 @@ def url() -> Iterator[str]:
         thread.join(10)
 
 
-def test_a_file_arrives_whole_and_progress_is_told(url: str, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    path = download(f"{url}/all", tmp_path / "new" / "file", CHECKSUM, progress=lambda *now: told.append(now))
+def test_a_file_is_downloaded_and_progress_is_reported(url: str, tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    path = download(f"{url}/all", tmp_path / "new" / "file", CHECKSUM, progress=lambda *now: reports.append(now))
     assert path.read_bytes() == CONTENT
-    assert told[-1] == (len(CONTENT), len(CONTENT))
-    assert told == sorted(told)
-    assert len(told) > 2
+    assert reports[-1] == (len(CONTENT), len(CONTENT))
+    assert reports == sorted(reports)
+    assert len(reports) > 2
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_downloaded_again(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"here")
     assert download("http://127.0.0.1:9/x", tmp_path / "file", CHECKSUM).read_bytes() == b"here"
 
 
-@pytest.mark.parametrize("what", ["wrong", "half", "gone"])
-def test_anything_else_is_refused_and_leaves_nothing(url: str, tmp_path: Path, what: str) -> None:
-    checksum = "md5:" + "0" * 32 if what == "wrong" else CHECKSUM
+@pytest.mark.parametrize("failure", ["wrong", "half", "gone"])
+def test_a_failed_download_is_reported_and_leaves_no_file(url: str, tmp_path: Path, failure: str) -> None:
+    checksum = "md5:" + "0" * 32 if failure == "wrong" else CHECKSUM
     message = {
         "wrong": f"md5 expected {'0' * 32}, found {hashlib.md5(CONTENT).hexdigest()}",
         "half": "sha256 expected .*, found|IncompleteRead",
         "gone": "could not be downloaded .*404",
     }
-    with pytest.raises(FailedPrecondition, match=message[what]) as caught:
-        download(f"{url}/{what}", tmp_path / "file", checksum)
-    assert f"{url}/{what}" in str(caught.value)
+    with pytest.raises(FailedPrecondition, match=message[failure]) as caught:
+        download(f"{url}/{failure}", tmp_path / "file", checksum)
+    assert f"{url}/{failure}" in str(caught.value)
     assert list(tmp_path.iterdir()) == [tmp_path / "data"]
 
 
-def test_a_server_that_is_not_there_is_named(url: str, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported(url: str, tmp_path: Path) -> None:
     closed = "http://127.0.0.1:1/x"
     with pytest.raises(FailedPrecondition, match=f"{closed} could not be downloaded.*put the file at"):
         download(closed, tmp_path / "file", CHECKSUM, timeout_s=5)
 
 
-def test_only_the_web(tmp_path: Path) -> None:
+def test_only_http_and_https_are_accepted(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="is not http or https"):
         download("file:///etc/passwd", tmp_path / "file", CHECKSUM)
 
 
-def test_a_dataset_is_fetched_into_the_cache_when_asked(
+def test_a_dataset_is_downloaded_into_the_cache_on_request(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(text, "SHAKESPEARE_URL", f"{url}/all")
     with pytest.raises(FailedPrecondition, match="sha256 expected 86c4e6aa"):
         load("tinyshakespeare", download=True)
     monkeypatch.setattr(text, "SHAKESPEARE_CHECKSUM", CHECKSUM)
-    with pytest.raises(InvalidArgument, match="is not UTF-8"):  # it came, and is no text
+    with pytest.raises(InvalidArgument, match="is not UTF-8"):  # downloaded, but not text
         load("tinyshakespeare", download=True)
     assert (tmp_path / "home" / ".cache" / "hoop" / "tinyshakespeare.txt").read_bytes() == CONTENT
 
 
-def test_fashion_mnist_is_fetched_file_by_file(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fashion_mnist_is_downloaded_file_by_file(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "FASHION_URL", url)
     monkeypatch.setattr(mnist, "FASHION_GZIPPED", dict.fromkeys(mnist.FASHION, CHECKSUM))
     with pytest.raises(FailedPrecondition, match=r"train-images-idx3-ubyte\.gz is damaged"):  # it is not gzipped

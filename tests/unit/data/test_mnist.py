@@ -1,4 +1,4 @@
-"""The real MNIST, as it ships and as IDX files; Fashion-MNIST's files are told apart from it."""
+"""MNIST from the package and from IDX files; Fashion-MNIST, whose files have the same names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(folder: Path, arrays: mnist.Arrays, *, zipped: bool = False) -> None:
 
 
 def small(first: int) -> mnist.Arrays:
-    """Four images in MNIST's shape."""
+    """Four images of MNIST's shape."""
     images = np.full((4, 28, 28), first, np.uint8)
     labels = np.array([first, 1, 2, 3], np.uint8)
     return mnist.Arrays(images, labels, images[:2], labels[:2])
@@ -50,7 +50,7 @@ def checksums(arrays: mnist.Arrays) -> dict[str, str]:
     }
 
 
-def test_it_ships_with_the_package() -> None:
+def test_mnist_ships_with_the_package() -> None:
     train, test = load("mnist")
     assert (len(train), len(test)) == (60_000, 10_000)
     assert (train.name, test.name) == ("mnist/train", "mnist/test")
@@ -60,11 +60,11 @@ def test_it_ships_with_the_package() -> None:
     assert images_of(test).labels[:5].tolist() == [7, 2, 1, 0, 4]
 
 
-def test_the_packages_file_is_the_published_one() -> None:
+def test_the_packaged_file_has_the_published_checksums() -> None:
     assert checksums(packaged()) == mnist.MNIST
 
 
-def test_it_is_normalised() -> None:
+def test_images_are_normalised() -> None:
     train, _ = load("mnist")
     inputs, _ = train.batch(np.arange(60_000), epoch=0, seed=0)
     assert inputs.shape == (60_000, 1, 28, 28)
@@ -72,7 +72,7 @@ def test_it_is_normalised() -> None:
     assert abs(inputs.double().std() - 1) < 1e-3
 
 
-def test_the_arrays_are_read_only_and_shared_by_everyone_who_loads() -> None:
+def test_the_arrays_are_read_only_and_shared_between_loads() -> None:
     one, other = images_of(load("mnist").train), images_of(load("mnist").train)
     assert np.shares_memory(one.images, other.images)
     with pytest.raises(ValueError, match="read-only"):
@@ -80,7 +80,7 @@ def test_the_arrays_are_read_only_and_shared_by_everyone_who_loads() -> None:
 
 
 @pytest.mark.parametrize("size", [56, 112])
-def test_it_comes_larger(size: int) -> None:
+def test_images_can_be_enlarged(size: int) -> None:
     indices, factor = np.array([5, 3, 59_999]), size // 28
     plain, labels = load("mnist").train.batch(indices, epoch=0, seed=0)
     large, targets = load("mnist", size=size).train.batch(indices, epoch=0, seed=0)
@@ -88,21 +88,21 @@ def test_it_comes_larger(size: int) -> None:
     assert targets.tolist() == labels.tolist()
 
 
-def test_a_wrong_size_is_named() -> None:
+def test_an_invalid_size_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="size: 30 is not a multiple of 28"):
         load("mnist", size=30)
 
 
 @pytest.mark.parametrize("folder", [".", "mnist", "MNIST/raw"])
 @pytest.mark.parametrize("zipped", [False, True])
-def test_idx_files_are_the_same_dataset(place: Path, folder: str, zipped: bool) -> None:
-    write(place / folder, packaged(), zipped=zipped)
+def test_idx_files_give_the_same_dataset(data_dir: Path, folder: str, zipped: bool) -> None:
+    write(data_dir / folder, packaged(), zipped=zipped)
     found, shipped = load("mnist"), mnist._splits("mnist", packaged(), 0.1307, 0.3081, 1)
     assert not np.shares_memory(images_of(found.train).images, packaged().train_images)
     assert [split.checksum for split in found] == [split.checksum for split in shipped]
 
 
-def test_a_damaged_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_packaged_file_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "mnist-u8.xz"
     data = bytearray(mnist.PACKAGED.read_bytes())
     data[5_000_000] ^= 1
@@ -114,26 +114,26 @@ def test_a_damaged_package_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         mnist._packaged.__wrapped__()
 
 
-def test_a_package_without_its_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_packaged_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mnist, "PACKAGED", tmp_path / "mnist-u8.xz")
     with pytest.raises(NotFound, match="install Hoop again"):
         mnist._packaged.__wrapped__()
 
 
-def test_damaged_idx_files_are_refused(place: Path) -> None:
-    write(place / "mnist", small(0))
-    labels = place / "mnist" / "train-images-idx3-ubyte"
+def test_damaged_idx_files_are_rejected(data_dir: Path) -> None:
+    write(data_dir / "mnist", small(0))
+    path = data_dir / "mnist" / "train-images-idx3-ubyte"
     expected, found = (
-        mnist.MNIST[labels.name].removeprefix("md5:"),
-        hashlib.md5(labels.read_bytes()).hexdigest(),
+        mnist.MNIST[path.name].removeprefix("md5:"),
+        hashlib.md5(path.read_bytes()).hexdigest(),
     )
-    with pytest.raises(FailedPrecondition, match=f"{labels} is damaged.*md5 expected {expected}, found {found}"):
+    with pytest.raises(FailedPrecondition, match=f"{path} is damaged.*md5 expected {expected}, found {found}"):
         load("mnist")
 
 
-def test_a_broken_gzip_is_refused(place: Path) -> None:
-    write(place / "mnist", small(0), zipped=True)
-    path = place / "mnist" / "train-labels-idx1-ubyte.gz"
+def test_a_truncated_gzip_is_rejected(data_dir: Path) -> None:
+    write(data_dir / "mnist", small(0), zipped=True)
+    path = data_dir / "mnist" / "train-labels-idx1-ubyte.gz"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(FailedPrecondition, match=f"{path} is damaged"):
         load("mnist")
@@ -143,49 +143,51 @@ def test_a_broken_gzip_is_refused(place: Path) -> None:
     "data",
     [b"", b"\0\0\x08", b"\0\0\x08\x01\0\0\0", b"\0\0\x08\x01\0\0\0\x05abc", b"\0\0\x0d\x01\0\0\0\x01a"],
 )
-def test_what_is_no_idx_file_is_refused(data: bytes) -> None:
+def test_invalid_idx_files_are_rejected(data: bytes) -> None:
     with pytest.raises(FailedPrecondition, match=r"x\.idx is not an IDX file"):
         mnist.parse_idx(data, "x.idx")
 
 
-def test_an_incomplete_folder_is_passed_over(place: Path) -> None:
-    write(place / "mnist", small(0))
-    (place / "mnist" / "t10k-labels-idx1-ubyte").unlink()
+def test_an_incomplete_folder_is_skipped(data_dir: Path) -> None:
+    write(data_dir / "mnist", small(0))
+    (data_dir / "mnist" / "t10k-labels-idx1-ubyte").unlink()
     assert len(load("mnist").train) == 60_000
 
 
 @pytest.mark.parametrize("folder", [".", "fashion-mnist", "FashionMNIST/raw"])
-def test_fashion_mnist_is_told_apart_by_its_content(place: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
-    clothes = small(9)
-    monkeypatch.setattr(mnist, "FASHION", checksums(clothes))
-    write(place / folder, clothes, zipped=True)
+def test_fashion_mnist_is_recognised_by_its_checksums(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    fashion = small(9)
+    monkeypatch.setattr(mnist, "FASHION", checksums(fashion))
+    write(data_dir / folder, fashion, zipped=True)
     train, test = load("fashion-mnist")
     assert (len(train), len(test)) == (4, 2)
     assert images_of(train).labels.tolist() == [9, 1, 2, 3]
-    assert len(load("mnist").train) == 60_000, "MNIST took Fashion-MNIST's files for its own"
+    assert len(load("mnist").train) == 60_000, "MNIST read Fashion-MNIST's files"
 
 
 def test_debians_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clothes = small(9)
-    monkeypatch.setattr(mnist, "FASHION", checksums(clothes))
-    write(tmp_path / "debian" / "fashion-mnist", clothes, zipped=True)
+    fashion = small(9)
+    monkeypatch.setattr(mnist, "FASHION", checksums(fashion))
+    write(tmp_path / "debian" / "fashion-mnist", fashion, zipped=True)
     assert len(load("fashion-mnist").train) == 4
 
 
-def test_mnist_is_not_taken_for_fashion(place: Path) -> None:
-    write(place, packaged())
+def test_mnist_is_not_taken_for_fashion(data_dir: Path) -> None:
+    write(data_dir, packaged())
     with pytest.raises(NotFound, match="dataset fashion-mnist is not in"):
         load("fashion-mnist")
 
 
 def test_missing_data_says_where_it_looked_and_what_to_do(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOOP_DATA", os.pathsep.join([str(place), str(tmp_path / "gone")]))
+    monkeypatch.setenv("HOOP_DATA", os.pathsep.join([str(data_dir), str(tmp_path / "gone")]))
     with pytest.raises(NotFound) as caught:
         load("fashion-mnist")
     message = str(caught.value)
-    assert f"{place}, {tmp_path / 'gone'} (no such directory), {tmp_path / 'home' / '.cache' / 'hoop'}" in message
+    assert f"{data_dir}, {tmp_path / 'gone'} (no such directory), {tmp_path / 'home' / '.cache' / 'hoop'}" in message
     assert "train-images-idx3-ubyte" in message
     assert "HOOP_DATA" in message
     assert "download=True" in message

@@ -1,4 +1,4 @@
-"""Which samples a step takes: every one once an epoch, by the seed alone, the same everywhere."""
+"""SampleOrder: every sample once per epoch, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ orders = st.builds(SampleOrder, seed=st.integers(0, 2**64 - 1), length=st.intege
 
 
 def test_the_hash_is_splitmix64() -> None:
-    # The first outputs of the published generator from state 0: the state goes up by the golden ratio.
+    # The first outputs of the published generator from state 0, whose state grows by the golden ratio.
     golden = 0x9E3779B97F4A7C15
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [make_key((step * golden) % 2**64) for step in range(3)] == published
@@ -25,7 +25,7 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 def test_the_order_is_pinned() -> None:
-    # A change here is a change of every trained model: it must be the same on every machine, and stay so.
+    # Every trained model depends on this order: it must stay the same on every machine and in every version.
     order = SampleOrder(seed=0, length=60_000)
     assert order.permutation(0)[:8].tolist() == [16750, 12685, 50072, 15489, 9722, 5673, 49615, 15381]
     digest = hashlib.sha256(order.permutation(3).astype("<i8").tobytes()).hexdigest()
@@ -46,8 +46,8 @@ def test_seed_epoch_and_length_each_change_the_order() -> None:
     assert longer != same
 
 
-def test_the_order_is_even() -> None:
-    """Over many epochs each sample stands at each of 10 places about equally often (chi-squared, 81 free)."""
+def test_the_order_is_uniform() -> None:
+    """Over many epochs each sample is equally often at each of 10 positions (chi-squared, 81 degrees of freedom)."""
     counts = np.zeros((10, 10))
     for epoch in range(2000):
         counts[np.arange(10), SampleOrder(5, 10).permutation(epoch)] += 1
@@ -55,16 +55,14 @@ def test_the_order_is_even() -> None:
 
 
 @given(orders, st.integers(1, 400), st.integers(0, 3), st.integers(1, 9))
-def test_steps_and_shards_drop_nothing_and_repeat_nothing(
-    order: SampleOrder, batch_size: int, epoch: int, shards: int
-) -> None:
+def test_steps_and_shards_cover_every_sample_once(order: SampleOrder, batch_size: int, epoch: int, shards: int) -> None:
     cuts = order.batches(batch_size)
     assert len(cuts) == order.steps(batch_size)
     taken = []
     for step, cut in enumerate(cuts):
         indices = order.indices(epoch, step, batch_size)
-        taken_in = order.permutation(epoch) if len(cuts) > 1 else np.arange(order.length)
-        assert indices.tolist() == taken_in[cut].tolist()
+        epoch_order = order.permutation(epoch) if len(cuts) > 1 else np.arange(order.length)
+        assert indices.tolist() == epoch_order[cut].tolist()
         assert len(indices) == batch_size or step == len(cuts) - 1
         parts = [shard(indices, number, shards) for number in range(shards)]
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
@@ -81,7 +79,7 @@ def test_a_permutation_cannot_be_changed_by_accident() -> None:
         SampleOrder(0, 5).permutation(0)[0] = 1
 
 
-def test_uses_do_not_share_their_numbers() -> None:
+def test_random_streams_do_not_overlap() -> None:
     samples = np.arange(1000)
     assert not np.intersect1d(random_draws(samples, 1, 2, ORDER), random_draws(samples, 1, 2, ORDER + 1)).size
 
@@ -95,12 +93,12 @@ def test_uses_do_not_share_their_numbers() -> None:
         (lambda: SampleOrder(0, 5).steps(0), "batch_size: 0 is not at least 1"),
     ],
 )
-def test_wrong_values_are_named(wrong: object, message: str) -> None:
+def test_invalid_values_are_rejected(wrong: object, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         wrong()  # type: ignore[operator]
 
 
-def test_steps_and_shards_that_are_not_there_are_named() -> None:
+def test_out_of_range_steps_and_shards_are_rejected() -> None:
     with pytest.raises(OutOfRange, match=r"step: an epoch of 5 by 2 has 0\.\.2, not 3"):
         SampleOrder(0, 5).indices(0, 3, 2)
     with pytest.raises(OutOfRange, match=r"shard: 4 is not in 0\.\.3"):

@@ -1,4 +1,4 @@
-"""What a feed keeps from one step to the next, and what it reads anew."""
+"""The data feed: which micro-batches it caches between steps, and which it reads again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hoop.engine.data_feed import DataFeed, Position
 
 SAMPLES, MICROS = 30, 4
 SHARD_BYTES = 8 * (16 * 4 + 8)
-"""The largest shard: eight images of 16 floats, and a label each."""
+"""Size of the largest shard: eight images of 16 floats, each with a label."""
 
 
-class Counted(ImageData):
-    """Counts how often it is read."""
+class CountingImageData(ImageData):
+    """Counts its reads."""
 
     reads = 0
 
@@ -26,14 +26,14 @@ class Counted(ImageData):
         return super().batch(indices, epoch=epoch, seed=seed, out=out)
 
 
-def data(augment: Augment | None = None) -> Counted:
+def data(augment: Augment | None = None) -> CountingImageData:
     rng = np.random.default_rng(5)
     images = rng.integers(0, 256, (SAMPLES, 1, 4, 4), np.uint8)
-    return Counted("few", images, np.arange(SAMPLES) % 10, augment=augment)
+    return CountingImageData("few", images, np.arange(SAMPLES) % 10, augment=augment)
 
 
-def play(feed: DataFeed, source: Counted, batch_size: int, epochs: int) -> None:
-    """Reads every micro-batch of every step, compared with the samples themselves."""
+def read_all(feed: DataFeed, source: CountingImageData, batch_size: int, epochs: int) -> None:
+    """Read every micro-batch of every step, and compare it with the samples themselves."""
     order = SampleOrder(1, SAMPLES)
     for epoch in range(epochs):
         for step in range(order.steps(batch_size)):
@@ -41,9 +41,9 @@ def play(feed: DataFeed, source: Counted, batch_size: int, epochs: int) -> None:
             feed.begin(Position(epoch, step, epoch), samples, MICROS)
             for micro in range(MICROS):
                 inputs, targets = feed.inputs(micro), feed.targets(micro)
-                fresh = ImageData.batch(source, shard(samples, micro, MICROS), epoch=epoch, seed=1)
-                assert torch.equal(inputs, fresh[0])
-                assert torch.equal(targets, fresh[1])
+                expected = ImageData.batch(source, shard(samples, micro, MICROS), epoch=epoch, seed=1)
+                assert torch.equal(inputs, expected[0])
+                assert torch.equal(targets, expected[1])
                 feed.release(micro)
 
 
@@ -52,32 +52,32 @@ def play(feed: DataFeed, source: Counted, batch_size: int, epochs: int) -> None:
     [(0, 12), (2 * SHARD_BYTES, 4 + 2 * 2), (4 * SHARD_BYTES, 4)],
     ids=["nothing fits", "two shards fit", "all fit"],
 )
-def test_a_batch_that_is_all_samples_is_read_once_where_there_is_room(room: int, reads: int) -> None:
+def test_a_batch_of_all_samples_is_read_once_if_the_cache_is_large_enough(room: int, reads: int) -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
     feed.cache_bytes = room
-    play(feed, source, SAMPLES, 3)
+    read_all(feed, source, SAMPLES, 3)
     assert source.reads == reads
 
 
 @pytest.mark.parametrize("batch_size", [7, 29])
-def test_smaller_batches_are_never_kept(batch_size: int) -> None:
+def test_smaller_batches_are_never_cached(batch_size: int) -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
     feed.cache_bytes = 1 << 20
-    play(feed, source, batch_size, 2)
+    read_all(feed, source, batch_size, 2)
     assert source.reads == 2 * MICROS * SampleOrder(1, SAMPLES).steps(batch_size)
 
 
-def test_samples_that_look_different_every_epoch_are_never_kept() -> None:
+def test_augmented_samples_are_never_cached() -> None:
     source = data(Augment(flip=True))
     feed = DataFeed(source, 1, 8)
     feed.cache_bytes = 1 << 20
-    play(feed, source, SAMPLES, 3)
+    read_all(feed, source, SAMPLES, 3)
     assert source.reads == 3 * MICROS
 
 
-def test_several_micro_batches_are_kept_as_one() -> None:
+def test_batched_micro_batches_are_cached_as_one() -> None:
     source = data()
     feed = DataFeed(source, 1, 8)
     feed.cache_bytes = 1 << 20

@@ -1,4 +1,4 @@
-"""Which reduction a loss has is found out by calling it; what cannot be found out is refused, with the remedy."""
+"""The reduction of a loss is detected by calling the loss; if that fails, the error names the remedies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 
 from hoop.data.dataset import Splits
@@ -22,28 +22,28 @@ from hoop.errors import InvalidArgument
 CLASSES = 5
 
 
-def drawn(kind: str) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    outputs = torch.randn(SAMPLES, CLASSES, generator=draw)
+def random_samples(kind: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    outputs = torch.randn(SAMPLES, CLASSES, generator=generator)
     match kind:
         case "classes":
-            return outputs, torch.randint(CLASSES, (SAMPLES,), generator=draw)
+            return outputs, torch.randint(CLASSES, (SAMPLES,), generator=generator)
         case "positions":
-            return torch.randn(SAMPLES, CLASSES, 7, generator=draw), torch.randint(
-                1, CLASSES, (SAMPLES, 7), generator=draw
+            return torch.randn(SAMPLES, CLASSES, 7, generator=generator), torch.randint(
+                1, CLASSES, (SAMPLES, 7), generator=generator
             )
-        case "padded":  # each sample to another length
-            outputs, targets = drawn("positions")
+        case "padded":  # samples of different lengths
+            outputs, targets = random_samples("positions")
             return outputs, targets * (torch.arange(7) < torch.arange(SAMPLES).unsqueeze(1) % 7 + 1)
         case "shares":
-            return outputs.sigmoid(), torch.rand(SAMPLES, CLASSES, generator=draw)
+            return outputs.sigmoid(), torch.rand(SAMPLES, CLASSES, generator=generator)
         case "one":
-            return outputs[:, :1], torch.randn(SAMPLES, generator=draw)
-    return outputs, torch.randn(SAMPLES, CLASSES, generator=draw)
+            return outputs[:, :1], torch.randn(SAMPLES, generator=generator)
+    return outputs, torch.randn(SAMPLES, CLASSES, generator=generator)
 
 
-def pairs(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Every sample is compared with every other."""
+def pairwise_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Compare every sample with every other."""
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
@@ -81,7 +81,7 @@ REFUSED: list[tuple[str, str, Any]] = [
     ("neither the mean nor the sum", "classes", partial(F.cross_entropy, weight=WEIGHTS)),
     ("neither the mean nor the sum", "classes", nn.CrossEntropyLoss(ignore_index=2)),
     ("neither the mean nor the sum", "padded", nn.CrossEntropyLoss(ignore_index=0)),
-    ("neither the mean nor the sum", "numbers", pairs),
+    ("neither the mean nor the sum", "numbers", pairwise_loss),
     ("neither the mean nor the sum", "numbers", lambda outputs, targets: F.mse_loss(outputs, targets).sqrt()),
     (
         "neither the mean nor the sum",
@@ -104,38 +104,38 @@ REFUSED: list[tuple[str, str, Any]] = [
 
 
 @pytest.mark.parametrize(("reduction", "kind", "loss"), FOUND)
-def test_a_reduction_is_found(reduction: str, kind: str, loss: Any) -> None:
-    assert reduction_of(loss, *drawn(kind)) == reduction
+def test_a_reduction_is_detected(reduction: str, kind: str, loss: Any) -> None:
+    assert reduction_of(loss, *random_samples(kind)) == reduction
 
 
 @pytest.mark.parametrize(("text", "kind", "loss"), REFUSED)
-def test_what_shards_do_not_add_up_to_is_refused(text: str, kind: str, loss: Any) -> None:
+def test_a_loss_that_is_not_a_sum_over_shards_is_refused(text: str, kind: str, loss: Any) -> None:
     with pytest.raises(InvalidArgument, match=text) as refused:
-        reduction_of(loss, *drawn(kind))
+        reduction_of(loss, *random_samples(kind))
     assert str(refused.value).startswith("loss: ")
 
 
 def test_a_refusal_names_the_remedies() -> None:
     with pytest.raises(InvalidArgument) as refused:
-        reduction_of(partial(F.cross_entropy, weight=WEIGHTS), *drawn("classes"))
+        reduction_of(partial(F.cross_entropy, weight=WEIGHTS), *random_samples("classes"))
     for remedy in ("reduction='none' or 'sum'", "hoop.train or hoop.Job", "shards=1"):
         assert remedy in str(refused.value)
 
 
-def test_outputs_that_are_no_numbers_decide_nothing() -> None:
-    """Some of the parts are finite and fit by chance; the whole is not."""
-    outputs, targets = drawn("numbers")
+def test_outputs_that_are_not_finite_are_refused() -> None:
+    """Some parts are finite and match by chance; the total is not finite."""
+    outputs, targets = random_samples("numbers")
     outputs[3] = torch.inf
     with pytest.raises(InvalidArgument, match="cannot be found out"):
         reduction_of(nn.MSELoss(), outputs, targets)
     assert not Decomposition(1.0, [(2, 1.0), (2, float("nan"))]).fits("mean")
 
 
-# ---- as a job
+# ---- in a job
 
 
-class Noted(nn.Module):
-    """A loss that draws from three generators and keeps count in a buffer."""
+class StatefulLoss(nn.Module):
+    """A loss that draws from three random generators and counts its calls in a buffer."""
 
     calls: Tensor
 
@@ -146,7 +146,7 @@ class Noted(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
         torch.rand(1), random.random(), np.random.rand()
-        return F.mse_loss(outputs, targets.to(outputs.dtype))  # torch 2.11 wants one type
+        return F.mse_loss(outputs, targets.to(outputs.dtype))  # torch 2.11 requires one dtype
 
 
 def job(loss: Any, model: nn.Module | None = None, **more: Any) -> Job:
@@ -156,40 +156,40 @@ def job(loss: Any, model: nn.Module | None = None, **more: Any) -> Job:
     return Job(lambda seed: model, lambda: Splits(data, data), loss, **more)
 
 
-def resolved(given: Job) -> Criterion:
+def criterion_of(given: Job) -> Criterion:
     found = with_criterion(given, given.data().train, 0).criterion
     assert found is not None
     return found
 
 
-def states() -> list[Any]:
-    of_numpy: Any = np.random.get_state()
-    return [torch.get_rng_state().tolist(), random.getstate(), of_numpy[1].tolist()]
+def generator_states() -> list[Any]:
+    numpy_state: Any = np.random.get_state()
+    return [torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist()]
 
 
-def test_trying_a_loss_changes_nothing() -> None:
-    loss = Noted()
+def test_detection_changes_no_state() -> None:
+    loss = StatefulLoss()
     model = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
     given = job(loss, model)
-    before, buffers = states(), [one.clone() for one in [*model.buffers(), *loss.buffers()]]
-    criterion = resolved(given)
+    before, buffers = generator_states(), [one.clone() for one in [*model.buffers(), *loss.buffers()]]
+    criterion = criterion_of(given)
     assert (criterion.returns, criterion.minimised) == ("mean", "mean")
-    assert states() == before
+    assert generator_states() == before
     assert all(map(torch.equal, buffers, [*model.buffers(), *loss.buffers()]))
     assert not any(one.grad is not None for one in model.parameters())
     assert model.training
 
 
-def test_a_watched_mean_changes_nothing_either() -> None:
-    loss = Noted()
+def test_the_check_of_a_mean_changes_no_state() -> None:
+    loss = StatefulLoss()
     labels = TensorData(torch.randn(9, 4), torch.zeros(9, 2, dtype=torch.int64))
     model = nn.Linear(4, 2)
     given = Job(lambda seed: model, lambda: Splits(labels, labels), loss)
-    criterion = resolved(given)
+    criterion = criterion_of(given)
     assert criterion.check is not None
-    before = states()
+    before = generator_states()
     criterion.check(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([[0, 0], [1, 0]] * 2))
-    assert states() == before
+    assert generator_states() == before
     assert not loss.calls.any()
 
 
@@ -198,7 +198,7 @@ def test_a_data_set_of_one_sample_is_enough() -> None:
     model = nn.Linear(4, 2)
     for reduction in ("mean", "sum", "none"):
         given = Job(lambda seed: model, lambda: Splits(one, one), nn.MSELoss(reduction=reduction))
-        assert resolved(given).returns == reduction
+        assert criterion_of(given).returns == reduction
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_data_set_of_one_sample_is_enough() -> None:
 )
 def test_a_loss_without_a_gradient_is_refused(text: str, loss: Any) -> None:
     with pytest.raises(InvalidArgument, match=text):
-        resolved(job(loss))
+        criterion_of(job(loss))
 
 
 def test_a_model_that_returns_no_tensor_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
             return {"logits": super().forward(values)}
 
     with pytest.raises(InvalidArgument, match="model: it returned dict, not a tensor"):
-        resolved(job(nn.MSELoss(), Named(4, 2)))
+        criterion_of(job(nn.MSELoss(), Named(4, 2)))
 
 
 @pytest.mark.parametrize(
@@ -232,22 +232,22 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
         (r"reduction: 'sum' is stated, MSELoss\(\) has 'mean'", {"loss": nn.MSELoss(), "reduction": "sum"}),
     ],
 )
-def test_what_is_stated_wrongly_is_refused(text: str, given: dict[str, Any]) -> None:
+def test_invalid_losses_and_reductions_are_refused(text: str, given: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=text):
         job(**given)
 
 
-def test_a_stated_reduction_is_believed_and_the_form_of_a_loss_is_not() -> None:
-    """The root of a mean is no mean; whoever states that it is one gets it shard by shard."""
-    root = resolved(job(lambda outputs, targets: F.mse_loss(outputs, targets).sqrt(), reduction="mean"))
+def test_a_stated_reduction_is_accepted_but_the_shape_of_the_loss_is_checked() -> None:
+    """The root of a mean is not a mean; if the user states that it is one, it is computed shard by shard."""
+    root = criterion_of(job(lambda outputs, targets: F.mse_loss(outputs, targets).sqrt(), reduction="mean"))
     outputs, targets = torch.randn(4, 2), torch.randn(4, 2)
     figure, _ = Objective(root)(outputs, targets, 8)
     assert figure == pytest.approx(4 * float(F.mse_loss(outputs, targets).sqrt()))
-    rows = resolved(job(nn.MSELoss(reduction="none"), reduction=None))
+    rows = criterion_of(job(nn.MSELoss(reduction="none"), reduction=None))
     assert float(rows.value(outputs, targets)) == pytest.approx(4 * float(F.mse_loss(outputs, targets)))
     for reduction, loss in (("mean", lambda o, t: (o - t).sum(1)), ("none", lambda o, t: (o - t).sum())):
         with pytest.raises(InvalidArgument, match=f"its reduction is '{reduction}'"):
-            resolved(job(loss, reduction=reduction)).value(outputs, targets)
+            criterion_of(job(loss, reduction=reduction)).value(outputs, targets)
 
 
 def test_hits_of_every_shape() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: written off the steps' path, whole or not at all, and never loaded with a wrong bit."""
+"""Checkpoints are written in the background, completely or not at all, and never loaded with a wrong bit."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ from hoop.runs.checkpoint_store import (
 )
 
 TENSORS = {"0.weight": torch.arange(6.0).reshape(2, 3), "optimizer.moment0.0.weight": torch.zeros(2, 3)}
-WHOLE = serialize(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
-WITHIN_S = 30.0
+SERIALIZED = serialize(TENSORS, {"steps": 7, "settings": {"job": "mnist"}})
+TIMEOUT_S = 30.0
 
 
-def keeping(folder: Path, keep: int = 3, **more: object) -> CheckpointWriter:
+def new_writer(folder: Path, keep: int = 3, **more: object) -> CheckpointWriter:
     return CheckpointWriter(folder, keep, **more)  # type: ignore[arg-type]
 
 
-def offered(keeper: CheckpointWriter, *steps: int, size: int = 4) -> list[str]:
-    """Offers snapshots one after the other; returns the kinds of the events."""
+def offer_all(writer: CheckpointWriter, *steps: int, size: int = 4) -> list[str]:
+    """Offer snapshots one after the other; return the kinds of the events."""
     for step in steps:
-        keeper.offer(Snapshot(step, {"w": torch.full((size,), float(step))}, {"steps": step}))
-        keeper.flush(WITHIN_S)
-    return [one.kind for one in keeper.new_events()]
+        writer.offer(Snapshot(step, {"w": torch.full((size,), float(step))}, {"steps": step}))
+        writer.flush(TIMEOUT_S)
+    return [one.kind for one in writer.new_events()]
 
 
-# ---- what is read
+# ---- reading
 
 
-def test_what_was_packed_comes_back() -> None:
-    tensors, metadata = deserialize(WHOLE)
+def test_a_checkpoint_is_deserialized_as_it_was_serialized() -> None:
+    tensors, metadata = deserialize(SERIALIZED)
     assert metadata["steps"] == 7
     assert all(torch.equal(tensors[name], one) for name, one in TENSORS.items())
-    assert serialize(tensors, metadata) == WHOLE
+    assert serialize(tensors, metadata) == SERIALIZED
 
 
-def test_every_flipped_bit_and_every_missing_byte_is_noticed_and_the_file_named() -> None:
-    for bit in range(8 * len(WHOLE)):
-        damaged = bytearray(WHOLE)
+def test_every_flipped_bit_and_missing_byte_is_detected_and_the_file_named() -> None:
+    for bit in range(8 * len(SERIALIZED)):
+        damaged = bytearray(SERIALIZED)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FailedPrecondition, match=r"^here/x: "):
             deserialize(bytes(damaged), "here/x")
-    for length in range(len(WHOLE)):
+    for length in range(len(SERIALIZED)):
         with pytest.raises(FailedPrecondition, match=r"^here/x: torn: .*\d+ "):
-            deserialize(WHOLE[:length], "here/x")
+            deserialize(SERIALIZED[:length], "here/x")
 
 
 def test_a_file_without_a_checksum_is_refused() -> None:
@@ -77,21 +77,21 @@ def test_a_file_without_a_checksum_is_refused() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=300), st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE)))
-def test_no_bytes_make_the_reader_fail_otherwise(noise: bytes, low: int, high: int) -> None:
-    """As they are, behind a length that suits them, and in the middle of a whole one."""
-    for data in (noise, len(noise).to_bytes(8, "little") + noise, WHOLE[:low] + noise + WHOLE[high:]):
-        if data != WHOLE:
+@given(st.binary(max_size=300), st.integers(0, len(SERIALIZED)), st.integers(0, len(SERIALIZED)))
+def test_any_other_bytes_are_refused(noise: bytes, low: int, high: int) -> None:
+    """The bytes alone, behind a matching length, and in the middle of a valid checkpoint."""
+    for data in (noise, len(noise).to_bytes(8, "little") + noise, SERIALIZED[:low] + noise + SERIALIZED[high:]):
+        if data != SERIALIZED:
             with pytest.raises(FailedPrecondition, match=r"^here/x: "):
                 deserialize(data, "here/x")
 
 
-def test_the_one_before_is_used_and_the_damaged_one_named_and_set_aside(tmp_path: Path) -> None:
-    keeper = keeping(tmp_path)
-    assert offered(keeper, 7, 14, 21) == ["checkpoint"] * 3
-    keeper.close(WITHIN_S)
+def test_the_previous_checkpoint_is_used_and_damaged_ones_are_set_aside(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path)
+    assert offer_all(writer, 7, 14, 21) == ["checkpoint"] * 3
+    writer.close(TIMEOUT_S)
     newest, middle = tmp_path / name_of(21), tmp_path / name_of(14)
-    middle.rename(tmp_path / name_of(20))  # whole, and not what it says
+    middle.rename(tmp_path / name_of(20))  # valid, but with a wrong name
     data = bytearray(newest.read_bytes())
     data[-1] ^= 1
     newest.write_bytes(data)
@@ -108,12 +108,12 @@ def test_the_one_before_is_used_and_the_damaged_one_named_and_set_aside(tmp_path
         read(tmp_path / "gone")
 
 
-# ---- what is written
+# ---- writing
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """As a full disk: whoever writes more gets an error from the kernel."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Emulate a full disk: the kernel refuses to write more than ``size`` bytes to a file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -122,61 +122,61 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_that_checkpoint_and_nothing_else(tmp_path: Path) -> None:
-    keeper = keeping(tmp_path)
-    assert offered(keeper, 1) == ["checkpoint"]
-    with files_of_at_most(2000):
-        keeper.offer(Snapshot(2, {"w": torch.ones(1000)}, {"steps": 2}))
-        keeper.flush(WITHIN_S)
-    (event,) = keeper.new_events()
+def test_a_full_disk_loses_only_that_checkpoint(tmp_path: Path) -> None:
+    writer = new_writer(tmp_path)
+    assert offer_all(writer, 1) == ["checkpoint"]
+    with file_size_limit(2000):
+        writer.offer(Snapshot(2, {"w": torch.ones(1000)}, {"steps": 2}))
+        writer.flush(TIMEOUT_S)
+    (event,) = writer.new_events()
     assert isinstance(event, Warned)
     assert event.file == str(tmp_path / name_of(2))
     assert "File too large" in event.text
     assert "training goes on, the newest is step-00000001.safetensors" in event.text
-    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)], "something half written is left"
-    assert offered(keeper, 3, size=1000) == ["checkpoint"]
-    keeper.close(WITHIN_S)
+    assert [path.name for path in tmp_path.iterdir()] == [name_of(1)], "a partial file is left"
+    assert offer_all(writer, 3, size=1000) == ["checkpoint"]
+    writer.close(TIMEOUT_S)
     assert read(tmp_path / name_of(3))[1]["steps"] == 3
 
 
-def test_only_the_last_stay_and_none_goes_before_the_next_is_there(tmp_path: Path) -> None:
-    there: list[list[str]] = []
+def test_an_old_checkpoint_is_deleted_only_after_the_next_is_written(tmp_path: Path) -> None:
+    listings: list[list[str]] = []
 
     def write(path: Path, data: bytes) -> None:
         write_bytes(path, data)
-        there.append(sorted(one.name for one in tmp_path.iterdir()))
+        listings.append(sorted(one.name for one in tmp_path.iterdir()))
 
-    keeper = keeping(tmp_path, keep=2, write=write)
-    offered(keeper, 1, 2, 3)
-    keeper.close(WITHIN_S)
-    assert there[-1] == [name_of(1), name_of(2), name_of(3)]
+    writer = new_writer(tmp_path, keep=2, write=write)
+    offer_all(writer, 1, 2, 3)
+    writer.close(TIMEOUT_S)
+    assert listings[-1] == [name_of(1), name_of(2), name_of(3)]
     assert sorted(one.name for one in tmp_path.iterdir()) == [name_of(2), name_of(3)]
 
 
-def test_a_slow_disk_holds_nobody_up_and_what_gives_way_is_said(tmp_path: Path) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+def test_a_slow_disk_does_not_block_and_a_skipped_checkpoint_is_reported(tmp_path: Path) -> None:
+    started, proceed = threading.Event(), threading.Event()
 
     def slow(path: Path, data: bytes) -> None:
-        begun.set()
-        assert go_on.wait(WITHIN_S)
+        started.set()
+        assert proceed.wait(TIMEOUT_S)
         write_bytes(path, data)
 
-    keeper = keeping(tmp_path, write=slow)
+    writer = new_writer(tmp_path, write=slow)
     for step in (1, 2, 3):
-        keeper.offer(Snapshot(step, TENSORS, {"steps": step}))  # returns while the first is being written
-        assert begun.wait(WITHIN_S)
-    (event,) = keeper.new_events()
+        writer.offer(Snapshot(step, TENSORS, {"steps": step}))  # returns while the first is being written
+        assert started.wait(TIMEOUT_S)
+    (event,) = writer.new_events()
     assert isinstance(event, Warned)
     assert event.text.startswith(f"{tmp_path / name_of(2)}: is not written: the disk is slower")
-    go_on.set()
-    keeper.flush(WITHIN_S)
-    keeper.close(WITHIN_S)
-    assert [one.steps for one in keeper.new_events() if isinstance(one, CheckpointWritten)] == [1, 3]
+    proceed.set()
+    writer.flush(TIMEOUT_S)
+    writer.close(TIMEOUT_S)
+    assert [one.steps for one in writer.new_events() if isinstance(one, CheckpointWritten)] == [1, 3]
     assert sorted(one.name for one in tmp_path.iterdir()) == [name_of(1), name_of(3)]
 
 
-def written_and_killed(folder: Path, share: float) -> None:
-    """Two checkpoints, and SIGKILL when so much of the second is in its file; at more than all of it, behind it."""
+def write_and_kill(folder: Path, share: float) -> None:
+    """Write two checkpoints; SIGKILL when ``share`` of the second is written; above 1: when it is complete."""
 
     def write(path: Path, data: bytes) -> None:
         if path.name == name_of(1):
@@ -190,16 +190,16 @@ def written_and_killed(folder: Path, share: float) -> None:
             write_bytes(path, data)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    offered(keeping(folder, keep=2, write=write), 1, 2)
+    offer_all(new_writer(folder, keep=2, write=write), 1, 2)
 
 
 @pytest.mark.parametrize(("share", "loaded"), [(0, 1), (0.5, 1), (1, 1), (2, 2)])
-def test_killed_while_it_writes_old_or_new_is_loaded(tmp_path: Path, share: float, loaded: int) -> None:
-    writer = multiprocessing.get_context("fork").Process(target=written_and_killed, args=(tmp_path, share))
-    writer.start()
-    writer.join(WITHIN_S)
-    assert writer.exitcode == -signal.SIGKILL
-    writer.close()
+def test_a_kill_during_a_write_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, share: float, loaded: int) -> None:
+    process = multiprocessing.get_context("fork").Process(target=write_and_kill, args=(tmp_path, share))
+    process.start()
+    process.join(TIMEOUT_S)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
     found = newest_checkpoint(tmp_path)
     assert (found.path.name, found.passed_over) == (name_of(loaded), ())
     assert read(found.path)[0]["w"].tolist() == [float(loaded)] * 4

@@ -1,4 +1,4 @@
-"""A process whose children could not compute gradients is told before it has any."""
+"""A process whose forked children could not compute gradients is refused before it forks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hoop.errors import FailedPrecondition
 from hoop.launch.forked import check_forkable
 
 
-def test_threads_of_autograd_forbid_a_fork(tmp_path: Path) -> None:
+def test_autograd_threads_forbid_a_fork(tmp_path: Path) -> None:
     for number, name in ((1, "python3"), (2, "grpc_global_tim")):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "comm").write_text(f"{name}\n")

@@ -1,4 +1,4 @@
-"""A forked device never collects garbage of the process that it was forked from."""
+"""A forked device never collects garbage of its parent process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that is full because a test asked for it."""
+"""Fault injection of a full disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hoop.plan.faults import parse_faults
 from hoop.runs.run_recorder import DiskFullInjector
 
 
-def test_one_checkpoint_finds_no_room_and_the_next_does(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_one_checkpoint_write_fails_and_the_next_succeeds(tmp_path: Path) -> None:
+    injected: list[str] = []
     done = 0
-    full = DiskFullInjector(parse_faults("disk-full@step=5; kill@rank=1"), lambda: done, told.append)
+    injector = DiskFullInjector(parse_faults("disk-full@step=5; kill@rank=1"), lambda: done, injected.append)
     old, path = b"old", tmp_path / "step-5.safetensors"
     try:
         files.write_bytes(path, old)
@@ -26,7 +26,7 @@ def test_one_checkpoint_finds_no_room_and_the_next_does(tmp_path: Path) -> None:
         assert path.read_bytes() == old
         files.write_bytes(path, b"newer")
     finally:
-        full.close()
-    assert told == ["disk-full@step=5"]
+        injector.close()
+    assert injected == ["disk-full@step=5"]
     assert path.read_bytes() == b"newer"
     assert files.BEFORE_WRITE_HOOKS == []

@@ -1,4 +1,4 @@
-"""What a device runs for somebody elsewhere: code that is on its machine, named by import path, and no path."""
+"""Jobs that a client names for a device: code on the device's machine, by import path, never by file path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_module_in_the_folder_for_jobs(folder: Path) -> None:
+def test_a_job_is_loaded_from_a_module_in_the_job_folder(folder: Path) -> None:
     for name, about in (("my_job:job", "first"), ("my_job:made", "first"), ("deep.one:job", "deep")):
         assert job_for_a_device(name, RECIPES, folder).about == about
     (folder / "my_job.py").write_text(JOB.format(about="changed"))
@@ -37,7 +37,7 @@ def test_a_module_in_the_folder_for_jobs(folder: Path) -> None:
     assert job_for_a_device("mnist", RECIPES, folder) is RECIPES["mnist"]
 
 
-def test_no_path_from_elsewhere_is_opened(folder: Path) -> None:
+def test_file_paths_are_refused(folder: Path) -> None:
     outside = folder / "deep"
     for name in (
         f"{folder / 'my_job.py'}:job",
@@ -56,8 +56,8 @@ def test_no_path_from_elsewhere_is_opened(folder: Path) -> None:
             job_for_a_device(name, RECIPES, outside)
 
 
-def test_only_a_job_is_used(folder: Path) -> None:
-    """Nothing else is called, whoever names it."""
+def test_only_jobs_are_accepted(folder: Path) -> None:
+    """Nothing else is called."""
     for name, why in (
         ("my_job:other", "neither a hoop.Job nor"),
         ("my_job:number", "neither a hoop.Job nor"),
@@ -72,8 +72,8 @@ def test_only_a_job_is_used(folder: Path) -> None:
             job_for_a_device(name, RECIPES, folder)
 
 
-def test_what_this_process_found_its_children_have(folder: Path) -> None:
-    """``hoop train file.py:job`` loads the file as its user named it; devices that it forks are told its module."""
+def test_a_job_that_this_process_loaded_is_known_to_its_forked_devices(folder: Path) -> None:
+    """``hoop train file.py:job`` loads the file by its path; the devices that it forks get the module's name."""
     path = f"{folder / 'my_job.py'}:job"
     assert import_path(path) == "my_job:job"
     assert import_path("package.module:job") == "package.module:job"

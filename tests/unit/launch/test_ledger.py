@@ -1,4 +1,4 @@
-"""The ledger and its audit: what holds, and that whatever was tampered with is named."""
+"""The ledger and its audit: correct runs pass, and every violation is located."""
 
 from __future__ import annotations
 
@@ -23,40 +23,40 @@ from hoop.runs.audit import audit
 from hoop.runs.checkpoint_store import FOLDER, name_of
 from hoop.runs.ledger import NAME, Ledger, lines
 
-ABOUT: dict[str, Any] = {"seed": 3, "samples": 21, "batch_size": 8, "micros": 4, "data": "d"}
-ORDER, AN_EPOCH = SampleOrder(3, 21), 3
+RUN_SETTINGS: dict[str, Any] = {"seed": 3, "samples": 21, "batch_size": 8, "micros": 4, "data": "d"}
+ORDER, STEPS_PER_EPOCH = SampleOrder(3, 21), 3
 Entry = dict[str, Any]
 
 
-def fed(step: int, by: list[int] | None = None) -> Entry:
-    """What an undisturbed step leaves."""
-    samples = ORDER.indices(*divmod(step - 1, AN_EPOCH), 8)
-    prints = [sample_fingerprint(shard(samples, one, 4)) for one in range(4)]
-    return {"step": step, "by": by or [1, 1, 2, 2], "fed": "".join(f"{one:06x}" for one in prints)}
+def step_entry(step: int, by: list[int] | None = None) -> Entry:
+    """Return the entry of an undisturbed step."""
+    samples = ORDER.indices(*divmod(step - 1, STEPS_PER_EPOCH), 8)
+    fingerprints = [sample_fingerprint(shard(samples, one, 4)) for one in range(4)]
+    return {"step": step, "by": by or [1, 1, 2, 2], "fed": "".join(f"{one:06x}" for one in fingerprints)}
 
 
-def begun(step: int = 0, **changes: object) -> Entry:
-    return {"begin": step, **ABOUT, **changes}
+def begin_entry(step: int = 0, **changes: object) -> Entry:
+    return {"begin": step, **RUN_SETTINGS, **changes}
 
 
-def run(out: Path, entries: list[Entry], *checkpoints: int) -> Path:
-    """A run's folder with these lines, and checkpoints of these steps."""
+def write_run(out: Path, entries: list[Entry], *checkpoints: int) -> Path:
+    """Write a run folder with these entries, and with checkpoints of these steps."""
     ledger = Ledger(out / NAME)
     for entry in entries:
         ledger.append([entry])
         if entry.get("step") in checkpoints:
-            keep(out, entry["step"], ledger.hash_at(entry["step"]))
+            add_checkpoint(out, entry["step"], ledger.hash_at(entry["step"]))
     ledger.close()
     return out
 
 
-def keep(out: Path, step: int, named: str | None) -> None:
-    data = serialize({"w": torch.ones(3)}, {"steps": step, "ledger": named})
+def add_checkpoint(out: Path, step: int, ledger_hash: str | None) -> None:
+    data = serialize({"w": torch.ones(3)}, {"steps": step, "ledger": ledger_hash})
     write_bytes(out / FOLDER / name_of(step), data)
 
 
 def forge(path: Path, entries: list[Entry]) -> None:
-    """Lines of any content, with hashes that hold."""
+    """Write any entries, with valid hashes."""
     last, written = "", b""
     for entry in entries:
         body = json.dumps(entry).encode()[:-1]
@@ -65,32 +65,32 @@ def forge(path: Path, entries: list[Entry]) -> None:
     path.write_bytes(written)
 
 
-UNDISTURBED = [begun(), *(fed(step) for step in range(1, 8))]
+UNDISTURBED = [begin_entry(), *(step_entry(step) for step in range(1, 8))]
 
 
-def test_an_undisturbed_run_holds(tmp_path: Path) -> None:
-    found = audit(run(tmp_path, UNDISTURBED, 3, 6))
+def test_an_undisturbed_run_passes_the_audit(tmp_path: Path) -> None:
+    found = audit(write_run(tmp_path, UNDISTURBED, 3, 6))
     assert found.violation is None
     assert (found.steps, found.epochs, found.samples) == (7, 2, 21)
     assert found.shards == {1: 14, 2: 14}
     assert found.checkpoints == [name_of(6), name_of(3)]
 
 
-def test_a_run_that_went_on_and_one_that_lost_a_device_hold(tmp_path: Path) -> None:
-    again = [begun(), *(fed(step) for step in range(1, 6)), begun(4), fed(5)]
-    loss: list[Entry] = [
+def test_a_run_that_was_resumed_and_lost_a_device_passes_the_audit(tmp_path: Path) -> None:
+    resumed = [begin_entry(), *(step_entry(step) for step in range(1, 6)), begin_entry(4), step_entry(5)]
+    recovery: list[Entry] = [
         {"lost": 2},
         {"recovered": 6, "missing": [2, 3]},
-        fed(6, [1, 1, 1, 3]),
-        fed(7, [1, 1, 3, 3]),
+        step_entry(6, [1, 1, 1, 3]),
+        step_entry(7, [1, 1, 3, 3]),
     ]
-    found = audit(run(tmp_path, again + loss, 7))
+    found = audit(write_run(tmp_path, resumed + recovery, 7))
     assert found.violation is None
     assert (found.resumed, found.repeated) == ([4], 1)
     assert found.taken_over == [{"step": 6, "lost": [2], "by": {"2": 1, "3": 3}}]
 
 
-# ---- what does not hold
+# ---- violations
 
 
 def dropped(text: list[bytes]) -> list[bytes]:
@@ -122,97 +122,97 @@ def edited(text: list[bytes]) -> list[bytes]:
     ],
     ids=["dropped", "repeated", "swapped", "edited", "noise", "cut off", "emptied"],
 )
-def test_a_tampered_line_is_named(tmp_path: Path, tamper: Callable[[list[bytes]], list[bytes]], named: str) -> None:
-    path = run(tmp_path, UNDISTURBED, 3, 6) / NAME
+def test_a_tampered_line_is_located(tmp_path: Path, tamper: Callable[[list[bytes]], list[bytes]], named: str) -> None:
+    path = write_run(tmp_path, UNDISTURBED, 3, 6) / NAME
     path.write_bytes(b"".join(tamper(path.read_bytes().splitlines(keepends=True))))
     violation = audit(tmp_path).violation or ""
     assert violation.startswith(str(tmp_path))
     assert named in violation
 
 
-WRONG = fed(2)["fed"]
+WRONG = step_entry(2)["fed"]
 HISTORIES = {
-    "step 2, shard 1: its 2 samples went in 0 times": [begun(), fed(1), fed(2, [1, 0, 2, 2])],
-    "step 2, shard 3: its 2 samples went in 2 times": [begun(), fed(1), fed(2, [1, 1, 2, -2])],
-    "step 1, shard 0: device 1 fed other samples than the order has": [begun(), {**fed(1), "fed": WRONG}],
-    "step 3 follows step 1": [begun(), fed(1), fed(3)],
-    "step 1 follows step 1": [begun(), fed(1), fed(1)],
-    "step 1: 3 shards, where a batch has 4": [begun(), fed(1, [1, 1, 2])],
-    "step 1: no device reported": [begun(), {**fed(1), "by": []}],
-    "the record begins at step 3": [begun(3), fed(4)],
-    "goes on after step 5, and step 2 is the last": [begun(), fed(1), fed(2), begun(5)],
-    "after step 1 batch_size is 4 and was 8": [begun(), fed(1), begun(1, batch_size=4)],
+    "step 2, shard 1: its 2 samples went in 0 times": [begin_entry(), step_entry(1), step_entry(2, [1, 0, 2, 2])],
+    "step 2, shard 3: its 2 samples went in 2 times": [begin_entry(), step_entry(1), step_entry(2, [1, 1, 2, -2])],
+    "step 1, shard 0: device 1 fed other samples than the order has": [begin_entry(), {**step_entry(1), "fed": WRONG}],
+    "step 3 follows step 1": [begin_entry(), step_entry(1), step_entry(3)],
+    "step 1 follows step 1": [begin_entry(), step_entry(1), step_entry(1)],
+    "step 1: 3 shards, where a batch has 4": [begin_entry(), step_entry(1, [1, 1, 2])],
+    "step 1: no device reported": [begin_entry(), {**step_entry(1), "by": []}],
+    "the record begins at step 3": [begin_entry(3), step_entry(4)],
+    "goes on after step 5, and step 2 is the last": [begin_entry(), step_entry(1), step_entry(2), begin_entry(5)],
+    "after step 1 batch_size is 4 and was 8": [begin_entry(), step_entry(1), begin_entry(1, batch_size=4)],
     "shard 2: it is device 2's, which was lost": [
-        *(begun(), fed(1), {"lost": 2}, {"recovered": 2, "missing": [2, 3]}, fed(2)),
+        *(begin_entry(), step_entry(1), {"lost": 2}, {"recovered": 2, "missing": [2, 3]}, step_entry(2)),
     ],
-    "'wish' is unknown": [begun(), {"wish": 1}],
-    "not a ledger": [begun(), {"step": 1}],
+    "'wish' is unknown": [begin_entry(), {"wish": 1}],
+    "not a ledger": [begin_entry(), {"step": 1}],
 }
 
 
 @pytest.mark.parametrize("named", HISTORIES)
-def test_a_history_that_did_not_happen_as_it_should_is_named(tmp_path: Path, named: str) -> None:
-    assert named in (audit(run(tmp_path, HISTORIES[named])).violation or "")
+def test_an_invalid_history_is_reported(tmp_path: Path, named: str) -> None:
+    assert named in (audit(write_run(tmp_path, HISTORIES[named])).violation or "")
 
 
 def test_an_epoch_is_counted_sample_by_sample(tmp_path: Path) -> None:
-    """The last step of an epoch is shorter, and fewer samples than shards leave some of them empty."""
-    about = {"samples": 9, "batch_size": 7, "micros": 4}
-    entries = [begun(**about)]
+    """The last step of an epoch is shorter; with fewer samples than shards, some shards are empty."""
+    run_settings = {"samples": 9, "batch_size": 7, "micros": 4}
+    entries = [begin_entry(**run_settings)]
     for step in (1, 2):
         samples = SampleOrder(3, 9).indices(0, step - 1, 7)
         parts = [shard(samples, one, 4) for one in range(4)]
         by = [int(len(part) > 0) for part in parts]
-        prints = "".join(f"{sample_fingerprint(part) if len(part) else 0:06x}" for part in parts)
-        entries.append({"step": step, "by": by, "fed": prints})
-    assert audit(run(tmp_path / "a", entries)).violation is None
+        fingerprints = "".join(f"{sample_fingerprint(part) if len(part) else 0:06x}" for part in parts)
+        entries.append({"step": step, "by": by, "fed": fingerprints})
+    assert audit(write_run(tmp_path / "a", entries)).violation is None
     entries[-1]["by"] = [1, 1, 1, 1]
-    assert "it has no samples, and device 1 fed some" in (audit(run(tmp_path / "b", entries)).violation or "")
+    assert "it has no samples, and device 1 fed some" in (audit(write_run(tmp_path / "b", entries)).violation or "")
 
 
 @pytest.mark.parametrize("how", ["flipped", "of another step", "of another run"])
-def test_a_checkpoint_that_does_not_belong_is_named(tmp_path: Path, how: str) -> None:
-    path = run(tmp_path, UNDISTURBED, 6) / FOLDER / name_of(6)
+def test_a_checkpoint_that_does_not_match_the_ledger_is_reported(tmp_path: Path, how: str) -> None:
+    path = write_run(tmp_path, UNDISTURBED, 6) / FOLDER / name_of(6)
     if how == "flipped":
         data = bytearray(path.read_bytes())
         data[-1] ^= 4
         path.write_bytes(data)
     else:
-        named = deserialize(path.read_bytes())[1]["ledger"]
+        ledger_hash = deserialize(path.read_bytes())[1]["ledger"]
         path.unlink()
-        keep(tmp_path, 5, named) if how == "of another step" else keep(tmp_path, 6, "0" * 32)
-    wanted = {
+        add_checkpoint(tmp_path, 5, ledger_hash) if how == "of another step" else add_checkpoint(tmp_path, 6, "0" * 32)
+    expected = {
         "flipped": f"{path}: damaged or tampered with",
         "of another step": "it is of step 5 and names the hash",
         "of another run": "which is of no step of the ledger",
     }
-    assert wanted[how] in (audit(tmp_path).violation or "")
+    assert expected[how] in (audit(tmp_path).violation or "")
 
 
-def test_a_folder_without_a_ledger_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_ledger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"is .* a run's folder"):
         audit(tmp_path)
 
 
-# ---- as it grows
+# ---- appending
 
 
-def test_a_run_goes_on_where_its_checkpoint_says_and_a_torn_line_goes(tmp_path: Path) -> None:
-    path = run(tmp_path, UNDISTURBED) / NAME
-    named = [line.hash for line in lines(path)]
+def test_a_run_resumes_at_its_checkpoint_and_a_torn_line_is_removed(tmp_path: Path) -> None:
+    path = write_run(tmp_path, UNDISTURBED) / NAME
+    hashes = [line.hash for line in lines(path)]
     with path.open("ab") as file:
         file.write(b'{"step":8,"by":[1')
-    for resumed in ({"steps": 5, "ledger": named[6]}, {"steps": 6, "ledger": "0" * 32}):
+    for resumed in ({"steps": 5, "ledger": hashes[6]}, {"steps": 6, "ledger": "0" * 32}):
         with pytest.raises(FailedPrecondition, match=f"step {resumed['steps']} does not have the hash"):
             Ledger(path, resumed)
-    ledger = Ledger(path, {"steps": 6, "ledger": named[6]})
-    ledger.append([begun(6), fed(7), fed(8)])
+    ledger = Ledger(path, {"steps": 6, "ledger": hashes[6]})
+    ledger.append([begin_entry(6), step_entry(7), step_entry(8)])
     ledger.close()
     found = audit(tmp_path)
     assert (found.violation, found.steps, found.repeated) == (None, 8, 1)
 
 
-def test_what_a_full_disk_does_not_take_is_held_back_and_no_line_is_lost(tmp_path: Path) -> None:
+def test_entries_that_a_full_disk_refuses_are_written_later(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / NAME)
     ledger.append(UNDISTURBED[:3])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -232,50 +232,50 @@ def test_what_a_full_disk_does_not_take_is_held_back_and_no_line_is_lost(tmp_pat
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_no_bytes_make_the_reader_or_the_audit_fail_otherwise(
+def test_any_bytes_pass_the_audit_or_are_reported(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "fuzzed"
     folder.mkdir(exist_ok=True)
     forge(folder / NAME, UNDISTURBED)
-    whole = (folder / NAME).read_bytes()
-    low, high = data.draw(st.integers(0, len(whole))), data.draw(st.integers(0, len(whole)))
+    valid = (folder / NAME).read_bytes()
+    low, high = data.draw(st.integers(0, len(valid))), data.draw(st.integers(0, len(valid)))
     entry = st.dictionaries(
-        st.sampled_from(["begin", "step", "by", "fed", "lost", "recovered", "missing", *ABOUT]),
+        st.sampled_from(["begin", "step", "by", "fed", "lost", "recovered", "missing", *RUN_SETTINGS]),
         st.none() | st.integers(-3, 9) | st.lists(st.integers(-3, 9)) | st.text(max_size=3) | st.floats(),
     )
     if data.draw(st.booleans()):
-        changed = whole[:low] + data.draw(st.binary(max_size=80)) + whole[high:]
+        changed = valid[:low] + data.draw(st.binary(max_size=80)) + valid[high:]
         (folder / NAME).write_bytes(changed)
         violation = audit(folder).violation
-        # A line that was cut off in the middle was never written, as far as the file can tell.
+        # A torn last line counts as never written.
         assert violation is None or violation.startswith(f"{folder / NAME}")
         if violation is None:
-            assert whole.startswith(changed[: changed.rfind(b"\n") + 1])
+            assert valid.startswith(changed[: changed.rfind(b"\n") + 1])
     else:
-        forge(folder / NAME, [begun(), fed(1), data.draw(entry), fed(2)])
+        forge(folder / NAME, [begin_entry(), step_entry(1), data.draw(entry), step_entry(2)])
         violation = audit(folder).violation
         assert violation is None or violation.startswith(f"{folder / NAME}")
 
 
-# ---- the sum tells
+# ---- provenance in the summed gradient
 
 
-def test_a_sum_of_shards_shows_who_is_in_it_how_often() -> None:
+def test_a_sum_of_shards_shows_which_devices_contributed_and_how_often() -> None:
     slots = torch.zeros(5, 8).numpy()
     mark(slots[0], 0, 7, 0xABCDEF)
     mark(slots[1], 1, 8, 0x000001)
     mark(slots[2], 1, 9, 0x000002)
     mark(slots[3], 3, 65535, 0xFFFFFF)
-    evidence = Provenance(4)
-    evidence.record(11, slots.sum(axis=0))
-    assert evidence.as_events(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
-    evidence.record(11, slots[4])  # the step was done again
-    assert evidence.as_events(11, 1) == [([0, 0, 0, 0], "0" * 24)]
+    provenance = Provenance(4)
+    provenance.record(11, slots.sum(axis=0))
+    assert provenance.as_events(10, 2) == [None, ([7, -2, 0, 65535], "abcdef000003000000ffffff")]
+    provenance.record(11, slots[4])  # the step was repeated
+    assert provenance.as_events(11, 1) == [([0, 0, 0, 0], "0" * 24)]
     for slot in slots:
-        evidence.record(12, slot, more=True)
-    (told,) = evidence.as_events(12, 1)
-    assert told is not None
-    assert told[0] == [7, -2, 0, 65535]
-    evidence.forget(12)
-    assert json.dumps(evidence.as_events(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])
+        provenance.record(12, slot, more=True)
+    (event,) = provenance.as_events(12, 1)
+    assert event is not None
+    assert event[0] == [7, -2, 0, 65535]
+    provenance.forget(12)
+    assert json.dumps(provenance.as_events(11, 2)) == json.dumps([([0, 0, 0, 0], "0" * 24), None])

@@ -1,4 +1,4 @@
-"""What --out holds."""
+"""The contents of a run folder (``--out``)."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ EVALUATED = ev.Evaluated(steps=2, epoch=1, loss=0.5, accuracy=0.75, split="test"
 KEPT = 3
 
 
-def recording(out: Path, start: int = 0) -> RunRecorder:
+def new_recorder(out: Path, start: int = 0) -> RunRecorder:
     resumed = {"steps": start} if start else None
     return RunRecorder(out, Settings(epochs=3, keep=KEPT), [4, 5], resumed)
 
 
-def test_settings_come_back(tmp_path: Path) -> None:
-    recording(tmp_path).close()
+def test_settings_are_read_back(tmp_path: Path) -> None:
+    new_recorder(tmp_path).close()
     assert saved_settings(tmp_path) == (Settings(epochs=3), 2)
 
 
-def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
-    one = recording(tmp_path)
+def test_the_newest_valid_checkpoint_is_found_and_old_ones_are_deleted(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
     for step in range(1, KEPT + 3):
-        one.checkpoint({"weight": torch.ones(step)}, {"steps": step}, step)
-        assert one.flush(step) is not None
-    one.close()
+        recorder.checkpoint({"weight": torch.ones(step)}, {"steps": step}, step)
+        assert recorder.flush(step) is not None
+    recorder.close()
     folder = tmp_path / "checkpoints"
     assert len(list(folder.iterdir())) == KEPT
     newest = newest_checkpoint(tmp_path).path
@@ -53,7 +53,7 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) ->
         newest_checkpoint(tmp_path)
 
 
-def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match="no checkpoint in"):
         newest_checkpoint(tmp_path)
     with pytest.raises(FailedPrecondition, match="is not a run's config"):
@@ -61,15 +61,15 @@ def test_a_folder_without_a_run_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("split", "other"), [("test", "train"), ("train", "test")])
-def test_a_run_that_goes_on_knows_the_last_evaluation_before_it(tmp_path: Path, split: str, other: str) -> None:
-    one, evaluated = recording(tmp_path), replace(EVALUATED, split=split)
+def test_a_resumed_run_knows_the_last_evaluation_before_it(tmp_path: Path, split: str, other: str) -> None:
+    recorder, evaluated = new_recorder(tmp_path), replace(EVALUATED, split=split)
     later = replace(STEPS, first=2), replace(evaluated, steps=4, accuracy=0.9)
     for event in (STEPS, evaluated, *later):
-        one.record(Observed(event, time=1.0))
-    one.close()
-    again = recording(tmp_path, start=3)
-    assert again.last_evaluation() == {"split": split, "loss": 0.5, "accuracy": 0.75}
-    again.close()
+        recorder.record(Observed(event, time=1.0))
+    recorder.close()
+    resumed = new_recorder(tmp_path, start=3)
+    assert resumed.last_evaluation() == {"split": split, "loss": 0.5, "accuracy": 0.75}
+    resumed.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 2, 3]
     assert rows[2] == {"step": 2, f"{split}_loss": 0.5, f"{split}_accuracy": 0.75, "epoch": 1}

@@ -1,4 +1,4 @@
-"""docs/training.md names every setting, and no other."""
+"""docs/training.md lists every setting, and no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hoop.engine.stage.optimizer import OptimizerSettings
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "training.md"
 
 
-def test_the_table_is_whole() -> None:
+def test_the_table_lists_every_setting() -> None:
     table = PAGE.read_text("utf-8").partition("## Settings")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}

@@ -50,7 +50,7 @@ RESULT: dict[str, Any] = {
 }
 
 
-def shown(terminal: bool, events: Sequence[ev.JobEvent]) -> str:
+def rendered(terminal: bool, events: Sequence[ev.JobEvent]) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=150, color_system=None, highlight=False)
     with View(console) as view:
@@ -59,8 +59,8 @@ def shown(terminal: bool, events: Sequence[ev.JobEvent]) -> str:
     return file.getvalue()
 
 
-def test_without_a_terminal_there_are_lines_and_nothing_that_moves() -> None:
-    text = shown(False, [STARTED, *STEPS, EVALUATED])
+def test_without_a_terminal_the_output_is_plain_lines() -> None:
+    text = rendered(False, [STARTED, *STEPS, EVALUATED])
     lines = text.splitlines()
     assert lines[0] == "109,386 parameters on 2 devices · 20 steps · first step after 3.2 s"
     assert lines[1].startswith("epoch   1  loss 1.5000  test loss 0.2500  accuracy 93.50%")
@@ -68,43 +68,43 @@ def test_without_a_terminal_there_are_lines_and_nothing_that_moves() -> None:
     assert "\x1b" not in text
 
 
-def test_figures_of_the_training_data_are_never_called_the_tests(capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(False, [STARTED, *STEPS, replace(EVALUATED, split="train")])
+def test_results_on_training_data_are_never_labelled_as_test_results(capsys: pytest.CaptureFixture[str]) -> None:
+    text = rendered(False, [STARTED, *STEPS, replace(EVALUATED, split="train")])
     assert "training loss 0.2500  training accuracy 93.50%" in text
     assert "test" not in text
     View().summary({**RESULT, "split": "train"}, None)
     assert capsys.readouterr().out.startswith("training accuracy 93.50%  20 steps")
 
 
-def test_on_a_terminal_progress_lives() -> None:
-    text = shown(True, [STARTED, *STEPS, EVALUATED, steps(10, 0.5)])
+def test_a_terminal_shows_live_progress() -> None:
+    text = rendered(True, [STARTED, *STEPS, EVALUATED, steps(10, 0.5)])
     for figure in ("epoch 2/2", "step 11/20", "loss 0.5000", "accuracy 93.50%", "samples/s", "2 devices"):
         assert figure in text
 
 
-def test_a_loss_and_how_it_goes_on_are_told() -> None:
+def test_a_lost_device_and_the_recovery_are_shown() -> None:
     lost = ev.DeviceLost(device=2, text="closed")
     recovered = ev.Recovered(step=3, pause_s=0.42, text="…", missing=[], ranks=1, generation=2)
-    text = shown(False, [STARTED, lost, recovered])
+    text = rendered(False, [STARTED, lost, recovered])
     assert "device 2 was lost: closed" in text
     assert "step 3: goes on with 1 device, 0.4 s later" in text
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_stages_are_shown_where_there_are_several(terminal: bool) -> None:
-    text = shown(terminal, [replace(STARTED, stages=["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"])])
+def test_stages_are_shown_if_there_are_several(terminal: bool) -> None:
+    text = rendered(terminal, [replace(STARTED, stages=["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"])])
     assert "stage 1: blocks 2..2 on ranks 1" in text
 
 
 def test_the_summary_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     View().summary(RESULT, None)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "accuracy 93.50%  20 steps in 2.0 s  2,560 samples/s  1 device, data"
-    assert said[1] == "  device 0: compute 75%  communication 5%  idle 20%  memory 4 KiB"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "accuracy 93.50%  20 steps in 2.0 s  2,560 samples/s  1 device, data"
+    assert lines[1] == "  device 0: compute 75%  communication 5%  idle 20%  memory 4 KiB"
 
 
-def test_a_run_that_was_stopped_says_how_to_go_on(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_the_summary_of_a_stopped_run_says_how_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     View().summary({**RESULT, "stopped": True, "accuracy": None}, tmp_path)
-    said = capsys.readouterr().out
-    assert said.startswith("stopped after 20 steps")
-    assert f"hoop train --resume --out {tmp_path}" in said
+    output = capsys.readouterr().out
+    assert output.startswith("stopped after 20 steps")
+    assert f"hoop train --resume --out {tmp_path}" in output

@@ -1,4 +1,4 @@
-"""Whose fault an exception is."""
+"""Exceptions are attributed to the user's code or to Hoop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hoop.engine.user_code import blaming_user_code
 from hoop.errors import InternalError, InvalidArgument, UserError
 
 
-def test_what_went_through_the_users_code_is_the_users() -> None:
+def test_an_exception_of_user_code_is_a_user_error() -> None:
     with (
         pytest.raises(UserError, match=r"your code failed, in spirals.py: ZeroDivisionError") as caught,
         blaming_user_code("in spirals.py"),
@@ -21,25 +21,25 @@ def test_what_went_through_the_users_code_is_the_users() -> None:
     assert "1 / 0" in str(caught.value)
 
 
-def test_a_layer_that_was_fed_the_wrong_shape_is_the_users() -> None:
+def test_a_wrong_input_shape_is_a_user_error() -> None:
     layer, values = nn.Sequential(nn.Linear(3, 3)), randn(2, 5)
     with pytest.raises(UserError, match="mat1 and mat2"), blaming_user_code("in x"):
         layer(values)
 
 
-def test_a_file_that_is_no_python_is_the_users(tmp_path: Path) -> None:
+def test_a_syntax_error_is_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "job.py"
     path.write_text("def x(:\n")
     with pytest.raises(UserError, match="SyntaxError"), blaming_user_code("loading it"):
         compile(path.read_text(), str(path), "exec")
 
 
-def test_hoops_own_errors_pass() -> None:
+def test_errors_of_hoop_pass_unchanged() -> None:
     with pytest.raises(InvalidArgument, match="as it was"), blaming_user_code("in x"):
         raise InvalidArgument("as it was")
 
 
-def test_everything_else_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_other_exception_is_a_bug_in_hoop(monkeypatch: pytest.MonkeyPatch) -> None:
     # As if this file were one of the libraries.
     monkeypatch.setattr(
         "hoop.engine.user_code._LIBRARIES", (str(Path(__file__).parent), str(Path(json.__file__).parent))

@@ -1,4 +1,4 @@
-"""Devices to be members, and the shortest way to a state in which something can happen to them."""
+"""Test devices, and helpers that build membership states from events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hoop.membership.state_machine import step
 from hoop.topology import Address, DeviceInfo
 
 NOW = 1000.0
-"""A monotonic clock starts anywhere."""
+"""Start of the tests' monotonic clock; the value is arbitrary."""
 CONFIG = DetectorConfig(heartbeat_s=0.1, lease_s=1.5, failures=3, window=5)
 
 
@@ -29,21 +29,21 @@ def device(device_id: int = 0, incarnation: str = "a") -> DeviceInfo:
 
 
 def after(state: State, *messages: m.MembershipEvent) -> State:
-    """The state after all of these."""
+    """Return the state after all messages."""
     for message in messages:
         state, _ = step(state, message)
     return state
 
 
 def cluster(*device_ids: int) -> State:
-    """These devices have just joined, as incarnation ``a``, and sent their first heartbeat."""
+    """Return a state in which these devices joined as incarnation ``a`` and sent their first heartbeat."""
     joins = (m.Joined(device(one), NOW) for one in device_ids)
     beats = (m.Heartbeat(one, "a", NOW) for one in device_ids)
     return after(State(CONFIG, last_tick=NOW), *joins, *beats)
 
 
 def dead(device_id: int) -> m.MembershipEvent:
-    """What makes a member of ``cluster`` dead."""
+    """Return an event that makes a member of ``cluster`` dead."""
     return m.Probed(device_id, "a", "connection refused")
 
 

@@ -1,4 +1,4 @@
-"""The journal: what it replays to, and what becomes of it when it is torn, damaged or opened again."""
+"""The journal: replay, and files that are torn, damaged or reopened."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HISTORY: list[m.MembershipEvent] = [
 
 
 def entries_of(*messages: m.MembershipEvent, state: State | None = None) -> list[Entry]:
-    """What the journal gets to see of these."""
+    """Return the journal entries that these messages cause."""
     state, entries = state or State(CONFIG), []
     for message in messages:
         state, instructions = step(state, message)
@@ -55,26 +55,26 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that open thousands of journals and pull no plug."""
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip fsync, for tests that open thousands of journals."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
-def opened(path: Path) -> State:
-    """What a coordinator that starts now finds."""
+def load_state(path: Path) -> State:
+    """Return the state of a coordinator that starts with this journal."""
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
         return journal.state
 
 
-# ---- what it says
+# ---- replay
 
 
-def test_entries_come_back() -> None:
+def test_entries_are_decoded_as_they_were_encoded() -> None:
     assert decode(b"".join(LINES), Path("journal")) == ENTRIES
     assert decode(b"", Path("journal")) == []
 
 
-def test_history_adds_up() -> None:
+def test_replay_applies_the_whole_history() -> None:
     state = replay(ENTRIES, CONFIG, NOW)
     assert {key: member.health for key, member in state.members.items()} == {
         1: Health.DEAD,
@@ -84,7 +84,7 @@ def test_history_adds_up() -> None:
     assert state.member(2).info == device(2)
     assert {one.id: (one.members, one.generation, one.broken_by) for one in state.communicators.values()} == {
         1: ((2,), 2, 0),
-        3: ((3, 1), 1, 1),  # by the first to go
+        3: ((3, 1), 1, 1),  # the first device that was lost
     }
     assert state.communicator(3).outcome == OperationOutcome.FAILED
     assert state.communicator(3).reason == after(State(CONFIG), *HISTORY).communicator(3).reason
@@ -93,20 +93,20 @@ def test_history_adds_up() -> None:
 
 
 @pytest.mark.parametrize("shared", [None, Address("/run/hoop.sock", 0)])
-def test_all_that_a_device_said_of_itself_comes_back(shared: Address | None) -> None:
+def test_all_fields_of_a_device_are_restored(shared: Address | None) -> None:
     info = replace(device(1), address=Address("::1", 1), host="größe \n", shared_address=shared)
     lines = b"".join(encode(entry) for entry in entries_of(m.Joined(info, NOW)))
     assert replay(decode(lines, Path("journal")), CONFIG, NOW).member(1).info == info
 
 
-def test_after_a_restart_devices_have_one_lease_to_show_up() -> None:
+def test_after_a_restart_devices_have_one_lease_for_a_heartbeat() -> None:
     state = replay(entries_of(*HISTORY[:2]), CONFIG, NOW)
     state = after(state, m.Heartbeat(1, "a", NOW + 0.5), m.Tick(NOW + 0.7), m.Heartbeat(1, "a", NOW + 1.0))
     state = after(state, m.Tick(NOW + 1.4), m.Tick(NOW + 1.6))
     assert (state.member(1).health, state.member(2).health) == (Health.ALIVE, Health.DEAD)
 
 
-def test_a_kind_of_a_newer_version_is_passed_over() -> None:
+def test_entries_of_unknown_kinds_are_skipped() -> None:
     assert replay([*ENTRIES, {"kind": "of tomorrow"}], CONFIG, NOW) == replay(ENTRIES, CONFIG, NOW)
 
 
@@ -117,27 +117,27 @@ def test_a_snapshot_replays_to_the_same_state(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "back", [[m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)], [dead(1), m.Joined(device(1), NOW)]]
+    "rejoin", [[m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)], [dead(1), m.Joined(device(1), NOW)]]
 )
-def test_a_broken_communicator_is_broken_after_a_restart(back: list[m.MembershipEvent]) -> None:
-    messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), *back]
+def test_a_broken_communicator_is_broken_after_a_restart(rejoin: list[m.MembershipEvent]) -> None:
+    messages = [m.Joined(device(1), NOW), m.Joined(device(2), NOW), m.Created((1, 2)), *rejoin]
     assert after(State(CONFIG), *messages).communicator(1).broken_by == 1
     assert replay(entries_of(*messages), CONFIG, NOW).communicator(1).broken_by == 1
 
 
-@pytest.mark.parametrize("end", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]])
-def test_whoever_dies_while_writing_an_end_has_written_what_it_broke(end: list[m.MembershipEvent]) -> None:
+@pytest.mark.parametrize("loss", [[dead(1)], [m.Left(1, "a")], [m.LinkClosed(1, "a"), m.Joined(device(1, "b"), NOW)]])
+def test_broken_communicators_are_written_before_the_loss_of_their_device(loss: list[m.MembershipEvent]) -> None:
     joined = [m.Joined(device(1), NOW), m.Joined(device(2), NOW)]
     before: list[m.MembershipEvent] = [*joined, m.Created((1, 2)), m.Created((2, 1))]
-    whole, last = entries_of(*before), entries_of(*end, state=after(State(CONFIG), *before))
+    earlier, last = entries_of(*before), entries_of(*loss, state=after(State(CONFIG), *before))
     assert len(last) == 3
     for length in range(len(last) + 1):
-        state = replay([*whole, *last[:length]], CONFIG, NOW)
+        state = replay([*earlier, *last[:length]], CONFIG, NOW)
         if state.member(1).info != device(1) or not state.member(1).usable:
             assert [one.broken_by for one in state.communicators.values()] == [1, 1]
 
 
-def test_a_rebuilt_communicator_is_whole_after_a_restart() -> None:
+def test_a_rebuilt_communicator_is_not_broken_after_a_restart() -> None:
     joined = [m.Joined(device(1), NOW), m.Joined(device(2), NOW)]
     messages: list[m.MembershipEvent] = [*joined, m.Created((1, 2)), dead(1), m.Rebuilt(1)]
     one = replay(entries_of(*messages), CONFIG, NOW).communicator(1)
@@ -155,28 +155,28 @@ def test_a_finalized_communicator_is_finalized_after_a_restart(more: list[m.Memb
 # ---- torn and damaged
 
 
-def test_a_tail_torn_at_any_byte_is_cut_off(path: Path, unsynced: None) -> None:
+def test_a_tail_torn_at_any_byte_is_cut_off(path: Path, no_fsync: None) -> None:
     whole = b"".join(LINES)
     states = [replay(ENTRIES[:length], CONFIG, NOW) for length in range(len(ENTRIES) + 1)]
     for cut in range(len(whole) + 1):
         left = whole[:cut].count(b"\n")
         assert decode(whole[:cut], path) == ENTRIES[:left]
         path.write_bytes(whole[:cut])
-        assert opened(path) == states[left]
+        assert load_state(path) == states[left]
 
 
-def test_what_follows_a_torn_tail_is_whole(path: Path) -> None:
+def test_entries_appended_after_a_torn_tail_are_readable(path: Path) -> None:
     path.write_bytes(b"".join(LINES)[:-5])
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
         journal.append(ENTRIES[-1])
-    assert opened(path) == replay(ENTRIES, CONFIG, NOW)
+    assert load_state(path) == replay(ENTRIES, CONFIG, NOW)
 
 
 @pytest.mark.parametrize("line", range(1, len(LINES)))
-def test_damage_before_the_end_is_named(path: Path, line: int) -> None:
+def test_damage_before_the_last_line_is_reported_with_its_line(path: Path, line: int) -> None:
     start = len(b"".join(LINES[: line - 1]))
-    offsets = set(range(len(LINES[line - 1]))) - {8}  # the space: nothing is read from it
-    if line == len(LINES) - 1:  # without its newline it is the last line, and so counts as torn
+    offsets = set(range(len(LINES[line - 1]))) - {8}  # the space, which is not parsed
+    if line == len(LINES) - 1:  # without its newline it becomes the last line, which counts as torn
         offsets.remove(len(LINES[line - 1]) - 1)
     for offset in offsets:
         damaged = bytearray(b"".join(LINES))
@@ -198,55 +198,53 @@ def test_garbage_before_good_lines_is_damage(path: Path, garbage: bytes) -> None
     path.write_bytes(garbage + LINES[0])
     with pytest.raises(FailedPrecondition, match="line 1: "):
         FileJournal(path, CONFIG, NOW)
-    assert path.read_bytes() == garbage + LINES[0], "nothing is thrown away"
+    assert path.read_bytes() == garbage + LINES[0], "the file is unchanged"
     assert os.listdir(path.parent) == ["journal"]
 
 
 # ---- the file
 
 
-def test_it_is_for_its_owner_only(path: Path) -> None:
+def test_only_the_owner_can_access_the_file(path: Path) -> None:
     path.write_bytes(LINES[0])
     path.chmod(0o644)
     old = os.umask(0)
     try:
         with closing(FileJournal(path, CONFIG, NOW)):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        opened(path.with_name("another"))
+        load_state(path.with_name("another"))
     finally:
         os.umask(old)
     assert stat.S_IMODE(path.with_name("another").stat().st_mode) == 0o600
 
 
-def test_a_new_one_is_empty_in_a_new_folder(tmp_path: Path) -> None:
+def test_a_new_journal_is_empty_and_its_folder_is_created(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "down" / "journal"
-    assert opened(path) == State(CONFIG, last_tick=NOW)
+    assert load_state(path) == State(CONFIG, last_tick=NOW)
     assert path.read_bytes() == b""
     assert os.listdir(path.parent) == ["journal"]
 
 
-def test_opening_it_again_does_not_make_it_grow(path: Path) -> None:
+def test_reopening_does_not_grow_the_file(path: Path) -> None:
     path.write_bytes(b"".join(LINES))
-    state = opened(path)
+    state = load_state(path)
     once = path.read_bytes()
     assert len(once) < len(b"".join(LINES))
     for _ in range(3):
-        assert opened(path) == state
+        assert load_state(path) == state
         assert path.read_bytes() == once
 
 
-def test_a_thousand_entries_about_two_things_become_two(path: Path, unsynced: None) -> None:
+def test_reopening_compacts_a_thousand_entries(path: Path, no_fsync: None) -> None:
     rebuilt = entries_of(*[m.Rebuilt(1)] * 1000, state=after(cluster(1), m.Created((1,))))
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
         for entry in [*entries_of(m.Joined(device(1), NOW), m.Created((1,))), *rebuilt]:
             journal.append(entry)
-    assert opened(path).communicator(1).generation == 1001
-    assert path.read_bytes().count(b"\n") == 3  # and the last id that was given
+    assert load_state(path).communicator(1).generation == 1001
+    assert path.read_bytes().count(b"\n") == 3  # the device, the communicator, and the last communicator id
 
 
-def test_an_entry_is_in_the_file_before_it_is_synced_and_synced_before_append_returns(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_append_writes_and_then_syncs_an_entry(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
         synced: list[bytes] = []
         monkeypatch.setattr(os, "fsync", lambda fd: synced.append(path.read_bytes()))
@@ -256,9 +254,7 @@ def test_an_entry_is_in_the_file_before_it_is_synced_and_synced_before_append_re
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_whoever_dies_while_opening_it_leaves_the_old_one(
-    path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_crash_while_opening_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -268,13 +264,13 @@ def test_whoever_dies_while_opening_it_leaves_the_old_one(
         FileJournal(path, CONFIG, NOW)
     monkeypatch.undo()
     assert path.read_bytes() == b"".join(LINES)
-    assert opened(path) == replay(ENTRIES, CONFIG, NOW)
+    assert load_state(path) == replay(ENTRIES, CONFIG, NOW)
     assert os.listdir(path.parent) == ["journal"]
 
 
 @contextmanager
 def full_disk(size: int) -> Iterator[None]:
-    """No file can grow past this size."""
+    """Limit the size of every file, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -284,7 +280,7 @@ def full_disk(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_an_entry_that_did_not_fit_is_refused_and_harms_no_other(path: Path, room: int) -> None:
+def test_an_entry_that_does_not_fit_is_refused_and_the_others_stay_intact(path: Path, room: int) -> None:
     with closing(FileJournal(path, CONFIG, NOW)) as journal:
         journal.append(ENTRIES[0])
         with (
@@ -294,10 +290,10 @@ def test_an_entry_that_did_not_fit_is_refused_and_harms_no_other(path: Path, roo
             journal.append(ENTRIES[1])
         assert path.read_bytes() == LINES[0]
         journal.append(ENTRIES[2])
-    assert sorted(opened(path).members) == [1, 3]
+    assert sorted(load_state(path).members) == [1, 3]
 
 
-def test_an_entry_that_was_not_synced_is_refused_and_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_whose_fsync_fails_is_refused_and_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -309,4 +305,4 @@ def test_an_entry_that_was_not_synced_is_refused_and_taken_back(path: Path, monk
                 journal.append(ENTRIES[1])
         assert path.read_bytes() == LINES[0]
         journal.append(ENTRIES[2])
-    assert sorted(opened(path).members) == [1, 3]
+    assert sorted(load_state(path).members) == [1, 3]

@@ -1,4 +1,4 @@
-"""Any file at all in the journal's place: a state, or an error that names the file."""
+"""Any file in place of the journal gives a state, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ fields = [
 entries = st.dictionaries(st.sampled_from(fields), small | st.dictionaries(st.sampled_from(fields), small), max_size=8)
 kinds = st.sampled_from(["device_joined", "device_gone", "communicator", "communicator_destroyed", "other", 7])
 lines = st.builds(lambda entry, kind: encode({**entry, "kind": kind}), entries, kinds)
-whole = lines | small.map(lambda value: encode(value))  # type: ignore[arg-type]
+encoded_lines = lines | small.map(lambda value: encode(value))  # type: ignore[arg-type]
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(whole | st.binary(max_size=40), max_size=5))
-def test_any_file(parts: list[bytes]) -> None:
+@given(st.lists(encoded_lines | st.binary(max_size=40), max_size=5))
+def test_any_file_gives_a_state_or_an_error_that_names_it(parts: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
         path.write_bytes(b"".join(parts))
@@ -42,5 +42,5 @@ def test_any_file(parts: list[bytes]) -> None:
             FileJournal(path, DetectorConfig(), 0.0).close()
         except FailedPrecondition as error:
             refusal = str(error)
-        # What was refused is named, and still there to be looked at.
+        # The error names the file, and the file is unchanged.
         assert not refusal or (str(path) in refusal and path.read_bytes() == b"".join(parts))

@@ -1,7 +1,7 @@
-"""Any sequence of messages at all: what always holds of the state, and of what a restart makes of its journal.
+"""Stateful test: invariants of the membership state, and of the state that its journal replays to.
 
-The machine sends random messages, sensible or not, and now and then restarts the coordinator: it goes on with
-the state that its journal replays to.
+The machine sends random messages, valid or not, and sometimes restarts the coordinator, which continues with the state
+that its journal replays to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ failures = st.sampled_from(["", "connection refused"])
 
 
 class Membership(RuleBasedStateMachine):
-    """A coordinator's state, its journal, and what has been seen of them."""
+    """A coordinator's state, its journal, and a history of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,15 +34,16 @@ class Membership(RuleBasedStateMachine):
         self.state = State(CONFIG, last_tick=self.now)
         self.journal: list[bytes] = []
         self.generations: dict[int, int] = {}
-        """The highest of each communicator that there ever was."""
+        """The highest generation that each communicator ever had."""
         self.destroyed: set[int] = set()
-        self.seatings: dict[tuple[int, int], tuple[int, ...]] = {}
-        """Who the members of each generation of each communicator are."""
-        self.seats: dict[tuple[int, int], int] = {}
-        """The generation at which each device is, by communicator."""
+        self.assignments: dict[tuple[int, int], tuple[int, ...]] = {}
+        """The members of each communicator, by generation."""
+        self.device_generations: dict[tuple[int, int], int] = {}
+        """The generation that each device is at, by communicator and device."""
         self.committed: dict[int, int] = {}
-        """Steps of each communicator, and how many of them each device has."""
+        """Number of committed steps of each communicator."""
         self.done: dict[tuple[int, int], int] = {}
+        """Number of steps that each device has, by communicator and device."""
 
     def send(self, message: m.MembershipEvent) -> None:
         old, members, communicators = self.state, dict(self.state.members), dict(self.state.communicators)
@@ -53,38 +54,38 @@ class Membership(RuleBasedStateMachine):
         assert (old.members, old.communicators) == (members, communicators), "the old state was changed"
         records = [one.entry for one in instructions if isinstance(one, m.Record)]
         self.journal += map(encode, records)
-        self.check_told(old, new, instructions)
+        self.check_stops(old, new, instructions)
         self.state = new
 
-    def check_told(self, old: State, new: State, instructions: tuple[m.MembershipInstruction, ...]) -> None:
-        """Whoever works on something that is over is told to stop; of further losses too, for its streams."""
-        told: dict[tuple[int, int], list[m.Stop]] = {}
+    def check_stops(self, old: State, new: State, instructions: tuple[m.MembershipInstruction, ...]) -> None:
+        """A stop is sent when a generation ends or breaks, and for each further loss in a broken one."""
+        sent: dict[tuple[int, int], list[m.Stop]] = {}
         for one in stops(instructions):
-            told.setdefault((one.communicator_id, one.generation), []).append(one)
+            sent.setdefault((one.communicator_id, one.generation), []).append(one)
         for before in old.communicators.values():
             now = new.communicators.get(before.id)
             broke = now is not None and now.broken_by != 0 and before.broken_by == 0
             if now is None or now.generation != before.generation or broke:
-                stop = told[before.id, before.generation].pop(0)
+                stop = sent[before.id, before.generation].pop(0)
                 assert stop.members == before.members
                 assert stop.lost_device == (now.broken_by if now is not None and broke else 0)
-        for further in (stop for left in told.values() for stop in left):
+        for further in (stop for remaining in sent.values() for stop in remaining):
             number = further.communicator_id
             if new.link_faults_of(number).decided_generation > old.link_faults_of(number).decided_generation:
                 assert further.lost_device in (
                     0,
                     new.communicators[number].broken_by,
-                )  # for the sake of new links
+                )  # the links are set up again
                 continue
-            assert new.communicators[number].broken_by, "a stop of something that goes on"
+            assert new.communicators[number].broken_by, "a stop of a generation that is not broken"
             assert further.lost_device in further.members
 
     def picked(self, pick: int) -> int:
-        """One of the communicators that there are; now and then one that there is not."""
+        """Return the id of an existing communicator, or sometimes an unknown id."""
         known = sorted(self.state.communicators)
         return known[pick - 1] if 0 < pick <= len(known) else known[-1] if pick and known else 1000
 
-    # ---- anything may happen
+    # ---- arbitrary events
 
     @initialize()
     def begin_with_three(self) -> None:
@@ -101,7 +102,7 @@ class Membership(RuleBasedStateMachine):
         self.send(m.Heartbeat(device_id, incarnation, self.now))
 
     @rule()
-    def everybody_beats(self) -> None:
+    def send_all_heartbeats(self) -> None:
         for member in self.state.members.values():
             self.send(m.Heartbeat(member.info.device_id, member.info.incarnation, self.now))
 
@@ -126,12 +127,12 @@ class Membership(RuleBasedStateMachine):
         self.now += seconds
         if watched:
             self.send(m.Tick(self.now))
-            pulses = [one.heartbeats for one in self.state.members.values() if one.usable]
-            heard = min((self.now - one.last_heartbeat for one in pulses), default=0.0)
-            for one in pulses:
+            histories = [one.heartbeats for one in self.state.members.values() if one.usable]
+            shortest_silence = min((self.now - one.last_heartbeat for one in histories), default=0.0)
+            for one in histories:
                 allowed = CONFIG.first_heartbeat_s if one.first_heartbeat_until else CONFIG.lease_s
                 silent = self.now - max(one.last_heartbeat, one.excused_until)
-                assert silent <= allowed or heard > CONFIG.lease_s / 2
+                assert silent <= allowed or shortest_silence > CONFIG.lease_s / 2
 
     @rule(members=st.lists(device_ids, max_size=4).map(tuple))
     def create(self, members: tuple[int, ...]) -> None:
@@ -149,11 +150,11 @@ class Membership(RuleBasedStateMachine):
     def rebuild(self, pick: int, joining: tuple[int, ...], reached: int) -> None:
         old = self.state.communicators.get(self.picked(pick))
         if old is not None and not any(self.state.members[one].usable for one in old.members):
-            joining = ()  # with the last of them everything is gone, whoever comes
+            joining = ()  # without a live member the state is lost, whichever device joins
         self.send(m.Rebuilt(self.picked(pick), joining))
-        self.give_seats(reached)
+        self.deliver_assignments(reached)
 
-    # ---- links fail while nobody dies
+    # ---- link failures between live devices
 
     @rule(pick=picks, late=st.sampled_from([0, 0, 0, 1, -1]), accuser=device_ids, peer=device_ids)
     def complain(self, pick: int, late: int, accuser: int, peer: int) -> None:
@@ -162,7 +163,7 @@ class Membership(RuleBasedStateMachine):
         generation = self.generations.get(communicator_id, 1) - late
         self.send(m.Complained(communicator_id, generation, accuser, peer, self.now))
         if one is None or generation != one.generation or not {accuser, peer} <= set(one.members):
-            assert self.state == before, "a complaint of another generation, or of strangers, was heard"
+            assert self.state == before, "a complaint of another generation or of a non-member had an effect"
 
     @rule(pick=picks, late=st.sampled_from([0, 0, 1]))
     def work(self, pick: int, late: int) -> None:
@@ -170,9 +171,9 @@ class Membership(RuleBasedStateMachine):
         self.send(m.LinkWorked(communicator_id, self.generations.get(communicator_id, 1) - late))
 
     @rule(data=st.data())
-    def the_living_complain_until_it_is_decided(self, data: st.DataObject) -> None:
-        """Two members that cannot talk: within two generations one of them is out, and exactly one."""
-        self.everybody_beats()
+    def complain_until_a_device_is_evicted(self, data: st.DataObject) -> None:
+        """Two members cannot reach each other: within two generations exactly one of them is evicted."""
+        self.send_all_heartbeats()
         pairs = [one for one in self.state.communicators.values() if not one.broken_by and len(one.members) > 1]
         if not pairs:
             return
@@ -180,43 +181,45 @@ class Membership(RuleBasedStateMachine):
         low, high = sorted(chosen.members)[:2]
         if (
             self.state.link_faults_of(chosen.id).decided_generation >= chosen.generation
-        ):  # another pair's failure decided this one
+        ):  # another pair's failure was decided already
             self.send(m.Rebuilt(chosen.id))
         for _ in range(2):
             one = self.state.communicators[chosen.id]
             self.send(m.Complained(one.id, one.generation, low, high, self.now))
             for _ in range(4):
                 self.now += CONFIG.heartbeat_s
-                self.everybody_beats()
+                self.send_all_heartbeats()
                 self.send(m.Tick(self.now))
             self.send(m.Rebuilt(chosen.id))
-            self.give_seats()
+            self.deliver_assignments()
         left = self.state.communicators[chosen.id].members
-        assert not {low, high} <= set(left), "they still have to talk to each other"
-        assert set(chosen.members) - set(left) <= {low, high}, "somebody else went"
-        assert left, "nobody is left"
+        assert not {low, high} <= set(left), "both are still members"
+        assert set(chosen.members) - set(left) <= {low, high}, "another device was evicted"
+        assert left, "no member is left"
 
-    # ---- what members make of it: each has the seat that reached it last, and a step needs everybody of one
+    # ---- commits: each device has the last assignment that reached it; a step needs all members of a generation
 
-    def give_seats(self, reached: int = 100) -> None:
+    def deliver_assignments(self, reached: int = 100) -> None:
         for one in self.state.communicators.values():
-            members = self.seatings.setdefault((one.id, one.generation), one.members)
+            members = self.assignments.setdefault((one.id, one.generation), one.members)
             assert members == one.members, "two members disagree on a generation"
             for device_id in one.members[:reached]:
-                held = self.seats.get((one.id, device_id), 0)
-                self.seats[one.id, device_id] = max(held, one.generation)
+                held = self.device_generations.get((one.id, device_id), 0)
+                self.device_generations[one.id, device_id] = max(held, one.generation)
 
     @rule(reached=st.integers(0, 3))
-    def some_are_seated(self, reached: int) -> None:
-        self.give_seats(reached)
+    def deliver_some_assignments(self, reached: int) -> None:
+        self.deliver_assignments(reached)
 
     @rule(pick=picks)
     def commit(self, pick: int) -> None:
-        """At every generation whose members are all in their seats: there is one of them at most, and it has it all."""
-        for (key, generation), members in self.seatings.items():
-            if key == self.picked(pick) and all(self.seats.get((key, one)) == generation for one in members):
+        """Commit a step in each generation that all its members are at: at most one, and it has all steps."""
+        for (key, generation), members in self.assignments.items():
+            if key == self.picked(pick) and all(
+                self.device_generations.get((key, one)) == generation for one in members
+            ):
                 lead = max(self.done.get((key, one), 0) for one in members)
-                assert lead == self.committed.get(key, 0), "a committed step was lost, or two sides commit"
+                assert lead == self.committed.get(key, 0), "a committed step was lost, or two generations commit"
                 self.committed[key] = lead + 1
                 self.done |= {(key, one): lead + 1 for one in members}
 
@@ -244,18 +247,18 @@ class Membership(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """The coordinator is killed; its successor rewrites the journal as FileJournal does."""
+        """Kill the coordinator; its successor rewrites the journal as FileJournal does."""
         self.state = self.replayed()
         self.journal = [encode(entry) for entry in snapshot(self.state)]
-        assert self.replayed() == self.state, "a snapshot is the state"
+        assert self.replayed() == self.state, "the snapshot differs from the state"
 
     def replayed(self) -> State:
         return replay(decode(b"".join(self.journal), Path("journal")), CONFIG, self.now)
 
-    # ---- and this always holds
+    # ---- invariants
 
     @invariant()
-    def generations_do_not_decrease_and_ids_do_not_come_back(self) -> None:
+    def generations_do_not_decrease_and_ids_are_not_reused(self) -> None:
         for one in self.state.communicators.values():
             assert one.generation >= self.generations.get(one.id, 1)
             assert one.id not in self.destroyed
@@ -263,19 +266,19 @@ class Membership(RuleBasedStateMachine):
             self.generations[one.id] = one.generation
 
     @invariant()
-    def every_device_is_itself(self) -> None:
+    def device_ids_are_consistent_and_lost_devices_have_a_reason(self) -> None:
         assert all(key == member.info.device_id > 0 for key, member in self.state.members.items())
         assert all(member.reason for member in self.state.members.values() if not member.usable)
 
     @invariant()
-    def only_the_living_are_usable(self) -> None:
+    def only_alive_and_suspect_devices_are_usable(self) -> None:
         usable = self.state.usable()
         assert sorted(usable) == sorted(
             key for key, member in self.state.members.items() if member.health in (Health.ALIVE, Health.SUSPECT)
         )
 
     @invariant()
-    def who_is_gone_breaks_its_communicators(self) -> None:
+    def a_lost_device_breaks_its_communicators(self) -> None:
         for one in self.state.communicators.values():
             assert len(set(one.members)) == len(one.members) > 0
             if not all(self.state.members[device_id].usable for device_id in one.members):
@@ -284,7 +287,7 @@ class Membership(RuleBasedStateMachine):
                 assert (one.outcome, bool(one.reason)) == (OperationOutcome.FAILED, True)
 
     @invariant()
-    def the_journal_replays_to_it(self) -> None:
+    def the_journal_replays_to_the_state(self) -> None:
         again = self.replayed()
         assert {key: one.info for key, one in again.members.items()} == {
             key: one.info for key, one in self.state.members.items()
@@ -294,7 +297,7 @@ class Membership(RuleBasedStateMachine):
         }
         assert [communicator_entry(one) for one in again.communicators.values()] == [
             communicator_entry(one) for one in self.state.communicators.values()
-        ], "all but the outcome of their latest work"
+        ], "communicators differ in more than the outcome of their last operation"
         assert again.next_communicator == self.state.next_communicator
 
 

@@ -1,4 +1,4 @@
-"""The rules of membership, one small test each."""
+"""The rules of the membership state machine, one test each."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_a_device_joins_with_the_id_it_brings() -> None:
     assert recorded(instructions)[0].entry["kind"] == "device_joined"
 
 
-def test_id_zero_asks_for_a_new_one() -> None:
+def test_id_zero_requests_a_new_id() -> None:
     state = after(cluster(1, 7), m.Joined(device(0, "b"), NOW), m.Joined(device(0, "c"), NOW))
     assert sorted(state.members) == [1, 7, 8, 9]
     assert state.member(8).info == replace(device(0, "b"), device_id=8)
     assert sorted(after(State(CONFIG), m.Joined(device(0), NOW)).members) == [1]
 
 
-def test_the_id_of_a_device_that_is_gone_is_not_given_away() -> None:
+def test_the_id_of_a_device_that_left_is_not_reused() -> None:
     state = after(cluster(1, 2), m.Left(2, "a"), m.Joined(device(0, "b"), NOW))
     assert state.member(2).health == Health.LEFT
     assert state.member(3).info.incarnation == "b"
@@ -51,46 +51,46 @@ def test_a_restarted_device_takes_its_id_back(gone: m.MembershipEvent) -> None:
     assert "came back" in next(one.text for one in instructions if isinstance(one, m.Announce))
 
 
-def test_a_restart_breaks_what_the_former_self_was_doing() -> None:
+def test_a_restart_breaks_the_communicators_of_the_former_incarnation() -> None:
     before = after(cluster(1, 2), m.Created((1, 2)), m.Created((2,)), m.LinkClosed(1, "a"))
     state, instructions = step(before, m.Joined(device(1, "b"), NOW))
     assert state.communicator(1).broken_by == 1
     assert state.communicator(2).broken_by == 0
     assert [(one.communicator_id, one.lost_device) for one in stops(instructions)] == [(1, 1)]
-    assert after(state, m.Rebuilt(1)).communicator(1).members == (1, 2), "the new self may be in it"
+    assert after(state, m.Rebuilt(1)).communicator(1).members == (1, 2), "the new incarnation may be a member"
 
 
-def test_a_device_that_was_only_slow_is_here_again() -> None:
+def test_a_device_that_was_only_slow_joins_again() -> None:
     before = after(cluster(1, 2), m.Created((1, 2)), m.LinkClosed(1, "a"))
     state, instructions = step(before, m.Joined(device(1), NOW + 1))
     assert state.member(1).health == Health.ALIVE
     assert state.member(1).reason == ""
-    assert state.communicator(1).broken_by == 0, "it still has everything"
+    assert state.communicator(1).broken_by == 0, "it still has its state"
     assert "is here again" in next(one.text for one in instructions if isinstance(one, m.Announce))
 
 
-def test_joining_again_after_death_mends_no_communicator() -> None:
+def test_joining_again_after_death_repairs_no_communicator() -> None:
     state = after(cluster(1, 2), m.Created((1, 2)), dead(1), m.Joined(device(1), NOW))
     assert state.member(1).usable
     assert state.communicator(1).broken_by == 1
 
 
-def test_joining_again_starts_with_a_clean_record() -> None:
+def test_joining_again_clears_the_call_history() -> None:
     state = after(cluster(1), *[m.CallReported(1, "refused", NOW)] * 3, m.Joined(device(1), NOW + 5))
     assert state.member(1).heartbeats.calls == ()
     assert after(state, m.Tick(NOW + 5)).member(1).usable
 
 
-def test_as_many_devices_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_devices_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hoop.membership.state_machine.MAX_DEVICES", 2)
     state = cluster(1, 2)
     for one in (0, 3):
         with pytest.raises(ResourceExhausted, match="2 devices are known already"):
             step(state, m.Joined(device(one, "b"), NOW))
-    step(state, m.Joined(device(2), NOW))  # a known one may always come back
+    step(state, m.Joined(device(2), NOW))  # a known device may always join again
 
 
-def test_joining_twice_is_joining_once() -> None:
+def test_joining_is_idempotent() -> None:
     state = after(cluster(7), m.Joined(device(0, "b"), NOW), m.Created((7, 8)), m.Joined(device(0, "b"), NOW))
     assert sorted(state.members) == [7, 8]
     assert state.member(8).info == replace(device(0, "b"), device_id=8)
@@ -117,7 +117,7 @@ def test_a_heartbeat_renews_the_lease() -> None:
     ],
     ids=["unknown", "stale incarnation", "dead", "left"],
 )
-def test_who_is_no_member_is_told_to_join_again(state: State, beat: m.Heartbeat) -> None:
+def test_a_heartbeat_of_a_non_member_is_refused(state: State, beat: m.Heartbeat) -> None:
     with pytest.raises(MembershipChanged, match=f"device {beat.device_id} is not a member .*join again"):
         step(state, beat)
 
@@ -128,7 +128,7 @@ def test_a_heartbeat_clears_a_suspect() -> None:
     assert announced(instructions) == ["device_recovered"]
 
 
-def test_a_missing_heartbeat_is_death_at_the_end_of_the_lease() -> None:
+def test_a_device_without_heartbeats_is_dead_when_its_lease_ends() -> None:
     state = after(cluster(1, 2), m.Created((1, 2)))
     for tenths in range(1, 16):
         state = after(state, m.Heartbeat(2, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
@@ -140,23 +140,23 @@ def test_a_missing_heartbeat_is_death_at_the_end_of_the_lease() -> None:
     assert stops(instructions)[0].lost_device == 1
 
 
-def test_the_dead_do_not_die_again() -> None:
+def test_a_dead_device_is_declared_dead_only_once() -> None:
     state = after(cluster(1), dead(1))
     assert step(state, m.Tick(NOW + 0.5))[1] == ()
     assert step(state, dead(1)) == (state, ())
 
 
-# ---- the watcher was away
+# ---- pauses of the coordinator
 
 
 @pytest.mark.parametrize("gap", [5.0, 3600.0])
-def test_silence_while_the_watcher_was_away_is_nobodys_fault(gap: float) -> None:
+def test_silence_during_a_pause_of_the_coordinator_is_excused(gap: float) -> None:
     state = after(cluster(1), m.Tick(NOW + 0.1), m.Tick(NOW + gap))
     assert state.member(1).health == Health.ALIVE
     assert state.last_tick == NOW + gap
 
 
-def test_after_an_absence_a_silent_device_has_no_more_than_two_leases() -> None:
+def test_after_a_pause_a_silent_device_is_dead_within_two_leases() -> None:
     now = NOW + 3600
     state = after(cluster(1, 2), m.Tick(now))
     for tenths in range(1, 30):
@@ -164,7 +164,7 @@ def test_after_an_absence_a_silent_device_has_no_more_than_two_leases() -> None:
     assert state.member(1).health == Health.DEAD
 
 
-def test_the_first_tick_of_all_excuses_nothing() -> None:
+def test_the_first_tick_excuses_no_silence() -> None:
     beats = [m.Heartbeat(2, "a", NOW + tenths / 10) for tenths in (5, 10, 15)]
     joined = (m.Joined(device(1), NOW), m.Heartbeat(1, "a", NOW), m.Joined(device(2), NOW))
     state = after(State(CONFIG), *joined, *beats, m.Tick(NOW + 1.6))
@@ -172,7 +172,7 @@ def test_the_first_tick_of_all_excuses_nothing() -> None:
 
 
 def test_the_lease_begins_with_the_first_heartbeat() -> None:
-    """Two hundred that join at once on a busy machine get their answers late, and open their streams later still."""
+    """If 200 devices join at once on a busy machine, replies are late, and heartbeat streams open even later."""
     joined = [m.Joined(device(key), NOW) for key in (1, 2, 3)]
     state = after(State(CONFIG, last_tick=NOW), *joined)
     for tenths in range(1, 41):
@@ -192,7 +192,7 @@ def test_the_lease_begins_with_the_first_heartbeat() -> None:
     )
 
 
-def test_an_excuse_does_not_reach_into_the_future() -> None:
+def test_silence_is_excused_only_until_the_current_time() -> None:
     now = NOW + 100
     state = after(cluster(1, 2), m.Tick(NOW + 0.1), m.Heartbeat(1, "a", now), m.Tick(now + 0.1))
     assert state.member(1).heartbeats.last_heartbeat <= now + 0.1
@@ -201,35 +201,35 @@ def test_an_excuse_does_not_reach_into_the_future() -> None:
     assert state.member(1).health == Health.DEAD
 
 
-def test_one_failed_call_after_an_absence_is_not_death() -> None:
+def test_one_failed_call_after_a_pause_makes_a_device_only_suspect() -> None:
     state = after(cluster(1), m.Tick(NOW + 0.1), m.CallReported(1, "connection reset", NOW + 100))
     assert state.member(1).health == Health.SUSPECT
 
 
-# ---- the coordinator hears nobody
+# ---- the coordinator hears no device
 
 
-def silent(state: State, start: float, end: float) -> State:
-    """No device is heard in between; the coordinator looks every tenth of a second."""
+def tick_without_heartbeats(state: State, start: float, end: float) -> State:
+    """No device sends a heartbeat; the coordinator ticks every tenth of a second."""
     for tenths in range(round(10 * start), round(10 * end) + 1):
         state = after(state, m.Tick(NOW + tenths / 10))
     return state
 
 
-def test_a_coordinator_that_hears_nobody_blames_itself() -> None:
-    """Its network was cut for 4.4 s, or all devices were stopped: nobody is dead, no communicator is broken."""
-    state = silent(after(cluster(1, 2, 3), m.Created((1, 2, 3))), 0.1, 4.4)
+def test_a_coordinator_that_hears_no_device_declares_none_dead() -> None:
+    """Its network was cut for 4.4 s, or all devices were stopped: no device is dead, no communicator is broken."""
+    state = tick_without_heartbeats(after(cluster(1, 2, 3), m.Created((1, 2, 3))), 0.1, 4.4)
     assert [one.health for one in state.members.values()] == [Health.ALIVE] * 3
     for failed in range(5):
         state = after(state, m.CallReported(2, "ping timeout", NOW + 4.4 + failed / 10))
-    assert state.member(2).health == Health.SUSPECT, "nor is one whose calls fail meanwhile"
-    state = silent(after(state, m.Heartbeat(1, "a", NOW + 5.0)), 5.0, 5.5)
+    assert state.member(2).health == Health.SUSPECT, "failed calls do not count meanwhile"
+    state = tick_without_heartbeats(after(state, m.Heartbeat(1, "a", NOW + 5.0)), 5.0, 5.5)
     assert all(one.usable for one in state.members.values())
     assert not state.communicator(1).broken_by
 
 
-def test_after_that_the_others_have_as_long_again_and_a_lease() -> None:
-    state = after(silent(cluster(1, 2), 0.1, 4.0), m.Heartbeat(1, "a", NOW + 4.0))
+def test_after_isolation_silent_devices_get_its_duration_plus_a_lease() -> None:
+    state = after(tick_without_heartbeats(cluster(1, 2), 0.1, 4.0), m.Heartbeat(1, "a", NOW + 4.0))
     for tenths in range(41, 96):
         state = after(state, m.Heartbeat(1, "a", NOW + tenths / 10), m.Tick(NOW + tenths / 10))
     assert state.member(2).usable
@@ -238,22 +238,22 @@ def test_after_that_the_others_have_as_long_again_and_a_lease() -> None:
     assert state.member(2).health == Health.DEAD
 
 
-def test_a_silence_of_all_that_does_not_end_is_death() -> None:
-    state = silent(cluster(1, 2), 0.1, CONFIG.isolation_s - 0.1)
+def test_devices_that_stay_silent_beyond_the_isolation_limit_are_dead() -> None:
+    state = tick_without_heartbeats(cluster(1, 2), 0.1, CONFIG.isolation_s - 0.1)
     assert all(one.usable for one in state.members.values())
-    state = silent(state, CONFIG.isolation_s, CONFIG.isolation_s + 0.5)
+    state = tick_without_heartbeats(state, CONFIG.isolation_s, CONFIG.isolation_s + 0.5)
     assert [one.health for one in state.members.values()] == [Health.DEAD] * 2
 
 
-def test_a_refused_connection_is_proof_whoever_is_heard() -> None:
-    state = after(silent(cluster(1, 2), 0.1, 2.0), dead(1))
+def test_a_refused_connection_proves_death_even_if_no_device_is_heard() -> None:
+    state = after(tick_without_heartbeats(cluster(1, 2), 0.1, 2.0), dead(1))
     assert (state.member(1).health, state.member(1).ended) == (Health.DEAD, True)
 
 
-# ---- suspicion
+# ---- suspects
 
 
-def test_a_closed_link_makes_a_suspect_who_is_asked() -> None:
+def test_a_closed_heartbeat_link_makes_a_suspect_that_is_probed() -> None:
     state, instructions = step(cluster(1), m.LinkClosed(1, "a"))
     assert (state.member(1).health, state.member(1).reason) == (Health.SUSPECT, "its heartbeat link closed")
     assert state.member(1).usable
@@ -261,23 +261,23 @@ def test_a_closed_link_makes_a_suspect_who_is_asked() -> None:
     assert instructions[-1] == m.Probe(1)
 
 
-def test_a_suspect_is_asked_again_without_a_fuss() -> None:
+def test_a_suspect_is_probed_again_without_another_announcement() -> None:
     state = after(cluster(1), m.LinkClosed(1, "a"))
     assert step(state, m.LinkClosed(1, "a")) == (state, (m.Probe(1),))
 
 
-def test_a_suspect_is_asked_with_every_tick_until_it_is_clear() -> None:
+def test_a_suspect_is_probed_at_every_tick_until_its_next_heartbeat() -> None:
     state = after(cluster(1, 2), m.LinkClosed(1, "a"))
     assert step(state, m.Tick(NOW + 0.1))[1] == (m.Probe(1),)
     assert step(after(state, m.Heartbeat(1, "a", NOW + 0.1)), m.Tick(NOW + 0.1))[1] == ()
 
 
-def test_who_answers_a_probe_lives_until_its_lease_ends() -> None:
+def test_a_suspect_that_answers_a_probe_stays_suspect() -> None:
     state = after(cluster(1), m.LinkClosed(1, "a"))
     assert step(state, m.Probed(1, "a", "")) == (state, ())
 
 
-def test_who_cannot_be_reached_is_dead_and_breaks_its_communicators() -> None:
+def test_an_unreachable_suspect_is_dead_and_breaks_its_communicators() -> None:
     before = after(cluster(1, 2, 3), m.Created((3, 1)), m.Created((2, 3)), m.LinkClosed(1, "a"))
     state, instructions = step(before, m.Probed(1, "a", "127.0.0.1:4001 refuses connections"))
     assert (state.member(1).health, state.member(1).reason) == (
@@ -297,10 +297,10 @@ def test_who_cannot_be_reached_is_dead_and_breaks_its_communicators() -> None:
     assert state.communicator(2) == before.communicator(2)
 
 
-def test_the_first_to_die_is_the_one_who_broke_it() -> None:
+def test_a_communicator_is_broken_by_the_first_device_that_dies() -> None:
     state, instructions = step(after(cluster(1, 2), m.Created((1, 2)), dead(2)), dead(1))
     assert state.communicator(1).broken_by == 2
-    assert [stop.lost_device for stop in stops(instructions)] == [1], "its streams must know"
+    assert [stop.lost_device for stop in stops(instructions)] == [1], "the streams of device 1 must end too"
 
 
 @pytest.mark.parametrize(
@@ -315,13 +315,13 @@ def test_the_first_to_die_is_the_one_who_broke_it() -> None:
         m.CallReported(9, "refused", NOW),
     ],
 )
-def test_news_of_a_former_self_or_a_stranger_is_no_news(message: m.MembershipEvent) -> None:
+def test_events_of_former_incarnations_and_unknown_devices_are_ignored(message: m.MembershipEvent) -> None:
     state = after(cluster(1), m.Created((1,)))
     assert step(state, message) == (state, ())
 
 
 @pytest.mark.parametrize("gone", [dead(1), m.Left(1, "a")])
-def test_nothing_more_is_asked_of_who_is_gone(gone: m.MembershipEvent) -> None:
+def test_events_of_lost_devices_are_ignored(gone: m.MembershipEvent) -> None:
     state = after(cluster(1), gone)
     for message in (
         m.LinkClosed(1, "a"),
@@ -336,20 +336,20 @@ def test_nothing_more_is_asked_of_who_is_gone(gone: m.MembershipEvent) -> None:
 # ---- calls
 
 
-def test_a_call_that_worked_is_remembered_and_changes_nothing_else() -> None:
+def test_a_successful_call_is_recorded_and_changes_nothing_else() -> None:
     state, instructions = step(after(cluster(1), m.LinkClosed(1, "a")), m.CallReported(1, "", NOW))
     assert state.member(1).heartbeats.calls == (True,)
     assert state.member(1).health == Health.SUSPECT, "only a heartbeat clears it"
     assert instructions == ()
 
 
-def test_a_call_that_failed_makes_a_suspect() -> None:
+def test_a_failed_call_makes_a_suspect() -> None:
     state, instructions = step(cluster(1), m.CallReported(1, "connection reset", NOW))
     assert (state.member(1).health, state.member(1).reason) == (Health.SUSPECT, "connection reset")
     assert instructions[-1] == m.Probe(1)
 
 
-def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
+def test_too_many_failed_calls_declare_a_device_dead_despite_heartbeats() -> None:
     state = cluster(1)
     for _ in range(2):
         state = after(state, m.CallReported(1, "reset", NOW), m.CallReported(1, "", NOW), m.Heartbeat(1, "a", NOW))
@@ -364,7 +364,7 @@ def test_too_many_failed_calls_are_death_despite_heartbeats() -> None:
 # ---- leaving
 
 
-def test_a_goodbye_is_not_a_death() -> None:
+def test_a_device_that_leaves_is_not_declared_dead() -> None:
     state, instructions = step(after(cluster(1, 2), m.Created((1, 2))), m.Left(1, "a"))
     assert (state.member(1).health, state.member(1).usable) == (Health.LEFT, False)
     assert recorded(instructions)[-1].entry == {
@@ -380,7 +380,7 @@ def test_a_goodbye_is_not_a_death() -> None:
 # ---- communicators
 
 
-def test_a_communicator_has_its_devices_in_the_order_given() -> None:
+def test_a_communicator_keeps_the_order_of_its_devices() -> None:
     state, instructions = step(cluster(1, 2, 3), m.Created((3, 1)))
     one = state.communicator(1)
     assert (one.members, one.generation, one.outcome) == ((3, 1), 1, OperationOutcome.IN_PROGRESS)
@@ -409,12 +409,12 @@ def test_a_suspect_may_be_in_a_new_communicator() -> None:
         ((1, 3), FailedPrecondition, r"device 3 \(pid 103, .* is dead: connection refused"),
     ],
 )
-def test_what_cannot_be_a_communicator(device_ids: tuple[int, ...], kind: type[Exception], why: str) -> None:
+def test_invalid_communicators_are_refused(device_ids: tuple[int, ...], kind: type[Exception], why: str) -> None:
     with pytest.raises(kind, match=why):
         step(after(cluster(1, 2, 3), dead(3)), m.Created(device_ids))
 
 
-def test_as_many_communicators_as_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_communicators_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hoop.membership.state_machine.MAX_COMMUNICATORS", 2)
     state = after(cluster(1), m.Created((1,)), m.Created((1,)))
     with pytest.raises(ResourceExhausted, match=r"2 communicators exist; destroy some \(CommDestroy\)"):
@@ -422,7 +422,7 @@ def test_as_many_communicators_as_there_may_be(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(after(state, m.Destroyed(1), m.Created((1,))).communicators) == [2, 3]
 
 
-def test_a_rebuilt_communicator_goes_on_without_the_dead() -> None:
+def test_a_rebuilt_communicator_leaves_out_dead_devices() -> None:
     before = after(cluster(1, 2, 3), m.Created((3, 1, 2)), dead(1))
     state, instructions = step(before, m.Rebuilt(1))
     one = state.communicator(1)
@@ -433,17 +433,17 @@ def test_a_rebuilt_communicator_goes_on_without_the_dead() -> None:
     assert stops(instructions) == [m.Stop(1, 1, "communicator 1 was rebuilt", (3, 1, 2))]
 
 
-def test_a_whole_communicator_may_be_rebuilt_too() -> None:
+def test_an_intact_communicator_may_be_rebuilt_too() -> None:
     state = after(cluster(1, 2), m.Created((1, 2)), m.Rebuilt(1), m.Rebuilt(1))
     assert (state.communicator(1).members, state.communicator(1).generation) == ((1, 2), 3)
 
 
-def test_nobody_is_left_to_rebuild_with() -> None:
+def test_a_communicator_without_live_devices_cannot_be_rebuilt() -> None:
     with pytest.raises(FailedPrecondition, match="communicator 1: none of its devices is alive"):
         step(after(cluster(1), m.Created((1,)), dead(1)), m.Rebuilt(1))
 
 
-def test_a_destroyed_communicator_is_stopped_and_forgotten_and_its_id_too() -> None:
+def test_a_destroyed_communicator_is_stopped_and_its_id_is_not_reused() -> None:
     before = after(cluster(1), m.Created((1,)))
     state, instructions = step(before, m.Destroyed(1))
     assert state.communicators == {}
@@ -452,7 +452,7 @@ def test_a_destroyed_communicator_is_stopped_and_forgotten_and_its_id_too() -> N
     assert sorted(after(state, m.Created((1,))).communicators) == [2]
 
 
-def test_a_finalized_communicator_stays_so_when_rebuilt() -> None:
+def test_a_finalized_communicator_stays_finalized_when_rebuilt() -> None:
     state, instructions = step(after(cluster(1), m.Created((1,))), m.Finalized(1))
     assert state.communicator(1).finalized
     assert instructions == (m.Record(communicator_entry(state.communicator(1))),)
@@ -461,26 +461,26 @@ def test_a_finalized_communicator_stays_so_when_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("message", [m.Rebuilt(5), m.Started(5), m.Finalized(5), m.Destroyed(5)])
-def test_an_unknown_communicator_is_named(message: m.MembershipEvent) -> None:
+def test_an_unknown_communicator_is_refused(message: m.MembershipEvent) -> None:
     with pytest.raises(NotFound, match="communicator 5 is unknown or destroyed; call CommInit"):
         step(cluster(1), message)
 
 
-# ---- work
+# ---- operations
 
 
-def test_work_starts_and_ends_well() -> None:
+def test_an_operation_starts_and_succeeds() -> None:
     state = after(cluster(1), m.Created((1,)), m.Started(1), m.Finished(1, 1))
     assert (state.communicator(1).outcome, state.communicator(1).generation) == (OperationOutcome.SUCCESS, 1)
     assert after(state, m.Started(1)).communicator(1).outcome == OperationOutcome.IN_PROGRESS
 
 
-def test_work_that_failed_gets_the_next_fresh_links() -> None:
+def test_a_failed_operation_starts_a_generation_with_new_links() -> None:
     before = after(cluster(1, 2), m.Created((1, 2)), m.Started(1))
     state, instructions = step(before, m.Finished(1, 1, "checksum"))
     one = state.communicator(1)
     assert (one.outcome, one.reason, one.generation) == (OperationOutcome.FAILED, "checksum", 2)
-    assert one.broken_by == 0, "everybody is alive: the next operation may start at once"
+    assert one.broken_by == 0, "all devices are alive: the next operation may start at once"
     assert recorded(instructions)[0].entry["generation"] == 2
     assert announced(instructions) == ["operation_failed"]
     assert stops(instructions) == [m.Stop(1, 1, "checksum", (1, 2))]
@@ -490,27 +490,27 @@ def test_work_that_failed_gets_the_next_fresh_links() -> None:
 @pytest.mark.parametrize(
     "finished", [m.Finished(1, 1), m.Finished(1, 1, "too late"), m.Finished(1, 3), m.Finished(9, 1, "whose?")]
 )
-def test_the_end_of_work_of_another_generation_is_ignored(finished: m.Finished) -> None:
+def test_the_end_of_an_operation_of_another_generation_is_ignored(finished: m.Finished) -> None:
     state = after(cluster(1), m.Created((1,)), m.Rebuilt(1), m.Started(1))
     assert step(state, finished) == (state, ())
 
 
 @pytest.mark.parametrize("failure", ["", "peer lost"])
-def test_no_end_of_work_mends_a_broken_communicator(failure: str) -> None:
+def test_the_end_of_an_operation_does_not_repair_a_broken_communicator(failure: str) -> None:
     state = after(cluster(1, 2), m.Created((1, 2)), m.Started(1), dead(1))
     assert step(state, m.Finished(1, 1, failure)) == (state, ())
 
 
-def test_a_broken_communicator_takes_no_work_and_says_why() -> None:
+def test_a_broken_communicator_refuses_operations_with_the_reason() -> None:
     state = after(cluster(1, 2), m.Created((1, 2)), dead(1))
     with pytest.raises(FailedPrecondition, match=r"communicator 1: device 1 .* is gone: .*; rebuild"):
         step(state, m.Started(1))
 
 
-# ---- who can be used
+# ---- usable devices
 
 
-def test_the_least_busy_are_used_first_and_the_gone_not_at_all() -> None:
+def test_usable_devices_are_sorted_by_load_without_lost_ones() -> None:
     state = after(
         cluster(1, 2, 3, 4, 5),
         m.Created((1, 2)),
@@ -519,5 +519,5 @@ def test_the_least_busy_are_used_first_and_the_gone_not_at_all() -> None:
         m.Left(4, "a"),
         dead(5),
     )
-    assert state.usable() == [2, 1, 3], "3 is in doubt"
+    assert state.usable() == [2, 1, 3], "device 3 is suspect"
     assert after(state, m.Heartbeat(3, "a", NOW)).usable() == [2, 3, 1]

@@ -1,4 +1,4 @@
-"""A place for an arena, an arena there, and other processes of this host to share it with."""
+"""Fixtures: a path for an arena, an arena there, and processes that share it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def arena(path: Path) -> Iterator[Arena]:
-    with Arena.create(path, 64 * 1024) as made:
-        yield made
+    with Arena.create(path, 64 * 1024) as created:
+        yield created
 
 
 @pytest.fixture
 def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Start a program in a process of its own, which does not outlive the test."""
-    with ExitStack() as ended:
+    """Start Python programs in processes that do not outlive the test."""
+    with ExitStack() as stack:
 
         def start(program: str, *arguments: object) -> subprocess.Popen[str]:
             child = subprocess.Popen(
@@ -39,8 +39,8 @@ def python() -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            ended.enter_context(child)
-            ended.callback(child.kill)
+            stack.enter_context(child)
+            stack.callback(child.kill)
             return child
 
         yield start

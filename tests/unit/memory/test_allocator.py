@@ -1,4 +1,4 @@
-"""The allocator's rules one by one, and its promises under any history."""
+"""The allocator: each of its rules, and its invariants under any sequence of calls."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_alignment_moves_the_offset_and_its_gap_stays_usable() -> None:
     assert allocator.allocate("filler", 8, alignment=1).offset == 1015
 
 
-def test_raw_addresses_from_the_bottom_and_names_meet_only_when_the_memory_is_full() -> None:
-    allocator, raw = Allocator(1024), 256  # bytes that somebody uses without a name
+def test_named_buffers_reach_raw_addresses_at_the_bottom_only_when_the_memory_is_full() -> None:
+    allocator, raw = Allocator(1024), 256  # bytes at the bottom, used without a name
     lowest = [allocator.allocate(f"b{number}", 64).offset for number in range(12)][-1]
     assert lowest == raw
     allocator.free("b0")
-    assert allocator.allocate("again", 64).offset == 960  # a hole at the top before a piece at the bottom
+    assert allocator.allocate("again", 64).offset == 960  # a gap at the top comes before free bytes at the bottom
     assert allocator.allocate("one too many", 64).offset == raw - 64
 
 
@@ -48,7 +48,7 @@ def test_alignment_must_be_a_power_of_two(alignment: int) -> None:
         Allocator(64).allocate("a", 1, alignment)
 
 
-def test_exactly_full_and_then_one_byte_more() -> None:
+def test_a_full_allocator_refuses_one_more_byte() -> None:
     allocator = Allocator(100)
     allocator.allocate("all", 100)
     assert (allocator.free_bytes, allocator.largest_free) == (0, 0)
@@ -57,7 +57,7 @@ def test_exactly_full_and_then_one_byte_more() -> None:
     assert "more" not in allocator
 
 
-def test_zero_bytes_fit_always_and_take_nothing() -> None:
+def test_zero_bytes_always_fit_and_take_no_memory() -> None:
     allocator = Allocator(10)
     allocator.allocate("all", 10)
     assert allocator.allocate("none", 0) == Span("none", 0, 0)
@@ -71,18 +71,18 @@ def test_zero_bytes_fit_always_and_take_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a\nb", "a\x00", "\x7f", "\ud800"])
-def test_names_that_cannot_be(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidArgument, match="1 to 128 printable characters") as caught:
         Allocator(64).allocate(name, 1)
     assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["a", "x" * 128, "layer 0/weight", "größe"])
-def test_names_that_can(name: str) -> None:
+def test_valid_names_are_accepted(name: str) -> None:
     assert Allocator(64).allocate(name, 1).name == name
 
 
-def test_a_taken_name_says_how_large_it_is() -> None:
+def test_the_error_for_an_existing_name_states_its_size() -> None:
     allocator = Allocator(4096, owner="device 3")
     allocator.allocate("w", 2048)
     with pytest.raises(FailedPrecondition, match=r"device 3: buffer 'w' already exists, 2 KiB \(2048 bytes\)"):
@@ -90,7 +90,7 @@ def test_a_taken_name_says_how_large_it_is() -> None:
     assert allocator.used == 2048
 
 
-def test_an_unknown_name_lists_some_that_exist() -> None:
+def test_the_error_for_an_unknown_name_lists_existing_names() -> None:
     allocator = Allocator(4096, owner="device 3")
     with pytest.raises(NotFound, match="device 3: no buffer is called 'w'; it has no buffers"):
         allocator.find("w")
@@ -100,7 +100,7 @@ def test_an_unknown_name_lists_some_that_exist() -> None:
         allocator.free("w")
 
 
-def test_out_of_memory_says_what_was_asked_what_is_free_and_who_holds_the_rest() -> None:
+def test_out_of_memory_states_the_request_the_free_bytes_and_the_largest_buffers() -> None:
     allocator = Allocator(64 * 1024, owner="device 3")
     for number, kib in enumerate([8, 4, 16, 2, 1, 1]):
         allocator.allocate(f"b{number}", kib * 1024)
@@ -137,7 +137,7 @@ def test_negative_sizes_are_refused() -> None:
         ([Span("a\n", 0, 1)], "printable"),
     ],
 )
-def test_restore_refuses_what_could_not_have_been(spans: list[Span], why: str) -> None:
+def test_restore_refuses_invalid_spans(spans: list[Span], why: str) -> None:
     with pytest.raises(InvalidArgument, match=why):
         Allocator.restore(100, spans)
 
@@ -155,7 +155,7 @@ def test_no_history_makes_spans_overlap_or_loses_a_byte(history: list[tuple[bool
     for allocate, number, size, alignment in history:
         name = f"b{number}"
         if allocate and name not in expected:
-            gaps = free_pieces(list(expected.values()))
+            gaps = free_ranges(list(expected.values()))
             fits = [(end - size) // alignment * alignment for _, end in gaps]
             fits = [offset for offset, (start, _) in zip(fits, gaps, strict=True) if offset >= start]
             try:
@@ -163,7 +163,7 @@ def test_no_history_makes_spans_overlap_or_loses_a_byte(history: list[tuple[bool
             except OutOfMemory:
                 assert not fits
                 continue
-            # Nothing at all fits anywhere, on the edge of another span too.
+            # Zero bytes fit anywhere, also at the edge of another span.
             assert span == Span(name, max(fits) if size else span.offset, size)
             assert span.offset % alignment == 0
             expected[name] = span
@@ -175,21 +175,21 @@ def test_no_history_makes_spans_overlap_or_loses_a_byte(history: list[tuple[bool
         assert all(one.end <= two.offset for one, two in pairwise(sized))
         assert all(0 <= span.offset <= span.end <= 1000 for span in spans)
         assert allocator.used == sum(span.size for span in spans) == 1000 - allocator.free_bytes
-        assert allocator.largest_free == max(end - start for start, end in free_pieces(spans))
-    again = Allocator.restore(1000, reversed(allocator.spans()))
-    assert again.spans() == allocator.spans()
-    assert (again.used, again.largest_free) == (allocator.used, allocator.largest_free)
+        assert allocator.largest_free == max(end - start for start, end in free_ranges(spans))
+    restored = Allocator.restore(1000, reversed(allocator.spans()))
+    assert restored.spans() == allocator.spans()
+    assert (restored.used, restored.largest_free) == (allocator.used, allocator.largest_free)
     for name in list(expected):
-        again.free(name)
-    assert again.allocate("everything", 1000, 1) == Span("everything", 0, 1000)
+        restored.free(name)
+    assert restored.allocate("everything", 1000, 1) == Span("everything", 0, 1000)
 
 
-def free_pieces(spans: list[Span]) -> list[tuple[int, int]]:
-    """The free ranges, found the slow way: byte by byte."""
+def free_ranges(spans: list[Span]) -> list[tuple[int, int]]:
+    """Return the free ranges, found byte by byte."""
     taken = {byte for span in spans for byte in range(span.offset, span.end)}
-    pieces, start = [], 0
+    ranges, start = [], 0
     for byte in range(1001):
         if byte == 1000 or byte in taken:
-            pieces.append((start, byte))
+            ranges.append((start, byte))
             start = byte + 1
-    return pieces
+    return ranges

@@ -1,4 +1,4 @@
-"""Addresses, buffers and the end of an arena, as its device sees them."""
+"""An arena as its owner uses it: addresses, buffers, threads and closing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hoop.memory.storage import Geometry
 CAPACITY = 64 * 1024
 
 
-def test_the_edges(arena: Arena) -> None:
+def test_addresses_are_checked_at_both_ends(arena: Arena) -> None:
     low, high = arena.min_address, arena.max_address
     assert arena.check(low, 0) == arena.check(low, CAPACITY) == Geometry(CAPACITY).data_offset
     assert arena.check(high, 0) - arena.check(low, 0) == CAPACITY
@@ -37,13 +37,13 @@ def test_the_edges(arena: Arena) -> None:
     ]:
         with pytest.raises(OutOfRange) as caught:
             arena.check(address, size)
-        said = str(caught.value)
-        assert f"address {address:#x} with size {size} " in said
-        assert f"[{low:#x}, {high:#x})" in said
-        assert str(arena.path) in said
+        message = str(caught.value)
+        assert f"address {address:#x} with size {size} " in message
+        assert f"[{low:#x}, {high:#x})" in message
+        assert str(arena.path) in message
 
 
-def test_sums_beyond_64_bits_are_out_of_range_and_do_not_wrap(arena: Arena) -> None:
+def test_sums_beyond_64_bits_are_out_of_range_and_do_not_wrap_around(arena: Arena) -> None:
     for address, size in [(2**64 - 1, 2**64 - 1), (2**64 - 1, 0x1001), (0x1000, 2**64 - 1)]:
         with pytest.raises(OutOfRange):
             arena.check(address, size)
@@ -52,21 +52,21 @@ def test_sums_beyond_64_bits_are_out_of_range_and_do_not_wrap(arena: Arena) -> N
 
 
 @pytest.mark.parametrize("address", [-1, 2**64])
-def test_what_64_bits_cannot_hold(arena: Arena, address: int) -> None:
+def test_addresses_and_sizes_beyond_64_bits_are_refused(arena: Arena, address: int) -> None:
     with pytest.raises(InvalidArgument, match=f"address {address:#x} is not a number from 0"):
         arena.view(address, 1)
     with pytest.raises(InvalidArgument, match=f"size {address:#x} is not"):
         arena.read(0x1000, address)
 
 
-def test_bytes_come_back(arena: Arena) -> None:
+def test_written_bytes_are_read_back(arena: Arena) -> None:
     arena.write(0x1001, b"hello")
     arena.write(arena.max_address - 3, bytearray(b"end"))
     assert arena.read(0x1000, 7) == b"\0hello\0"
     assert arena.read(arena.max_address - 3, 3) == b"end"
     arena.view(0x1001, 1)[:] = b"j"
     assert bytes(arena.view(0x1001, 5)) == b"jello"
-    arena.write(0x1002, arena.view(0x1001, 5))  # onto itself
+    arena.write(0x1002, arena.view(0x1001, 5))  # overlaps its source
     assert arena.read(0x1001, 6) == b"jjello"
     arena.write(arena.max_address, b"")
     assert arena.read(arena.max_address, 0) == b""
@@ -84,7 +84,7 @@ def test_any_array_can_be_written(arena: Arena) -> None:
         arena.write(0x1000, memoryview(b"abcdef")[::2])
 
 
-def test_an_array_is_the_memory(arena: Arena) -> None:
+def test_an_array_shares_the_memory_of_the_arena(arena: Arena) -> None:
     values = arena.array(0x1010, dtype("float32"), 4)
     values[:] = [1, 2, 3, 4]
     assert values.flags.aligned
@@ -99,7 +99,7 @@ def test_an_array_is_the_memory(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("float16", 2), ("float32", 4), ("float64", 8)])
-def test_elements_lie_on_their_size(arena: Arena, name: str, size: int) -> None:
+def test_elements_must_be_aligned_to_their_size(arena: Arena, name: str, size: int) -> None:
     address = 0x1000 + size // 2
     with pytest.raises(InvalidArgument, match=f"{address:#x} is not aligned for elements of {size} bytes"):
         arena.array(address, dtype(name), 1)
@@ -122,7 +122,7 @@ def test_allocate_find_and_free(arena: Arena) -> None:
         arena.free("weights")
 
 
-def test_raw_bytes_from_the_bottom_keep_clear_of_named_buffers_until_it_is_full(arena: Arena) -> None:
+def test_named_buffers_reach_raw_bytes_at_the_bottom_only_when_the_arena_is_full(arena: Arena) -> None:
     raw = b"raw!" * (CAPACITY // 2 // 4)
     arena.write(arena.min_address, raw)
     buffers = [arena.allocate(f"b{number}", CAPACITY // 8) for number in range(4)]
@@ -170,21 +170,21 @@ def test_resolve_stays_inside_the_buffer(arena: Arena) -> None:
         arena.resolve("x", 0, 1)
 
 
-def test_a_full_table_refuses_and_forgets(path: Path) -> None:
+def test_a_full_table_refuses_a_buffer_and_stays_valid(path: Path) -> None:
     with Arena.create(path, CAPACITY, table_size=4096) as arena:
-        made = 28  # rows of 128 + 2 quotes, 2 brackets, 3 commas, an offset and a size: 141 bytes each
-        for number in range(made):
+        count = 28  # rows of 128 + 2 quotes, 2 brackets, 3 commas, an offset and a size: 141 bytes each
+        for number in range(count):
             arena.allocate(f"{number:0128}", 8)
         with pytest.raises(ResourceExhausted, match=r"needs \d+ bytes and has 4076; use fewer") as caught:
-            arena.allocate(f"{made:0128}", 8)
+            arena.allocate(f"{count:0128}", 8)
         assert not isinstance(caught.value, OutOfMemory)
-        assert len(arena.buffers()) == made
-        assert arena.used == made * 8
+        assert len(arena.buffers()) == count
+        assert arena.used == count * 8
         arena.free(f"{0:0128}")
         arena.allocate("short", 8)
-    with Arena.open(path) as again:
-        assert again.capacity == CAPACITY
-        assert len(again.buffers()) == made
+    with Arena.open(path) as reopened:
+        assert reopened.capacity == CAPACITY
+        assert len(reopened.buffers()) == count
 
 
 def test_threads_share_one_table(arena: Arena, path: Path) -> None:
@@ -210,8 +210,8 @@ def test_threads_share_one_table(arena: Arena, path: Path) -> None:
     found = arena.buffers()
     assert len({buffer.address for buffer in found}) == len(found) == 4 * 13
     arena.close()
-    with Arena.open(path) as again:
-        assert again.buffers() == found
+    with Arena.open(path) as reopened:
+        assert reopened.buffers() == found
 
 
 def test_views_outlive_the_arena(arena: Arena, path: Path) -> None:
@@ -221,11 +221,11 @@ def test_views_outlive_the_arena(arena: Arena, path: Path) -> None:
     arena.close()
     values[:] = 7
     assert np.frombuffer(view, np.float32).tolist() == [7] * 4
-    with Arena.open(path) as again:  # the lock is free although the views live
-        assert again.array(0x1000, dtype("float32"), 1)[0] == 7
+    with Arena.open(path) as reopened:  # the lock is released although views exist
+        assert reopened.array(0x1000, dtype("float32"), 1)[0] == 7
 
 
-def test_nothing_works_after_close(arena: Arena) -> None:
+def test_every_operation_after_close_is_refused(arena: Arena) -> None:
     arena.allocate("w", 8)
     arena.close()
     for use in (
@@ -247,16 +247,16 @@ def test_nothing_works_after_close(arena: Arena) -> None:
             use()
 
 
-def test_delete_removes_the_file_and_only_this_one(arena: Arena, path: Path) -> None:
+def test_delete_removes_only_the_file_of_the_arena(arena: Arena, path: Path) -> None:
     arena.close(delete=True)
     assert not path.exists()
     path.write_bytes(b"somebody else's")
     arena.close(delete=True)
     assert path.exists()
     path.unlink()
-    with Arena.create(path, CAPACITY) as gone:
+    with Arena.create(path, CAPACITY) as deleted:
         path.unlink()
-        gone.close(delete=True)
+        deleted.close(delete=True)
     with Arena.create(path, CAPACITY) as replaced:
         path.unlink()
         path.write_bytes(b"somebody else's")
@@ -264,15 +264,15 @@ def test_delete_removes_the_file_and_only_this_one(arena: Arena, path: Path) -> 
     assert path.read_bytes() == b"somebody else's"
 
 
-def test_a_file_deleted_between_open_and_lock_is_not_taken(
+def test_a_file_deleted_between_open_and_lock_is_refused(
     arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = storage.BackingFile._lock
 
-    def late(self: storage.BackingFile) -> None:
+    def delete_and_lock(self: storage.BackingFile) -> None:
         arena.close(delete=True)
         lock(self)
 
-    monkeypatch.setattr(storage.BackingFile, "_lock", late)
+    monkeypatch.setattr(storage.BackingFile, "_lock", delete_and_lock)
     with pytest.raises(FailedPrecondition, match="deleted while it was being opened; try again"):
         Arena.open(path)

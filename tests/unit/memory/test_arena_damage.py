@@ -1,4 +1,4 @@
-"""An arena file that something happened to is used as far as it can be believed, and no further."""
+"""A damaged arena file: an intact table is used, anything else is refused."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CAPACITY = 64 * 1024
 
 
 def edit(path: Path, change: Callable[[bytearray], None]) -> None:
-    """Change a closed arena's file behind its back."""
+    """Change the file of a closed arena."""
     content = bytearray(path.read_bytes())
     change(content)
     path.write_bytes(content)
 
 
 def flip(offset: int) -> Callable[[bytearray], None]:
-    """A change that inverts one byte."""
+    """Return a change that inverts one byte."""
 
     def change(content: bytearray) -> None:
         content[offset] ^= 0xFF
@@ -34,13 +34,13 @@ def flip(offset: int) -> Callable[[bytearray], None]:
 
 
 def slot(index: int) -> int:
-    """Where a table slot begins in a file."""
+    """Return the file offset of a table slot."""
     return PAGE + index * Geometry(CAPACITY).table_size
 
 
 @pytest.fixture
 def tables(path: Path) -> tuple[int, int]:
-    """A closed arena's two slots: the older table has buffer a, the newer has a and b."""
+    """Return the offsets of both slots of a closed arena: the older table has buffer a, the newer a and b."""
     with Arena.create(path, CAPACITY) as arena:
         arena.allocate("a", 8)
         arena.allocate("b", 8)
@@ -51,7 +51,7 @@ def tables(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("byte", [0, 8, 15, 16, 19, 20, 25])
-def test_a_bad_newer_table_means_the_older_one(path: Path, tables: tuple[int, int], byte: int) -> None:
+def test_the_older_table_is_used_if_the_newer_one_is_damaged(path: Path, tables: tuple[int, int], byte: int) -> None:
     edit(path, flip(tables[1] + byte))
     with Arena.open(path) as arena:
         assert [buffer.name for buffer in arena.buffers()] == ["a"]
@@ -60,13 +60,13 @@ def test_a_bad_newer_table_means_the_older_one(path: Path, tables: tuple[int, in
         assert [buffer.name for buffer in arena.buffers()] == ["c", "a"]
 
 
-def test_a_bad_older_table_changes_nothing(path: Path, tables: tuple[int, int]) -> None:
+def test_a_damaged_older_table_changes_nothing(path: Path, tables: tuple[int, int]) -> None:
     edit(path, flip(tables[0] + 20))
     with Arena.open(path) as arena:
         assert [buffer.name for buffer in arena.buffers()] == ["b", "a"]
 
 
-def test_an_update_cut_at_any_byte_is_the_table_before_or_after(path: Path) -> None:
+def test_an_update_torn_at_any_byte_leaves_the_table_before_or_after_it(path: Path) -> None:
     with Arena.create(path, CAPACITY) as arena:
         arena.allocate("a", 8)
         before = path.read_bytes()
@@ -81,17 +81,17 @@ def test_an_update_cut_at_any_byte_is_the_table_before_or_after(path: Path) -> N
     assert seen == ["a"] * (len(seen) - 1) + ["ba"]
 
 
-def test_two_bad_tables_are_refused(path: Path, tables: tuple[int, int]) -> None:
+def test_two_damaged_tables_are_refused(path: Path, tables: tuple[int, int]) -> None:
     edit(path, flip(tables[0] + 20))
     edit(path, flip(tables[1] + 15))
     for enter in (Arena.open, Arena.attach, lambda path: Arena.open_or_create(path, CAPACITY)):
         with pytest.raises(FailedPrecondition) as caught:
             enter(path)
-        said = str(caught.value)
-        assert f"arena {path}: arena header is damaged: table slot 0 " in said
-        assert "does not match its checksum" in said
-        assert "says " in said
-        assert "restore the file from a copy, or delete it" in said
+        message = str(caught.value)
+        assert f"arena {path}: arena header is damaged: table slot 0 " in message
+        assert "does not match its checksum" in message
+        assert "says " in message
+        assert "restore the file from a copy, or delete it" in message
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,9 @@ def test_two_bad_tables_are_refused(path: Path, tables: tuple[int, int]) -> None
         "[[",
     ],
 )
-def test_a_checksum_does_not_make_nonsense_a_table(path: Path, payload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_table_content_is_ignored_despite_a_valid_checksum(
+    path: Path, payload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Arena.create(path, CAPACITY) as arena:
         arena.allocate("a", 8)
         arena.allocate("b", 8)
@@ -123,7 +125,7 @@ def test_a_checksum_does_not_make_nonsense_a_table(path: Path, payload: str, mon
         assert [buffer.name for buffer in arena.buffers()] == ["b", "a"]
 
 
-def test_every_byte_of_the_superblock_counts(path: Path, tables: tuple[int, int]) -> None:
+def test_damage_to_any_byte_of_the_superblock_is_refused(path: Path, tables: tuple[int, int]) -> None:
     for byte in range(len(Geometry(CAPACITY).pack())):
         edit(path, flip(byte))
         with pytest.raises(FailedPrecondition, match="arena header is damaged: the superblock"):
@@ -132,13 +134,13 @@ def test_every_byte_of_the_superblock_counts(path: Path, tables: tuple[int, int]
     Arena.open(path).close()
 
 
-def test_another_version_is_named(path: Path, tables: tuple[int, int]) -> None:
+def test_another_format_version_is_refused(path: Path, tables: tuple[int, int]) -> None:
     edit(path, flip(8))
     with pytest.raises(FailedPrecondition, match="format version 254, this Hoop reads 1"):
         Arena.open(path)
 
 
-def test_an_impossible_superblock_is_refused_despite_its_checksum(path: Path, tables: tuple[int, int]) -> None:
+def test_an_invalid_superblock_is_refused_despite_its_checksum(path: Path, tables: tuple[int, int]) -> None:
     def impossible(content: bytearray) -> None:
         superblock = Geometry(CAPACITY, min_address=0x1001).pack()
         content[: len(superblock)] = superblock
@@ -149,7 +151,7 @@ def test_an_impossible_superblock_is_refused_despite_its_checksum(path: Path, ta
 
 
 @pytest.mark.parametrize("left", [1, 44, PAGE - 1, PAGE, slot(1) + 5, Geometry(CAPACITY).file_size - 1])
-def test_a_shorter_file_is_refused(path: Path, tables: tuple[int, int], left: int) -> None:
+def test_a_truncated_file_is_refused(path: Path, tables: tuple[int, int], left: int) -> None:
     os.truncate(path, left)
     for enter in (Arena.open, Arena.attach, lambda path: Arena.open_or_create(path, CAPACITY)):
         with pytest.raises(FailedPrecondition, match=f"damaged: the .*{left}"):
@@ -157,7 +159,7 @@ def test_a_shorter_file_is_refused(path: Path, tables: tuple[int, int], left: in
     assert path.stat().st_size == left
 
 
-def test_a_header_whose_write_failed_is_not_believed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_whose_write_failed_is_not_used(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: BufferTable, start: int, size: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

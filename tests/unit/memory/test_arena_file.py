@@ -1,4 +1,4 @@
-"""Making an arena: the file is ours, private, and all of it is really there."""
+"""Creation of an arena: its file is new, private and fully reserved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAPACITY = 64 * 1024
 Python = Callable[..., subprocess.Popen[str]]
 
 
-def test_a_new_arena_is_empty_private_and_really_there(arena: Arena, path: Path) -> None:
+def test_a_new_arena_is_empty_private_and_fully_reserved(arena: Arena, path: Path) -> None:
     assert (arena.path, arena.capacity, arena.used, arena.buffers()) == (path, CAPACITY, 0, [])
     assert (arena.min_address, arena.max_address) == (0x1000, 0x1000 + CAPACITY)
     assert arena.read(arena.min_address, CAPACITY) == bytes(CAPACITY)
@@ -30,7 +30,7 @@ def test_a_new_arena_is_empty_private_and_really_there(arena: Arena, path: Path)
     assert found.st_blocks * 512 >= found.st_size or not hasattr(os, "posix_fallocate")
 
 
-def test_a_file_that_exists_is_not_overwritten(path: Path) -> None:
+def test_an_existing_file_is_not_overwritten(path: Path) -> None:
     path.write_bytes(b"dear diary")
     with pytest.raises(FailedPrecondition, match=r"device.arena: the file already exists"):
         Arena.create(path, CAPACITY)
@@ -51,7 +51,7 @@ def test_a_file_that_exists_is_not_overwritten(path: Path) -> None:
         (64, 2**63, "63 bits"),
     ],
 )
-def test_impossible_sizes(path: Path, capacity: int, min_address: int, why: str) -> None:
+def test_invalid_sizes_and_addresses_are_refused(path: Path, capacity: int, min_address: int, why: str) -> None:
     for make in (Arena.create, Arena.open_or_create):
         with pytest.raises(InvalidArgument, match=why):
             make(path, capacity, min_address)
@@ -60,7 +60,7 @@ def test_impossible_sizes(path: Path, capacity: int, min_address: int, why: str)
     assert not path.exists()
 
 
-def test_an_address_range_at_the_very_top(path: Path) -> None:
+def test_an_address_range_may_end_at_63_bits(path: Path) -> None:
     with Arena.create(path, 4095, min_address=2**63 - 4096) as arena:
         arena.write(arena.max_address - 1, b"!")
         assert arena.max_address == 2**63 - 1
@@ -68,17 +68,17 @@ def test_an_address_range_at_the_very_top(path: Path) -> None:
 
 
 @pytest.mark.parametrize("capacity", [2**55, 2**63 - 1 - 0x1000])
-def test_a_disk_without_the_room_is_out_of_memory_now(path: Path, capacity: int) -> None:
+def test_create_fails_at_once_if_the_disk_has_too_little_space(path: Path, capacity: int) -> None:
     with pytest.raises(OutOfMemory, match=r"cannot reserve .* \(\d+ bytes\).* free; use a smaller"):
         Arena.create(path, capacity)
     assert not path.exists()
 
 
-def test_where_space_cannot_be_reserved_it_is_at_least_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_where_it_cannot_be_reserved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.setattr(storage, "free_space", lambda directory: CAPACITY)
     with pytest.raises(OutOfMemory, match=r"No space left on device; .* has 64 KiB free"):
-        Arena.create(path, CAPACITY)  # which fits, but not with its header
+        Arena.create(path, CAPACITY)  # fits without its header only
     assert not path.exists()
 
 
@@ -87,7 +87,7 @@ def test_where_space_cannot_be_reserved_it_is_at_least_counted(path: Path, monke
     ("number", "kind"),
     [(errno.ENOSPC, OutOfMemory), (errno.EDQUOT, OutOfMemory), (errno.EIO, FailedPrecondition)],
 )
-def test_reserving_that_fails_halfway_leaves_no_file(
+def test_a_reservation_that_fails_halfway_leaves_no_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
 ) -> None:
     def fail(fd: int, offset: int, size: int) -> None:
@@ -101,7 +101,7 @@ def test_reserving_that_fails_halfway_leaves_no_file(
         assert not path.exists()
 
 
-def test_a_real_limit_on_the_file_size_leaves_no_file(path: Path, python: Python) -> None:
+def test_a_limit_on_the_file_size_leaves_no_file(path: Path, python: Python) -> None:
     program = (
         "import resource, sys\n"
         "from hoop.errors import OutOfMemory\n"
@@ -111,8 +111,8 @@ def test_a_real_limit_on_the_file_size_leaves_no_file(path: Path, python: Python
         "except OutOfMemory as error:\n    print(error)\n"
     )
     child = python(program, path)
-    said, _ = child.communicate(timeout=60)
-    assert "cannot reserve 2.6 MiB" in said
+    output, _ = child.communicate(timeout=60)
+    assert "cannot reserve 2.6 MiB" in output
     assert not path.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_failure_after_reserving_leaves_no_file(path: Path, monkeypatch: pytes
     assert not path.exists()
 
 
-def test_places_that_cannot_hold_an_arena(tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no such file or directory"):
         Arena.create(tmp_path / "missing" / "a", CAPACITY)
     for enter in (Arena.open, Arena.attach):
@@ -154,7 +154,7 @@ def test_places_that_cannot_hold_an_arena(tmp_path: Path) -> None:
         Arena.open(tmp_path / "a\0b")
 
 
-def test_links_and_files_that_others_can_change_are_not_trusted(arena: Arena, path: Path) -> None:
+def test_symbolic_links_and_files_writable_by_others_are_refused(arena: Arena, path: Path) -> None:
     link = path.with_name("link")
     link.symlink_to(path)
     arena.close()

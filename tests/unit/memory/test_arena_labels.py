@@ -1,4 +1,4 @@
-"""Small facts that an arena keeps beside its buffers."""
+"""Labels: short key-value pairs that an arena stores beside its buffers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hoop.memory import Arena
 Python = Callable[..., subprocess.Popen[str]]
 
 
-def test_a_label_is_kept_replaced_and_empty_where_there_is_none(arena: Arena) -> None:
+def test_labels_are_set_and_replaced_and_default_to_empty(arena: Arena) -> None:
     assert arena.label("device_id") == ""
     arena.set_label("device_id", "3")
     arena.set_label("größe", "§ 7")
@@ -31,11 +31,11 @@ def test_labels_survive_close_and_open(arena: Arena, path: Path, enter: Callable
     arena.set_label("device_id", "3")
     arena.set_label("job", "a")
     arena.close()
-    with enter(path) as again:
-        assert (again.label("device_id"), again.label("job")) == ("3", "a")
+    with enter(path) as reopened:
+        assert (reopened.label("device_id"), reopened.label("job")) == ("3", "a")
 
 
-def test_labels_and_buffers_do_not_touch_each_other(arena: Arena, path: Path) -> None:
+def test_labels_and_buffers_do_not_affect_each_other(arena: Arena, path: Path) -> None:
     arena.set_label("device_id", "3")
     arena.allocate("gone", 64)
     kept = arena.allocate("kept", 64)
@@ -46,10 +46,10 @@ def test_labels_and_buffers_do_not_touch_each_other(arena: Arena, path: Path) ->
     assert arena.buffers() == [kept]
     assert arena.used == 64
     arena.close()
-    with Arena.open(path) as again:
-        assert again.label("device_id") == "4"
-        assert again.buffers() == [kept]
-        assert again.read(kept.address, 5) == b"bytes"
+    with Arena.open(path) as reopened:
+        assert reopened.label("device_id") == "4"
+        assert reopened.buffers() == [kept]
+        assert reopened.read(kept.address, 5) == b"bytes"
 
 
 def test_labels_survive_a_kill(path: Path, python: Python) -> None:
@@ -72,7 +72,7 @@ def test_labels_survive_a_kill(path: Path, python: Python) -> None:
         assert [buffer.name for buffer in arena.buffers()] == ["w"]
 
 
-def test_the_attached_read_labels_and_cannot_set_one(arena: Arena, path: Path, python: Python) -> None:
+def test_an_attached_process_reads_labels_and_cannot_set_them(arena: Arena, path: Path, python: Python) -> None:
     arena.set_label("device_id", "3")
     with Arena.attach(path) as other:
         arena.set_label("device_id", "4")
@@ -88,9 +88,9 @@ def test_the_attached_read_labels_and_cannot_set_one(arena: Arena, path: Path, p
         "    try:\n        arena.set_label('device_id', '5')\n"
         "    except FailedPrecondition as error:\n        print(arena.label('device_id'), error)\n"
     )
-    said, _ = python(program, path).communicate(timeout=60)
-    assert said.startswith("4 arena ")
-    assert "ask its owner" in said
+    output, _ = python(program, path).communicate(timeout=60)
+    assert output.startswith("4 arena ")
+    assert "ask its owner" in output
     assert arena.label("device_id") == "4"
 
 
@@ -98,7 +98,7 @@ TEXTS = {"too long": "x" * 129, "not encodable": "\ud800", "two lines": "a\nb", 
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_what_is_no_label_is_refused_and_harms_nothing(arena: Arena, path: Path, text: str) -> None:
+def test_invalid_labels_are_refused_and_change_nothing(arena: Arena, path: Path, text: str) -> None:
     arena.set_label("device_id", "3")
     for key, value in (("device_id", text), (text, "3")):
         with pytest.raises(InvalidArgument, match=r"label .*128 printable characters"):
@@ -107,12 +107,12 @@ def test_what_is_no_label_is_refused_and_harms_nothing(arena: Arena, path: Path,
     assert arena.label(text) == ""
     arena.allocate("w", 64)
     arena.close()
-    with Arena.open(path) as again:
-        assert again.label("device_id") == "3"
-        assert [buffer.name for buffer in again.buffers()] == ["w"]
+    with Arena.open(path) as reopened:
+        assert reopened.label("device_id") == "3"
+        assert [buffer.name for buffer in reopened.buffers()] == ["w"]
 
 
-def test_a_label_that_does_not_fit_is_refused_and_forgotten(path: Path) -> None:
+def test_a_label_that_does_not_fit_is_refused_and_not_stored(path: Path) -> None:
     with Arena.create(path, 64 * 1024, table_size=4096) as arena:
         arena.set_label("device_id", "3")
         for number in range(15):  # 261 bytes each: 106 of the table are left
@@ -125,7 +125,7 @@ def test_a_label_that_does_not_fit_is_refused_and_forgotten(path: Path) -> None:
             arena.set_label("device_id", "x" * 128)
         assert arena.label("device_id") == "3"
         arena.allocate("w", 64)
-    with Arena.open(path) as again:
-        assert again.label("device_id") == "3"
-        assert again.label("y" * 128) == ""
-        assert [buffer.name for buffer in again.buffers()] == ["w"]
+    with Arena.open(path) as reopened:
+        assert reopened.label("device_id") == "3"
+        assert reopened.label("y" * 128) == ""
+        assert [buffer.name for buffer in reopened.buffers()] == ["w"]

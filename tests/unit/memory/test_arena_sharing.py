@@ -1,4 +1,4 @@
-"""An arena as its neighbours see it, and its successor after a kill -9."""
+"""An arena that several processes share, and an arena whose owner is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 64 * 1024
 Python = Callable[..., subprocess.Popen[str]]
 
 
-def test_one_owner_at_a_time(arena: Arena, path: Path, python: Python) -> None:
+def test_an_arena_has_one_owner_at_a_time(arena: Arena, path: Path, python: Python) -> None:
     for enter in (Arena.open, lambda path: Arena.open_or_create(path, CAPACITY)):
         with pytest.raises(FailedPrecondition, match=f"arena {path}: another process owns it"):
             enter(path)
@@ -28,13 +28,13 @@ def test_one_owner_at_a_time(arena: Arena, path: Path, python: Python) -> None:
         "try:\n    Arena.open(sys.argv[1])\nexcept FailedPrecondition as error:\n    print(error)\n"
     )
     child = python(program, path)
-    said, _ = child.communicate(timeout=60)
-    assert "another process owns it" in said
+    output, _ = child.communicate(timeout=60)
+    assert "another process owns it" in output
     arena.close()
     Arena.open(path).close()
 
 
-def test_a_forked_child_that_closes_does_not_give_up_its_parents_lock(path: Path, python: Python) -> None:
+def test_a_forked_child_that_closes_does_not_release_its_parents_lock(path: Path, python: Python) -> None:
     program = (
         "import os, sys\nfrom hoop.errors import FailedPrecondition\nfrom hoop.memory import Arena\n"
         "arena = Arena.create(sys.argv[1], 4096)\n"
@@ -44,8 +44,8 @@ def test_a_forked_child_that_closes_does_not_give_up_its_parents_lock(path: Path
         "arena.close()\n"
     )
     child = python(program, path)
-    said, _ = child.communicate(timeout=60)
-    assert "another process owns it" in said
+    output, _ = child.communicate(timeout=60)
+    assert "another process owns it" in output
 
 
 def test_another_process_attaches_and_writes(arena: Arena, python: Python) -> None:
@@ -60,13 +60,13 @@ def test_another_process_attaches_and_writes(arena: Arena, python: Python) -> No
     )
     arena.write(arena.max_address - 4, b"ping")
     child = python(program, arena.path)
-    said, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=60)
     assert child.returncode == 0
-    assert said.strip() == "ping"
+    assert output.strip() == "ping"
     assert values.tolist() == [1, 2, 3, 4]
 
 
-def test_a_shared_descriptor_is_the_same_bytes_and_carries_no_lock(arena: Arena, path: Path) -> None:
+def test_a_shared_descriptor_has_the_same_bytes_and_no_lock(arena: Arena, path: Path) -> None:
     arena.write(arena.min_address, b"here")
     descriptor, offset = arena.share()
     try:
@@ -81,7 +81,7 @@ def test_a_shared_descriptor_is_the_same_bytes_and_carries_no_lock(arena: Arena,
         arena.share()
 
 
-def test_what_is_shared_is_the_arena_whatever_its_name_means_now(arena: Arena, path: Path) -> None:
+def test_the_arena_is_shared_even_if_its_path_names_another_file(arena: Arena, path: Path) -> None:
     arena.write(arena.min_address, b"here")
     path.unlink()
     path.write_bytes(b"somebody else's")
@@ -92,7 +92,7 @@ def test_what_is_shared_is_the_arena_whatever_its_name_means_now(arena: Arena, p
         os.close(descriptor)
 
 
-def test_where_only_the_name_leads_to_it_another_file_is_not_shared(
+def test_without_proc_another_file_at_the_path_is_not_shared(
     arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "exists", lambda path: False)  # no /proc
@@ -102,15 +102,15 @@ def test_where_only_the_name_leads_to_it_another_file_is_not_shared(
         arena.share()
 
 
-def test_the_attached_look_and_do_not_change(arena: Arena, path: Path) -> None:
+def test_an_attached_process_reads_and_cannot_change(arena: Arena, path: Path) -> None:
     with Arena.attach(path) as other:
-        made = arena.allocate("w", 16)
+        buffer = arena.allocate("w", 16)
         assert other.buffers() == []
         other.refresh()
-        assert other.buffers() == [made]
+        assert other.buffers() == [buffer]
         assert other.used == 16
         arena.free("w")
-        arena.refresh()  # the owner's own table is the truth
+        arena.refresh()  # no effect: the owner's table is authoritative
         other.refresh()
         assert other.buffers() == arena.buffers() == []
         for change in (
@@ -125,7 +125,7 @@ def test_the_attached_look_and_do_not_change(arena: Arena, path: Path) -> None:
     assert path.exists()
 
 
-def test_a_look_during_updates_sees_one_whole_table(path: Path, python: Python) -> None:
+def test_a_refresh_during_updates_sees_a_consistent_table(path: Path, python: Python) -> None:
     program = (
         "import sys\nfrom hoop.memory import Arena\n"
         "with Arena.create(sys.argv[1], 65536) as arena:\n"
@@ -146,26 +146,24 @@ def test_a_look_during_updates_sees_one_whole_table(path: Path, python: Python) 
     assert child.returncode == 0
 
 
-def test_two_updates_inside_one_look_mean_another_look(
-    arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_overlaps_two_updates_is_retried(arena: Arena, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = BufferTable._read
-    looks = []
+    slots_read = []
 
-    def unlucky(self: BufferTable, slot: int) -> tuple[int, Allocator, dict[str, str]]:
-        looks.append(slot)
-        if len(looks) <= 2:
+    def fail_twice(self: BufferTable, slot: int) -> tuple[int, Allocator, dict[str, str]]:
+        slots_read.append(slot)
+        if len(slots_read) <= 2:
             raise ValueError("does not match its checksum")
         return read(self, slot)
 
-    made = arena.allocate("w", 8)
-    monkeypatch.setattr(BufferTable, "_read", unlucky)
+    buffer = arena.allocate("w", 8)
+    monkeypatch.setattr(BufferTable, "_read", fail_twice)
     with Arena.attach(path) as other:
-        assert other.buffers() == [made]
-    assert looks == [0, 1, 0, 1]
+        assert other.buffers() == [buffer]
+    assert slots_read == [0, 1, 0, 1]
 
 
-def test_open_or_create_finds_what_was_left(path: Path) -> None:
+def test_open_or_create_reopens_an_existing_arena(path: Path) -> None:
     with Arena.open_or_create(path, CAPACITY, 0x4000) as arena:
         buffer = arena.allocate("größe", 100)
         arena.write(buffer.address, b"kept")
@@ -176,13 +174,13 @@ def test_open_or_create_finds_what_was_left(path: Path) -> None:
     for capacity, low in [(2 * CAPACITY, 0x4000), (CAPACITY, 0x1000)]:
         with pytest.raises(FailedPrecondition) as caught:
             Arena.open_or_create(path, capacity, low)
-        said = str(caught.value)
-        assert f"capacity 64 KiB ({CAPACITY} bytes) from address 0x4000, not" in said
-        assert f"({capacity} bytes) from {low:#x}; start with the values it has, or delete it" in said
-    Arena.open(path).close()  # and the refusals kept no lock
+        message = str(caught.value)
+        assert f"capacity 64 KiB ({CAPACITY} bytes) from address 0x4000, not" in message
+        assert f"({capacity} bytes) from {low:#x}; start with the values it has, or delete it" in message
+    Arena.open(path).close()  # the refused calls kept no lock
 
 
-def test_a_killed_device_comes_back_with_its_bytes(path: Path, python: Python) -> None:
+def test_the_bytes_of_a_killed_owner_are_recovered(path: Path, python: Python) -> None:
     program = (
         "import sys\nfrom hoop.memory import Arena, dtype\n"
         "arena = Arena.create(sys.argv[1], 65536)\n"
@@ -207,7 +205,7 @@ def test_a_killed_device_comes_back_with_its_bytes(path: Path, python: Python) -
             assert (values == len(buffer.name)).all()
 
 
-def test_a_device_killed_in_the_middle_of_create(path: Path, python: Python) -> None:
+def test_an_arena_whose_creator_was_killed_is_refused_or_recreated(path: Path, python: Python) -> None:
     program = (
         "import os, signal, sys\nfrom hoop.memory import Arena\nfrom hoop.memory.arena import BufferTable\n"
         "save = BufferTable.save\n"

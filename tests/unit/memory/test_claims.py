@@ -1,4 +1,4 @@
-"""What an arena says of itself is believed when it is whole, of this run and of this boot, and never else."""
+"""Commit records: a record counts only if it is intact, and of this run and this boot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import hoop.memory.commit_record as claims_module
+import hoop.memory.commit_record as commit_record_module
 from hoop.memory import Arena
 from hoop.memory.commit_record import NO_STEP, CommitRecord, boot_id, commit_records
 
@@ -16,48 +16,48 @@ RUN = "a run"
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Arena]:
-    with Arena.create(tmp_path / "arena", 1 << 20) as made:
-        yield made
+    with Arena.create(tmp_path / "arena", 1 << 20) as created:
+        yield created
 
 
-def found(arena: Arena, run: str = RUN) -> list[tuple[str, int]]:
+def found_steps(arena: Arena, run: str = RUN) -> list[tuple[str, int]]:
     return [(name, step) for name, step, _ in commit_records(arena, "job1.", run)]
 
 
-def test_a_step_is_claimed_when_it_is_whole(arena: Arena) -> None:
-    claim = CommitRecord(arena, "job1.state", RUN, {"rows": [1, 2]})
-    assert found(arena) == [], "it claims nothing at first"
-    claim.step = 7
-    assert [about["rows"] for _, _, about in commit_records(arena, "job1.", RUN)] == [[1, 2]]
-    assert found(arena) == [("job1.state.claim", 7)]
-    claim.step = NO_STEP
-    assert found(arena) == [], "it is being written"
+def test_a_record_counts_while_it_has_a_step(arena: Arena) -> None:
+    record = CommitRecord(arena, "job1.state", RUN, {"rows": [1, 2]})
+    assert found_steps(arena) == [], "a new record has no step"
+    record.step = 7
+    assert [metadata["rows"] for _, _, metadata in commit_records(arena, "job1.", RUN)] == [[1, 2]]
+    assert found_steps(arena) == [("job1.state.claim", 7)]
+    record.step = NO_STEP
+    assert found_steps(arena) == [], "the state is being written"
 
 
-def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_a_record_survives_a_restart(tmp_path: Path) -> None:
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         CommitRecord(arena, "job1.state", RUN, {}).step = 3
     with Arena.open(tmp_path / "arena") as arena:
-        assert found(arena) == [("job1.state.claim", 3)]
+        assert found_steps(arena) == [("job1.state.claim", 3)]
 
 
-def test_another_run_job_or_boot_is_not_believed(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_another_run_job_or_boot_are_ignored(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     CommitRecord(arena, "job1.state", RUN, {}).step = 3
-    assert boot_id(), "this machine says which of its lives this is"
-    assert found(arena, "another run") == found(arena, "") == []
+    assert boot_id(), "this machine has a boot id"
+    assert found_steps(arena, "another run") == found_steps(arena, "") == []
     assert not list(commit_records(arena, "job2.", RUN))
-    monkeypatch.setattr(claims_module, "boot_id", lambda: "after a reboot")
-    assert found(arena) == []
-    monkeypatch.setattr(claims_module, "boot_id", lambda: "")
-    assert found(arena) == []
+    monkeypatch.setattr(commit_record_module, "boot_id", lambda: "after a reboot")
+    assert found_steps(arena) == []
+    monkeypatch.setattr(commit_record_module, "boot_id", lambda: "")
+    assert found_steps(arena) == []
 
 
-def test_no_byte_of_it_can_be_wrong(arena: Arena) -> None:
+def test_a_record_with_a_damaged_byte_after_the_step_is_ignored(arena: Arena) -> None:
     CommitRecord(arena, "job1.state", RUN, {"rows": [1]}).step = 3
     buffer = arena.buffer("job1.state.claim")
-    whole = arena.read(buffer.address, buffer.size)
-    for place in range(8, buffer.size):
-        wrong = bytearray(whole)
-        wrong[place] ^= 0x10
-        arena.write(buffer.address, wrong)
-        assert found(arena) == [], f"byte {place} of {buffer.size}"
+    intact = arena.read(buffer.address, buffer.size)
+    for offset in range(8, buffer.size):
+        damaged = bytearray(intact)
+        damaged[offset] ^= 0x10
+        arena.write(buffer.address, damaged)
+        assert found_steps(arena) == [], f"byte {offset} of {buffer.size}"

@@ -1,4 +1,4 @@
-"""Element types, and bfloat16 against a reference that converts one number at a time."""
+"""Element types, and bfloat16 conversion against a reference that converts one number at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_type_has_its_size_and_storage(name: str, itemsize: int, stored: t
     assert (found.name, found.itemsize, found.numpy) == (name, itemsize, np.dtype(stored))
 
 
-def test_an_unknown_type_lists_the_known_ones() -> None:
+def test_the_error_for_an_unknown_type_lists_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match="'float31'") as caught:
         dtype("float31")
     assert len(DTYPES) == 8
@@ -41,7 +41,7 @@ def test_an_unknown_type_lists_the_known_ones() -> None:
 
 
 def reference(bits: int) -> int:
-    """The bfloat16 of one float32, both as bits: the nearer neighbour, or the even one."""
+    """Return the bfloat16 of one float32, both as bits: round to nearest, ties to even."""
     value = struct.unpack("<f", struct.pack("<I", bits))[0]
     if math.isnan(value):
         return (bits >> 16) | 0x0040
@@ -57,12 +57,12 @@ def reference(bits: int) -> int:
 @example([0, 0x80000000, 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFF7FFFFF])  # ties, largest
 @example([0x7F800000, 0xFF800000, 0x7F800001, 0xFF800001, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF])  # inf, NaN
 @example([1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x007FFFFF])  # subnormal
-def test_rounding_is_the_reference_bit_for_bit(bits: list[int]) -> None:
+def test_rounding_matches_the_reference_bit_for_bit(bits: list[int]) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
     assert float32_to_bfloat16(values).tolist() == [reference(each) for each in bits]
 
 
-def test_every_bfloat16_widens_exactly_and_comes_back() -> None:
+def test_every_bfloat16_widens_exactly_and_rounds_back() -> None:
     bits = np.arange(65536, dtype=np.uint32).astype(np.uint16)
     wide = bfloat16_to_float32(bits)
     assert wide.dtype == np.float32
@@ -72,7 +72,7 @@ def test_every_bfloat16_widens_exactly_and_comes_back() -> None:
     assert np.isnan(bfloat16_to_float32(float32_to_bfloat16(wide)))[nan].all()
 
 
-def test_blocks_meet_without_a_seam() -> None:
+def test_conversion_is_correct_at_block_boundaries() -> None:
     count = 2 * dtypes._BLOCK + 7
     bits = np.random.default_rng(1).integers(0, 2**32, count, dtype=np.uint32)
     edges = [0, dtypes._BLOCK - 1, dtypes._BLOCK, 2 * dtypes._BLOCK, count - 1]
@@ -84,7 +84,7 @@ def test_blocks_meet_without_a_seam() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4), (0, 5)])
-def test_shapes_and_out_are_kept(shape: tuple[int, ...]) -> None:
+def test_out_is_filled_and_the_shape_is_kept(shape: tuple[int, ...]) -> None:
     values = np.ones(shape, np.float32)
     narrow = np.empty(shape, np.uint16)
     assert float32_to_bfloat16(values, out=narrow) is narrow
@@ -101,7 +101,7 @@ def test_a_strided_input_is_read_in_its_order() -> None:
     assert np.array_equal(bfloat16_to_float32(narrow[:, ::2]), values[:, ::2])
 
 
-def test_arrays_that_do_not_suit_are_refused() -> None:
+def test_unsuitable_arrays_are_refused() -> None:
     values = np.ones(4, np.float32)
     with pytest.raises(InvalidArgument, match="input is float64, it must be float32"):
         float32_to_bfloat16(values.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Every model: what goes in and out, what its blocks are, and that the seed decides its weights."""
+"""Every model: input and output shapes, block structure, and weights determined by the seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shape_and_size(name: str) -> None:
 
 
 @every_model
-def test_cut_between_any_two_blocks_it_computes_the_same(name: str) -> None:
+def test_a_model_cut_between_any_two_blocks_computes_the_same(name: str) -> None:
     model = build(name, 0).eval()
     assert type(model) is nn.Sequential
     whole = model(INPUTS[name])
@@ -67,8 +67,8 @@ def test_no_parameter_is_in_two_blocks(name: str) -> None:
 def test_every_parameter_gets_a_gradient(name: str) -> None:
     model = build(name, 0)
     model(INPUTS[name]).square().mean().backward()
-    without = [key for key, parameter in model.named_parameters() if parameter.grad is None]
-    assert without == []
+    missing = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+    assert missing == []
 
 
 @every_model
@@ -81,7 +81,7 @@ def test_the_seed_decides_the_weights(name: str) -> None:
 
 
 @every_model
-def test_building_leaves_the_callers_random_numbers_alone(name: str) -> None:
+def test_building_keeps_the_global_rng_state(name: str) -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -120,13 +120,13 @@ def test_mobilenet_shrinks_to_4x4_and_skips_inside_its_blocks() -> None:
     assert len(model) == 20
 
 
-def test_mobilenet_with_group_norm_treats_every_sample_by_itself() -> None:
+def test_mobilenet_with_group_norm_normalises_every_sample_by_itself() -> None:
     images = torch.rand(4, 3, 32, 32)
-    for norm, alone in (("group", True), ("batch", False)):
+    for norm, independent in (("group", True), ("batch", False)):
         model = build("mobilenetv2", 0, norm=norm).train()
         together = model(images)
-        apart = torch.cat([model(images[:2]), model(images[2:])])
-        assert torch.allclose(together, apart, atol=1e-5) is alone
+        in_halves = torch.cat([model(images[:2]), model(images[2:])])
+        assert torch.allclose(together, in_halves, atol=1e-5) is independent
 
 
 def test_gpt_does_not_look_ahead() -> None:
@@ -154,17 +154,17 @@ def test_gpt_refuses_more_than_its_context() -> None:
         ("mobilenetv2", {"norm": "layer"}, "norm: 'layer' is unknown; known: batch, group"),
     ],
 )
-def test_wrong_options_are_named(name: str, options: dict[str, object], message: str) -> None:
+def test_invalid_options_are_rejected(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         build(name, 0, **options)
 
 
-def test_an_unknown_model_is_told_the_known_ones() -> None:
+def test_an_unknown_model_lists_the_known_ones() -> None:
     with pytest.raises(NotFound, match="model: 'resnet' is unknown; known: softmax, mlp, lenet, mobilenetv2, gpt"):
         build("resnet", 0)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])
-def test_a_wrong_seed_is_named(seed: int) -> None:
+def test_an_invalid_seed_is_rejected(seed: int) -> None:
     with pytest.raises(InvalidArgument, match=f"seed: {seed} is not in"):
         build("mlp", seed)

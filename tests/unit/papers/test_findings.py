@@ -1,4 +1,4 @@
-"""Findings become a report, and a stored report its claims again."""
+"""Findings are written as a report, and stored reports are read back as claims."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hoop.lab.papers.summary import summary
 from hoop.simulate.cluster import Link
 
 ROOT = Path(__file__).resolve().parents[3]
-KEPT = ROOT / "docs" / "papers"
+STORED = ROOT / "docs" / "papers"
 
 
-def test_claims_come_back_from_what_was_written(tmp_path: Path) -> None:
+def test_claims_round_trip_through_a_report(tmp_path: Path) -> None:
     found = Findings(limits=["two cores"])
     found.claim("faster", paper="83 ms | 8 ms", ours="9 ms", how="measured", verdict="in part", why="<why>")
     found.section("Speed", "prose", make_table([{"nodes": 1, "a step": 0.5}], "Steps", a_step="s"))
@@ -42,47 +42,47 @@ def test_claims_come_back_from_what_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_the_paper_s_listing_is_wrong(devices: int) -> None:
-    """Listing 3 leaves the last segment alone, and adds one neighbour's part to the others."""
+def test_listing_3_of_the_paper_is_wrong(devices: int) -> None:
+    """Listing 3 does not reduce the last segment, and adds only one neighbour's part to the others."""
     vectors = [np.arange(12.0) + 100 * rank for rank in range(devices)]
-    made = listing_3([vector.copy() for vector in vectors])
+    reduced = listing_3([vector.copy() for vector in vectors])
     last = slice(12 - 12 // devices, 12)
     for rank in range(devices):
-        np.testing.assert_array_equal(made[rank][last], vectors[rank][last])
-        assert (made[rank] != np.sum(vectors, axis=0)).any(), f"rank {rank} is right"
+        np.testing.assert_array_equal(reduced[rank][last], vectors[rank][last])
+        assert (reduced[rank] != np.sum(vectors, axis=0)).any(), f"rank {rank} is right"
 
 
-def test_a_part_holds_the_first_samples() -> None:
+def test_a_subset_holds_the_first_samples() -> None:
     whole = mnist()
-    part = subset_of(whole, 100, 10)
+    subset = subset_of(whole, 100, 10)
     some = np.array([0, 99], np.int64)
-    assert (len(part.train), len(part.test)) == (100, 10)
+    assert (len(subset.train), len(subset.test)) == (100, 10)
     for one, other in zip(
-        part.train.batch(some, epoch=0, seed=0), whole.train.batch(some, epoch=0, seed=0), strict=True
+        subset.train.batch(some, epoch=0, seed=0), whole.train.batch(some, epoch=0, seed=0), strict=True
     ):
         assert (one == other).all()
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-def test_a_ring_s_hops_follow_one_another(devices: int) -> None:
-    """Of next to nothing, an all-reduce takes its rounds' latencies: 2(n-1) of the ring, 2 of the naive way."""
+def test_a_tiny_all_reduce_takes_the_latency_of_its_rounds(devices: int) -> None:
+    """An all-reduce of a tiny vector takes the latency of its rounds: 2(n-1) for the ring, 2 for the naive one."""
     link = Link(bandwidth=1e12, latency=1.0)
     assert all_reduce_seconds(devices, devices, "ring", link) == pytest.approx(2 * (devices - 1), rel=0.01)
     assert all_reduce_seconds(devices, devices, "naive", link) == pytest.approx(2, rel=0.01)
 
 
-def test_a_study_that_is_none_is_named() -> None:
+def test_an_unknown_study_lists_the_known_ones() -> None:
     with pytest.raises(NotFound, match="'nope' is none; there are mnist-pipeline, dsml, "):
         study_named("nope")
 
 
-def test_the_page_says_what_the_stored_results_say() -> None:
-    assert (ROOT / "docs" / "papers.md").read_text("utf-8") == summary(KEPT), "scripts/papers --page repairs this"
+def test_the_docs_page_matches_the_stored_results() -> None:
+    assert (ROOT / "docs" / "papers.md").read_text("utf-8") == summary(STORED), "scripts/papers --page repairs this"
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_a_result_with_verdicts(name: str) -> None:
-    paths = sorted(KEPT.glob(f"{name}@*.json"))
+def test_every_study_has_stored_results_with_verdicts(name: str) -> None:
+    paths = sorted(STORED.glob(f"{name}@*.json"))
     assert paths
     for path in paths:
         report = json.loads(path.read_text("utf-8"))
@@ -96,8 +96,8 @@ def test_every_study_has_a_result_with_verdicts(name: str) -> None:
             assert claim["ours"]
 
 
-def test_a_busy_core_is_seen() -> None:
-    """A process that computes keeps about a core busy, or its share of one where others compute too."""
+def test_busy_cores_counts_a_spinning_process() -> None:
+    """A spinning process keeps one core busy, or its share of a core on a loaded machine."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
         try:
             assert busy_cores() > 0.1

@@ -1,4 +1,4 @@
-"""The check finds each thing that can be wrong with a plan, and nothing in a plan that is right."""
+"""Plan validation finds every kind of mistake in a plan, and none in a valid plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_of(ranks: list[str], holders: list[list[int]], micros: int = 1, servers
         plan_of(ONE_RANK, [[0], [0]]),
     ],
 )
-def test_a_right_plan_has_no_complaints(plan: Plan) -> None:
+def test_a_valid_plan_has_no_mistakes(plan: Plan) -> None:
     assert check(plan) == []
 
 
@@ -70,9 +70,9 @@ def test_a_right_plan_has_no_complaints(plan: Plan) -> None:
         ([TWO_STAGES[0], "0V@0 1<0@0 1F0 1B0 1)0@0 1A 1U"], "rank 1: 0V@0 is of slice 0, not one of []"),
     ],
 )
-def test_two_stages_that_do_not_work(ranks: list[str], complaint: str) -> None:
+def test_mistakes_in_a_plan_of_two_stages_are_found(ranks: list[str], complaint: str) -> None:
     found = check(plan_of(ranks, [[0], [1]]))
-    assert any(sentence.startswith(complaint) for sentence in found), found
+    assert any(mistake.startswith(complaint) for mistake in found), found
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_two_stages_that_do_not_work(ranks: list[str], complaint: str) -> None:
         ([SERVED[0], "0V@0 0T@0 1A 0U"], "rank 1: 1A is of slice 1"),
     ],
 )
-def test_a_server_that_does_not_work(ranks: list[str], complaint: str) -> None:
+def test_mistakes_in_a_plan_with_a_server_are_found(ranks: list[str], complaint: str) -> None:
     found = check(plan_of(ranks, [[0]], servers=(1,)))
-    assert any(sentence.startswith(complaint) for sentence in found), found
+    assert any(mistake.startswith(complaint) for mistake in found), found
 
 
-def test_messages_that_overtake_each_other_are_named() -> None:
+def test_messages_in_different_orders_are_reported() -> None:
     ranks = [
         "0L0 0F0 0>0@1 0L1 0F1 0>1@1 0(0@1 0B0 0(1@1 0B1 0A 0U",
         "1<1@0 1<0@0 1F0 1B0 1)0@0 1F1 1B1 1)1@0 1A 1U",
@@ -104,7 +104,7 @@ def test_messages_that_overtake_each_other_are_named() -> None:
     assert found == ("rank 1: 1<1@0 is message 0 from rank 0, which sends 0>0@1 there: order or kind differ")
 
 
-def test_replicas_that_meet_in_another_order_wait_for_ever() -> None:
+def test_replicas_that_reduce_in_different_orders_deadlock() -> None:
     one = "0L0 0F0 1F0 1B0 0B0 0A 1A 0U 1U"
     other = "0L1 0F1 1F1 1B1 0B1 1A 0A 0U 1U"
     assert check(plan_of([one, other], [[0, 1], [0, 1]], 2)) == [
@@ -113,7 +113,7 @@ def test_replicas_that_meet_in_another_order_wait_for_ever() -> None:
     ]
 
 
-def test_holders_that_are_not_there_are_named() -> None:
+def test_missing_holders_are_reported() -> None:
     assert check(plan_of(["", ""], [[0, 5]]))[0] == "stage 0 is held by ranks [0, 5], of 2 ranks"
     assert check(plan_of(["", ""], [[]]))[0] == "stage 0 is held by ranks [], of 2 ranks"
     assert check(plan_of(["", ""], [[0]], servers=(2,)))[0] == "slice 0 is held by ranks [2], of 2 ranks"
@@ -121,9 +121,9 @@ def test_holders_that_are_not_there_are_named() -> None:
 
 @given(st.data())
 @settings(max_examples=300)
-def test_any_single_change_is_seen(data: st.DataObject) -> None:
-    """Leave one instruction out, say one twice: no plan stays right, and the check never breaks itself."""
-    whole = data.draw(
+def test_any_single_change_is_found(data: st.DataObject) -> None:
+    """With one instruction left out or repeated, no plan is valid, and validation does not crash."""
+    valid = data.draw(
         st.sampled_from(
             [
                 plan_of(TWO_STAGES, [[0], [1]]),
@@ -133,26 +133,26 @@ def test_any_single_change_is_seen(data: st.DataObject) -> None:
             ]
         )
     )
-    rank = data.draw(st.integers(0, whole.size - 1))
-    line = list(whole.ranks[rank])
-    at = data.draw(st.integers(0, len(line) - 1))
+    rank = data.draw(st.integers(0, valid.size - 1))
+    instructions = list(valid.ranks[rank])
+    index = data.draw(st.integers(0, len(instructions) - 1))
     if data.draw(st.booleans()):
-        dropped = line.pop(at)
-        if str(dropped) == "0A" and whole.servers:
-            return  # a server that updates at each push adds nothing up
+        dropped = instructions.pop(index)
+        if str(dropped) == "0A" and valid.servers:
+            return  # a server that updates at each push does not reduce
     else:
-        line.insert(at, line[at])
-    ranks = [*whole.ranks]
-    ranks[rank] = tuple(line)
-    assert check(Plan(whole.num_microbatches, whole.holders, tuple(ranks), whole.servers))
+        instructions.insert(index, instructions[index])
+    ranks = [*valid.ranks]
+    ranks[rank] = tuple(instructions)
+    assert check(Plan(valid.num_microbatches, valid.holders, tuple(ranks), valid.servers))
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
-def test_nonsense_is_described_and_never_breaks_the_check(chance: random.Random, length: int) -> None:
+def test_random_instructions_are_reported_and_never_crash_the_validation(rng: random.Random, length: int) -> None:
     texts = ["0L0", "0F0", "1F1", "0B0", "1I0", "1W0", "0>0@1", "1<0@0", "1)0@0", "0(0@1", "0A", "1A", "0U"]
     texts += ["0P@1", "0T@0", "0V@1", "0G@0", "7F7", "1>0@1", "0)0@1"]
-    ranks = tuple(tuple(Instruction.parse(chance.choice(texts)) for _ in range(length)) for _ in range(2))
-    assert check(Plan(2, ((0,), (1,)), ranks, chance.choice([(), (1,)])))
+    ranks = tuple(tuple(Instruction.parse(rng.choice(texts)) for _ in range(length)) for _ in range(2))
+    assert check(Plan(2, ((0,), (1,)), ranks, rng.choice([(), (1,)])))
 
 
 def test_activations_are_held_from_forward_to_the_end_of_the_backward() -> None:

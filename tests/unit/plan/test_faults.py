@@ -1,4 +1,4 @@
-"""Placed faults as they are written, and what is wrong with others."""
+"""Fault specifications: parsing, due times, and refusal of faults that are malformed or can never happen."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hoop.strategies.catalog import parse
 
 
 @pytest.mark.parametrize("kind", FAULT_FIELDS)
-def test_a_fault_reads_back_as_it_is_written(kind: str) -> None:
+def test_a_fault_is_parsed_from_its_text(kind: str) -> None:
     instruction = "send-output" if "instruction" in FAULT_FIELDS[kind] else ""
     fault = Fault(kind, step=7, instruction=instruction)
     assert parse_faults(str(fault)) == (fault,)
     assert parse_faults(f" {fault} ; {fault};") == (fault, fault)
 
 
-def test_a_fault_reads_as_in_the_documentation() -> None:
+def test_the_example_of_the_documentation_is_parsed() -> None:
     assert parse_faults("kill@rank=2,step=7,instruction=reduce") == (Fault("kill", 2, 7, "reduce"),)
     assert parse_faults("") == ()
 
@@ -38,7 +38,7 @@ def test_a_fault_reads_as_in_the_documentation() -> None:
         ("disk-full@rank=1", "is none of step"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, complaint: str) -> None:
+def test_malformed_faults_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         parse_faults(text)
 
@@ -60,7 +60,7 @@ STEPS, SHARDS = 14, 4
     [
         ("data", 4, "kill@rank=3,step=14"),
         ("data", 4, "disk-full@step=14"),
-        ("data", 5, "kill@rank=4,instruction=forward"),  # it has no shard yet, and may get one
+        ("data", 5, "kill@rank=4,instruction=forward"),  # rank 4 has no shard yet, and may get one
         ("ps:bsp", 3, "kill@rank=2,instruction=take; kill@rank=0,instruction=push"),
         ("ps:asp", 3, "kill@rank=2,step=14,instruction=update"),
         ("ring", 3, "kill@rank=1,instruction=recv-input"),
@@ -69,7 +69,7 @@ STEPS, SHARDS = 14, 4
         ("hybrid:replicas=2", 4, "corrupt@rank=3; drop@rank=0; partition@rank=1"),
     ],
 )
-def test_a_fault_that_can_happen_passes(strategy: str, devices: int, fault: str) -> None:
+def test_a_fault_that_can_happen_is_accepted(strategy: str, devices: int, fault: str) -> None:
     check_reachable(parse_faults(fault), parse(strategy).plan(devices, SHARDS), STEPS)
 
 
@@ -116,7 +116,7 @@ def test_a_fault_that_can_never_happen_is_refused(strategy: str, devices: int, f
         check_reachable(parse_faults(fault), parse(strategy).plan(devices, SHARDS), STEPS)
 
 
-def test_a_job_without_steps_or_links_has_no_faults_of_theirs() -> None:
+def test_faults_of_steps_or_tcp_links_that_a_job_lacks_are_refused() -> None:
     plan = parse("data").plan(2, SHARDS)
     with pytest.raises(InvalidArgument, match="step 1 never comes, the job has 0 steps"):
         check_reachable(parse_faults("kill@rank=0"), plan, 0)

@@ -1,4 +1,4 @@
-"""Instructions and plans as text and JSON: what is written is read back, and what is malformed is named."""
+"""Instructions and plans as text and JSON: round trips, and errors for malformed input."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def instructions(draw: st.DrawFn) -> Instruction:
 
 
 @given(instructions())
-def test_text_there_and_back(one: Instruction) -> None:
+def test_instructions_round_trip_through_text(one: Instruction) -> None:
     assert Instruction.parse(str(one)) == one
 
 
@@ -46,13 +46,13 @@ def test_letters_are_distinct() -> None:
         ("2F0@1", "has a peer"),
     ],
 )
-def test_malformed_text_is_named(text: str, complaint: str) -> None:
+def test_malformed_text_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         Instruction.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("rank", "text", "peer", "mirrored"),
+    ("rank", "text", "peer", "expected"),
     [
         (1, "2>0@3", 3, "3<0@1"),
         (3, "2)5@1", 1, "1(5@3"),
@@ -60,14 +60,14 @@ def test_malformed_text_is_named(text: str, complaint: str) -> None:
         (4, "1V@0", 0, "1G@4"),
     ],
 )
-def test_the_other_end_of_a_message(rank: int, text: str, peer: int, mirrored: str) -> None:
+def test_the_counterpart_of_a_message(rank: int, text: str, peer: int, expected: str) -> None:
     one = Instruction.parse(text)
     other = one.counterpart(rank)
-    assert (one.peer, str(other)) == (peer, mirrored)
+    assert (one.peer, str(other)) == (peer, expected)
     assert other.counterpart(peer) == one
 
 
-def test_what_computes_has_no_other_end() -> None:
+def test_a_compute_instruction_has_no_counterpart() -> None:
     with pytest.raises(KeyError):
         Instruction.parse("2F0").counterpart(0)
 
@@ -83,7 +83,9 @@ def test_every_send_has_one_receive() -> None:
     st.lists(st.lists(numbers, max_size=3), max_size=3),
     st.lists(numbers, max_size=2),
 )
-def test_json_there_and_back(ranks: list[list[Instruction]], holders: list[list[int]], servers: list[int]) -> None:
+def test_plans_round_trip_through_json(
+    ranks: list[list[Instruction]], holders: list[list[int]], servers: list[int]
+) -> None:
     plan = Plan(7, tuple(map(tuple, holders)), tuple(map(tuple, ranks)), tuple(servers))
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -102,7 +104,7 @@ def test_json_there_and_back(ranks: list[list[Instruction]], holders: list[list[
         '{"micros": 1, "holders": [], "ranks": [], "servers": 1}',
     ],
 )
-def test_malformed_json_is_a_users_mistake(text: str) -> None:
+def test_malformed_json_is_an_invalid_argument(text: str) -> None:
     with pytest.raises(InvalidArgument):
         Plan.from_json(text)
 
@@ -123,16 +125,16 @@ def test_shares_are_contiguous_and_finish_together(items: int, speeds: list[floa
     parts = split_by_speed(items, speeds)
     assert [item for part in parts for item in part] == list(range(items))
     end = max(len(part) / speed for part, speed in zip(parts, speeds, strict=True))
-    # Whoever is done earliest could not have taken one more and been done before the last.
+    # No part could take one more item and still finish before the last part.
     assert all((len(part) + 1) / speed >= end - 1e-9 for part, speed in zip(parts, speeds, strict=True))
 
 
 @given(st.integers(0, 60), st.integers(1, 9))
-def test_equal_speeds_are_even_shares(items: int, parts: int) -> None:
+def test_equal_speeds_give_even_shares(items: int, parts: int) -> None:
     assert split_by_speed(items, [2.0] * parts) == split_evenly(items, parts)
 
 
 @pytest.mark.parametrize("speed", [0, -1, float("nan"), float("inf")])
-def test_a_speed_that_is_none_is_named(speed: float) -> None:
+def test_an_invalid_speed_is_refused(speed: float) -> None:
     with pytest.raises(InvalidArgument, match=r"speeds: .* of part 1"):
         split_by_speed(4, [1.0, speed])

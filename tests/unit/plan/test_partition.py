@@ -1,4 +1,4 @@
-"""Cutting a model: against every possible cut, with unequal devices, by hand, and where nothing fits."""
+"""Partition of a model into stages: the best cut, unequal devices, given cuts, and models that do not fit."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ def models(draw: st.DrawFn) -> list[Block]:
     return [Block(f"b{at}", draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL), draw(SMALL)) for at in range(count)]
 
 
-def every_cut(blocks: Sequence[Block], places: Sequence[StageDevice]) -> list[list[StageCut]]:
-    """All cuts that fit, by trying all."""
+def every_cut(blocks: Sequence[Block], devices: Sequence[StageDevice]) -> list[list[StageCut]]:
+    """Return all cuts that fit, by trying all."""
     found = []
-    for cuts in itertools.combinations(range(1, len(blocks)), len(places) - 1):
+    for cuts in itertools.combinations(range(1, len(blocks)), len(devices) - 1):
         try:
-            found.append(partition_at(blocks, places, cuts))
+            found.append(partition_at(blocks, devices, cuts))
         except FailedPrecondition:
             continue
     return found
 
 
-def merit(blocks: Sequence[Block], stages: Sequence[StageCut]) -> tuple[float, int, float]:
-    handed = sum(blocks[stage.blocks.stop - 1].output_bytes for stage in stages[:-1])
-    return max(stage.seconds for stage in stages), handed, sum(stage.seconds**2 for stage in stages)
+def cost(blocks: Sequence[Block], stages: Sequence[StageCut]) -> tuple[float, int, float]:
+    transferred = sum(blocks[stage.blocks.stop - 1].output_bytes for stage in stages[:-1])
+    return max(stage.seconds for stage in stages), transferred, sum(stage.seconds**2 for stage in stages)
 
 
 @given(models(), st.data())
 @settings(max_examples=400)
 def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(blocks)))
-    places = [
+    devices = [
         StageDevice(
             f"d{at}",
             data.draw(st.sampled_from([1, 2, 4])),
@@ -51,18 +51,18 @@ def test_no_cut_is_better(blocks: list[Block], data: st.DataObject) -> None:
         )
         for at in range(count)
     ]
-    others = every_cut(blocks, places)
+    others = every_cut(blocks, devices)
     if not others:
         with pytest.raises(FailedPrecondition, match=r"needs .* and .*has "):
-            partition(blocks, places)
+            partition(blocks, devices)
         return
-    stages = partition(blocks, places)
+    stages = partition(blocks, devices)
     assert [block for stage in stages for block in stage.blocks] == list(range(len(blocks)))
     assert over_capacity(stages) == []
-    assert merit(blocks, stages) == pytest.approx(min(merit(blocks, other) for other in others))
+    assert cost(blocks, stages) == pytest.approx(min(cost(blocks, other) for other in others))
 
 
-def test_slow_devices_get_less() -> None:
+def test_slow_devices_get_fewer_blocks() -> None:
     blocks = [Block(f"b{at}", 1.0) for at in range(8)]
     stages = partition(blocks, [StageDevice("fast", 3.0), StageDevice("slow", 1.0)])
     assert [stage.blocks for stage in stages] == [range(6), range(6, 8)]
@@ -86,17 +86,17 @@ def test_stages_of_one_device_share_its_memory() -> None:
         partition(blocks, [StageDevice("a", memory=39), StageDevice("b", memory=40)] * 2)
 
 
-def test_shared_memory_that_binds_still_finds_a_cut() -> None:
+def test_a_cut_is_found_where_shared_memory_is_the_limit() -> None:
     sizes = [40, 10, 10, 10]
     blocks = [Block(f"b{at}", 1.0, weight_bytes=size, gradient_bytes=0) for at, size in enumerate(sizes)]
     more = [*blocks, Block("b4", 1.0, weight_bytes=40, gradient_bytes=0)]
-    places = [StageDevice("a", memory=80), StageDevice("b", memory=50), StageDevice("a", memory=80)]
-    stages = partition(more, places)
+    devices = [StageDevice("a", memory=80), StageDevice("b", memory=50), StageDevice("a", memory=80)]
+    stages = partition(more, devices)
     assert over_capacity(stages) == []
     assert [stage.blocks for stage in stages] == [range(1), range(1, 4), range(4, 5)]
 
 
-def test_what_does_not_fit_is_said_with_numbers() -> None:
+def test_the_error_for_a_model_that_does_not_fit_states_sizes() -> None:
     blocks = [Block("embedding", 1.0, weight_bytes=1 << 20), Block("head", 1.0, weight_bytes=1 << 10)]
     with pytest.raises(FailedPrecondition) as one:
         partition(blocks, [StageDevice("device 0", memory=1 << 20)])
@@ -110,32 +110,32 @@ def test_what_does_not_fit_is_said_with_numbers() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0, 2], [2, 2], [3, 2], [2, 4], [1], [1, 2, 3], [-1, 2]])
-def test_cuts_by_hand_are_checked(cuts: list[int]) -> None:
+def test_given_cuts_are_validated(cuts: list[int]) -> None:
     blocks = [Block(f"b{at}", 1.0) for at in range(4)]
     with pytest.raises(InvalidArgument, match="cuts: "):
         partition_at(blocks, [StageDevice("a"), StageDevice("b"), StageDevice("c")], cuts)
 
 
-def test_cuts_by_hand_must_fit() -> None:
+def test_given_cuts_must_fit() -> None:
     blocks = [Block(f"b{at}", 1.0, weight_bytes=10) for at in range(4)]
-    places = [StageDevice("a", memory=20), StageDevice("b")]
-    assert [stage.blocks for stage in partition_at(blocks, places, [1])] == [range(1), range(1, 4)]
+    devices = [StageDevice("a", memory=20), StageDevice("b")]
+    assert [stage.blocks for stage in partition_at(blocks, devices, [1])] == [range(1), range(1, 4)]
     with pytest.raises(FailedPrecondition, match=r"cuts: \[2\] does not fit: a needs 40 B and has 20 B"):
-        partition_at(blocks, places, [2])
+        partition_at(blocks, devices, [2])
 
 
-def test_more_stages_than_blocks_is_said() -> None:
+def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="stages: 3 are more than the model's 2 blocks"):
         partition([Block("a", 1), Block("b", 1)], [StageDevice("x")] * 3)
 
 
 @pytest.mark.parametrize("block", [Block("a", -1), Block("a", float("nan")), Block("a", 1, -5)])
-def test_costs_that_are_none_are_named(block: Block) -> None:
+def test_invalid_costs_are_refused(block: Block) -> None:
     with pytest.raises(InvalidArgument, match="block: "):
         partition([block], [StageDevice("x")])
 
 
-def test_a_speed_of_nothing_is_named() -> None:
+def test_a_speed_of_zero_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="speed: 0 of x"):
         partition([Block("a", 1)], [StageDevice("x", 0)])
 

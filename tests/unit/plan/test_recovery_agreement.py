@@ -1,4 +1,4 @@
-"""From which step ranks go on after a membership change, and which of them provide the state."""
+"""Recovery after a membership change: the step from which ranks continue, and the ranks that provide the state."""
 
 from __future__ import annotations
 
@@ -22,99 +22,99 @@ FIRST, SECOND = SliceSpec("first", 0, 8, 32), SliceSpec("second", 0, 4, 16)
 PARTS = {"first": 8, "second": 4}
 
 
-def whole(*statuses: RankStatus) -> RecoveryPlan:
-    """Every rank keeps all of the state."""
+def agree_on_whole_state(*statuses: RankStatus) -> RecoveryPlan:
+    """Agree among ranks that each hold all of the state."""
     return agree(statuses, {WHOLE.name: WHOLE.elements})
 
 
-def stays(done: int, computed: tuple[int, ...] = (), epoch_end: int = EPOCH) -> RankStatus:
+def stayed(done: int, computed: tuple[int, ...] = (), epoch_end: int = EPOCH) -> RankStatus:
     offers = [(done, [WHOLE])] if done > NO_STATE else []
     return RankStatus(done + 100, done, epoch_end, True, offers, computed)
 
 
-def returns(done: int, epoch_end: int = 0) -> RankStatus:
+def returned(done: int, epoch_end: int = 0) -> RankStatus:
     offers = [(done, [WHOLE])] if done > NO_STATE else []
     return RankStatus(done + 200, done, epoch_end, False, offers)
 
 
-def holds(done: int, *pieces: SliceSpec, stays: bool = True, later: tuple[SliceSpec, ...] = ()) -> RankStatus:
-    """Some pieces of a partitioned state; ``later``: of the step after, which it has not seen done."""
-    offers = [(done, pieces), *([(done + 1, later)] if later else [])]
-    return RankStatus(done + 100, done, EPOCH, stays, offers)
+def holds(done: int, *slices: SliceSpec, stayed: bool = True, later: tuple[SliceSpec, ...] = ()) -> RankStatus:
+    """A rank with slices of a partitioned state; ``later``: its slices of the next step, not known to be done."""
+    offers = [(done, slices), *([(done + 1, later)] if later else [])]
+    return RankStatus(done + 100, done, EPOCH, stayed, offers)
 
 
 # ---- data parallel
 
 
-def test_a_rank_returns_to_where_the_others_are() -> None:
-    found = whole(stays(12, (0, 1)), returns(12), stays(12, (3,)))
-    assert found.done == (12, 12, 12)
-    assert (found.new, found.returned, found.root) == ((), (1,), 0)
-    assert [found.source_of(rank) for rank in range(3)] == ["", OWN_ARENA, ""]
-    assert found.missing_shards(SHARDS) == [2]
-    assert found.epoch_end == EPOCH, "one that returns does not know better than those that stayed"
-    assert not found.all_restarted
+def test_a_rank_returns_at_the_step_of_the_others() -> None:
+    plan = agree_on_whole_state(stayed(12, (0, 1)), returned(12), stayed(12, (3,)))
+    assert plan.done == (12, 12, 12)
+    assert (plan.new, plan.returned, plan.root) == ((), (1,), 0)
+    assert [plan.source_of(rank) for rank in range(3)] == ["", OWN_ARENA, ""]
+    assert plan.missing_shards(SHARDS) == [2]
+    assert plan.epoch_end == EPOCH, "a returning rank does not override those that stayed"
+    assert not plan.all_restarted
 
 
-def test_a_rank_that_is_a_step_behind_catches_up_and_one_that_returns_too_late_gets_all() -> None:
-    found = whole(returns(11), stays(12), stays(11))
-    assert found.done == (NO_STATE, 12, 11)
-    assert (found.new, found.behind, found.root) == ((0,), (2,), 1)
-    assert found.source_of(0) == "device 112"
+def test_a_rank_one_step_behind_catches_up_and_one_that_returns_too_late_receives_all() -> None:
+    plan = agree_on_whole_state(returned(11), stayed(12), stayed(11))
+    assert plan.done == (NO_STATE, 12, 11)
+    assert (plan.new, plan.behind, plan.root) == ((0,), (2,), 1)
+    assert plan.source_of(0) == "device 112"
 
 
-def test_a_rank_that_returns_ahead_of_those_that_stayed_goes_back_with_them() -> None:
-    """They have everything of their step, and its losses; the later one is done again, to the same bits."""
-    found = whole(stays(11, (0,)), returns(12), stays(11, (1,)))
-    assert (found.step, found.done) == (11, (11, NO_STATE, 11))
-    assert found.computed == ((0,), (), (1,))
+def test_a_rank_that_returns_ahead_of_those_that_stayed_is_rolled_back() -> None:
+    """The others have the whole state and all losses of their step; the later step is repeated, to the same bits."""
+    plan = agree_on_whole_state(stayed(11, (0,)), returned(12), stayed(11, (1,)))
+    assert (plan.step, plan.done) == (11, (11, NO_STATE, 11))
+    assert plan.computed == ((0,), (), (1,))
 
 
-def test_all_return() -> None:
-    found = whole(returns(11), returns(NO_STATE), returns(12, epoch_end=EPOCH))
-    assert found.done == (NO_STATE, NO_STATE, 12)
-    assert (found.root, found.returned, found.all_restarted, found.epoch_end) == (2, (2,), True, EPOCH)
+def test_all_ranks_return() -> None:
+    plan = agree_on_whole_state(returned(11), returned(NO_STATE), returned(12, epoch_end=EPOCH))
+    assert plan.done == (NO_STATE, NO_STATE, 12)
+    assert (plan.root, plan.returned, plan.all_restarted, plan.epoch_end) == (2, (2,), True, EPOCH)
 
 
-def test_a_rank_that_was_overwritten_halfway_has_nothing() -> None:
-    found = whole(stays(NO_STATE), stays(12))
-    assert (found.new, found.root) == ((0,), 1)
+def test_a_rank_with_half_overwritten_state_provides_none() -> None:
+    plan = agree_on_whole_state(stayed(NO_STATE), stayed(12))
+    assert (plan.new, plan.root) == ((0,), 1)
 
 
-def test_nobody_has_anything() -> None:
+def test_recovery_fails_if_no_rank_has_state() -> None:
     with pytest.raises(StateLost, match="everything"):
-        whole(returns(NO_STATE), returns(NO_STATE))
+        agree_on_whole_state(returned(NO_STATE), returned(NO_STATE))
 
 
 # ---- partitioned
 
 
-def test_the_newest_step_that_is_whole_and_known_to_be_done() -> None:
-    found = agree([holds(5, FIRST, later=(FIRST,)), holds(5, SECOND, later=(SECOND,))], PARTS)
-    assert (found.step, dict(found.sources)) == (5, {FIRST: 0, SECOND: 1})
-    found = agree([holds(5, FIRST, later=(FIRST,)), holds(6, SECOND)], PARTS)
-    assert found.step == 6, "one rank has seen it done"
+def test_the_newest_complete_step_that_is_known_to_be_done_is_used() -> None:
+    plan = agree([holds(5, FIRST, later=(FIRST,)), holds(5, SECOND, later=(SECOND,))], PARTS)
+    assert (plan.step, dict(plan.sources)) == (5, {FIRST: 0, SECOND: 1})
+    plan = agree([holds(5, FIRST, later=(FIRST,)), holds(6, SECOND)], PARTS)
+    assert plan.step == 6, "one rank knows that it is done"
 
 
-def test_a_step_that_only_a_rank_that_was_left_out_has_seen_done_is_better_than_none() -> None:
-    """A rank committed step 6 and was cut off; the one that stayed has its part of it, and not all of step 5."""
-    found = agree([holds(5, FIRST, later=(FIRST,)), holds(6, SECOND, stays=False)], PARTS)
-    assert (found.step, dict(found.sources)) == (6, {FIRST: 0, SECOND: 1})
+def test_a_step_known_only_to_a_rank_that_was_left_out_is_used_if_no_other_is_complete() -> None:
+    """A rank committed step 6 and was cut off. The one that stayed has its part of step 6; step 5 is incomplete."""
+    plan = agree([holds(5, FIRST, later=(FIRST,)), holds(6, SECOND, stayed=False)], PARTS)
+    assert (plan.step, dict(plan.sources)) == (6, {FIRST: 0, SECOND: 1})
 
 
-def test_a_rank_that_stayed_provides_before_one_that_returned() -> None:
-    found = agree([holds(5, FIRST, SECOND, stays=False), holds(5, FIRST, SECOND)], PARTS)
-    assert dict(found.sources) == {FIRST: 1, SECOND: 1}
+def test_a_rank_that_stayed_is_preferred_as_the_source() -> None:
+    plan = agree([holds(5, FIRST, SECOND, stayed=False), holds(5, FIRST, SECOND)], PARTS)
+    assert dict(plan.sources) == {FIRST: 1, SECOND: 1}
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_tensors_are_named() -> None:
     with pytest.raises(StateLost, match=r"^second$"):
         agree([holds(5, FIRST), holds(4, FIRST)], PARTS)
 
 
-def test_a_run_that_has_only_begun_loses_nothing() -> None:
-    found = agree([RankStatus(1, 0, 0, True, [], fresh_start=True)], PARTS)
-    assert (found.step, found.sources) == (0, {})
+def test_a_run_before_its_first_step_loses_no_state() -> None:
+    plan = agree([RankStatus(1, 0, 0, True, [], fresh_start=True)], PARTS)
+    assert (plan.step, plan.sources) == (0, {})
 
 
 def test_slices_cover_a_tensor_together() -> None:

@@ -1,4 +1,4 @@
-"""Charts are pictures that stand alone, whatever they are made from."""
+"""Charts are self-contained, valid SVG for any input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def parsed(chart: Chart) -> ET.Element:
-    """The picture as XML; every number in it is one, and nothing comes from elsewhere."""
+    """The SVG as XML; checks that it has no NaN, no infinity and no external reference."""
     svg = chart.svg()
     assert "nan" not in re.sub(r">[^<]*<", "><", svg)
     assert "inf" not in re.sub(r">[^<]*<|points", "><", svg)
@@ -58,14 +58,14 @@ def test_two_panels_share_their_horizontal_axis() -> None:
         assert expected in shown
     upper, lower = points(root)[0], points(root)[2]
     assert [x for x, _ in upper] == [x for x, _ in lower]
-    assert upper[0][1] < upper[1][1], "a falling loss falls"
-    assert lower[0][1] > lower[1][1], "a rising accuracy rises"
-    assert shown.count("10") == 1, "the steps are written once, below the last panel"
+    assert upper[0][1] < upper[1][1], "a falling loss is drawn downwards"
+    assert lower[0][1] > lower[1][1], "a rising accuracy is drawn upwards"
+    assert shown.count("10") == 1, "the steps are labelled once, below the last panel"
     colours = {e.attrib["class"] for e in root.iter(f"{SVG}polyline")}
     assert colours == {"l0", "l1"}, "a name has one colour in all panels"
 
 
-def test_gaps_single_points_and_nothing() -> None:
+def test_gaps_single_points_and_empty_panels() -> None:
     y = [1, math.nan, 3, math.inf, 5, 6]
     root = parsed(Chart("gaps", [Lines("y", [ChartLine("a", range(6), y), ChartLine("one", [3], [2])])]))
     assert [len(line) for line in points(root)] == [2]
@@ -82,12 +82,12 @@ def test_gaps_single_points_and_nothing() -> None:
     parsed(Chart("no panels", []))
 
 
-def test_what_is_outside_given_limits_is_not_drawn() -> None:
+def test_points_outside_the_limits_are_not_drawn() -> None:
     root = parsed(Chart("t", [Lines("y", [ChartLine("a", range(5), [1, 2, 1000, 1, 2])], limits=(0, 10))]))
     assert [len(line) for line in points(root)] == [2, 2]
 
 
-def test_a_long_line_stays_small_and_keeps_its_peaks() -> None:
+def test_a_long_line_is_thinned_and_keeps_its_peaks() -> None:
     y = np.sin(np.arange(200_000) / 1000)
     y[77_777] = 9
     root = parsed(Chart("long", [Lines("y", [ChartLine("a", np.arange(200_000), y)])]))
@@ -105,7 +105,7 @@ def test_bands_and_styles() -> None:
     assert [e.get("stroke-dasharray") for e in root.iter(f"{SVG}polyline")] == [None, None, "6 4"]
 
 
-def test_bars_stand_on_zero() -> None:
+def test_bars_start_at_zero() -> None:
     root = parsed(Chart("t", [Bars("time (s)", ["a", "b"], {"x": [10, -5], "y": [math.nan, 2.5]})]))
     bars = {
         e.find(f"{SVG}title").text: (float(e.attrib["y"]), float(e.attrib["height"]))  # type: ignore[union-attr]
@@ -113,16 +113,16 @@ def test_bars_stand_on_zero() -> None:
         if e.find(f"{SVG}title") is not None
     }
     assert set(bars) == {"a, x: 10", "b, x: -5", "b, y: 2.5"}
-    ground = sum(bars["a, x: 10"])
-    assert bars["b, x: -5"][0] == pytest.approx(ground)
-    assert sum(bars["b, y: 2.5"]) == pytest.approx(ground)
+    zero = sum(bars["a, x: 10"])
+    assert bars["b, x: -5"][0] == pytest.approx(zero)
+    assert sum(bars["b, y: 2.5"]) == pytest.approx(zero)
     assert bars["a, x: 10"][1] == pytest.approx(2 * bars["b, x: -5"][1], rel=0.01)
     long = [f"a very long name of a strategy, number {index}" for index in range(8)]
     slanted = parsed(Chart("t", [Bars("y", long, {"x": list(range(8))})]))
     assert sum("rotate(" in e.get("transform", "") for e in slanted.iter(f"{SVG}text")) == 8
 
 
-def test_mistakes_are_named() -> None:
+def test_inconsistent_lengths_are_rejected() -> None:
     with pytest.raises(InvalidArgument, match="line 'a': 2 x and 1 y"):
         ChartLine("a", [1, 2], [1])
     with pytest.raises(InvalidArgument, match="line 'a': 1 x and 2 high"):
@@ -137,7 +137,7 @@ def test_mistakes_are_named() -> None:
     y=st.lists(st.floats() | st.integers(-5, 5), max_size=6),
     kind=st.sampled_from(["linear", "log"]),
 )
-def test_anything_makes_a_picture(title: str, name: str, y: list[float], kind: str) -> None:
+def test_any_input_makes_valid_xml(title: str, name: str, y: list[float], kind: str) -> None:
     lines = Lines(name, [ChartLine(name, range(len(y)), y)], kind, rules={name: 1.0})  # type: ignore[arg-type]
     bars = Bars(name, [name] * len(y), {name: y}, kind, rules={name: 1.0})  # type: ignore[arg-type]
     svg = Chart(title, [lines, bars], x_label=name, x_kind=kind, subtitle=title).svg()  # type: ignore[arg-type]
@@ -150,16 +150,16 @@ def test_smoothing() -> None:
     assert np.isnan(smoothed([1, math.nan, 3], 3)).tolist() == [False, True, False]
 
 
-def test_the_training_chart_shows_what_the_rows_have() -> None:
+def test_the_training_chart_shows_the_metrics_of_the_rows() -> None:
     rows = [{"step": step, "loss": 1 / (step + 1)} for step in range(500)]
     rows += [{"step": 499, "test_loss": 0.1, "test_accuracy": 0.98}]
     chart = training_chart(rows, "mnist", rules={"paper": 0.9289})
     assert [panel.label for panel in chart.panels] == ["loss", "accuracy (%)"]
     assert [line.style for line in chart.panels[0].lines] == ["faint", "solid", "solid"]  # type: ignore[union-attr]
     assert {"training", "test", "paper"} <= set(words(parsed(chart)))
-    alone = training_chart([*rows[:-1], {"step": 499, "train_loss": 0.1, "train_accuracy": 0.98}], "mnist")
-    assert [panel.label for panel in alone.panels] == ["loss", "accuracy (%)"]
-    assert "training, evaluated" in words(parsed(alone))
-    assert "test" not in words(parsed(alone))
+    training_only = training_chart([*rows[:-1], {"step": 499, "train_loss": 0.1, "train_accuracy": 0.98}], "mnist")
+    assert [panel.label for panel in training_only.panels] == ["loss", "accuracy (%)"]
+    assert "training, evaluated" in words(parsed(training_only))
+    assert "test" not in words(parsed(training_only))
     assert [panel.label for panel in training_chart([], "empty").panels] == ["loss"]
     assert "no data" in words(parsed(training_chart([], "empty")))

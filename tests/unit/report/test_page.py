@@ -1,4 +1,4 @@
-"""A page needs nothing but itself, and shows text as text."""
+"""A report page is self-contained and escapes its text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = Page(
 
 
 class Elements(HTMLParser):
-    """Checks that elements close as they open, and collects tags, addresses and text."""
+    """Checks that tags are balanced, and collects tags, link targets and text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -52,18 +52,18 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_the_page_is_complete_and_alone() -> None:
+def test_the_page_is_complete_and_self_contained() -> None:
     page = PAGE.html()
-    seen = Elements(page)
+    parsed = Elements(page)
     for tag in ("h1", "h2", "table", "svg", "figcaption", "dl", "ul", "strong", "code"):
-        assert tag in seen.tags
+        assert tag in parsed.tags
     for tag in ("script", "link", "img", "iframe", "object"):
-        assert tag not in seen.tags
-    assert seen.targets == []
+        assert tag not in parsed.tags
+    assert parsed.targets == []
     assert re.findall(r"url\(|@import", page) == []
     assert "default-src 'none'" in page
     for text in ("Title <script>", "One & two", "x<y", "hoop reproduce <name>", "b (ms)"):
-        assert text in seen.text
+        assert text in parsed.text
 
 
 def test_prose() -> None:
@@ -96,7 +96,7 @@ def test_markdown_and_files(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "mnist.json").read_text())["tables"][0]["rows"] == [{"a": "x<y", "b": 1.5}]
 
 
-def test_pictures_are_checked() -> None:
+def test_invalid_pictures_are_rejected() -> None:
     with pytest.raises(InvalidArgument, match=r"picture name: '\.\./x'"):
         Picture("../x", PICTURE.svg)
     with pytest.raises(InvalidArgument, match="picture a: not SVG"):

@@ -1,4 +1,4 @@
-"""Colours can be seen on their paper and told apart, also by eyes that lack one kind of cone."""
+"""Colours contrast with their background and are distinguishable, also with colour blindness."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from hoop.report.palette import DARK, LIGHT, Theme
 
-# What is left of linear RGB for people without one kind of cone (Machado, Oliveira, Fernandes 2009).
-EYES: dict[str, Any] = {
+# Linear RGB as seen without one kind of cone (Machado, Oliveira, Fernandes 2009).
+VISION: dict[str, Any] = {
     "all cones": np.eye(3),
     "no red": [
         [0.152286, 1.052583, -0.204868],
@@ -50,14 +50,14 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_everything_stands_out_from_its_paper(theme: Theme) -> None:
+def test_colours_and_text_contrast_with_the_background(theme: Theme) -> None:
     assert min(contrast(colour, theme.paper) for colour in theme.colours) >= 3
     assert contrast(theme.ink, theme.paper) >= 7
     assert contrast(theme.soft, theme.paper) >= 4.5
 
 
-@pytest.mark.parametrize("eyes", EYES)
+@pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_can_be_told_apart(theme: Theme, eyes: str) -> None:
-    seen = [lab(np.array(EYES[eyes]) @ linear(colour)) for colour in theme.colours]
+def test_colours_are_distinguishable(theme: Theme, vision: str) -> None:
+    seen = [lab(np.array(VISION[vision]) @ linear(colour)) for colour in theme.colours]
     assert min(float(np.linalg.norm(a - b)) for a, b in combinations(seen, 2)) >= 15

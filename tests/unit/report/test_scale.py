@@ -1,4 +1,4 @@
-"""Axes end and tick where people would put them, whatever the data."""
+"""Axis limits and ticks are round numbers for any data."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def test_positions() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "log"])
 @given(values=st.lists(st.floats(), max_size=8), tight=st.booleans(), own=st.booleans(), zero=st.booleans())
-def test_every_value_has_a_place(kind: Kind, values: list[float], tight: bool, own: bool, zero: bool) -> None:
+def test_every_value_is_on_the_axis(kind: Kind, values: list[float], tight: bool, own: bool, zero: bool) -> None:
     axis = scale([values], kind, tight=tight, own=own, zero=zero)
     known = plottable(values, kind)
     known = known[np.isfinite(known)]
     assert axis.low < axis.high
     assert len(axis.ticks) <= 25
     assert len(axis.labels()) == len(axis.ticks)
-    places = axis.at(known)
-    assert ((places > -1e-6) & (places < 1 + 1e-6)).all()
+    positions = axis.at(known)
+    assert ((positions > -1e-6) & (positions < 1 + 1e-6)).all()
     ticks = axis.at(axis.ticks)
     assert ((ticks > -1e-3) & (ticks < 1 + 1e-3)).all()
 
 
-def test_limits_hold_and_bad_ones_are_named() -> None:
+def test_limits_hold_and_invalid_ones_are_rejected() -> None:
     axis = scale([[3, 50]], limits=(0, 100))
     assert (axis.low, axis.high) == (0, 100)
     with pytest.raises(InvalidArgument, match="limits: 0 is not on a logarithmic axis"):

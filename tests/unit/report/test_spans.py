@@ -1,4 +1,4 @@
-"""How devices spent their time."""
+"""The shares of time in which a device computes, communicates and is idle."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from hoop.report.spans import Shares, Span, by_track, shares, window
 
 
-def test_shares_add_up_and_hidden_communication_costs_nothing() -> None:
+def test_shares_add_up_and_overlapped_communication_is_not_counted() -> None:
     spans = [
         Span("device 10", "F", "forward", 0, 40),
-        Span("device 10", "reduce", "reduce", 20, 30, lane="links"),  # 20 of it behind the forward
+        Span("device 10", "reduce", "reduce", 20, 30, lane="links"),  # 20 us of it overlap the forward
         Span("device 10", "wait", "idle", 50, 50),
         Span("device 2", "B", "backward", 0, 60),
         Span("device 2", "B", "backward", 50, 50),  # overlapping time counts once
@@ -24,7 +24,7 @@ def test_shares_add_up_and_hidden_communication_costs_nothing() -> None:
     assert shares(spans, 40, 60)["device 10"] == pytest.approx(Shares(0.0, 0.5, 0.5))
 
 
-def test_nothing_and_no_time() -> None:
+def test_no_spans_and_zero_durations() -> None:
     assert shares([]) == {}
     assert window([]) == (0.0, 0.0)
     assert shares([Span("d", "x", "forward", 5, 0)]) == {"d": Shares(0.0, 0.0, 1.0)}

@@ -1,4 +1,4 @@
-"""One table in five forms."""
+"""One table as cells, Markdown, CSV, JSON, HTML and terminal output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_markdown() -> None:
     assert Table([], []).markdown() == ""
 
 
-def test_machines_get_every_digit() -> None:
+def test_csv_and_json_keep_every_digit() -> None:
     rows = list(csv.reader(io.StringIO(TABLE.csv())))
     assert rows[0] == ["strategy", "step (ms)", "bytes", "idle (%)", "exact"]
     assert rows[1] == ["data parallel", "4.2123", "1437544", "3.25", "True"]
@@ -60,7 +60,7 @@ def test_machines_get_every_digit() -> None:
     assert plain["rows"][1]["idle"] == "NaN"
 
 
-def test_html_and_terminal_show_text_as_it_is() -> None:
+def test_html_and_terminal_show_text_unchanged() -> None:
     root = ET.fromstring(TABLE.html())
     cells = [[cell.text for cell in row] for row in root.iter("tr")]
     assert cells[2] == ["a|b [red]<i>", "–", "9", "nan", "no"]
@@ -83,6 +83,6 @@ def test_rows_by_name() -> None:
     assert table.rows == [[None, 1], [2, None]]
 
 
-def test_a_row_of_the_wrong_length_is_named() -> None:
+def test_a_row_of_the_wrong_length_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="table 'T', row 2: 1 values for 2 columns"):
         Table([Column("a"), Column("b")], [[1, 2], [1]], "T")

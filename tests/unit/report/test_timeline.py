@@ -1,4 +1,4 @@
-"""A row a device, a bar a span, at the right place and in the colour of its kind."""
+"""Timelines: one row per device, one bar per span, at its time and in the colour of its kind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def bars(root: ET.Element) -> dict[str, dict[str, str]]:
-    """Every bar by its hint."""
-    hints = ((element, element.find(f"{SVG}title")) for element in root.iter(f"{SVG}rect"))
-    return {hint.text or "": element.attrib for element, hint in hints if hint is not None}
+    """Every bar by its tooltip."""
+    tooltips = ((element, element.find(f"{SVG}title")) for element in root.iter(f"{SVG}rect"))
+    return {tooltip.text or "": element.attrib for element, tooltip in tooltips if tooltip is not None}
 
 
 def words(root: ET.Element) -> list[str]:
@@ -41,12 +41,12 @@ def test_bars_are_where_the_spans_are() -> None:
         "device 2: F0, 50 us",
         "device 2: send, 10 us",
     }
-    place = {hint: (float(e["x"]), float(e["width"]), float(e["y"])) for hint, e in found.items()}
-    first, second = place["device 1: F0, 50 us"], place["device 1: B0, 100 us"]
+    position = {tooltip: (float(e["x"]), float(e["width"]), float(e["y"])) for tooltip, e in found.items()}
+    first, second = position["device 1: F0, 50 us"], position["device 1: B0, 100 us"]
     assert second[0] == pytest.approx(first[0] + first[1], abs=0.02)
     assert second[1] == pytest.approx(2 * first[1], abs=0.02)
-    assert place["device 2: F0, 50 us"][2] > first[2], "device 2 is below device 1"
-    assert place["device 2: send, 10 us"][2] > place["device 2: F0, 50 us"][2], "lanes do not overlap"
+    assert position["device 2: F0, 50 us"][2] > first[2], "device 2 is below device 1"
+    assert position["device 2: send, 10 us"][2] > position["device 2: F0, 50 us"][2], "lanes do not overlap"
     assert found["device 1: B0, 100 us"]["class"].split()[0] == f"f{KINDS['backward']}"
     shown = words(root)
     for expected in (
@@ -61,23 +61,23 @@ def test_bars_are_where_the_spans_are() -> None:
         "67 % idle",
     ):
         assert expected in shown
-    assert "update" not in shown, "the legend names what occurs"
+    assert "update" not in shown, "the legend lists only kinds that occur"
 
 
-def test_a_window_cuts_what_is_outside() -> None:
+def test_a_window_clips_the_spans() -> None:
     spans = [Span("d", str(at), "forward", at, 10) for at in (0, 10, 20)]
     found = bars(ET.fromstring(TimelineChart("t", spans, start_us=5, end_us=20).svg()))
     assert set(found) == {"d: 0, 10 us", "d: 10, 10 us"}
     assert float(found["d: 10, 10 us"]["width"]) == pytest.approx(2 * float(found["d: 0, 10 us"]["width"]), abs=0.02)
 
 
-def test_many_devices_and_spans_stay_a_picture() -> None:
+def test_many_devices_and_spans_make_a_small_picture() -> None:
     spans = [Span(f"device {d}", "F", "forward", i, 0.9) for d in range(80) for i in range(2000)]
     svg = TimelineChart("many", spans).svg()
     shown = words(ET.fromstring(svg))
     assert f"{MAX_ROWS} of 80 devices shown" in shown
     assert {"device 0", "device 79"} <= set(shown)
-    assert len(svg) < 200_000, "spans too narrow to be seen are drawn together"
+    assert len(svg) < 200_000, "spans too narrow to be visible are merged"
 
 
 def test_every_kind_has_a_colour() -> None:
@@ -98,7 +98,7 @@ def test_every_kind_has_a_colour() -> None:
         max_size=5,
     )
 )
-def test_anything_makes_a_picture(spans: list[Span]) -> None:
+def test_any_spans_make_valid_xml(spans: list[Span]) -> None:
     svg = TimelineChart("<&>", spans).svg()
     ET.fromstring(svg.encode())
     assert "nan" not in svg.partition("</style>")[2] or any("nan" in s.track + s.name for s in spans)

@@ -1,4 +1,4 @@
-"""A trace is JSON that a viewer takes, at any moment, and a run does not fail for it."""
+"""Traces are valid JSON at any time, and a full disk does not fail the run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def events(path: Path, phase: str) -> list[dict[str, Any]]:
     return [event for event in whole["traceEvents"] if event["ph"] == phase]
 
 
-def names(path: Path, what: str) -> dict[int, str]:
-    return {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == what}
+def names(path: Path, kind: str) -> dict[int, str]:
+    return {e["pid"]: e["args"]["name"] for e in events(path, "M") if e["name"] == kind}
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
-def test_every_device_has_its_track(tmp_path: Path, name: str) -> None:
+def test_every_device_has_a_track(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     with Trace(tmp_path) as trace:
         trace.track("coordinator")
@@ -55,7 +55,7 @@ def test_counters_marks_and_flows(tmp_path: Path) -> None:
     with Trace() as trace:
         trace.spans([sent, received])
         trace.flow("activation", sent, received)
-        trace.counter("device 1", "memory", 7, {"bytes": np.int64(4096)})  # type: ignore[dict-item]  # NumPy's are taken too
+        trace.counter("device 1", "memory", 7, {"bytes": np.int64(4096)})  # type: ignore[dict-item]  # NumPy is accepted
         trace.mark("device 2 died", 8.25, args={"loss": math.nan})
         trace.mark("restarted", 9, track="device 2")
         trace.write(path)
@@ -67,7 +67,7 @@ def test_counters_marks_and_flows(tmp_path: Path) -> None:
     assert events(path, "i")[0]["args"] == {"loss": "NaN"}
 
 
-def test_a_trace_can_be_written_at_any_moment(tmp_path: Path) -> None:
+def test_a_trace_can_be_written_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Trace(tmp_path / "spool") as trace:
         trace.write(path)
@@ -80,7 +80,7 @@ def test_a_trace_can_be_written_at_any_moment(tmp_path: Path) -> None:
     assert list((tmp_path / "spool").iterdir()) == []
 
 
-def test_above_the_limit_events_are_counted(tmp_path: Path) -> None:
+def test_events_above_the_limit_are_dropped_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Trace(max_events=3) as trace:
         trace.spans(Span("d", str(index), "forward", index, 1) for index in range(10))
@@ -92,7 +92,7 @@ def test_above_the_limit_events_are_counted(tmp_path: Path) -> None:
         Trace(max_events=0)
 
 
-def test_a_full_disk_costs_events_but_not_the_run(tmp_path: Path) -> None:
+def test_a_full_disk_drops_events_but_does_not_raise(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with Trace() as trace:
         trace.span(Span("d", "before", "forward", 0, 1))
@@ -100,7 +100,7 @@ def test_a_full_disk_costs_events_but_not_the_run(tmp_path: Path) -> None:
         real = trace._file
 
         class Full:
-            """Takes the first bytes of a write and no more."""
+            """Writes only the first bytes of its input."""
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(real, name)

@@ -1,4 +1,4 @@
-"""Clusters, links and costs: as they are written, and what is wrong in them by name."""
+"""Parsing of clusters, links and costs, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine, read
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_links_are_written_in_bits_or_bytes() -> None:
+def test_bandwidth_is_given_in_bits_or_bytes() -> None:
     assert Link.parse("1Gbps,0.5ms") == Link(1.25e8, 5e-4)
     assert parse_bandwidth("100 Mbps") == 1.25e7
     assert parse_bandwidth("125MB/s") == parse_bandwidth("125MB") == 1.25e8
@@ -22,12 +22,12 @@ def test_links_are_written_in_bits_or_bytes() -> None:
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gbps", "-1Gbps", "1Gbps,soon", "", "infGbps"])
-def test_a_link_that_is_none_is_named(text: str) -> None:
+def test_an_invalid_link_is_rejected(text: str) -> None:
     with pytest.raises(InvalidArgument, match="link"):
         Link.parse(text, "link")
 
 
-def test_ranks_are_seated_host_by_host() -> None:
+def test_ranks_are_assigned_host_by_host() -> None:
     cluster = Cluster((Host(2, speed=2.0, memory=10), Host(3, cores=2, speeds=(1.0, 0.5, 1.0))))
     assert cluster.host_of == [0, 0, 1, 1, 1]
     assert cluster.speeds == [2.0, 2.0, 1.0, 0.5, 1.0]
@@ -36,14 +36,14 @@ def test_ranks_are_seated_host_by_host() -> None:
     assert [host.devices for host in Cluster.even(7, 3).hosts] == [3, 3, 1]
 
 
-def test_the_example_is_a_cluster() -> None:
+def test_the_example_cluster_is_valid() -> None:
     cluster = read_cluster(ROOT / "examples" / "cluster.toml")
     assert (cluster.size, len(cluster.hosts), cluster.link) == (18, 5, Link(1.25e9, 5e-5))
     assert cluster.hosts[0].memory == 2 << 30
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
         ("[[host]]\ndevices = 0", "host 0: host: 0 devices"),
         ("[[host]]\ndevcies = 2", "host 0: unknown devcies"),
@@ -52,16 +52,16 @@ def test_the_example_is_a_cluster() -> None:
         ("= 3", "not TOML"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_cluster_files_are_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text(text)
-    with pytest.raises(InvalidArgument, match=complaint):
+    with pytest.raises(InvalidArgument, match=message):
         read_cluster(path)
     with pytest.raises(NotFound, match=r"nowhere\.toml"):
         read_cluster(tmp_path / "nowhere.toml")
 
 
-def test_costs_survive_their_file(tmp_path: Path) -> None:
+def test_costs_round_trip_through_a_file(tmp_path: Path) -> None:
     block = BlockCost(
         "b", LinearCost(1.0, 0.5), LinearCost(2.0, 1.5), 10, 20, 12, LinearCost(0, 4.0), LinearCost(0, 8.0)
     )
@@ -81,7 +81,7 @@ def test_costs_survive_their_file(tmp_path: Path) -> None:
         read_costs(path)
 
 
-def test_what_a_byte_costs_depends_on_the_size() -> None:
+def test_the_cost_of_a_byte_depends_on_the_size() -> None:
     machine = Machine(copy_s=9.0, add_s=2.0, copy_at=((16, 1.0), (64, 3.0)))
     assert [machine.copy(size) for size in (8, 16, 32, 64, 128)] == [8, 16, 2 * 32, 3 * 64, 3 * 128]
     assert machine.copy(16, vector_size=64) == 3 * 16
@@ -90,13 +90,13 @@ def test_what_a_byte_costs_depends_on_the_size() -> None:
     assert Machine(message_s=1, byte_s=0.5).message(4) == 3
 
 
-def test_a_line_goes_through_its_points() -> None:
+def test_a_linear_cost_is_fitted_through_points() -> None:
     assert LinearCost.through_points([(10, 3.0), (20, 4.0)]) == LinearCost(2.0, 0.1)
     assert LinearCost.through_points([(10, 3.0), (20, 2.0)]) == LinearCost(3.0, 0.0)  # noise: never negative
     assert LinearCost.through_points([(10, 1.0), (20, 4.0)]).fixed == 0.0
 
 
-def test_costs_come_with_hoop() -> None:
+def test_costs_are_shipped_with_hoop() -> None:
     assert {"mnist", "lenet"} <= set(cost_model.shipped_recipes())
     for name in cost_model.shipped_recipes():
         costs = cost_model.shipped_costs(name)

@@ -1,4 +1,4 @@
-"""How strategies are typed, and which of them a model fits under."""
+"""Strategies as text, and which strategies a model fits into memory with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIB = 1 << 20
         ("hybrid:zero-bubble,replicas=4", Hybrid(4, "zero-bubble")),
     ],
 )
-def test_typed_strategies(text: str, strategy: Strategy) -> None:
+def test_strategies_are_parsed(text: str, strategy: Strategy) -> None:
     assert parse(text) == strategy
 
 
@@ -63,13 +63,13 @@ def test_typed_strategies(text: str, strategy: Strategy) -> None:
         ("hybrid:replicas=0", "replicas: 0; there is at least 1"),
     ],
 )
-def test_mistyped_strategies_are_explained(text: str, complaint: str) -> None:
+def test_invalid_strategies_are_refused_with_a_reason(text: str, complaint: str) -> None:
     with pytest.raises(InvalidArgument) as error:
         parse(text)
     assert str(error.value) == complaint
 
 
-def test_hybrids_that_do_not_divide() -> None:
+def test_a_hybrid_needs_equal_replicas() -> None:
     for devices in (1, 3):
         with pytest.raises(InvalidArgument, match=f"devices: {devices} cannot be 2 equal replicas"):
             Hybrid(2).stages(devices)
@@ -83,11 +83,11 @@ def test_the_catalog_has_every_strategy() -> None:
 
 
 def blocks(count: int = 8, activation: int = 0) -> list[Block]:
-    """Each MiB of weights needs as much for gradients and twice for the optimizer."""
+    """Return blocks with 1 MiB of weights, 1 MiB of gradients and 2 MiB of optimizer state each."""
     return [Block(f"b{at}", 1.0, MIB, 2 * MIB, activation) for at in range(count)]
 
 
-def test_what_each_device_holds() -> None:
+def test_memory_of_each_device() -> None:
     def held(strategy: Strategy, activation: int = 0) -> list[float]:
         fits = fit(strategy, strategy.plan(4, 8), blocks(activation=activation), [None] * 4)
         return [size / MIB for size in fits.bytes]
@@ -102,7 +102,7 @@ def test_what_each_device_holds() -> None:
     assert held(ParameterServer(2)) == [16, 16, 16, 16]
 
 
-def test_a_model_that_does_not_fit_says_what_would() -> None:
+def test_strategies_that_would_fit_are_suggested() -> None:
     memory = [10 * MIB] * 4
     with pytest.raises(FailedPrecondition) as error:
         fit(DataParallel(), DataParallel().plan(4, 8), blocks(), memory)
@@ -117,23 +117,23 @@ def test_a_model_that_does_not_fit_says_what_would() -> None:
     )
 
 
-def test_the_smallest_device_of_a_stage_decides() -> None:
+def test_the_smallest_device_of_a_stage_limits_it() -> None:
     with pytest.raises(FailedPrecondition, match="needs 32 MiB and has 10 MiB"):
         fit(DataParallel(), DataParallel().plan(3, 8), blocks(), [40 * MIB, 10 * MIB, None])
 
 
-def test_a_server_that_is_too_small_is_named() -> None:
+def test_a_server_with_too_little_memory_is_refused() -> None:
     strategy = ParameterServer()
     with pytest.raises(FailedPrecondition, match="the server on device 2 needs 32 MiB and has 8 MiB"):
         fit(strategy, strategy.plan(3, 8), blocks(), [None, None, 8 * MIB])
 
 
-def test_cuts_follow_speed_and_hand() -> None:
+def test_cuts_follow_device_speeds_or_are_given() -> None:
     plan = Pipeline().plan(2, 4)
     fast = fit(Pipeline(), plan, blocks(), [None] * 2, speeds=[3, 1])
     assert [stage.blocks for stage in fast.stages] == [range(6), range(6, 8)]
-    hand = fit(Pipeline(), plan, blocks(), [None] * 2, cuts=[1])
-    assert [stage.blocks for stage in hand.stages] == [range(1), range(1, 8)]
+    given = fit(Pipeline(), plan, blocks(), [None] * 2, cuts=[1])
+    assert [stage.blocks for stage in given.stages] == [range(1), range(1, 8)]
     with pytest.raises(InvalidArgument, match="stages: 2 are more than the model's 1 blocks"):
         fit(Pipeline(), plan, blocks(1), [None] * 2)
     with pytest.raises(InvalidArgument, match="memory: 3 values for 2 devices"):

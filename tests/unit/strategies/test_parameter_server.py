@@ -1,11 +1,11 @@
-"""Parameter servers: who waits for whom under BSP, ASP and SSP, whatever the links do."""
+"""Parameter servers: which workers wait under BSP, ASP and SSP, with any delays of the links."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shaken_links import shake
+from shaken_links import run_with_random_delays
 
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
@@ -44,23 +44,23 @@ def test_asp_grid() -> None:
     """)
 
 
-def test_a_worker_without_a_shard_is_left_alone() -> None:
+def test_a_worker_without_a_shard_has_no_instructions() -> None:
     for mode in ("bsp", "asp", "ssp"):
         plan = ParameterServer(mode=mode).plan(4, 2)
         assert plan.ranks[2] == ()
         assert {one.peer for one in plan.ranks[3] if one.peer >= 0} == {0, 1}
 
 
-def test_bsp_has_lists_and_the_others_rules() -> None:
-    for mode, ruled in (("bsp", False), ("asp", True), ("ssp", True)):
+def test_only_asp_and_ssp_have_rules() -> None:
+    for mode, has_rules in (("bsp", False), ("asp", True), ("ssp", True)):
         strategy = ParameterServer(mode=mode)
         plan = strategy.plan(3, 4)
-        assert [strategy.rule(plan, rank) is not None for rank in range(3)] == [ruled] * 3
-        assert strategy.synchronous is not ruled
+        assert [strategy.rule(plan, rank) is not None for rank in range(3)] == [has_rules] * 3
+        assert strategy.synchronous is not has_rules
 
 
 def clocks_at_gives(line: list[Instruction], workers: int) -> list[tuple[int, int]]:
-    """For each time a server gives, the clock of who gets and the slowest clock then."""
+    """For each GIVE of a server, return the clock of the worker that gets weights, and the slowest clock."""
     clocks = [0] * workers
     found = []
     for one in line:
@@ -80,26 +80,26 @@ def clocks_at_gives(line: list[Instruction], workers: int) -> list[tuple[int, in
     st.data(),
 )
 @settings(max_examples=80)
-def test_nobody_is_further_ahead_than_allowed_and_nobody_waits_for_ever(
+def test_no_worker_exceeds_the_staleness_bound_or_deadlocks(
     mode: str, servers: int, staleness: int, workers: int, steps: int, data: st.DataObject
 ) -> None:
     strategy = ParameterServer(servers, mode, staleness)
     plan, rules = rules_of(strategy, workers + servers, workers, steps)
-    lines = shake(rules, data)
+    lines = run_with_random_delays(rules, data)
     assert all(rule.finished for rule in rules)
     for rank in plan.servers:
         gives = clocks_at_gives(lines[rank], workers)
         assert len(gives) == workers * steps
         if mode == "ssp":
             assert all(clock <= slowest + staleness for clock, slowest in gives)
-        takes = [place for place, one in enumerate(lines[rank]) if one.kind is InstructionKind.TAKE]
+        takes = [index for index, one in enumerate(lines[rank]) if one.kind is InstructionKind.TAKE]
         assert len(takes) == workers * steps
-        # Each push is applied before anything else is done with it.
-        assert all(lines[rank][place + 1].kind is InstructionKind.UPDATE for place in takes)
+        # Each push is applied at once.
+        assert all(lines[rank][index + 1].kind is InstructionKind.UPDATE for index in takes)
 
 
-def last_step_begun(strategy: ParameterServer, steps: int) -> int:
-    """How many steps the fast worker has begun when the slow one, a hundred times slower, has its first weights."""
+def steps_begun_by_the_fast_worker(strategy: ParameterServer, steps: int) -> int:
+    """Return how many steps it has begun when the slow worker, 100 times slower, pushes its first gradients."""
     _, rules = rules_of(strategy, 3, 2, steps)
 
     def cost(rank: int, one: Instruction) -> float:
@@ -110,13 +110,13 @@ def last_step_begun(strategy: ParameterServer, steps: int) -> int:
     return sum(one == Instruction(InstructionKind.GIVE, 0, peer=0) for one in line[:first_push_of_slow])
 
 
-def test_asp_runs_away_and_ssp_waits_within_its_bound() -> None:
-    assert last_step_begun(ParameterServer(mode="asp"), 20) == 20
-    assert last_step_begun(ParameterServer(mode="ssp", staleness=3), 20) == 4
-    assert last_step_begun(ParameterServer(mode="ssp", staleness=0), 20) == 1
+def test_asp_is_unbounded_and_ssp_keeps_its_staleness_bound() -> None:
+    assert steps_begun_by_the_fast_worker(ParameterServer(mode="asp"), 20) == 20
+    assert steps_begun_by_the_fast_worker(ParameterServer(mode="ssp", staleness=3), 20) == 4
+    assert steps_begun_by_the_fast_worker(ParameterServer(mode="ssp", staleness=0), 20) == 1
 
 
-def test_later_steps_number_their_micro_batches_on() -> None:
+def test_micro_batch_numbers_continue_across_steps() -> None:
     _, rules = rules_of(ParameterServer(mode="asp"), 3, 4, 2)
     line = run_rules(rules)[1]
     assert [one.micro for one in line if one.kind is InstructionKind.FORWARD] == [2, 3, 6, 7]
@@ -131,11 +131,11 @@ def test_later_steps_number_their_micro_batches_on() -> None:
         ({"staleness": -1}, "staleness: -1"),
     ],
 )
-def test_choices_that_are_none_are_named(choice: dict[str, object], complaint: str) -> None:
+def test_invalid_options_are_refused(choice: dict[str, object], complaint: str) -> None:
     with pytest.raises(InvalidArgument, match=complaint):
         ParameterServer(**choice)  # type: ignore[arg-type]
 
 
-def test_too_few_devices_is_said_with_a_remedy() -> None:
+def test_too_few_devices_are_refused_with_a_remedy() -> None:
     with pytest.raises(InvalidArgument, match=r"devices: 1 are too few for 1 servers .* take 2 or more"):
         ParameterServer().plan(1, 4)

@@ -1,4 +1,4 @@
-"""The grids and charts in docs/plans.md are what the strategies return."""
+"""The grids and charts in docs/plans.md match the plans of the strategies."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_the_page_has_drawings() -> None:
 
 
 @pytest.mark.parametrize(("view", "spec", "devices", "micros", "drawn"), DRAWN)
-def test_drawings_are_true(view: str, spec: str, devices: str, micros: str, drawn: str) -> None:
+def test_drawings_match_the_plans(view: str, spec: str, devices: str, micros: str, drawn: str) -> None:
     plan = parse(spec).plan(int(devices), int(micros))
     assert drawn == (chart(plan) if view == "chart" else plan.grid(messages=view == "messages"))

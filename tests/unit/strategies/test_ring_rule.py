@@ -1,11 +1,11 @@
-"""RingTMP's rule: what it looks at, how much it holds, and which weights each micro-batch is computed with."""
+"""RingTMP's rule: the order of instructions, the limit of micro-batches in flight, and the weight version of each."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shaken_links import shake
+from shaken_links import run_with_random_delays
 
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
@@ -29,11 +29,11 @@ def drain(rule: Rule) -> list[str]:
     return taken
 
 
-def test_a_backward_that_is_ready_goes_first() -> None:
+def test_a_backward_that_is_ready_runs_first() -> None:
     plan = RingModel(limit=2).plan(2, 4)
     rule = RingModel(limit=2).rule(plan, 0)
     assert rule is not None
-    assert drain(rule) == ["0L0", "0F0", "0>0@1", "0L1", "0F1", "0>1@1"]  # two may be held
+    assert drain(rule) == ["0L0", "0F0", "0>0@1", "0L1", "0F1", "0>1@1"]  # two may be in flight
     rule.on_message(Instruction.parse("0(0@1"))
     assert drain(rule) == ["0(0@1", "0B0", "0L2", "0F2", "0>2@1"]
     rule.on_message(Instruction.parse("0(1@1"))
@@ -48,13 +48,13 @@ def test_a_backward_that_is_ready_goes_first() -> None:
 def test_a_synchronous_step_waits_for_the_flush() -> None:
     plan, (first, _) = rules_of(RingModel(limit=9), 2, 1, 2)
     assert plan.num_microbatches == 1
-    assert drain(first) == ["0L0", "0F0", "0>0@1"]  # the second step's weights are not there yet
+    assert drain(first) == ["0L0", "0F0", "0>0@1"]  # the weights of the second step do not exist yet
     first.on_message(Instruction.parse("0(0@1"))
     assert drain(first) == ["0(0@1", "0B0", "0A", "0U", "0L1", "0F1", "0>1@1"]
     assert [first.weight_version(micro) for micro in range(2)] == [0, 1]
 
 
-def test_an_asynchronous_step_is_one_update_behind() -> None:
+def test_an_asynchronous_step_uses_weights_one_update_behind() -> None:
     _, (first, _) = rules_of(RingModel(limit=9, asynchronous=True), 2, 1, 4)
     assert drain(first) == ["0L0", "0F0", "0>0@1", "0L1", "0F1", "0>1@1"]
     first.on_message(Instruction.parse("0(0@1"))
@@ -64,23 +64,23 @@ def test_an_asynchronous_step_is_one_update_behind() -> None:
 
 @given(st.builds(RingModel, st.integers(1, 3), st.none() | st.integers(1, 4), st.booleans()), st.data())
 @settings(max_examples=60)
-def test_whatever_the_links_do_nobody_waits_for_ever(ring: RingModel, data: st.DataObject) -> None:
+def test_no_link_delays_cause_a_deadlock(ring: RingModel, data: st.DataObject) -> None:
     devices, micros, steps = (data.draw(st.integers(1, most)) for most in (4, 4, 3))
     plan, rules = rules_of(ring, devices, micros, steps)
-    lines = shake(rules, data)
+    lines = run_with_random_delays(rules, data)
     assert all(rule.finished for rule in rules)
-    held = Plan(micros * steps, plan.holders, tuple(map(tuple, lines)))
-    assert not timeline(held).stuck
+    executed = Plan(micros * steps, plan.holders, tuple(map(tuple, lines)))
+    assert not timeline(executed).stuck
     for rank, line in enumerate(lines):
         first = plan.held_by(rank)[0]
-        assert in_flight(held, rank, first) <= ring.max_in_flight(rank, devices)
+        assert in_flight(executed, rank, first) <= ring.max_in_flight(rank, devices)
         updates = 0
         for one in line:
             updates += one == Instruction(InstructionKind.UPDATE, first)
             if one.kind in {InstructionKind.FORWARD, InstructionKind.BACKWARD}:
                 version = rules[rank].weight_version(one.micro)
                 assert version is not None
-                # The weights of that version are there: the newest, or (asynchronously) the ones before.
+                # That version still exists: it is the newest, or (asynchronous) the one before.
                 assert updates - version in ({0, 1} if ring.asynchronous else {0})
         assert updates == steps
 
@@ -105,7 +105,7 @@ def test_slices_close_the_ring() -> None:
     assert peers == {(0, 1), (1, 2), (2, 0)}
 
 
-def test_choices_that_are_none_are_named() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="slices: 0"):
         RingModel(slices=0)
     with pytest.raises(InvalidArgument, match="limit: 0"):

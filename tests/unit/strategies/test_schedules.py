@@ -1,4 +1,4 @@
-"""Written schedules: their grids, pinned, and their bubbles against the formulas."""
+"""Pipeline schedules: their exact grids, and their bubbles compared with the formulas."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_messages_of_a_pipeline() -> None:
     """)
 
 
-def test_a_ring_that_is_closed_receives_in_the_order_of_sending() -> None:
-    """With two ranks and two slices outputs and gradients share a link, so a receive may come before its use."""
+def test_an_interleaved_pipeline_receives_in_the_order_of_sending() -> None:
+    """With two ranks and two slices, outputs and gradients share a link, so a receive may come before its use."""
     assert Pipeline("interleaved", 2).plan(2, 2).grid(messages=True) == dedent("""
         rank 0 | 0L0   0F0   0>0@1 0L1   0F1   0>1@1 2<0@1 2F0   2>0@1 2<1@1 2F1   2>1@1 2(0@1 2B0   2)0@1 2(1@1 2B1   2)1@1 0(0@1 0B0   0(1@1 0B1   0A    2A    0U    2U
         rank 1 | 1<0@0 1F0   1>0@0 1<1@0 1F1   1>1@0 3<0@0 3F0   3B0   3)0@0 3<1@0 3F1   3B1   3)1@0 1(0@0 1B0   1)0@0 1(1@0 1B1   1)1@0 1A    3A    1U    3U
@@ -87,15 +87,15 @@ def test_bubbles(devices: int, micros: int) -> None:
 @pytest.mark.parametrize("devices", range(2, 9))
 @pytest.mark.parametrize("micros", range(1, 17))
 def test_no_schedule_is_slower_than_gpipe_without_slices(devices: int, micros: int) -> None:
-    """Also where a formula has a condition that does not hold: the time of a step, a stage's units being 1/v."""
+    """Compare step times, also where the condition of a formula does not hold; with v slices a unit is 1/v."""
     gpipe = timeline(Pipeline("gpipe").plan(devices, micros)).end
     assert timeline(Pipeline("zero-bubble").plan(devices, micros)).end <= gpipe
     for v in (2, 3, 4):
         assert timeline(Pipeline("interleaved", v).plan(devices, micros)).end / v <= gpipe
 
 
-def test_1f1b_holds_what_is_behind_it_and_the_ring_rule_finds_the_same_order() -> None:
+def test_the_ring_rule_finds_the_order_of_1f1b() -> None:
     for devices in range(1, 7):
         for micros in range(1, 13):
-            written, found = Pipeline().plan(devices, micros), RingModel().plan(devices, micros)
-            assert found.grid() == written.grid()
+            scheduled, found = Pipeline().plan(devices, micros), RingModel().plan(devices, micros)
+            assert found.grid() == scheduled.grid()

@@ -1,4 +1,4 @@
-"""Every strategy, one contract: plans that check, for any number of devices and micro-batches."""
+"""Every strategy gives valid plans for any number of devices and micro-batches; traffic and memory of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRATEGIES = st.one_of(
 
 
 def fits(strategy: Strategy, devices: int) -> bool:
-    """Whether so many devices make sense for the strategy."""
+    """Return whether the strategy can use this number of devices."""
     match strategy:
         case Hybrid():
             return devices % strategy.replicas == 0
@@ -43,7 +43,7 @@ def fits(strategy: Strategy, devices: int) -> bool:
 
 @given(STRATEGIES, st.integers(1, 8), st.integers(1, 16), st.data())
 @settings(max_examples=600)
-def test_every_plan_checks(strategy: Strategy, devices: int, micros: int, data: st.DataObject) -> None:
+def test_every_plan_is_valid(strategy: Strategy, devices: int, micros: int, data: st.DataObject) -> None:
     speeds = data.draw(st.none() | st.lists(st.sampled_from([0.5, 1, 3]), min_size=devices, max_size=devices))
     if not fits(strategy, devices):
         with pytest.raises(InvalidArgument, match=f"devices: {devices}"):
@@ -58,7 +58,7 @@ def test_every_plan_checks(strategy: Strategy, devices: int, micros: int, data: 
 
 @pytest.mark.parametrize("devices", range(1, 9))
 @pytest.mark.parametrize("micros", range(1, 17))
-def test_one_of_each_checks(devices: int, micros: int) -> None:
+def test_one_plan_of_each_strategy_is_valid(devices: int, micros: int) -> None:
     for strategy in all_strategies(devices):
         assert check(strategy.plan(devices, micros)) == [], strategy.spec
 
@@ -68,7 +68,7 @@ def test_one_of_each_checks(devices: int, micros: int) -> None:
 def test_rules_over_several_steps_compute_everything_once(
     strategy: Strategy, devices: int, micros: int, steps: int
 ) -> None:
-    """Rules, and lists run once a step, beside each other: each step's work is done, whatever overlaps."""
+    """Rules, and lists run once per step, compute each step once, even if steps overlap."""
     if not fits(strategy, devices):
         return
     plan = strategy.plan(devices, micros)
@@ -87,17 +87,17 @@ def test_rules_over_several_steps_compute_everything_once(
 
 
 @given(STRATEGIES)
-def test_specs_are_read_back(strategy: Strategy) -> None:
-    again = parse(strategy.spec)
-    assert again.spec == strategy.spec
-    assert type(again) is type(strategy)
-    assert again.describe() == strategy.describe()
-    assert again.synchronous == strategy.synchronous
+def test_specs_round_trip_through_parse(strategy: Strategy) -> None:
+    parsed = parse(strategy.spec)
+    assert parsed.spec == strategy.spec
+    assert type(parsed) is type(strategy)
+    assert parsed.describe() == strategy.describe()
+    assert parsed.synchronous == strategy.synchronous
     assert strategy.versions == (2 if strategy.name == "ring" and not strategy.synchronous else 1)
 
 
 @pytest.mark.parametrize("strategy", all_strategies(4), ids=lambda strategy: strategy.spec)
-def test_sizes_that_are_none_are_named(strategy: Strategy) -> None:
+def test_invalid_sizes_are_refused(strategy: Strategy) -> None:
     with pytest.raises(InvalidArgument, match="devices: 0"):
         strategy.plan(0, 4)
     with pytest.raises(InvalidArgument, match="num_microbatches: 0"):
@@ -133,7 +133,7 @@ def test_hybrid_grid() -> None:
     )
 
 
-def test_what_each_strategy_moves() -> None:
+def test_traffic_of_each_strategy() -> None:
     """4 devices, 8 micro-batches, outputs of 10 bytes, weights of 400."""
     data = traffic(DataParallel().plan(4, 8), [], [400])
     assert [(rank.bytes, rank.messages) for rank in data] == [(600, 6)] * 4
@@ -145,7 +145,7 @@ def test_what_each_strategy_moves() -> None:
     assert [(rank.bytes, rank.messages) for rank in served] == [(400, 2)] * 4
 
 
-def test_what_each_strategy_holds() -> None:
+def test_micro_batches_in_flight_of_each_strategy() -> None:
     def held(strategy: Strategy) -> list[int]:
         plan = strategy.plan(4, 8)
         return [in_flight(plan, rank) for rank in range(4)]

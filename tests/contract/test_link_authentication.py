@@ -1,4 +1,4 @@
-"""Links that prove themselves, and strangers who say anything at all to a listener."""
+"""Authenticated links, and listeners that receive arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from exchange import receive, say
+from exchange import receive, send_and_flush
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import COMMUNICATOR, LONG_S, soon
+from ranks import COMMUNICATOR, LONG_S, deadline_in
 
 from hoop.errors import MembershipChanged, PeerLost
 from hoop.topology import Address
@@ -39,39 +39,39 @@ def pair(*keys: bytes) -> Iterator[list[Endpoint]]:
             end.close()
 
 
-def test_with_the_same_key_messages_arrive_both_ways() -> None:
+def test_with_the_same_key_messages_arrive_in_both_directions() -> None:
     with pair(KEY, KEY) as ends:
         for sender, receiver in ((0, 1), (1, 0)):
-            for words in (b"first", b"second"):
-                say(ends[sender], receiver, words)
-                assert receive(ends[receiver], sender, len(words)) == words
+            for data in (b"first", b"second"):
+                send_and_flush(ends[sender], receiver, data)
+                assert receive(ends[receiver], sender, len(data)) == data
 
 
 @pytest.mark.parametrize(
-    ("keys", "why"),
+    ("keys", "reason"),
     [
         ((KEY, OTHER), "could not prove that it belongs to this cluster"),
         ((KEY, b""), "it refused the link: this device has no token and cannot prove itself"),
         ((b"", KEY), "refused the link: this device wants links that prove themselves"),
     ],
 )
-def test_without_it_no_byte_is_taken(keys: tuple[bytes, bytes], why: str) -> None:
+def test_without_the_same_key_the_link_is_refused(keys: tuple[bytes, bytes], reason: str) -> None:
     with (
         pair(*keys) as ends,
-        pytest.raises((PeerLost, MembershipChanged), match=f"rank 0: rank 1 at .*{why}"),
+        pytest.raises((PeerLost, MembershipChanged), match=f"rank 0: rank 1 at .*{reason}"),
     ):
-        exchange(ends[0])
+        send_and_receive(ends[0])
 
 
-def exchange(end: Endpoint) -> None:
-    """One that has no key sends at once, and hears of the refusal when it waits for an answer."""
+def send_and_receive(end: Endpoint) -> None:
+    """A rank without a key sends at once and learns of the refusal when it receives."""
     with contextlib.suppress(BrokenPipeError):
-        say(end, 1, b"secret" * 1000)
+        send_and_flush(end, 1, b"secret" * 1000)
     receive(end, 1, 1)
 
 
-def test_one_token_in_the_environment_is_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ranks of torch.distributed have it; with another token there is no link."""
+def test_the_same_token_gives_the_same_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks of torch.distributed get it from the environment; another token is refused."""
     keys = []
     for token in ("a" * 40, "a" * 40, "b" * 40):
         monkeypatch.setenv("HOOP_TOKEN", token)
@@ -83,42 +83,42 @@ def test_one_token_in_the_environment_is_one_key(monkeypatch: pytest.MonkeyPatch
         ends = [one.endpoint(COMMUNICATOR, 1, rank, peers) for rank, one in enumerate(transports)]
         for end in ends:
             stack.callback(end.close)
-        say(ends[0], 1, b"known")
+        send_and_flush(ends[0], 1, b"known")
         assert receive(ends[1], 0, 5) == b"known"
         with pytest.raises(PeerLost, match="have both the same token"):
-            say(ends[0], 2, b"unknown")
+            send_and_flush(ends[0], 2, b"unknown")
 
 
-def test_a_proof_is_of_no_use_twice() -> None:
-    """What was overheard on one link opens no other: the challenge is new each time."""
+def test_a_proof_cannot_be_replayed() -> None:
+    """Every link has a new challenge, so recorded bytes do not open another link."""
     with pair(KEY, KEY) as ends, socket.create_server(("127.0.0.1", 0)) as middle:
         listener = ends[1].peers[1]
         ends[0].peers = (ends[0].peers[0], Address("127.0.0.1", middle.getsockname()[1]))
-        overheard: list[bytes] = []
+        recorded: list[bytes] = []
 
         def relay() -> None:
             near, _ = middle.accept()
             with near, socket.create_connection((listener.host, listener.port), LONG_S) as far:
                 near.settimeout(LONG_S)
-                overheard.append(exactly(near, HEADER_BYTES + NONCE_BYTES))
-                far.sendall(overheard[0])
-                near.sendall(exactly(far, HEADER_BYTES + NONCE_BYTES + PROOF_BYTES))
-                overheard.append(exactly(near, PROOF_BYTES))
-                far.sendall(overheard[1] + near.recv(4096))
+                recorded.append(recv_exactly(near, HEADER_BYTES + NONCE_BYTES))
+                far.sendall(recorded[0])
+                near.sendall(recv_exactly(far, HEADER_BYTES + NONCE_BYTES + PROOF_BYTES))
+                recorded.append(recv_exactly(near, PROOF_BYTES))
+                far.sendall(recorded[1] + near.recv(4096))
 
         thread = threading.Thread(target=relay)
         thread.start()
-        say(ends[0], 1, b"overheard")
+        send_and_flush(ends[0], 1, b"overheard")
         assert receive(ends[1], 0, 9) == b"overheard"
         thread.join(LONG_S)
-        with socket.create_connection((listener.host, listener.port), LONG_S) as again:
-            again.sendall(overheard[0])
-            exactly(again, HEADER_BYTES + NONCE_BYTES + PROOF_BYTES)
-            again.sendall(overheard[1])
-            assert FrameHeader.unpack(exactly(again, HEADER_BYTES)).kind == FrameKind.REFUSAL
+        with socket.create_connection((listener.host, listener.port), LONG_S) as replay:
+            replay.sendall(recorded[0])
+            recv_exactly(replay, HEADER_BYTES + NONCE_BYTES + PROOF_BYTES)
+            replay.sendall(recorded[1])
+            assert FrameHeader.unpack(recv_exactly(replay, HEADER_BYTES)).kind == FrameKind.REFUSAL
 
 
-def exactly(sock: socket.socket, size: int) -> bytes:
+def recv_exactly(sock: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))
@@ -131,14 +131,14 @@ def exactly(sock: socket.socket, size: int) -> bytes:
 
 
 @pytest.mark.skipif(not ABSTRACT or os.getuid() != 0, reason="to be somebody else one must be root, on Linux")
-def test_memory_is_not_handed_to_another_user() -> None:
-    """Anybody can take a name that is no file, and wait there for descriptors."""
+def test_memory_is_not_sent_to_another_user() -> None:
+    """Any user can bind an abstract socket name and wait there for file descriptors."""
     ours, theirs = socket.socketpair()
-    thief = Address("anywhere", 1000)
+    other_user = Address("anywhere", 1000)
     pid = os.fork()
-    if not pid:  # another user, at the name where a peer is expected
+    if not pid:  # a process of another user listens at the name of the peer
         with contextlib.suppress(BaseException), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.bind(socket_name(thief))
+            sock.bind(socket_name(other_user))
             os.setuid(65534)
             sock.listen()
             theirs.send(b"!")
@@ -148,7 +148,7 @@ def test_memory_is_not_handed_to_another_user() -> None:
     try:
         assert ours.recv(1) == b"!"
         with ShmTransport(HERE) as left:
-            end = left.endpoint(COMMUNICATOR, 1, 0, [left.address, thief])
+            end = left.endpoint(COMMUNICATOR, 1, 0, [left.address, other_user])
             with pytest.raises(PeerLost, match="user 65534 may not share memory with this one"):
                 receive(end, 1, 1)
             end.close()
@@ -159,9 +159,9 @@ def test_memory_is_not_handed_to_another_user() -> None:
         theirs.close()
 
 
-# ---- anything at all
+# ---- arbitrary bytes
 
-greetings = st.builds(
+frames = st.builds(
     lambda kind, numbers, length, rest: (
         FrameHeader(kind, COMMUNICATOR, numbers[0], numbers[1], numbers[2], length).pack() + rest
     ),
@@ -170,33 +170,33 @@ greetings = st.builds(
     st.sampled_from([0, 16, 48, 2**40]),
     st.binary(max_size=100),
 )
-anything = st.binary(max_size=200) | greetings
+arbitrary = st.binary(max_size=200) | frames
 
 
 @pytest.mark.parametrize("key", [b"", KEY], ids=["open", "keyed"])
-def test_any_bytes_at_a_tcp_listener(key: bytes) -> None:
-    """They are refused, or wait their time; the listener lives, and links that are in order are made."""
+def test_a_tcp_listener_survives_arbitrary_bytes(key: bytes) -> None:
+    """Such connections are refused or time out; the listener keeps running and accepts valid links."""
     with pair(key, key) as ends:
-        door = ends[1].peers[1]
+        listener = ends[1].peers[1]
 
         @settings(max_examples=60, deadline=None, database=None, derandomize=True)
-        @given(st.lists(anything, min_size=1, max_size=3))
-        def attack(words: list[bytes]) -> None:
-            sock = socket.create_connection((door.host, door.port), LONG_S)
+        @given(st.lists(arbitrary, min_size=1, max_size=3))
+        def attack(chunks: list[bytes]) -> None:
+            sock = socket.create_connection((listener.host, listener.port), LONG_S)
             with sock, contextlib.suppress(ConnectionError):
-                for word in words:
-                    sock.sendall(word)
+                for chunk in chunks:
+                    sock.sendall(chunk)
 
         attack()
         listeners = [thread for thread in threading.enumerate() if thread.name == "hoop-tcp-listener"]
         assert len(listeners) == 2
-        if key:  # without one, whoever says HELLO in rank 0's name is rank 0: that is what the key is for
-            say(ends[0], 1, b"still here")
+        if key:  # without a key, any HELLO that claims rank 0 is accepted
+            send_and_flush(ends[0], 1, b"still here")
             assert receive(ends[1], 0, 10) == b"still here"
 
 
-def test_any_bytes_and_descriptors_at_a_shared_memory_listener() -> None:
-    """From a process of the same user, which is let in so far: what it offers is looked at before it is used."""
+def test_a_shared_memory_listener_survives_arbitrary_bytes_and_descriptors() -> None:
+    """A process of the same user may connect; its offer is checked before it is used."""
     offers = st.builds(
         lambda source, start, size: (
             FrameHeader(FrameKind.HELLO, COMMUNICATOR, 1, source, 1, 48).pack()
@@ -212,26 +212,26 @@ def test_any_bytes_and_descriptors_at_a_shared_memory_listener() -> None:
         peers = [left.address, right.address]
 
         @settings(max_examples=40, deadline=None, database=None, derandomize=True)
-        @given(anything | offers, st.integers(0, 2))
-        def attack(words: bytes, descriptors: int) -> None:
+        @given(arbitrary | offers, st.integers(0, 2))
+        def attack(data: bytes, descriptors: int) -> None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                 sock.connect(socket_name(right.address))
                 with contextlib.suppress(ConnectionError):
-                    socket.send_fds(sock, [words or b"!"], [nothing.fileno()] * descriptors)
+                    socket.send_fds(sock, [data or b"!"], [nothing.fileno()] * descriptors)
 
         target = right.endpoint(COMMUNICATOR, 1, 1, peers)
         attack()
         target.close()
         ends = [one.endpoint(COMMUNICATOR, 2, rank, peers) for rank, one in enumerate((left, right))]
-        ends[0].send(1, memoryview(b"still here"), soon())
+        ends[0].send(1, memoryview(b"still here"), deadline_in())
         assert receive(ends[1], 0, 10) == b"still here"
         for end in ends:
             end.close()
 
 
 @pytest.mark.parametrize("source", [1, 2, 2**32 - 1])
-def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
-    """Its memory and bells are in order, and its number is the listener's own, or nobody's."""
+def test_an_invalid_rank_is_refused(source: int) -> None:
+    """Its memory and semaphores are valid, but its rank is the listener's own or not in the communicator."""
     with ShmTransport(HERE) as left, ShmTransport(HERE) as right:
         peers = [left.address, right.address]
         target = right.endpoint(COMMUNICATOR, 1, 1, peers)
@@ -244,7 +244,7 @@ def test_a_rank_that_there_is_not_is_sent_away(source: int) -> None:
             socket.send_fds(sock, [hello], [real.descriptor])
             assert sock.recv(1) == b""
         peer = left.endpoint(COMMUNICATOR, 1, 0, peers)
-        peer.send(1, memoryview(b"still here"), soon())
+        peer.send(1, memoryview(b"still here"), deadline_in())
         assert receive(target, 0, 10) == b"still here"
         for end in (peer, real, target):
             end.close()

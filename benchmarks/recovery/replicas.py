@@ -1,11 +1,11 @@
-"""What mirrors cost: the step of each strategy that holds parts of a model, with them and without, in turns.
+"""The cost of replicas: the step of each strategy whose ranks hold parts of a model, with them and without, in turns.
 
-    python benchmarks/recovery/mirrors.py
-    python benchmarks/recovery/mirrors.py --strategies ring,ps:bsp --turns 20 --json
+    python benchmarks/recovery/replicas.py
+    python benchmarks/recovery/replicas.py --strategies ring,ps:bsp --turns 20 --json
 
-Ranks are processes of this machine that share memory, one core each; no server and no coordinator. Both kinds of run
-are made by the same processes, one after the other, so what else the machine does hits both alike. A step is timed from
-its beginning to the next one's; processor time, bytes and memory are those of all ranks together.
+Ranks are processes of this machine that share memory, with one core each; there is no server and no coordinator. The
+same processes make both kinds of run in turns, so that other load affects both alike. A step is timed from its start to
+the start of the next; CPU time, bytes and memory are sums over all ranks.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ from hoop.transport.shm_listener import ShmTransport
 
 STRATEGIES = "ps:bsp,ring,pipeline:1f1b,pipeline:gpipe,ring:async"
 SPAN = 32
-"""Steps a turn are a multiple of it: asynchronous strategies meet so often."""
+"""The steps of a turn are a multiple of this: asynchronous strategies synchronize once in this many steps."""
 ARENA_BYTES = 256 << 20
 HEADER = "| strategy | without, ms | with, ms | ratio | CPU ratio | bytes a step | memory |"
 
 
 def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: int, job: str) -> Any:
-    """One run of one rank: its steps' seconds, processor time, bytes and memory."""
-    told = json.loads(job)
-    number, recipe = told["number"], RECIPES[told["settings"]["job"]]
+    """One run of one rank: the seconds of its steps, CPU time, bytes and memory."""
+    request = json.loads(job)
+    number, recipe = request["number"], RECIPES[request["settings"]["job"]]
     opened: list[Communicator] = []
 
     def group(ranks: Sequence[int]) -> Communicator:
         identity = 100 * number + 1 + ranks[0] + 10 * len(ranks)
-        place = transport.endpoint(identity, 1, list(ranks).index(rank), [peers[one] for one in ranks])
-        opened.append(Communicator(place))
+        endpoint = transport.endpoint(identity, 1, list(ranks).index(rank), [peers[one] for one in ranks])
+        opened.append(Communicator(endpoint))
         return opened[-1]
 
-    def never(patience: float) -> RankContext:
-        raise AssertionError("nobody is lost here")
+    def no_reassignment(*_: object) -> RankContext:
+        raise AssertionError("no rank is lost in this benchmark")
 
     marks: list[tuple[float, float, int]] = []
 
-    def stopping() -> bool:
+    def should_stop() -> bool:
         marks.append((time.perf_counter(), time.process_time(), run.executor.bytes_sent))
         return False
 
     whole = group(range(len(peers)))
-    world = RankContext(arena, whole, group, (rank, len(peers)), never)
+    context = RankContext(arena, whole, group, (rank, len(peers)), no_reassignment)
     before = arena.used
-    settings = Settings().replaced({**recipe.settings, **told["settings"]})
-    run = Trainer(world, settings, recipe, lambda event: None, stopping, None, f"turn{number}.")
+    settings = Settings().replaced({**recipe.settings, **request["settings"]})
+    run = Trainer(context, settings, recipe, lambda event: None, should_stop, None, f"turn{number}.")
     run.train()
-    begun = marks[::2]  # asked as a run goes on, and as ranks meet
-    steps = told["settings"]["max_steps"] / len(begun)
+    starts = marks[::2]  # every other call: when a step starts, not when the ranks synchronize
+    steps = request["settings"]["max_steps"] / len(starts)
     found = {
-        "seconds": [(late[0] - early[0]) / steps for early, late in itertools.pairwise(begun)],
-        "cpu": (begun[-1][1] - begun[0][1]) / steps / (len(begun) - 1),
-        "bytes": (begun[-1][2] - begun[0][2]) / steps / (len(begun) - 1),
+        "seconds": [(end[0] - start[0]) / steps for start, end in itertools.pairwise(starts)],
+        "cpu": (starts[-1][1] - starts[0][1]) / steps / (len(starts) - 1),
+        "bytes": (starts[-1][2] - starts[0][2]) / steps / (len(starts) - 1),
         "memory": arena.used - before,
     }
     run.close()
@@ -98,31 +98,31 @@ def rank_main(link: Connection, rank: int) -> None:
         arena.close()
 
 
-def started(devices: int) -> list[Connection]:
-    """Ranks, which know each other."""
+def start_ranks(devices: int) -> list[Connection]:
+    """Fork the ranks and exchange their addresses."""
     links = []
     for rank in range(devices):
-        ours, theirs = Pipe()
+        local, remote = Pipe()
         if not os.fork():
-            for link in [*links, ours]:
+            for link in [*links, local]:
                 link.close()
             try:
-                rank_main(theirs, rank)
+                rank_main(remote, rank)
             finally:
                 os._exit(0)
-        theirs.close()
-        links.append(ours)
+        remote.close()
+        links.append(local)
     addresses = [link.recv() for link in links]
     for link in links:
         link.send(addresses)
     return links
 
 
-def measured(links: Sequence[Connection], strategy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One strategy, in turns."""
+def measure(links: Sequence[Connection], strategy: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one strategy, in turns."""
     found: dict[bool, list[list[dict[str, Any]]]] = {False: [], True: []}
     for number in range(2 * options.turns):
-        replicate = bool(number % 2) ^ bool(number // 2 % 2)  # neither is always first
+        replicate = bool(number % 2) ^ bool(number // 2 % 2)  # neither kind is always first
         print(f"\r{strategy}: turn {number + 1} of {2 * options.turns}   ", end="", file=sys.stderr, flush=True)
         settings = {
             "job": options.job,
@@ -136,24 +136,24 @@ def measured(links: Sequence[Connection], strategy: str, options: argparse.Names
             link.send(json.dumps({"number": options.number, "settings": settings}))
         found[replicate].append([link.recv() for link in links])
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
-    told: dict[str, Any] = {"strategy": strategy}
+    result: dict[str, Any] = {"strategy": strategy}
     for replicate, name in ((False, "without"), (True, "with")):
         turns = found[replicate]
-        told[f"step_s_{name}"] = statistics.median(one for ranks in turns for one in ranks[0]["seconds"])
-        told[f"cpu_s_{name}"] = statistics.median(sum(one["cpu"] for one in ranks) for ranks in turns)
-        told[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])
-        told[f"memory_{name}"] = sum(one["memory"] for one in turns[-1])
+        result[f"step_s_{name}"] = statistics.median(one for ranks in turns for one in ranks[0]["seconds"])
+        result[f"cpu_s_{name}"] = statistics.median(sum(one["cpu"] for one in ranks) for ranks in turns)
+        result[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])
+        result[f"memory_{name}"] = sum(one["memory"] for one in turns[-1])
     pairs = zip(found[True], found[False], strict=True)
     ratios = [statistics.median(one[0]["seconds"]) / statistics.median(other[0]["seconds"]) for one, other in pairs]
-    return told | {"ratio": statistics.median(ratios), "ratios": sorted(ratios)}
+    return result | {"ratio": statistics.median(ratios), "ratios": sorted(ratios)}
 
 
-def row(told: dict[str, Any]) -> str:
-    moved = format_size(round(told["bytes_with"] - told["bytes_without"]))
-    held = format_size(told["memory_with"] - told["memory_without"])
+def row(result: dict[str, Any]) -> str:
+    size = format_size(round(result["bytes_with"] - result["bytes_without"]))
+    memory = format_size(result["memory_with"] - result["memory_without"])
     return (
-        f"| `{told['strategy']}` | {1000 * told['step_s_without']:.2f} | {1000 * told['step_s_with']:.2f} "
-        f"| {told['ratio']:.2f} | {told['cpu_s_with'] / told['cpu_s_without']:.2f} | +{moved} | +{held} |"
+        f"| `{result['strategy']}` | {1000 * result['step_s_without']:.2f} | {1000 * result['step_s_with']:.2f} "
+        f"| {result['ratio']:.2f} | {result['cpu_s_with'] / result['cpu_s_without']:.2f} | +{size} | +{memory} |"
     )
 
 
@@ -168,9 +168,9 @@ def main() -> None:
     options = parser.parse_args()
     options.number = 0
     RECIPES[options.job].data()
-    links = started(options.devices)
+    links = start_ranks(options.devices)
     load = os.getloadavg()[0]
-    found = [measured(links, strategy, options) for strategy in options.strategies.split(",")]
+    found = [measure(links, strategy, options) for strategy in options.strategies.split(",")]
     for link in links:
         link.send("")
     for _ in links:

@@ -1,4 +1,4 @@
-"""A strategy goes on with whatever number of devices is left."""
+"""A strategy adapts to the number of devices that are left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCKS = 5
 
 
 @pytest.mark.parametrize(
-    ("spec", "devices", "goes_on_as", "used"),
+    ("spec", "devices", "adapted", "used"),
     [
         ("pipeline:1f1b", 1, "pipeline:schedule=1f1b", 1),
         ("pipeline:1f1b", 7, "pipeline:schedule=1f1b", 5),
@@ -27,9 +27,9 @@ BLOCKS = 5
         ("ps:ssp", 2, "ps:mode=ssp,servers=1,staleness=3", 2),
     ],
 )
-def test_as_many_as_it_can_use(spec: str, devices: int, goes_on_as: str, used: int) -> None:
+def test_a_strategy_uses_as_many_devices_as_it_can(spec: str, devices: int, adapted: str, used: int) -> None:
     strategy, plan = plan_for_devices(parse(spec), devices, 8, BLOCKS)
-    assert strategy.spec == goes_on_as
+    assert strategy.spec == adapted
     assert plan.size == devices
     busy = {rank for ranks in plan.holders for rank in ranks} | set(plan.servers)
     assert busy == set(range(used))
@@ -37,6 +37,6 @@ def test_as_many_as_it_can_use(spec: str, devices: int, goes_on_as: str, used: i
     assert not check(plan)
 
 
-def test_too_few() -> None:
+def test_too_few_devices_are_refused() -> None:
     with pytest.raises(FailedPrecondition, match=r"ps:mode=asp,servers=2 cannot go on with 1 of its devices: .*take 2"):
         plan_for_devices(parse("ps:asp,servers=2"), 1, 8, BLOCKS)

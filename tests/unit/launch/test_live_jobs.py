@@ -1,4 +1,4 @@
-"""Live objects as a job."""
+"""Jobs from live objects: a model, data and weights."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ INPUTS, TARGETS = torch.randn(6, 2), torch.zeros(6, dtype=torch.int64)
         (Splits(TensorData(INPUTS, TARGETS), TensorData(INPUTS[:1], TARGETS[:1])), (6, 1), "test"),
     ],
 )
-def test_data_in_every_form(data: Any, sizes: tuple[int, int], evaluated: str) -> None:
+def test_data_is_accepted_in_every_form(data: Any, sizes: tuple[int, int], evaluated: str) -> None:
     found = splits_from(data)
     assert (len(found.train), len(found.test)) == sizes
     assert found.evaluated_split == evaluated
 
 
-def test_data_that_is_none_is_named() -> None:
+def test_unsupported_data_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="data: int is neither"):
         splits_from(7)
 
 
-def test_a_module_is_itself_and_a_function_makes_one() -> None:
+def test_a_module_is_used_itself_and_a_function_creates_one() -> None:
     module = nn.Linear(2, 1)
     assert job_from(module, (INPUTS, TARGETS), "mse").model(3) is module
     assert job_from(lambda seed: nn.Linear(seed, 1), (INPUTS, TARGETS), "mse").model(3).in_features == 3
@@ -65,8 +65,8 @@ class Tied(nn.Module):
         self.register_buffer("scale", torch.ones(1), persistent=False)
 
 
-def test_weights_go_where_they_belong() -> None:
-    """Tied ones are there once, and so is a buffer that a state_dict leaves out."""
+def test_weights_are_loaded_into_the_model() -> None:
+    """Tied weights occur once; non-persistent buffers are included."""
     model = Tied()
     load_into(model, {"one.weight": torch.full((2, 2), 3.0), "scale": torch.tensor([5.0])})
     assert model.two.weight is model.one.weight

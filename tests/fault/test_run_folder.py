@@ -1,0 +1,170 @@
+"""The run folder after failures of devices, processes, disks and files: the audit holds and the weights are correct."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reported_rows import check_run
+from typer.testing import CliRunner
+
+from hoop.cli.main import command_line
+from hoop.runs.audit import audit
+from hoop.runs.checkpoint_store import listed, step_of
+from hoop.runs.ledger import NAME, lines
+
+JOB = f"{Path(__file__).with_name('mortal_job.py')}:job"
+TIMEOUT_S = 100.0
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "hoop", *map(str, arguments)]
+
+
+@contextlib.contextmanager
+def training(out: Path, *options: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Starts ``hoop train``; kills it on exit."""
+    with subprocess.Popen(
+        command("train", JOB, "--out", out, *options, "--json"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    ) as run:
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def wait_until(condition: Callable[[], object], run: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        threading.Event().wait(0.01)
+
+
+def result_of(run: subprocess.Popen[str]) -> dict[str, Any]:
+    out, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+def undisturbed(*limit: object) -> str:
+    """Returns the digest of the weights of a run on one device without faults."""
+    with subprocess.Popen(command("train", JOB, "-n", 1, *limit, "--json"), text=True, stdout=subprocess.PIPE) as run:
+        return str(result_of(run)["weights_sha256"])
+
+
+@pytest.mark.slow
+def test_the_shards_of_a_killed_device_are_taken_over_once_and_the_ledger_names_the_devices(
+    tmp_path: Path,
+) -> None:
+    out, mark = tmp_path / "run", tmp_path / "mark"
+    limit = ("--set", "max_steps=600", "--set", "balance=false")
+    with training(out, "-n", 3, *limit, MORTAL_MARK=str(mark)) as run:
+        wait_until(lambda: listed(out), run)
+        mark.touch()
+        weights = result_of(run)["weights_sha256"]
+    assert (tmp_path / "mark.fired").exists(), "no device died"
+    assert weights == undisturbed(*limit)
+    audited = check_run(out, 600)
+    (takeover,) = audited.taken_over
+    (dead,) = takeover["lost"]
+    devices_of_step = {line.entry["step"]: line.entry["by"] for line in lines(out / NAME) if "step" in line.entry}
+    step = takeover["step"]
+    lost_shards = [shard for shard, device in enumerate(devices_of_step[step - 1]) if device == dead]
+    assert len(lost_shards) == 2
+    assert takeover["by"] == {str(shard): devices_of_step[step][shard] for shard in lost_shards}
+    assert {*takeover["by"].values()} <= {1, 2, 3} - {dead}
+    assert not any(dead in devices for number, devices in devices_of_step.items() if number >= step)
+
+
+@pytest.mark.slow
+def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_damaged_one(
+    tmp_path: Path,
+) -> None:
+    out, address = tmp_path / "run", tmp_path / "address"
+    with training(out, "-n", 1, "--address-file", address) as run:
+        wait_until(lambda: len(listed(out)) == 2, run)
+        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        (head,) = (int(pid) for pid in children)
+        os.kill(head, signal.SIGKILL)
+        run.communicate(timeout=TIMEOUT_S)
+        assert run.returncode == 3
+    (out / "checkpoints" / ".torn.1-2.part").write_bytes(b"half")
+    newest, previous = listed(out)
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 1
+    newest.write_bytes(data)
+    assert f"{newest}: damaged or tampered with" in (audit(out).violation or "")
+
+    invoked = CliRunner().invoke(command_line(), ["evaluate", str(out), "--json"])
+    assert f"warning: {newest}: damaged" in invoked.stderr
+    assert json.loads(invoked.stdout)["steps"] == step_of(previous)
+    refused = CliRunner().invoke(command_line(), ["export", str(newest), "--to", str(tmp_path / "x.npz")])
+    assert str(newest) in str(refused.exception)
+
+    limit = step_of(newest) + 100
+    with training(out, "--resume", "--set", f"max_steps={limit}") as run:
+        result = result_of(run)
+    assert result["weights_sha256"] == undisturbed("--set", f"max_steps={limit}")
+    assert not list(out.glob("checkpoints/.*")), "an incomplete file is left"
+    assert newest.with_name(newest.name + ".damaged").exists()
+    invoked = CliRunner().invoke(command_line(), ["audit", str(out), "--json"])
+    report = json.loads(invoked.stdout)
+    assert (invoked.exit_code, report["holds"]) == (0, True), report
+    assert report["resumed"] == [step_of(previous)]
+    assert report["repeated"] > 0
+    assert report["steps"] == limit
+
+    ledger = out / NAME
+    ledger.write_bytes(ledger.read_bytes().replace(b'"step":2,', b'"step":3,'))
+    invoked = CliRunner().invoke(command_line(), ["audit", str(out)])
+    assert invoked.exit_code == 1
+    assert "line 3: the chain is broken" in invoked.stdout
+
+
+SMALL_DISK = 'mount -t tmpfs -o size=100k hoop "$1" || exit 77; shift; "$@"; code=$?; cp -r "$OUT" "$COPY"; exit $code'
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_end_the_training_and_the_saved_checkpoints_are_valid(tmp_path: Path) -> None:
+    disk, copy = tmp_path / "disk", tmp_path / "copy"
+    disk.mkdir()
+    out = disk / "run"
+    train = command("train", JOB, "-n", 1, "--set", "max_steps=1000", "--out", out, "--json")
+    if shutil.which("unshare") is None:
+        pytest.skip("a small disk needs unshare")
+    completed = subprocess.run(
+        ["unshare", "--mount", "--map-root-user", "sh", "-c", SMALL_DISK, "sh", str(disk), *train],
+        env={**os.environ, "OUT": str(out), "COPY": str(copy)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if completed.returncode in (1, 77) and "train" not in completed.stderr:
+        pytest.skip(f"a small disk needs rights to mount one: {completed.stderr}")
+    assert completed.returncode == 2, completed.stderr
+    assert json.loads(completed.stdout)["steps"] == 1000, "the training ended when the disk was full"
+    assert json.loads(completed.stdout)["checkpoint"] is None
+    assert "No space left on device" in completed.stderr
+    assert f"the trained weights are not kept in {out}" in completed.stderr
+    audited = audit(copy)
+    assert audited.violation is None
+    assert audited.checkpoints
+    assert 0 < audited.steps < 1000
