@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=6 * (os.cpu_count() or 1), help="processes that never sleep")
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--lease", type=float, default=1.5, help="seconds of silence that are a death")
-    parser.add_argument("--slowdown", type=int, default=50, help="so many times slower than they could")
+    parser.add_argument("--slowdown", type=int, default=50, help="how many times slower the devices compute")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     options = parser.parse_args()
     found = measure(options)

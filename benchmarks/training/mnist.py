@@ -75,9 +75,11 @@ def aims(found: dict[str, Contender], cores: int) -> list[list[str]]:
 def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--devices", type=numbers, default=[1, 2, 4], help="Hoop with so many, e.g. 1,2,4")
-    parser.add_argument("--threads", type=numbers, default=sorted({1, cores}), help="plain PyTorch with so many")
-    parser.add_argument("--ddp", type=numbers, default=[2], help="DDP with so many processes; empty: none")
+    parser.add_argument("--devices", type=numbers, default=[1, 2, 4], help="numbers of devices of Hoop, e.g. 1,2,4")
+    parser.add_argument(
+        "--threads", type=numbers, default=sorted({1, cores}), help="numbers of threads of plain PyTorch"
+    )
+    parser.add_argument("--ddp", type=numbers, default=[2], help="numbers of DDP processes; empty: none")
     parser.add_argument("--only", default="", help="those that begin so, e.g. 'hoop,torch 1,ddp gloo'")
     parser.add_argument("--batch-size", type=int, help="the global batch [default: the recipe's]")
     parser.add_argument("--shards", type=int, help="of Hoop's batch [default: the recipe's]")

@@ -17,8 +17,8 @@ MEMORY = "--memory=4GiB"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sides", type=numbers, default=[28, 56, 112], help="of the images; 784, 3 136, 12 544 pixels")
-    parser.add_argument("--devices", type=numbers, default=[1, 2], help="Hoop with so many")
-    parser.add_argument("--threads", type=numbers, default=[1, 2], help="plain PyTorch with so many")
+    parser.add_argument("--devices", type=numbers, default=[1, 2], help="numbers of devices of Hoop")
+    parser.add_argument("--threads", type=numbers, default=[1, 2], help="numbers of threads of plain PyTorch")
     parser.add_argument("--epochs", type=int, default=4, help="in one go, the first as a warm-up")
     parser.add_argument("--repeats", type=int, default=2, help="rounds of all contenders, in turn")
     parser.add_argument("--quick", action="store_true", help="one round of two epochs, small images")

@@ -289,7 +289,7 @@ class _AssignmentReceiver:
             try:
                 return self.next(timeout)
             except queue.Empty:
-                raise DeadlineExceeded("no other seat") from None
+                raise DeadlineExceeded("no further rank assignment") from None
 
         self.generation = generation
         world = communicators[tuple(range(len(peers)))] = open_communicator(base_identity, rank, peers)

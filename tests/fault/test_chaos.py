@@ -87,7 +87,7 @@ def test_a_short_run_under_faults_ends_with_the_same_weights(tmp_path: Path) -> 
     assert report["weights_sha256"] == report["undisturbed_sha256"]
     assert sorted(fault["kind"] for fault in report["faults"]) == ["coordinator", "kill"]
     assert all(fault["pause_s"] is not None for fault in report["faults"]), "a fault did not fire or was not detected"
-    assert report["stubborn"] == [], "a process did not exit when it was told to"
+    assert report["stubborn"] == [], "a process did not exit after the signal"
     assert report["failed"] == ""
     assert report["violation"] == "", "the audit fails, or losses differ from the undisturbed run"
     assert report["faults_an_hour"] == pytest.approx(3600 * 2 / report["seconds"])
