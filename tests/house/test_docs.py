@@ -194,6 +194,18 @@ def test_documentation_is_valid() -> None:
     assert not errors, "\n" + "\n".join(errors)
 
 
+def test_walks_name_existing_files_and_count_them() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    walks = page.split("## Four walks")[1].split("\n## ")[0].split("\n**(")[1:]
+    assert len(walks) == 4
+    for walk in walks:
+        title, _, steps = walk.partition("\n")
+        files = set(re.findall(r"`([\w/]+\.py)`", steps))
+        missing = sorted(name for name in files if not (ROOT / "src" / "hoop" / name).is_file())
+        assert not missing, f"({title}: no such files: {missing}"
+        assert f" {len(files)} files" in title, f"({title}: the list names {len(files)} files"
+
+
 @pytest.fixture
 def hoop() -> Any:
     """A small command line built like Hoop's."""
