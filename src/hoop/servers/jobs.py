@@ -12,6 +12,7 @@ jobs, and the devices, which kept training, send their events again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
@@ -286,7 +287,8 @@ class Jobs:
             except HoopError:
                 if not self._coordinator.state.members[info.device_id].usable:
                     break
-                await asyncio.wait([asyncio.ensure_future(changed.wait())], timeout=STOP_S)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), STOP_S)
             finally:
                 unsubscribe()
         return True

@@ -40,7 +40,8 @@ class GradientNorm:
 
     def __init__(self, context: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]):
         self._context, self._settings = context, settings
-        counts = [len(list(nn.ModuleList(blocks[:bound]).parameters())) for bound in bounds]
+        # Only trained parameters: numpy adds by position, so the place of a frozen one must not shift the others.
+        counts = [sum(one.requires_grad for one in nn.ModuleList(blocks[:bound]).parameters()) for bound in bounds]
         *self._first_parameters, self._num_parameters = counts
 
     def set_context(self, context: RankContext) -> None:
@@ -67,8 +68,8 @@ class GradientNorm:
 
 
 def squared_norms(layout: StateLayout, gradient: Array) -> SquaredNorms:
-    """Return the squared norms of a gradient of the whole model; 0 for frozen parameters."""
-    found = np.zeros(len(layout.parameters) + len(layout.frozen), np.float64)
+    """Return the squared norms of a gradient of the whole model, one for each trained parameter."""
+    found = np.zeros(len(layout.parameters), np.float64)
     views = layout.views(torch.from_numpy(gradient))[: len(layout.parameters)]
     for index, view in enumerate(views):
         found[index] = float(torch.dot(view.reshape(-1), view.reshape(-1)))
