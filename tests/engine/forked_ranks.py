@@ -35,7 +35,7 @@ from hoop.topology import Address
 from hoop.transport import Transport, open_transport
 from hoop.transport.shm_listener import ShmTransport
 
-LONG_S = 100.0
+LONG_S = 400.0
 ARENA_BYTES = 24 << 20
 
 

@@ -21,7 +21,7 @@ import hoop
 from hoop.client.cluster import Cluster
 from hoop.job_events import JobEvent, Steps
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 JOB = ["mnist", "--epochs", "1", "--shards", "8", "--batch-size", "512"]
 SLOWDOWN = ["--set", "slowdown=[4, 4, 4, 4]"]
 """Keeps a run going until the fault has been injected."""

@@ -47,7 +47,7 @@ from hoop.topology import Address
 from hoop.transport import Transport, open_transport
 from hoop.transport.shm_listener import ShmTransport
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 ARENA_BYTES = 24 << 20
 PLACES: dict[str, tuple[Any, str]] = {
     "instruction": (InstructionProfiler, "record"),

@@ -18,7 +18,7 @@ from hoop.lab.chaos.schedule import KINDS, draw_schedule
 from hoop.report.metrics import read_metrics
 from hoop.runs.ledger import NAME, Ledger, lines
 
-TIMEOUT_S = 280.0
+TIMEOUT_S = 800.0
 OPTIONS = ["--faults=2", "--seed=3", "--devices=2", "--pace=3", "--kinds=kill,coordinator", "--json"]
 
 
@@ -70,7 +70,7 @@ def test_a_missing_step_or_a_different_loss_is_a_violation(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_short_run_under_faults_ends_with_the_same_weights(tmp_path: Path) -> None:
     out = tmp_path / "chaos.json"
     run = subprocess.run(
@@ -95,7 +95,7 @@ def test_a_short_run_under_faults_ends_with_the_same_weights(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_a_job_that_does_not_start_is_reported() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "hoop", "chaos", "--faults=1", "--devices=2", "--job=no_such_job"],

@@ -67,7 +67,7 @@ SYNCHRONOUS = [
 ASYNCHRONOUS = ["ring:async", "ps:asp", "ps:ssp"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, *ASYNCHRONOUS])
 def test_a_device_is_killed_rejoins_another_leaves_and_a_third_joins(tmp_path: Path, strategy: str) -> None:

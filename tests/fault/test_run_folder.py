@@ -25,7 +25,7 @@ from hoop.runs.checkpoint_store import listed, step_of
 from hoop.runs.ledger import NAME, lines
 
 JOB = f"{Path(__file__).with_name('mortal_job.py')}:job"
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 
 
 def command(*arguments: object) -> list[str]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 DRIVER = Path(__file__).parents[1] / "process" / "train_driver.py"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 HOOP = [sys.executable, "-m", "hoop"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DRIVER = Path(__file__).with_name("train_driver.py")
 JOB, SLOW, BROKEN, SHAPES = (f"{DRIVER}:{name}" for name in ("job", "slow", "broken", "wrong_shapes"))
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 FIELDS = {
     *("accuracy", "loss", "steps", "epochs", "seconds", "samples_per_second", "weights_sha256"),
     *("strategy", "devices", "bytes_sent", "idle_fraction"),

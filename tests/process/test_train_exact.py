@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 DRIVER = Path(__file__).with_name("train_driver.py")
-TIMEOUT_S = 110.0
+TIMEOUT_S = 400.0
 JOB: dict[str, Any] = {
     "devices": 2,
     "epochs": 2,
