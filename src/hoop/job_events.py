@@ -65,6 +65,8 @@ class Ready(JobEvent):
     """Fingerprint of its dataset, compared with the other devices'; None where the device had a rank before."""
     about: str = ""
     """The dataset in words."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Its versions and its arithmetic (``hoop.environment``), compared with the other devices'."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class Started(JobEvent):
     """Checksum of the training data."""
     same: str
     """Fingerprint of the dataset, which all devices must share."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions and arithmetic of its ranks; empty: devices that differ may take part."""
     costs: dict[str, Any] | None = None
     """Measured cost of a step, to predict from."""
     devices: int = 0

@@ -80,6 +80,15 @@ class DeviceInfo:
     """Address at which devices of the same host set up shared memory; None: the device has only TCP links."""
     keeps_memory: bool = False
     """Whether the arena's file outlives the process, so that a restarted device has its state again."""
+    hoop_version: str = ""
+    torch_version: str = ""
+    python_version: str = ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """The versions that the device sent, by the keys of ``hoop.environment``."""
+        found = {"hoop": self.hoop_version, "torch": self.torch_version, "python": self.python_version}
+        return {key: version for key, version in found.items() if version}
 
     @property
     def capacity(self) -> int:

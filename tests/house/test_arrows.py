@@ -20,6 +20,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 ROOT_MODULES = {
     "errors",
     "config",
+    "environment",
     "topology",
     "events",
     "files",

@@ -25,6 +25,7 @@ VALUES = {
     "dict[str, float]": st.dictionaries(st.text(max_size=5), st.floats(0, 9), max_size=3),
     "dict[str, Any]": st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
     "dict[str, Any] | None": st.none() | st.dictionaries(st.text(max_size=5), st.integers(), max_size=3),
+    "dict[str, str]": st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
 }
 """A Hypothesis strategy for each field type."""
 

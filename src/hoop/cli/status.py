@@ -50,6 +50,11 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
                 "id": member.device.device_id,
                 "pid": member.device.pid,
                 "host": member.device.host,
+                "versions": {
+                    "hoop": member.device.hoop_version,
+                    "torch": member.device.torch_version,
+                    "python": member.device.python_version,
+                },
                 "address": member.device.address,
                 "data_address": member.device.data_address,
                 "state": member.state,
@@ -87,6 +92,7 @@ def _print(found: pb.GetStatusResponse) -> None:
 
     console = Console()
     console.print(f"coordinator {found.address} (pid {found.pid})", highlight=False)
+    versions = [_versions(member.device) for member in found.devices]
     rows = [
         {
             "device": str(member.device.device_id),
@@ -95,9 +101,10 @@ def _print(found: pb.GetStatusResponse) -> None:
             "buffers": str(member.memory.buffers),
             "address": member.device.address,
             "pid": f"{member.device.pid}@{member.device.host}",
+            "versions": version if len(set(versions)) > 1 else "",
             "why": member.reason,
         }
-        for member in found.devices
+        for member, version in zip(found.devices, versions, strict=True)
     ]
     console.print(_table(rows) if rows else "no devices yet")
     rows = [
@@ -123,6 +130,10 @@ def _print(found: pb.GetStatusResponse) -> None:
     ]
     if rows:
         console.print(_table(rows))
+
+
+def _versions(device: pb.DeviceDescription) -> str:
+    return f"hoop {device.hoop_version}, torch {device.torch_version or 'none'}, python {device.python_version}"
 
 
 def _table(rows: list[dict[str, str]]) -> Table:

@@ -53,6 +53,8 @@ class Settings:
     """Data parallel: give faster devices more shards, by measured speed."""
     replicate: bool = True
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
+    allow_mixed: bool = False
+    """Let devices take part whose versions or processors compute other bits; the weights then depend on the devices."""
     slowdown: tuple[float, ...] = ()
     """For experiments: factor by which each rank's computation is slowed down, 1 or more."""
     faults: str = ""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hoop.collectives.object_collectives import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset, Splits
@@ -25,6 +26,7 @@ from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.replication import check_memory
 from hoop.engine.gradient_slots import gradient_memory_for
 from hoop.engine.job import Job, blocks_of
+from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
 from hoop.engine.roles.ring import AsynchronousRingRole, RingRole
@@ -32,6 +34,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.gpu import select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StateVectors, shared_parameters
+from hoop.environment import mismatch
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
 from hoop.memory.dtypes import dtype
 from hoop.plan.partition import Block
@@ -169,21 +172,32 @@ def _measure_step_costs(
 def _check_same_on_all_ranks(
     context: RankContext, settings: Settings, model: nn.Module | None, data: Splits, reduction: str
 ) -> None:
-    """Collective. Raises unless all ranks have the same settings, loss, data and, if given, initial ``model``."""
-    digest = hashlib.sha256(settings.to_json().encode() + reduction.encode())
-    digest.update(data.train.checksum.encode() + data.test.checksum.encode())
+    """Collective. Raises unless all ranks have the same settings, loss, data, environment and, if given, ``model``.
+
+    The error names the rank, what differs there, and the remedy.
+    """
+    weights = hashlib.sha256()
     with torch.no_grad():
         for tensor in model.state_dict().values() if model is not None else ():
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    mine = np.frombuffer(digest.digest()[:8], np.int64).copy()
-    digests = np.zeros(context.size, np.int64)
-    context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, digests, settings.timeout_s)
-    if len(set(digests.tolist())) > 1:
-        raise FailedPrecondition(
-            f"job {settings.job}: rank {context.rank} has another loss, other settings, first weights or data than "
-            f"some other rank (fingerprints {[f'{one & 0xFFFF:04x}' for one in digests.tolist()]}); use the same Hoop, "
-            "PyTorch, job code and datasets on every machine"
-        )
+            weights.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    mine = {
+        "settings": settings.to_json(),
+        "loss": reduction,
+        "training data": data.train.checksum,
+        "test data": data.test.checksum,
+        "first weights": weights.hexdigest(),
+    }
+    mine = {name: hashlib.sha256(value.encode()).hexdigest()[:16] for name, value in mine.items()}
+    ranks = all_gather_object(context.communicator, [mine, rank_environment()], settings.timeout_s)
+    expected, environment = ranks[0]
+    for rank, (found, its_environment) in enumerate(ranks):
+        if not settings.allow_mixed and (differs := mismatch(its_environment, environment)):
+            raise FailedPrecondition(f"job {settings.job}: rank {rank} has {differs}")
+        if others := [name for name in expected if found[name] != expected[name]]:
+            raise FailedPrecondition(
+                f"job {settings.job}: rank {rank} has another {', another '.join(others)} than rank 0; "
+                "use the same job code and datasets on every machine"
+            )
 
 
 def _broadcast_costs(context: RankContext, settings: Settings, costs: list[Block]) -> list[Block]:

@@ -35,6 +35,7 @@ from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step,
 from hoop.engine.job import Job
 from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
+from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.base import StepWork
 from hoop.engine.settings import Settings
@@ -124,8 +125,8 @@ class LateJoin:
         """True if this rank must emit ``started``."""
 
     def announce_ready(self, data: Splits, seconds: float) -> None:
-        """Emits ``ready``: the coordinator may assign a rank, once it has compared the data with the other devices'."""
-        self._emit(ev.Ready(seconds, data=fingerprint(data), about=describe(data)))
+        """Emits ``ready``: the coordinator may assign a rank if data and environment equal the other devices'."""
+        self._emit(ev.Ready(seconds, fingerprint(data), describe(data), rank_environment()))
 
     def complete(
         self, step: int, context: RankContext, source: str, all_restarted: bool, progress: ProgressReporter
@@ -288,6 +289,7 @@ class Trainer:
                     seconds=time.perf_counter() - self._created_at,
                     data=data.train.checksum,
                     same=fingerprint(data),
+                    environment={} if self._settings.allow_mixed else rank_environment(),
                     costs=setup.step_costs,
                 )
             )

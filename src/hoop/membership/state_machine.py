@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from hoop import environment
 from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, ResourceExhausted
 from hoop.membership import events as m
 from hoop.membership.failure_detector import HeartbeatHistory
@@ -50,6 +51,7 @@ from hoop.membership.state import (
     State,
     with_job,
 )
+from hoop.topology import DeviceInfo
 
 MAX_DEVICES = 4096
 MAX_COMMUNICATORS = 1024
@@ -136,7 +138,19 @@ def _on_joined(state: State, event: m.Joined) -> Result:
     if restarted:
         # The operations of the previous incarnation ended with its process.
         state, broken = _break_communicators(state, info.device_id, "it was restarted")
-    return state, _records_first(joined_record(info), news, broken)
+    return state, _records_first(joined_record(info), news, (*_version_warnings(state, info), *broken))
+
+
+def _version_warnings(state: State, info: DeviceInfo) -> tuple[m.Announce, ...]:
+    """An event if a device that joins has other versions than one that is here: a job may refuse it."""
+    for member in state.members.values():
+        if member.usable and (keys := environment.differing(info.versions, member.info.versions)):
+            text = (
+                f"{info} has {environment.describe(info.versions, keys)}, where device {member.info.device_id} has "
+                f"{environment.describe(member.info.versions, keys)}"
+            )
+            return (m.Announce("device_differs", text, {"device": info.device_id, "keys": " ".join(keys)}),)
+    return ()
 
 
 def _on_heartbeat(state: State, event: m.Heartbeat) -> Result:

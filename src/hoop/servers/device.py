@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 
+from hoop.environment import versions
 from hoop.errors import HoopError
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
@@ -101,6 +102,7 @@ class DeviceServer:
             incarnation=incarnation,
             shared_address=self._shared.address if self._shared else None,
             keeps_memory=self._keeps_arena,
+            **{f"{name}_version": printable(version, 64) for name, version in versions().items()},
         )
 
     @property

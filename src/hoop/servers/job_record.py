@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hoop.environment import mismatch
 from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, UserError
 from hoop.events import Event, EventLog
 from hoop.job_events import JobEnded, JobEvent, Ready
@@ -43,6 +44,8 @@ class JobRecord:
     """Whether a device reached the end of the training."""
     watches: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """By incarnation: the asyncio task that receives the events of that device's task."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Versions and arithmetic that its devices must have; empty: unknown yet, or all may differ."""
     data: str = ""
     """Fingerprint of the dataset that all devices must have; empty until the first device reports it."""
     _own_events: int = 0
@@ -86,6 +89,8 @@ class JobRecord:
         """Why a device with this event cannot take part; empty if it can."""
         found = event.data  # None if the device took part before and was only unreachable
         self.data = self.data or found or ""
+        if found is not None and (differs := mismatch(event.environment, self.environment)):
+            return f"{info} has {differs}"
         if found in (None, self.data):
             return ""
         return (

@@ -234,7 +234,7 @@ class Jobs:
                 supervisor.refuse(info, event.text)
                 return
             case ev.Started() as event:
-                job.data = event.same
+                job.data, job.environment = event.same, event.environment
             case ev.Failed() as event:
                 text = f"rank {rank} (device {device_id}): {event.text}"
                 await self._add_failure(job, error_from_name(event.error, text))

@@ -37,6 +37,9 @@ def device_message(info: DeviceInfo) -> pb.DeviceDescription:
         incarnation=info.incarnation,
         shared_address=str(info.shared_address or ""),
         keeps_memory=info.keeps_memory,
+        hoop_version=info.hoop_version,
+        torch_version=info.torch_version,
+        python_version=info.python_version,
     )
 
 
@@ -47,6 +50,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
         )
     texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
+    texts |= {name: (getattr(message, name), 0, 64) for name in ("hoop_version", "torch_version", "python_version")}
     for name, (text, least, most) in texts.items():
         if not least <= len(text) <= most or not text.isprintable():
             raise InvalidArgument(
@@ -66,6 +70,9 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         if message.shared_address
         else None,
         keeps_memory=message.keeps_memory,
+        hoop_version=message.hoop_version,
+        torch_version=message.torch_version,
+        python_version=message.python_version,
     )
 
 

@@ -36,7 +36,7 @@ class DeviceMemory(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,9 @@ class DeviceDescription(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SHARED_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KEEPS_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    HOOP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -57,7 +60,10 @@ class DeviceDescription(_message.Message):
     incarnation: str
     shared_address: str
     keeps_memory: bool
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ...) -> None: ...
+    hoop_version: str
+    torch_version: str
+    python_version: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
