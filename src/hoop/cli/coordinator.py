@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
     from hoop.servers.journal_store import JournalLocation
 
-_UNITS = ("bytes", "elements")
-
 
 def configure(
     host: str,
@@ -34,12 +32,12 @@ def configure(
 ) -> CoordinatorConfig:
     """Builds and checks a coordinator's configuration from its options."""
     from hoop.membership.failure_detector import DetectorConfig
-    from hoop.servers.coordinator import CoordinatorConfig
+    from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
     from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
-    if count_unit not in _UNITS:
-        raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(_UNITS)}")
+    if count_unit not in COUNT_UNITS:
+        raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(COUNT_UNITS)}")
     seconds = parse_duration(timeout, "--timeout")
     if not seconds:
         raise InvalidArgument("--timeout: an operation needs more than 0 s")
@@ -81,10 +79,8 @@ def coordinator(
         str,
         typer.Option(help="How long a job that lost all devices waits for those started with --arena; 0s: not at all."),
     ] = "60s",
-    max_communicators: Annotated[int, typer.Option(min=1, help="Most communicators in all.")] = 1024,
-    communicators_per_client: Annotated[
-        int, typer.Option(min=1, help="Most communicators of one client (by the address that it calls from).")
-    ] = 512,
+    max_communicators: options.MaxCommunicators = 1024,
+    communicators_per_client: options.CommunicatorsPerClient = 512,
     max_message: options.MaxMessage = "64MiB",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,

@@ -47,7 +47,7 @@ def device(
     checksums: Annotated[
         bool, typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices.")
     ] = True,
-    max_streams: Annotated[int, typer.Option(min=1, help="Most transfers that are open at once.")] = 4096,
+    max_streams: options.MaxStreams = 4096,
     max_message: options.MaxMessage = "64MiB",
     connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "30s",
     token_file: options.TokenFile = None,
@@ -90,7 +90,9 @@ def device(
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        server = DeviceServer(config, partial(train_rank, jobs=jobs.resolve()))
+        server = DeviceServer(
+            config, partial(train_rank, jobs=jobs.resolve()), report=lambda text: typer.echo(text, err=True)
+        )
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

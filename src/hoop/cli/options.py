@@ -41,7 +41,16 @@ MaxMessage = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 CountUnit = Annotated[
-    str, typer.Option(help="Unit of count in the lab's AllReduce calls: bytes, or elements of float64.")
+    str,
+    typer.Option(
+        help="Unit of count in the lab's AllReduce calls: bytes, elements of float64, or auto: whichever is the length "
+        "of the last copy to the vectors."
+    ),
 ]
+MaxCommunicators = Annotated[int, typer.Option(min=1, help="Most communicators in all.")]
+CommunicatorsPerClient = Annotated[
+    int, typer.Option(min=1, help="Most communicators of one client (by the address that it calls from).")
+]
+MaxStreams = Annotated[int, typer.Option(min=1, help="Most transfers of a device that are open at once.")]
 Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,10 @@ def up(
     count_unit: options.CountUnit = "bytes",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
+    max_communicators: options.MaxCommunicators = 1024,
+    communicators_per_client: options.CommunicatorsPerClient = 512,
+    max_streams: options.MaxStreams = 4096,
+    max_message: options.MaxMessage = "64MiB",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     insecure: options.Insecure = False,
@@ -49,10 +54,18 @@ def up(
     if state is not None:
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
     journal = state and state / "journal"
-    coordinator = configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls)
+    coordinator = replace(
+        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls),
+        max_communicators=max_communicators,
+        communicators_per_client=communicators_per_client,
+        max_message=parse_size(max_message, "--max-message"),
+        command="hoop up",
+    )
     # Paths, never a secret: every user of the machine can read a command's arguments.
     more = [
         *("--jobs", str(jobs)),
+        *("--max-streams", str(max_streams)),
+        *("--max-message", max_message),
         *(["--token-file", str(token_file)] if token_file else []),
         *(["--tls", str(tls)] if tls else []),
     ]

@@ -416,7 +416,7 @@ def _on_created(state: State, device_ids: tuple[int, ...], limit: int) -> Result
     if len(set(device_ids)) != len(device_ids):
         raise InvalidArgument(f"device_ids: {list(device_ids)} names a device twice")
     if len(state.communicators) >= limit:
-        how = "destroy some (CommDestroy), or raise --max-communicators"
+        how = "destroy some (CommDestroy), or raise the coordinator's --max-communicators"
         raise ResourceExhausted(f"{limit} communicators exist; {how}")
     for device_id in device_ids:
         member = state.member(device_id)

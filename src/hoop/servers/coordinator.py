@@ -49,6 +49,7 @@ REDISCOVERY_S = 5.0
 JOURNAL_RETRY_S = 2.0
 """How long ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
+COUNT_UNITS = ("bytes", "elements", "auto")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class CoordinatorConfig:
     port: int = 0
     journal: JournalLocation | None = None
     count_unit: str = "bytes"
-    """The unit of ``count`` in the lab's AllReduce: ``bytes``, or ``elements`` of float64."""
+    """The unit of ``count`` in the lab's AllReduce: ``bytes``, ``elements`` of float64, or ``auto``."""
     timeout_s: float = 60.0
     """Timeout of an operation for which the caller gives none."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)
@@ -69,6 +70,8 @@ class CoordinatorConfig:
     max_communicators: int = MAX_COMMUNICATORS
     communicators_per_client: int = MAX_COMMUNICATORS // 2
     """Limit for one client, which is the host that calls: no client can use up all communicators."""
+    command: str = "hoop coordinator"
+    """The command that started it, for advice in errors."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
 

@@ -14,6 +14,7 @@ from hoop.membership import events as m
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
 from hoop.servers import lab_service
+from hoop.servers.client_reports import ClientReports
 from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
 from hoop.servers.job_record import follow_events
@@ -189,11 +190,15 @@ class CoordinatorServer:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self.coordinator = Coordinator(config)
-        operations, groups = OperationQueue(self.coordinator), OperationGroups()
+        groups = OperationGroups()
+        operations = OperationQueue(self.coordinator, groups)
         service = CoordinatorService(self.coordinator, operations, groups)
         self._jobs = service.jobs
+        events = self.coordinator.events
+        reports = ClientReports(lambda text: events.publish("lab_call_reported", text))
+        lab = lab_service.LabCoordinator(self.coordinator, operations, groups, reports)
         self._services = (
-            handlers(lab_service.COORDINATOR_SERVICE, lab_service.LabCoordinator(self.coordinator, operations, groups)),
+            handlers(lab_service.COORDINATOR_SERVICE, lab, reports.refused),
             handlers(SERVICE, service),
         )
 

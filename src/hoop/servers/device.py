@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from hoop.errors import HoopError
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
 from hoop.servers import device_service, lab_service
+from hoop.servers.client_reports import ClientReports
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_service import MAX_OPEN, StreamTable
@@ -64,7 +66,13 @@ class DeviceConfig:
 class DeviceServer:
     """A running device."""
 
-    def __init__(self, config: DeviceConfig, trainer: TrainFunction | None = None) -> None:
+    def __init__(
+        self,
+        config: DeviceConfig,
+        trainer: TrainFunction | None = None,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """``report`` is called with a text about each of the lab's calls that is refused."""
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
@@ -84,6 +92,7 @@ class DeviceServer:
         self._runner = OperationRunner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
         self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)
+        self._reports = ClientReports(lambda text: report(f"device {self._info.device_id}: {text}"))
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.on_damage
         self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
@@ -114,7 +123,7 @@ class DeviceServer:
         try:
             self._service.info = self._info
             services = (
-                handlers(lab_service.DEVICE_SERVICE, self._lab),
+                handlers(lab_service.DEVICE_SERVICE, self._lab, self._reports.refused),
                 handlers(device_service.SERVICE, self._service),
             )
             self._server, address = await serve(

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 import grpc
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from hoop.errors import (
     DeadlineExceeded,
@@ -31,9 +33,11 @@ from hoop.errors import (
     PeerLost,
     ResourceExhausted,
 )
-from hoop.membership.state import OperationOutcome
+from hoop.membership.state import CommunicatorState, OperationOutcome
 from hoop.memory import Arena
+from hoop.servers.client_reports import ClientReports
 from hoop.servers.coordinator import Coordinator
+from hoop.servers.lab_counts import FLOAT64_BYTES, CopyLengths, find_unit
 from hoop.servers.memory_order import Access, MemoryRange
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner
@@ -240,7 +244,6 @@ class StreamTable:
 
 
 COORDINATOR_SERVICE = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
-_FLOAT64_BYTES = 8
 _STATUS = {
     OperationOutcome.IN_PROGRESS: lab.IN_PROGRESS,
     OperationOutcome.SUCCESS: lab.SUCCESS,
@@ -254,15 +257,22 @@ _AllReduce = lab.AllReduceRingRequest | lab.NaiveAllReduceRequest
 class LabCoordinator:
     """The lab's coordinator service. Each public method is the RPC of the same name."""
 
-    def __init__(self, coordinator: Coordinator, operations: OperationQueue, groups: OperationGroups) -> None:
+    def __init__(
+        self, coordinator: Coordinator, operations: OperationQueue, groups: OperationGroups, reports: ClientReports
+    ) -> None:
         self._coordinator = coordinator
         self._operations = operations
         self._groups = groups
+        self._reports = reports
+        self._copies = CopyLengths()
+        self._units: dict[int, str] = {}
+        """With ``--count-unit auto``: by communicator, the unit of the last count that showed it."""
 
     async def comm_init(self, request: lab.CommInitRequest) -> lab.CommInitResponse:
         if not request.numDevices:
             raise InvalidArgument("numDevices: 0 devices make no communicator; at least 1")
-        one = await self._operations.create((), request.numDevices)
+        one = await self._operations.create((), request.numDevices, lab=True)
+        self._units = {key: unit for key, unit in self._units.items() if key in self._coordinator.state.communicators}
         devices = []
         for device_id in one.members:
             info = self._coordinator.state.member(device_id).info
@@ -275,17 +285,23 @@ class LabCoordinator:
             )
         return lab.CommInitResponse(success=True, commId=one.id, devices=devices)
 
+    def _communicator(self, communicator_id: int) -> CommunicatorState:
+        """The communicator that a client named, which has used it by that. Raises if there is none."""
+        self._operations.mark_used(communicator_id)
+        return self._coordinator.state.communicator(communicator_id)
+
     async def get_comm_status(self, request: lab.GetCommStatusRequest) -> lab.GetCommStatusResponse:
-        one = self._coordinator.state.communicator(request.commId)
+        one = self._communicator(request.commId)
         return lab.GetCommStatusResponse(status=_STATUS[one.outcome], reason=one.reason)
 
     async def group_start(self, request: lab.GroupStartRequest) -> lab.GroupStartResponse:
+        self._communicator(request.commId)
         self._operations.check(request.commId, ())
         self._groups.start(request.commId)
         return lab.GroupStartResponse(success=True)
 
     async def group_end(self, request: lab.GroupEndRequest) -> lab.GroupEndResponse:
-        self._coordinator.state.communicator(request.commId)
+        self._communicator(request.commId)
         requests = self._groups.end(request.commId)
         self._operations.check(request.commId, requests)
         task = await self._operations.enqueue_reserved(request.commId, requests)
@@ -302,40 +318,68 @@ class LabCoordinator:
         return lab.NaiveAllReduceResponse(success=True)
 
     async def _reduce(self, request: _AllReduce, driver: str) -> None:
-        operation = OperationRequest(self._operation(request), _operands(request), driver)
+        one = self._communicator(request.commId)
+        _check_known(request, request.count, "count")
+        addresses = _addresses(request, one)
+        operation = OperationRequest(self._operation(request, one, addresses), _operands(addresses), driver)
         self._operations.check(request.commId, (operation,))
         if self._groups.is_open(request.commId):
             self._groups.add(request.commId, operation)
         else:
             await self._operations.run(request.commId, (operation,))
 
-    def _operation(self, request: _AllReduce) -> pb.Operation:
-        self._coordinator.state.communicator(request.commId)
+    def _operation(self, request: _AllReduce, one: CommunicatorState, addresses: Mapping[int, int]) -> pb.Operation:
         if request.op not in _OPS:
             raise InvalidArgument(f"op: {request.op} is unknown; known: SUM=0 PROD=1 MIN=2 MAX=3 AVG=4")
-        count = request.count
-        if self._coordinator.config.count_unit == "bytes":
-            if count % _FLOAT64_BYTES:
-                raise InvalidArgument(
-                    f"count: {count} bytes are not whole float64 elements; this coordinator counts bytes "
-                    "(hoop coordinator --count-unit elements counts elements)"
-                )
-            count //= _FLOAT64_BYTES
+        count = self._elements(request.count, one, addresses)
         return pb.Operation(
             collective="all_reduce", algorithm="ring", dtype="float64", op=_OPS[request.op], count=count
         )
+
+    def _elements(self, count: int, one: CommunicatorState, addresses: Mapping[int, int]) -> int:
+        """The number of float64 elements that a client's ``count`` means."""
+        if not count:
+            return 0
+        unit, command = self._coordinator.config.count_unit, self._coordinator.config.command
+        copied = self._copies.of((one.members[rank], address) for rank, address in addresses.items())
+        shown = find_unit(count, copied)
+        if unit == "auto":
+            unit = shown or self._units.get(one.id, "")
+            if not unit:
+                lengths = ", ".join(map(str, sorted(set(copied)))) or "no copy is known"
+                raise InvalidArgument(
+                    f"count: {count} may be bytes or float64 elements, and the copies to these addresses do not show "
+                    f"which (their lengths in bytes: {lengths}); copy whole vectors to memAddrs first, or start "
+                    f"{command} with --count-unit bytes or --count-unit elements"
+                )
+            self._units[one.id] = unit
+        elif shown not in ("", unit):
+            self._reports.add(
+                f"AllReduce on communicator {one.id}: count {count} is taken as {unit}, but {shown} would fit what was "
+                f"copied to these addresses; if the result is wrong, start {command} with --count-unit auto"
+            )
+        if unit == "elements":
+            return count
+        if count % FLOAT64_BYTES:
+            raise InvalidArgument(
+                f"count: {count} bytes are not whole float64 elements; this coordinator counts bytes "
+                f"({command} --count-unit elements counts elements, --count-unit auto finds out)"
+            )
+        return count // FLOAT64_BYTES
 
     async def memcpy(self, request: lab.MemcpyRequest) -> lab.MemcpyResponse:
         """Waits for earlier operations on the same bytes, up to the coordinator's timeout."""
         match request.WhichOneof("either"):
             case "hostToDevice":
                 write_request = request.hostToDevice
+                _check_known(write_request, len(write_request.hostSrcData), "hostSrcData")
                 await self._to_device(
                     write_request.dstDeviceId.value, write_request.dstMemAddr.value, write_request.hostSrcData
                 )
                 return lab.MemcpyResponse(hostToDevice=lab.MemcpyHostToDeviceResponse(success=True))
             case "deviceToHost":
                 read_request = request.deviceToHost
+                _check_known(read_request, read_request.numBytes, "numBytes")
                 data = await self._to_host(
                     read_request.srcDeviceId.value, read_request.srcMemAddr.value, read_request.numBytes
                 )
@@ -349,6 +393,7 @@ class LabCoordinator:
         memory_range = MemoryRange(device_id, address, address + len(data), writes=True)
         async with self._coordinator.memory_order.in_turn(f"Memcpy to {memory_range}", [memory_range], timeout):
             await write(self._coordinator, device_id, location, data, timeout)
+        self._copies.record(device_id, address, len(data))
 
     async def _to_host(self, device_id: int, address: int, size: int) -> bytes:
         location, timeout = pb.Location(address=address), self._coordinator.config.timeout_s
@@ -370,8 +415,33 @@ class LabCoordinator:
         return lab.CommDestroyResponse(success=True)
 
 
-def _operands(request: _AllReduce) -> dict[int, pb.Operand]:
-    return {rank: pb.Operand(source=pb.Location(address=address.value)) for rank, address in request.memAddrs.items()}
+def _addresses(request: _AllReduce, one: CommunicatorState) -> dict[int, int]:
+    """The address of every rank's vector."""
+    size = len(one.members)
+    if unknown := sorted(rank for rank in request.memAddrs if rank >= size):
+        raise InvalidArgument(f"memAddrs: ranks {unknown} are not in 0..{size - 1}")
+    if missing := [rank for rank in range(size) if rank not in request.memAddrs]:
+        what = "it is missing" if len(missing) == size else f"rank {missing[0]} has no address"
+        raise InvalidArgument(
+            f"memAddrs: {what}; it must map each of the {size} ranks of communicator {one.id} to its vector's address"
+        )
+    return {rank: request.memAddrs[rank].value for rank in range(size)}
+
+
+def _operands(addresses: Mapping[int, int]) -> dict[int, pb.Operand]:
+    return {rank: pb.Operand(source=pb.Location(address=address)) for rank, address in addresses.items()}
+
+
+def _check_known(request: Message, size: int, field: str) -> None:
+    """Raises if a request asks for nothing but has unknown fields: its sender has another version of the protocol."""
+    fields = UnknownFieldSet(request)
+    unknown = sorted({fields[at].field_number for at in range(len(fields))})
+    if unknown and not size:
+        raise InvalidArgument(
+            f"{field}: it is 0 or missing, and the message has unknown fields ({', '.join(map(str, unknown))}): does "
+            f"the client's gpu_sim.proto have {field} at number {request.DESCRIPTOR.fields_by_name[field].number} of "
+            f"{request.DESCRIPTOR.name}?"
+        )
 
 
 DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
@@ -398,12 +468,14 @@ class LabDevice:
         )
 
     async def begin_send(self, request: lab.BeginSendRequest) -> lab.BeginSendResponse:
+        _check_known(request, request.numBytes, "numBytes")
         member = self._runner.member(request.dstRank.value, request.commId)
         stream, view = self._streams.begin_send(request.sendBuffAddr.value, request.numBytes, member.device_id)
         self._in_background(self._send(stream, view, member.address))
         return lab.BeginSendResponse(initiated=True, streamId=lab.StreamId(value=stream.id))
 
     async def begin_receive(self, request: lab.BeginReceiveRequest) -> lab.BeginReceiveResponse:
+        _check_known(request, request.numBytes, "numBytes")
         peer = self._runner.device_at(request.srcRank.value)
         stream_id = request.streamId.value
         await self._streams.begin_receive(stream_id, request.recvBuffAddr.value, request.numBytes, peer)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -99,17 +99,25 @@ class OperationGroups:
 class OperationQueue:
     """Creates communicators, and runs operations on them."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, groups: OperationGroups) -> None:
         self._coordinator = coordinator
+        self._groups = groups
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By communicator; held while a batch of its operations runs."""
+        self._unfinished: Counter[int] = Counter()
+        """By communicator, the batches that were accepted and have not ended."""
         self._clients: dict[int, str] = {}
         """By communicator, the host of the client that created it."""
+        self._lab_communicators: dict[int, None] = {}
+        """Communicators of the lab's clients, which often never destroy them; the least recently used first."""
 
     # -- communicators
 
-    async def create(self, device_ids: Sequence[int], count: int = 0) -> CommunicatorState:
-        """Creates a communicator of exactly these devices, or of ``count`` usable ones."""
+    async def create(self, device_ids: Sequence[int], count: int = 0, lab: bool = False) -> CommunicatorState:
+        """Creates a communicator of exactly these devices, or of ``count`` usable ones.
+
+        ``lab``: at a limit of communicators it may be dropped to make room for another one of the same client.
+        """
         if not device_ids:
             usable = self._coordinator.state.usable()
             if count > len(usable):
@@ -118,29 +126,63 @@ class OperationQueue:
                     f"start more with: hoop device --join {self._coordinator.address}"
                 )
             device_ids = sorted(usable[:count])
-        client = self._check_quota()
+        client = self._make_room()
         state = await self._coordinator.apply_with_retry(
             m.Created(tuple(device_ids), self._coordinator.config.max_communicators)
         )
         communicator = state.communicator(state.next_communicator - 1)
         self._clients[communicator.id] = client
         try:
-            return await self._send_assignments(communicator)
+            await self._send_assignments(communicator)
         except BaseException:  # the caller never learns its id, so nothing else would destroy it
             await self._coordinator.apply_with_retry(m.Destroyed(communicator.id))
             raise
+        if lab:
+            self._lab_communicators[communicator.id] = None
+        return communicator
 
-    def _check_quota(self) -> str:
-        """The host of the calling client. Raises if the client has reached its limit of communicators."""
+    def _make_room(self) -> str:
+        """The host of the calling client. At a limit of communicators, drops its least recently used idle lab one.
+
+        Raises if the client is at its limit and has none that is idle.
+        """
         existing = self._coordinator.state.communicators
         self._clients = {key: host for key, host in self._clients.items() if key in existing}
-        client, limit = calling_host(), self._coordinator.config.communicators_per_client
-        if client and list(self._clients.values()).count(client) >= limit:
+        self._lab_communicators = {key: None for key in self._lab_communicators if key in existing}
+        client, config = calling_host(), self._coordinator.config
+        own = sum(host == client for host in self._clients.values()) if client else 0
+        if own < config.communicators_per_client and len(existing) < config.max_communicators:
+            return client
+        idle = (key for key in self._lab_communicators if self._clients.get(key) == client and self.is_idle(key))
+        oldest = next(idle, None)
+        if oldest is not None:
+            self._drop(oldest, client)
+        elif own >= config.communicators_per_client:
             raise ResourceExhausted(
-                f"the client at {client} has {limit} communicators, its limit; destroy some (CommDestroy), or raise "
-                "the coordinator's --communicators-per-client"
+                f"the client at {client} has {own} communicators, its limit, and no idle one of the lab's protocol; "
+                f"destroy some (CommDestroy), or raise the limit with {config.command} --communicators-per-client"
             )
         return client
+
+    def _drop(self, communicator_id: int, client: str) -> None:
+        """Destroys an idle communicator that its client has left behind."""
+        self._coordinator.apply(m.Destroyed(communicator_id))
+        self._locks.pop(communicator_id, None)
+        self._coordinator.events.publish(
+            "communicator_dropped",
+            f"communicator {communicator_id} was dropped: the client at {client} is at the limit of communicators and "
+            "has used this one least recently; it should call CommDestroy",
+            communicator=communicator_id,
+        )
+
+    def is_idle(self, communicator_id: int) -> bool:
+        """Whether no operation runs or waits on a communicator, and no group is open."""
+        return not self._unfinished[communicator_id] and not self._groups.is_open(communicator_id)
+
+    def mark_used(self, communicator_id: int) -> None:
+        """A lab client has called with this communicator: others are dropped before it."""
+        if communicator_id in self._lab_communicators:
+            self._lab_communicators[communicator_id] = self._lab_communicators.pop(communicator_id)
 
     async def rebuild(
         self, communicator_id: int, joining: Sequence[int] = (), leaving: Sequence[int] = ()
@@ -234,8 +276,12 @@ class OperationQueue:
             Reservation(coordinator, communicator, ranges, description, timeout) if reserve and requests else None
         )
         task = coordinator.in_background(self._run_in_turn(communicator_id, requests, timeout, access, reservation))
+        self._unfinished[communicator_id] += 1
 
         def ended(_: asyncio.Task[Reports]) -> None:
+            self._unfinished[communicator_id] -= 1
+            if not self._unfinished[communicator_id]:
+                del self._unfinished[communicator_id]
             coordinator.memory_order.end(access)
             if reservation is not None:
                 reservation.release()

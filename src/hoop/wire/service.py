@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, error_from_name
+from hoop.errors import HoopError, InternalError, InvalidArgument, PeerLost, UserError, error_from_name
 from hoop.events import Event
 from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
@@ -100,7 +100,11 @@ _CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
 
 def calling_host() -> str:
     """Host of the caller that the current handler serves, without the port; empty outside a handler."""
-    return _CALLER.get().rpartition(":")[0]
+    return _host(_CALLER.get())
+
+
+def _host(peer: str) -> str:
+    return peer.rpartition(":")[0]
 
 
 def with_metadata(stub: StubT, metadata: Sequence[tuple[str, str]]) -> StubT:
@@ -124,13 +128,47 @@ class _CallWithMetadata:
         return self._call.future(request, metadata=self._metadata, **options)
 
 
-def handlers(service: Any, servicer: object) -> Any:
+OnRefused = Callable[[str, str, str, str], None]
+"""Called when a call is refused for a mistake of the caller: method, caller's host, name of the status, text."""
+
+
+def handlers(service: Any, servicer: object, on_refused: OnRefused | None = None) -> Any:
     """The generic handler of a service: ``CommInit`` calls ``await servicer.comm_init(request)``.
 
-    A streaming request is an async iterator; a streaming response is an async generator.
+    A streaming request is an async iterator; a streaming response is an async generator. With ``on_refused``, a call
+    that the service does not have is refused with the names of those that it has.
     """
-    table = {method.name: _handler(method, getattr(servicer, _snake(method.name))) for method in service.methods}
+    table = {
+        method.name: _handler(method, getattr(servicer, _snake(method.name)), on_refused) for method in service.methods
+    }
+    if on_refused is not None:
+        return _ServiceHandler(service.full_name, table, on_refused)
     return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+class _ServiceHandler(grpc.ServiceRpcHandler):  # type: ignore[type-arg]
+    """The handlers of one service, by method, and one that refuses all other methods."""
+
+    def __init__(self, service: str, table: dict[str, Any], on_refused: OnRefused) -> None:
+        self._service, self._table, self._on_refused = service, table, on_refused
+
+    def service_name(self) -> str:
+        return self._service
+
+    def service(self, handler_call_details: Any) -> Any:
+        service, _, method = handler_call_details.method.removeprefix("/").partition("/")
+        if service != self._service:
+            return None
+        return self._table.get(method) or self._refusing_handler(printable(method, 100))
+
+    def _refusing_handler(self, method: str) -> Any:
+        async def refuse(_: Any, context: Any) -> None:
+            text = f"{method} is not a call of {self._service} here; it has {', '.join(sorted(self._table))}"
+            self._on_refused(method, _host(context.peer()), grpc.StatusCode.UNIMPLEMENTED.name, text)
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+        # A stream-stream handler reads no message before it answers, whatever the caller sends.
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def status_of(error: grpc.RpcError) -> str:
@@ -160,7 +198,7 @@ def _error_class(error: grpc.RpcError) -> str:
     return next((str(value) for key, value in metadata if key == ERROR_CLASS_KEY), "")
 
 
-def _handler(method: Any, answer: Callable[..., Any]) -> Any:
+def _handler(method: Any, answer: Callable[..., Any], on_refused: OnRefused | None) -> Any:
     kind = _message(method.input_type)
 
     def parse(data: bytes) -> Any:
@@ -181,6 +219,8 @@ def _handler(method: Any, answer: Callable[..., Any]) -> Any:
         try:
             return await answer(parse_all(request) if method.client_streaming else parse(request))
         except Exception as error:
+            if on_refused is not None and isinstance(error, UserError):
+                on_refused(method.name, calling_host(), error.code, str(error))
             status, details, metadata = _error_status(method, error)
             aborting = context.abort(status, details, metadata)
         # The context keeps the exception of abort(), and so the frames in its traceback. Without this `del` the request
