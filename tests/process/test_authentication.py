@@ -26,7 +26,7 @@ from lab_target import DEVICE, LAB_DEVICE, METHODS
 
 import hoop
 from hoop.cli import main
-from hoop.errors import DeadlineExceeded, InvalidArgument, PermissionDenied, Unauthenticated
+from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import channel_options
@@ -49,6 +49,8 @@ class SecureCluster:
     folder: Path
     credentials_for: Callable[[Role], Credentials]
     device: dict[str, Any]
+    options: tuple[object, ...]
+    """The options by which commands get credentials."""
 
     def call(self, name: str, credentials: Credentials, metadata: Metadata | None = None) -> None:
         """Calls a method with an empty request; only authentication and authorization matter."""
@@ -76,7 +78,7 @@ def secure_cluster(folder: Path, *options: object) -> Iterator[SecureCluster]:
         with hoop.connect(running.address, credentials=load_credentials(options, Role.CLIENT)) as cluster:
             member = cluster.status().devices[0].device
         device = {"address": member.address, "data_address": member.data_address, "pid": member.pid}
-        yield SecureCluster(running, folder, lambda role: load_credentials(options, role), device)
+        yield SecureCluster(running, folder, lambda role: load_credentials(options, role), device, options)
 
 
 def load_credentials(options: Sequence[object], role: Role) -> Credentials:
@@ -289,6 +291,12 @@ def test_a_role_token_allows_only_its_role(with_token: SecureCluster, capsys: py
         assert not any(path.read_text().strip() in str(refused.value) for path in (join, client, device))
     with pytest.raises(Unauthenticated, match="no token came with this call"):
         hoop_command(*status_command)
+
+
+def test_attach_takes_a_token_file_or_certificates(secured: SecureCluster) -> None:
+    """With them the coordinator answers: no job was started."""
+    with pytest.raises(NotFound, match="job: none was started"):
+        hoop_command("attach", "--coordinator", secured.running.address, *secured.options)
 
 
 def test_a_device_with_a_device_token_serves_coordinator_clients_and_devices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from hoop import job_events as ev
 from hoop.cli import options
-from hoop.topology import Addresses
+from hoop.topology import Address, Addresses
 
 
 def attach(
@@ -22,6 +23,8 @@ def attach(
         Path | None, typer.Option(help="Write what hoop train --out would: metrics, checkpoints, plots, result.")
     ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="Ask the job to stop after a step.")] = False,
+    token_file: options.TokenFile = None,
+    tls: options.Tls = None,
     json: options.Json = False,
 ) -> None:
     """Follow a job that was started elsewhere, from its beginning to its result.
@@ -32,12 +35,15 @@ def attach(
     """
     from hoop.cli.training_view import PlainView, View
     from hoop.runs import job_follower
+    from hoop.wire.auth import find_credentials
+    from hoop.wire.roles import Role
 
     address = Addresses.parse(coordinator, "--coordinator")
+    credentials = find_credentials(Role.CLIENT, token_file=token_file, tls=tls)
     view = PlainView() if json else View()
     result: dict[str, Any] = {}
     number = 0
-    events = job_follower.attach(address, job, out, stop)
+    events = job_follower.attach(address, job, out, stop, credentials)
     try:
         with view:
             view.say(f"asking {address} …")
@@ -51,7 +57,8 @@ def attach(
                 view.note(observed.event)
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM, the terminal was closed
         if number:
-            typer.echo(f"job {number} goes on; come back with: hoop attach {number} -c {address}", err=True)
+            again = attach_command(number, address, token_file, tls)
+            typer.echo(f"job {number} goes on; come back with: {again}", err=True)
         raise
     finally:
         events.close()  # type: ignore[attr-defined]
@@ -59,3 +66,13 @@ def attach(
         typer.echo(json_module.dumps({"job_id": number, **result}))
     else:
         view.summary(result, out)
+
+
+def attach_command(job: int, address: Address | Addresses, token_file: Path | None, tls: Path | None) -> str:
+    """The command line that attaches to this job, with the same credentials."""
+    words = ["hoop", "attach", str(job), "-c", str(address)]
+    if token_file is not None:
+        words += ["--token-file", str(token_file)]
+    if tls is not None:
+        words += ["--tls", str(tls)]
+    return shlex.join(words)

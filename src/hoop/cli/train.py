@@ -157,7 +157,7 @@ def train(
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if detach:
-            _detach(launch, json)
+            _detach(launch, json, token_file, tls)
             return
         result, number = _follow(launch, view, started)
     if json:
@@ -179,21 +179,22 @@ def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resum
         )
 
 
-def _detach(launch: Launch, json: bool) -> None:
+def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | None) -> None:
     """Starts the job and returns; ``hoop attach`` follows it."""
+    from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
     from hoop.runs.api import choose_devices
     from hoop.runs.job_follower import JobFollower
 
     assert launch.coordinator is not None, "checked before"
-    with connect(launch.coordinator) as cluster:
+    with connect(launch.coordinator, credentials=launch.credentials) as cluster:
         devices = choose_devices(cluster, launch.devices)
         number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"
     typer.echo(text, file=sys.__stdout__)
     if not json:
-        typer.echo(f"come back with: hoop attach {number} -c {launch.coordinator}", err=True)
+        typer.echo(f"come back with: {attach_command(number, launch.coordinator, token_file, tls)}", err=True)
 
 
 def _settings(given: list[str]) -> dict[str, Any]:

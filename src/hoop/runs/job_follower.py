@@ -36,6 +36,7 @@ from hoop.runs.run_recorder import DiskFullInjector, RunRecorder, saved_settings
 from hoop.simulate.cost_model import Costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Addresses
+from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
 
 COORDINATOR_TIMEOUT_S = 60.0
@@ -380,12 +381,19 @@ def find(cluster: Cluster, job_id: int | None) -> pb.Job:
     return known[job_id or (running or list(known.values()))[-1].id]
 
 
-def attach(address: Addresses, job_id: int | None, out: Path | None = None, stop: bool = False) -> Iterator[Observed]:
+def attach(
+    address: Addresses,
+    job_id: int | None,
+    out: Path | None = None,
+    stop: bool = False,
+    credentials: Credentials | None = None,
+) -> Iterator[Observed]:
     """A job's events from its first to its result; ``out`` gets its files.
 
-    The job goes on when this iterator is closed. With ``stop`` it is asked to stop after a step.
+    The job goes on when this iterator is closed. With ``stop`` it is asked to stop after a step. ``credentials`` None:
+    those of the environment.
     """
-    with connect(address) as cluster:
+    with connect(address, credentials=credentials) as cluster:
         job = find(cluster, job_id)
         settings = Settings.from_json(cluster.job_settings(job.id))
         if out is not None and (out / "config.json").exists() and saved_settings(out)[0] != settings:
