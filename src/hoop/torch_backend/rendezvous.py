@@ -1,10 +1,9 @@
 """Rendezvous: the ranks of a new group exchange their addresses through torch's store and choose a transport.
 
-Keys in the store (``<round>`` counts how often a rank has used this store, so a group that is made again starts anew):
+They exchange two values in a ``GroupRound``:
 
-    hoop/round/<rank>            the counter of this rank
-    hoop/<round>/host/<rank>     the host key of this rank: equal keys mean one host
-    hoop/<round>/place/<rank>    communicator number (rank 0's is used), addresses for collectives and for messages
+    host     the host key of a rank: equal keys mean one host
+    place    communicator number (rank 0's is used), addresses for collectives and for messages
 
 All groups of a process share its listeners.
 """
@@ -21,13 +20,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hoop.collectives.communicator import Communicator
-from hoop.errors import DeadlineExceeded
+from hoop.errors import FailedPrecondition, HoopError
 from hoop.topology import Address
-from hoop.torch_backend.errors import torch_error
 from hoop.torch_backend.group_links import GroupLinks
+from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
 from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.hybrid import HybridTransport
@@ -52,20 +49,22 @@ def connect_group(
     ``world``: the global rank of each rank of the group. The caller must pass the returned transports to
     ``release_transports`` after closing the links.
     """
-    round_number = store.add(f"hoop/round/{rank}", 1)
-    hosts = _exchange(name, store, f"hoop/{round_number}/host", rank, size, _host_key(), timeout)
+    group_round = GroupRound(name, store, rank, world, timeout)
+    hosts = group_round.exchange(HOST, _host_key())
     on_one_host = len(set(hosts)) == 1
     log.debug("group %s: rank %d of %d, %d hosts", name, rank, size, len(set(hosts)))
     scheme = "inproc" if size == 1 else _same_host_scheme() if on_one_host else _multi_host_scheme(hosts)
     on_one_machine = len({host.rpartition("/")[0] for host in hosts}) == 1
     own_host = LOOPBACK if on_one_machine else _address_towards(store)
     p2p_scheme = "inproc" if size == 1 else "tcp"
-    transports = [acquire_transport(f"{one}://{Address(own_host, 0)}") for one in (scheme, p2p_scheme)]
+    try:
+        transports = _acquire_transports([f"{one}://{Address(own_host, 0)}" for one in (scheme, p2p_scheme)])
+    except (HoopError, OSError) as error:
+        kind = type(error) if isinstance(error, HoopError) else FailedPrecondition
+        raise group_round.fail(kind, f"rank {rank} cannot open its links: {error}") from error
     try:
         place = " ".join([str(secrets.randbits(62)), *(str(transport.address) for transport in transports)])
-        places = [
-            text.split() for text in _exchange(name, store, f"hoop/{round_number}/place", rank, size, place, timeout)
-        ]
+        places = [text.split() for text in group_round.exchange(PLACE, place)]
         communicator = 2 * int(places[0][0])
         endpoints: list[Endpoint] = []
         for index, transport in enumerate(transports):
@@ -81,22 +80,6 @@ def connect_group(
     seconds = timeout.total_seconds()
     p2p = P2PEngine(endpoints[1], f"hoop-{name}", seconds)
     return GroupLinks(name, Communicator(endpoints[0]), p2p, world, seconds), transports
-
-
-def _exchange(name: str, store: Any, key: str, rank: int, size: int, value: str, timeout: timedelta) -> list[str]:
-    """Publishes this rank's value, waits until all ranks have, and returns all values in rank order."""
-    store.set(f"{key}/{rank}", value)
-    keys = [f"{key}/{peer}" for peer in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistStoreError as error:
-        missing = [peer for peer, peer_key in enumerate(keys) if not store.check([peer_key])]
-        raise torch_error(
-            DeadlineExceeded,
-            f"rank {rank}: group {name!r} of {size}: rank{'s' * (len(missing) != 1)} "
-            f"{', '.join(map(str, missing))} did not come within the timeout of {timeout.total_seconds():g} s",
-        ) from error
-    return [store.get(peer_key).decode() for peer_key in keys]
 
 
 # ---- hosts and schemes
@@ -174,6 +157,18 @@ def acquire_transport(uri: str) -> Transport:
         transport, users = _open.get(uri) or (open_transport(uri, key_of_environment()), 0)
         _open[uri] = (transport, users + 1)
         return transport
+
+
+def _acquire_transports(uris: Sequence[str]) -> list[Transport]:
+    """The transports of all URIs, or of none if one cannot be opened."""
+    transports: list[Transport] = []
+    try:
+        for uri in uris:
+            transports.append(acquire_transport(uri))
+    except BaseException:
+        release_transports(transports)
+        raise
+    return transports
 
 
 def release_transports(transports: Sequence[Transport]) -> None:

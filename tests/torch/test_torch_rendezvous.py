@@ -1,0 +1,193 @@
+"""Ranks that cannot make a group together: each of them raises at once, and the error says what is wrong.
+
+The ranks are threads of this process; their timeout is longer than the tests wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from world import LONG_S
+
+from hoop.errors import DeadlineExceeded, InvalidArgument
+from hoop.torch_backend import group_round, rendezvous
+from hoop.torch_backend.errors import GroupError
+from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
+
+TIMEOUT = timedelta(seconds=10 * LONG_S)
+
+
+@pytest.fixture(autouse=True)
+def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+
+def in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """The future result of a function that runs in a thread of its own."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def exchange(store: Any, rank: int, world: Sequence[int]) -> list[str]:
+    return GroupRound("g", store, rank, world, TIMEOUT).exchange(HOST, f"rank {rank}")
+
+
+def connect(store: Any, rank: int, world: Sequence[int]) -> None:
+    """As ``exchange`` for a rank that cannot connect: two that can would need two processes."""
+    rendezvous.connect_group("g", store, rank, len(world), world, TIMEOUT)
+
+
+def start_rank_0(store: Any, size: int) -> Future[Any]:
+    """Rank 0 of a group, which waits for the others when this returns."""
+    rank_0 = in_thread(lambda: connect(store, 0, range(size)))
+    store.wait(["hoop/1/host/0"], timedelta(seconds=LONG_S))
+    return rank_0
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    """With a FileStore too, which raises other errors than the others do."""
+    for store in (dist.HashStore(), dist.FileStore(str(tmp_path / "store"), 3)):
+        with pytest.raises(
+            DeadlineExceeded, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0.2 s"
+        ):
+            rendezvous.connect_group("g", store, 0, 3, range(3), timedelta(seconds=0.2))
+
+
+@pytest.mark.parametrize("rank", [2, 5, -3])
+def test_a_rank_outside_the_world(rank: int) -> None:
+    store = dist.HashStore()
+    rank_0 = start_rank_0(store, 2)
+    reason = rf"group 'g' of 2 cannot be made: process \d+ on .* has rank {rank}, which is not in 0\.\.1; give each"
+    with pytest.raises(InvalidArgument, match=f"rank {rank}: {reason}"):
+        connect(store, rank, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        rank_0.result(LONG_S)
+
+
+def test_a_rank_outside_the_world_comes_first() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"rank 2: .* which is not in"):
+        exchange(store, 2, range(2))
+    for rank in (0, 1):
+        with pytest.raises(RuntimeError, match=f"rank {rank}: .* has rank 2, which is not in"):
+            exchange(store, rank, range(2))
+    others = [in_thread(lambda rank=rank: exchange(store, rank, range(2))) for rank in (0, 1)]  # type: ignore[misc]
+    assert [other.result(LONG_S) for other in others] == [["rank 0", "rank 1"]] * 2
+
+
+def test_a_rank_outside_the_world_in_a_later_group() -> None:
+    store = dist.HashStore()
+    others = [in_thread(lambda rank=rank: exchange(store, rank, range(2))) for rank in (0, 1)]  # type: ignore[misc]
+    for other in others:
+        other.result(LONG_S)
+    with pytest.raises(RuntimeError, match=r"rank 2: .* which is not in"):
+        exchange(store, 2, range(2))
+    with pytest.raises(RuntimeError, match=r"rank 1: .* has rank 2, which is not in"):
+        exchange(store, 1, range(2))
+
+
+def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    rank_0 = start_rank_0(store, 2)
+    monkeypatch.setattr(group_round, "_PROCESS_ID", "another process")
+    reason = r"group 'g' of 2 cannot be made: process .* both have rank 0; give each process its own rank \(RANK\)"
+    with pytest.raises(InvalidArgument, match=f"rank 0: {reason}"):
+        connect(store, 0, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        rank_0.result(LONG_S)
+    again = [in_thread(lambda rank=rank: exchange(store, rank, range(2))) for rank in (0, 1)]  # type: ignore[misc]
+    with pytest.raises(RuntimeError, match="both have rank 0"):
+        again[1].result(LONG_S)  # it did not take part before
+    assert exchange(store, 1, range(2)) == again[0].result(LONG_S) == ["rank 0", "rank 1"]
+
+
+def test_processes_that_take_the_place_of_others_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a complete group, or under torchrun, which starts processes again on the same store."""
+    store = dist.HashStore()
+    for process in ("first", "second"):
+        monkeypatch.setattr(group_round, "_PROCESS_ID", process)
+        assert exchange(store, 0, [0]) == ["rank 0"]
+    GroupRound("g", store, 0, range(2), TIMEOUT)
+    monkeypatch.setattr(group_round, "_PROCESS_ID", "third")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    GroupRound("g", store, 0, range(2), TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("world", "reason"),
+    [
+        ([0, 1, 2], "rank 0 makes it of 2 ranks, rank 1 of 3 ranks"),
+        ([0, 2], "rank 0 makes it of 2 ranks, rank 1 of the global ranks 0, 2"),
+    ],
+    ids=["another size", "other members"],
+)
+def test_ranks_that_mean_different_groups(world: list[int], reason: str) -> None:
+    store = dist.HashStore()
+    rank_0 = start_rank_0(store, 2)
+    with pytest.raises(InvalidArgument, match=rf"rank 1: group 'g' of {len(world)} cannot be made: {reason}"):
+        connect(store, 1, world)
+    with pytest.raises(GroupError, match=f"rank 0: group 'g' of 2 cannot be made: {reason}"):
+        rank_0.result(LONG_S)
+
+
+def test_a_rank_that_cannot_open_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A typing error in HOOP_TRANSPORT of one rank, as an example."""
+    store, key = dist.HashStore(), rendezvous._host_key()
+    peer = GroupRound("g", store, 0, range(2), TIMEOUT)
+    waiting = in_thread(lambda: (peer.exchange(HOST, key), peer.exchange(PLACE, "1")))
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: key)
+    monkeypatch.setenv("HOOP_TRANSPORT", "tpc")
+    reason = "group 'g' of 2 cannot be made: rank 1 cannot open its links: transport: 'tpc://127.0.0.1:0' has no known"
+    with pytest.raises(InvalidArgument, match=f"rank 1: {reason}"):
+        connect(store, 1, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
+    assert not rendezvous._open
+
+
+def test_ranks_that_chose_different_backends() -> None:
+    store = dist.HashStore()
+    gloo = in_thread(lambda: dist.ProcessGroupGloo(store, 1, 3, TIMEOUT))
+    rank_0 = start_rank_0(store, 3)
+    reason = "group 'g' of 3 cannot be made: rank 1 makes it with the backend gloo, rank . with hoop; name one"
+    for rank, other in ((0, rank_0), (2, in_thread(lambda: connect(store, 2, range(3))))):
+        with pytest.raises(GroupError, match=f"rank {rank}: {reason}"):
+            other.result(LONG_S)
+    ends = [in_thread(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 3, TIMEOUT)) for rank in (0, 2)]  # type: ignore[misc]
+    groups = [one.result(LONG_S) for one in (*ends, gloo)]
+    assert len(groups) == 3  # Gloo's ranks met, and their keys stay in the store
+
+
+def test_a_group_of_gloo_with_this_name_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are in the store; that rank 1 comes late to Hoop's group is no contradiction."""
+    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.001)
+    store = dist.HashStore()
+    gloo = [in_thread(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)) for rank in (0, 1)]  # type: ignore[misc]
+    groups = [one.result(LONG_S) for one in gloo]
+    looked = threading.Event()
+    check = GroupRound._check_backends
+
+    def recording(self: GroupRound, missing: Sequence[int]) -> None:
+        check(self, missing)
+        looked.set()
+
+    monkeypatch.setattr(GroupRound, "_check_backends", recording)
+    rank_0 = in_thread(lambda: exchange(store, 0, range(2)))
+    assert looked.wait(LONG_S)
+    assert exchange(store, 1, range(2)) == rank_0.result(LONG_S) == ["rank 0", "rank 1"]
+    del groups
