@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from exchange import receive, send_and_flush
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import COMMUNICATOR, LONG_S, deadline_in
 
-from hoop.errors import MembershipChanged, PeerLost
+from hoop.errors import InvalidArgument, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport.auth_handshake import NONCE_BYTES, PROOF_BYTES
 from hoop.transport.base import Endpoint
@@ -23,6 +24,8 @@ from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_listener import ABSTRACT, ShmTransport, pack_offer, socket_name
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token, write_private
 
 HERE = Address("127.0.0.1", 0)
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -87,6 +90,23 @@ def test_the_same_token_gives_the_same_key(monkeypatch: pytest.MonkeyPatch) -> N
         assert receive(ends[1], 0, 5) == b"known"
         with pytest.raises(PeerLost, match="have both the same token"):
             send_and_flush(ends[0], 2, b"unknown")
+
+
+def test_the_key_of_a_token_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HOOP_TOKEN_FILE gives the key of the token in the file; HOOP_TOKEN has precedence, as everywhere."""
+    monkeypatch.delenv("HOOP_TOKEN", raising=False)
+    path = tmp_path / "cluster.token"
+    write_private(path, "a" * 40)
+    monkeypatch.setenv("HOOP_TOKEN_FILE", str(path))
+    assert key_of_environment() == Token.parse("a" * 40).link_key
+    monkeypatch.setenv("HOOP_TOKEN", "b" * 40)
+    assert key_of_environment() == Token.parse("b" * 40).link_key
+    monkeypatch.setenv("HOOP_TOKEN", Token.parse("a" * 40).role_token(Role.CLIENT))
+    assert key_of_environment() == b""
+    monkeypatch.delenv("HOOP_TOKEN")
+    path.chmod(0o644)
+    with pytest.raises(InvalidArgument, match=r"mode 644.*chmod 600"):
+        key_of_environment()
 
 
 def test_a_proof_cannot_be_replayed() -> None:

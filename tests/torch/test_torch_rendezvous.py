@@ -5,6 +5,9 @@ The ranks are threads of this process; their timeout is longer than the tests wa
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,8 +28,9 @@ TIMEOUT = timedelta(seconds=10 * LONG_S)
 
 
 @pytest.fixture(autouse=True)
-def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+def environment_of_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "HOOP_TOKEN", "HOOP_TOKEN_FILE", "HOOP_HOST", "HOOP_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -145,12 +149,23 @@ def test_ranks_that_mean_different_groups(world: list[int], reason: str) -> None
         rank_0.result(LONG_S)
 
 
+def start_rank_0_on(store: Any, host: str, has_token: bool = False) -> Future[Any]:
+    """Rank 0 of two, with this host key, up to the point where it waits for the links of rank 1."""
+
+    def rank_0() -> None:
+        peer = GroupRound("g", store, 0, range(2), TIMEOUT)
+        found = [json.loads(one)[1] for one in peer.exchange(HOST, json.dumps([host, has_token]))]
+        rendezvous._check_tokens(peer, found)
+        peer.exchange(PLACE, "1")
+
+    return in_thread(rank_0)
+
+
 def test_a_rank_that_cannot_open_its_links(monkeypatch: pytest.MonkeyPatch) -> None:
     """A typing error in HOOP_TRANSPORT of one rank, as an example."""
-    store, key = dist.HashStore(), rendezvous._host_key()
-    peer = GroupRound("g", store, 0, range(2), TIMEOUT)
-    waiting = in_thread(lambda: (peer.exchange(HOST, key), peer.exchange(PLACE, "1")))
-    monkeypatch.setattr(rendezvous, "_host_key", lambda: key)
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "here/shm")
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: "here/shm")
     monkeypatch.setenv("HOOP_TRANSPORT", "tpc")
     reason = "group 'g' of 2 cannot be made: rank 1 cannot open its links: transport: 'tpc://127.0.0.1:0' has no known"
     with pytest.raises(InvalidArgument, match=f"rank 1: {reason}"):
@@ -158,6 +173,63 @@ def test_a_rank_that_cannot_open_its_links(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(GroupError, match=f"rank 0: {reason}"):
         waiting.result(LONG_S)
     assert not rendezvous._open
+
+
+def test_listening_beyond_loopback_requires_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "one machine/shm")
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: "another machine/shm")
+    monkeypatch.setenv("HOOP_HOST", "192.0.2.1")
+    reason = (
+        r"group 'g' of 2 cannot be made: rank 1 cannot open its links: 192\.0\.2\.1 can be reached from other machines"
+    )
+    with pytest.raises(InvalidArgument, match=f"rank 1: {reason}") as refused:
+        connect(store, 1, range(2))
+    for word in ("hoop token FILE", "HOOP_TOKEN_FILE=FILE", "HOOP_INSECURE=1 for every rank on a network you trust"):
+        assert word in str(refused.value)
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
+    assert not rendezvous._open
+
+
+def test_listening_beyond_loopback_without_a_token_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOOP_INSECURE", "0")
+    with pytest.raises(InvalidArgument, match="can be reached from other machines"):
+        rendezvous._check_exposure("192.0.2.1", b"")
+    monkeypatch.setenv("HOOP_INSECURE", "1")
+    rendezvous._warn_of_exposure.cache_clear()
+    with caplog.at_level(logging.WARNING, "hoop.torch_backend"):
+        rendezvous._check_exposure("192.0.2.1", b"key")
+        rendezvous._check_exposure("127.0.0.1", b"")
+        assert caplog.messages == []
+        for _ in range(2):
+            rendezvous._check_exposure("192.0.2.1", b"")
+    (message,) = caplog.messages
+    assert message.startswith("insecure: 192.0.2.1 can be reached from other machines, and links are not authenticated")
+
+
+def test_a_rank_without_the_token_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "here/shm", has_token=True)
+    monkeypatch.setattr(rendezvous, "_host_key", lambda: "here/shm")
+    reason = "group 'g' of 2 cannot be made: rank 1 of it started without a token and the others with one"
+    with pytest.raises(GroupError, match=f"rank 1: {reason}"):
+        connect(store, 1, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
+
+
+def test_a_rank_with_an_unreadable_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    store = dist.HashStore()
+    waiting = start_rank_0_on(store, "here/shm")
+    monkeypatch.setenv("HOOP_TOKEN_FILE", str(tmp_path / "missing"))
+    reason = rf"group 'g' of 2 cannot be made: rank 1: token file {re.escape(str(tmp_path))}/missing: No such file"
+    with pytest.raises(RuntimeError, match=f"rank 1: {reason}"):
+        connect(store, 1, range(2))
+    with pytest.raises(GroupError, match=f"rank 0: {reason}"):
+        waiting.result(LONG_S)
 
 
 def test_ranks_that_chose_different_backends() -> None:

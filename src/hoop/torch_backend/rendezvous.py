@@ -2,7 +2,7 @@
 
 They exchange two values in a ``GroupRound``:
 
-    host     the host key of a rank: equal keys mean one host
+    host     the host key of a rank: equal keys mean one host; and whether the rank has a token
     place    communicator number (rank 0's is used), addresses for collectives and for messages
 
 All groups of a process share its listeners.
@@ -10,6 +10,8 @@ All groups of a process share its listeners.
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import os
 import secrets
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
-from hoop.errors import FailedPrecondition, HoopError
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.topology import Address
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
@@ -50,7 +52,13 @@ def connect_group(
     ``release_transports`` after closing the links.
     """
     group_round = GroupRound(name, store, rank, world, timeout)
-    hosts = group_round.exchange(HOST, _host_key())
+    try:
+        key = key_of_environment()
+    except HoopError as error:
+        raise group_round.fail(type(error), f"rank {rank}: {error}") from error
+    found = [json.loads(text) for text in group_round.exchange(HOST, json.dumps([_host_key(), bool(key)]))]
+    hosts = [host for host, _ in found]
+    _check_tokens(group_round, [has_token for _, has_token in found])
     on_one_host = len(set(hosts)) == 1
     log.debug("group %s: rank %d of %d, %d hosts", name, rank, size, len(set(hosts)))
     scheme = "inproc" if size == 1 else _same_host_scheme() if on_one_host else _multi_host_scheme(hosts)
@@ -58,7 +66,8 @@ def connect_group(
     own_host = LOOPBACK if on_one_machine else _address_towards(store)
     p2p_scheme = "inproc" if size == 1 else "tcp"
     try:
-        transports = _acquire_transports([f"{one}://{Address(own_host, 0)}" for one in (scheme, p2p_scheme)])
+        _check_exposure(own_host, key)
+        transports = _acquire_transports([f"{one}://{Address(own_host, 0)}" for one in (scheme, p2p_scheme)], key)
     except (HoopError, OSError) as error:
         kind = type(error) if isinstance(error, HoopError) else FailedPrecondition
         raise group_round.fail(kind, f"rank {rank} cannot open its links: {error}") from error
@@ -144,6 +153,38 @@ def _address_towards(store: Any) -> str:
         return socket.gethostbyname(socket.gethostname())
 
 
+# ---- authentication
+
+
+def _check_tokens(group_round: GroupRound, has_token: Sequence[bool]) -> None:
+    """Raises if only some ranks have a token: those would refuse the links of the others."""
+    without = [rank for rank, has in enumerate(has_token) if not has]
+    if without and len(without) < len(has_token):
+        raise group_round.fail(
+            FailedPrecondition,
+            f"rank{'s' * (len(without) != 1)} {', '.join(map(str, without))} of it started without a token and the "
+            "others with one; start all with the same HOOP_TOKEN or HOOP_TOKEN_FILE, or all without",
+        )
+
+
+def _check_exposure(host: str, key: bytes) -> None:
+    """Raises if other machines could open links here without proof; with HOOP_INSECURE=1 it warns instead."""
+    if key or Address(host, 0).is_loopback:
+        return
+    if os.environ.get("HOOP_INSECURE") != "1":
+        raise InvalidArgument(
+            f"{host} can be reached from other machines, and any of them could join the group; authenticate its links "
+            "with a join or device token (hoop token FILE, then HOOP_TOKEN_FILE=FILE for every rank), or set "
+            "HOOP_INSECURE=1 for every rank on a network you trust"
+        )
+    _warn_of_exposure(host)
+
+
+@functools.cache
+def _warn_of_exposure(host: str) -> None:
+    log.warning("insecure: %s can be reached from other machines, and links are not authenticated (SECURITY.md)", host)
+
+
 # ---- one listener for each URI and process
 
 _lock = threading.Lock()
@@ -151,20 +192,20 @@ _open: dict[str, tuple[Transport, int]] = {}
 """Each open transport with the number of its users."""
 
 
-def acquire_transport(uri: str) -> Transport:
-    """This process's transport for a URI (scheme and host), opened by its first user."""
+def acquire_transport(uri: str, key: bytes) -> Transport:
+    """This process's transport for a URI (scheme and host), opened by its first user, whose ``key`` it keeps."""
     with _lock:
-        transport, users = _open.get(uri) or (open_transport(uri, key_of_environment()), 0)
+        transport, users = _open.get(uri) or (open_transport(uri, key), 0)
         _open[uri] = (transport, users + 1)
         return transport
 
 
-def _acquire_transports(uris: Sequence[str]) -> list[Transport]:
+def _acquire_transports(uris: Sequence[str], key: bytes) -> list[Transport]:
     """The transports of all URIs, or of none if one cannot be opened."""
     transports: list[Transport] = []
     try:
         for uri in uris:
-            transports.append(acquire_transport(uri))
+            transports.append(acquire_transport(uri, key))
     except BaseException:
         release_transports(transports)
         raise

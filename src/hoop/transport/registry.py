@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from hoop.errors import InvalidArgument
 from hoop.topology import Address
@@ -42,6 +43,11 @@ def open_transport(uri: str, key: bytes = b"") -> Transport:
 
 
 def key_of_environment() -> bytes:
-    """The link key of processes that were all started with the same HOOP_TOKEN; empty without that variable."""
-    text = os.environ.get("HOOP_TOKEN")
-    return Token.parse(text, "HOOP_TOKEN").link_key if text else b""
+    """The link key of processes that were all started with one token: HOOP_TOKEN, or the file HOOP_TOKEN_FILE.
+
+    Empty without a token, and with a client's token, which has no link key.
+    """
+    if text := os.environ.get("HOOP_TOKEN"):
+        return Token.parse(text, "HOOP_TOKEN").link_key
+    path = os.environ.get("HOOP_TOKEN_FILE")
+    return Token.read(Path(path)).link_key if path else b""
