@@ -2,6 +2,7 @@
 
     atomic_write  writes a temporary file beside the old one, syncs it, then renames it over the old one
     Appender      appends records to a file, each completely or not at all
+    FileLock      lets one process at a time write a file
 
 When the disk is full the old content stays, and the error says so.
 """
@@ -9,8 +10,11 @@ When the disk is full the old content stays, and the error says so.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import re
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +22,13 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from hoop.errors import FailedPrecondition, HoopError, ResourceExhausted
+from hoop.texts import printable
 
 _NO_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PARTIAL_SUFFIX = ".part"
+_NAME_CHARACTERS = 80
+"""How many characters of a file's name its temporary file has."""
+_OWNER_BYTES = 512
 BEFORE_WRITE_HOOKS: list[Callable[[Path], None]] = []
 """Called with the path before a file is written. A hook may raise: fault injection makes disks fail with it."""
 
@@ -32,7 +40,7 @@ def atomic_write(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
     The umask applies to ``mode``; use 0o600 for secrets.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name[:80]}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
+    temporary = path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -53,9 +61,11 @@ def atomic_write(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
     try:
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
+    except BaseException as error:
         _discard(temporary)
-        raise _write_error(path, error) from error
+        if isinstance(error, OSError):
+            raise _write_error(path, error) from error
+        raise
 
 
 def write_bytes(path: Path | str, data: bytes, mode: int = 0o666) -> None:
@@ -67,9 +77,13 @@ def write_text(path: Path | str, text: str, mode: int = 0o666) -> None:
     write_bytes(path, text.encode(), mode)
 
 
-def remove_partial_files(folder: Path) -> list[Path]:
-    """Remove the temporary files of killed writers. No other process may be writing in the folder."""
-    partial = sorted(folder.glob(f".*{_PARTIAL_SUFFIX}"))
+def remove_partial_files(folder: Path, name: str = "") -> list[Path]:
+    """Remove the temporary files of killed writers: of the file ``name``, or of all files in the folder.
+
+    No other process may be writing them.
+    """
+    of_file = re.compile(rf"\.{re.escape(name[:_NAME_CHARACTERS])}\.\d+-[0-9a-f]{{8}}{re.escape(_PARTIAL_SUFFIX)}")
+    partial = sorted(path for path in folder.glob(f".*{_PARTIAL_SUFFIX}") if not name or of_file.fullmatch(path.name))
     for path in partial:
         _discard(path)
     return partial
@@ -126,6 +140,64 @@ class Appender:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class FileLock:
+    """The right to write ``path``, of one process at a time: a lock on the file ``path.lock``, which names the process.
+
+    The kernel releases the lock when the process ends, however it ends; a lock file that a killed process left is used
+    again.
+    """
+
+    def __init__(self, path: Path, remedy: str) -> None:
+        """Take the lock. FailedPrecondition names the process that has it, then says the ``remedy``."""
+        self.path = path.with_name(f"{path.name}.lock")
+        self._process, self._descriptor = os.getpid(), -1
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = self._locked_file()
+            os.ftruncate(self._descriptor, 0)
+            os.write(self._descriptor, f"process {self._process} on {os.uname().nodename}".encode())
+        except BlockingIOError:
+            raise FailedPrecondition(f"{path}: {self._owner()} has it open; {remedy}") from None
+        except OSError as error:
+            self.release()
+            raise _write_error(self.path, error) from error
+
+    def _locked_file(self) -> int:
+        while True:
+            # Follows no link, and opens a named pipe without waiting for its other end.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            descriptor = os.open(self.path, flags, 0o600)
+            try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise OSError(errno.EINVAL, "not a file")
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(descriptor), os.stat(self.path, follow_symlinks=False)):
+                    return descriptor
+            except FileNotFoundError:
+                pass  # its owner removed it between our open and our lock
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _owner(self) -> str:
+        try:
+            with open(self.path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+                return printable(file.read(_OWNER_BYTES).decode(errors="replace")) or "another process"
+        except OSError:
+            return "another process"
+
+    def release(self) -> None:
+        """Release the lock and remove the lock file. May be called again. In a forked child it only closes the file."""
+        if self._descriptor < 0:
+            return
+        if os.getpid() == self._process:
+            _discard(self.path)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def _discard(path: Path) -> None:

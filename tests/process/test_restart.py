@@ -217,7 +217,7 @@ def test_without_a_journal_devices_join_again(start: Start, connect: Connect, aw
 
 
 def test_a_damaged_journal_is_refused(run_hoop: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
-    """An invalid line before the last is not a torn tail: the coordinator refuses the file and leaves it unchanged."""
+    """An invalid whole line is not a torn tail: the coordinator refuses the file and leaves it unchanged."""
     journal = tmp_path / "journal"
     damaged = b"00000000 {}\n00000000 {}\n"
     journal.write_bytes(damaged)
@@ -225,6 +225,22 @@ def test_a_damaged_journal_is_refused(run_hoop: Callable[..., CompletedProcess[s
     assert completed.returncode == 2
     assert f"journal {journal}, line 1: the checksum does not hold; move the file away" in completed.stderr
     assert journal.read_bytes() == damaged
+
+
+def test_a_second_coordinator_on_the_same_journal_is_refused(
+    start: Start, run_hoop: Callable[..., CompletedProcess[str]], status: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """It names the process that has the journal, and leaves the journal and the address file of that one alone."""
+    file = tmp_path / "address"
+    first = start("up", "--devices", 0, "--state", tmp_path, "--address-file", file)
+    address, journal = first.address, (tmp_path / "journal").stat().st_ino
+    for command in (("up", "--devices", 0, "--state", tmp_path), ("coordinator", "--journal", tmp_path / "journal")):
+        refused = run_hoop(*command, "--address-file", file)
+        assert refused.returncode == 2, refused.stderr
+        assert f"{tmp_path / 'journal'}: process {first.pid} on " in refused.stderr
+        assert "has it open; stop that coordinator" in refused.stderr
+        assert (file.read_text(), (tmp_path / "journal").stat().st_ino) == (f"{address}\n", journal)
+    assert status(address)["devices"] == []
 
 
 def test_hoop_up_recovers_from_its_state_folder(start: Start, connect: Connect, tmp_path: Path) -> None:

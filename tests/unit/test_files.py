@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.files import Appender, atomic_write, remove_partial_files, write_text
+from hoop.files import Appender, FileLock, atomic_write, remove_partial_files, write_text
 
 
 def disk_full(*_: object) -> int:
@@ -95,6 +96,59 @@ def test_partial_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == [".hidden"]
     with pytest.raises(FailedPrecondition, match="cannot write"):
         block.__exit__(None, None, None)
+
+
+def test_an_interrupted_rename_leaves_no_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "file", "x")
+    assert names(tmp_path) == []
+
+
+def test_a_lock_is_of_one_owner_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    first = FileLock(path, "stop it")
+    with pytest.raises(FailedPrecondition, match=rf"^{path}: process {os.getpid()} on .* has it open; stop it$"):
+        FileLock(path, "stop it")
+    first.release()
+    first.release()
+    assert names(tmp_path) == []
+    FileLock(path, "stop it").release()
+
+
+def test_a_lock_file_that_its_owner_removes_meanwhile_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner releases between the open and the lock of the next one: that must lock the new file, not the old."""
+    path = tmp_path / "file"
+    first, real = FileLock(path, ""), fcntl.flock
+    opened: list[int] = []
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not opened:
+            opened.append(os.fstat(descriptor).st_ino)
+            first.release()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    second = FileLock(path, "")
+    assert opened
+    assert second.path.exists()
+    with pytest.raises(FailedPrecondition, match="has it open"):
+        FileLock(path, "")
+    second.release()
+
+
+def test_a_lock_takes_no_pipe_and_follows_no_link(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.lock")
+    (tmp_path / "link.lock").symlink_to(tmp_path / "victim")
+    for name in ("pipe", "link"):
+        with pytest.raises(FailedPrecondition, match=rf"{name}\.lock: cannot write: "):
+            FileLock(tmp_path / name, "")
+    assert names(tmp_path) == ["link.lock", "pipe.lock"]
 
 
 def test_an_appended_record_is_readable_at_once(tmp_path: Path) -> None:

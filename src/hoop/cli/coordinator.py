@@ -111,6 +111,7 @@ def coordinator(
         stopping = Stopping(leave_with_stdin)
         server = CoordinatorServer(config)
         server.coordinator.events.subscribe(lambda event: typer.echo(event.text, err=True))
+        written = False
         try:
             starting = asyncio.ensure_future(server.start())
             if not await stopping.unless(starting):
@@ -118,11 +119,12 @@ def coordinator(
             address = starting.result()
             if address_file is not None:
                 write_address_file(address_file, address)
+                written = True
             typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
             await stopping.unless(asyncio.ensure_future(server.coordinator.wait_leadership_lost()))
         finally:
             await server.stop()
-            if address_file is not None:
+            if address_file is not None and written:  # else the file is another command's
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())

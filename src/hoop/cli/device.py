@@ -96,9 +96,11 @@ def device(
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info
+        written = False
         try:
             if address_file is not None:
                 write_address_file(address_file, info.address)
+                written = True
             if json:
                 typer.echo(json_module.dumps({"device": info.device_id, "address": str(info.address)}))
             elif not quiet:
@@ -106,7 +108,7 @@ def device(
             await stopping.wait()
         finally:
             await server.stop(hand_over=not stopping.abandoned)
-            if address_file is not None:
+            if address_file is not None and written:
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())

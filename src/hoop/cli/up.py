@@ -75,8 +75,10 @@ def up(
         stopping = Stopping(leave_with_stdin)
         cluster = LocalCluster(config)
         unwatch = cluster.watch(lambda text: typer.echo(text, err=True))
+        started = False
         try:
-            if not await stopping.unless(asyncio.ensure_future(cluster.start(address_file))):
+            started = await stopping.unless(asyncio.ensure_future(cluster.start(address_file)))
+            if not started:
                 return
             if json:
                 typer.echo(json_module.dumps({"coordinator": str(cluster.address), "devices": devices}))
@@ -91,7 +93,7 @@ def up(
         finally:
             unwatch()
             await cluster.stop()
-            if address_file is not None:
+            if address_file is not None and started:  # else the file is another command's
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())

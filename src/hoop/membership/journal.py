@@ -4,10 +4,10 @@
 
 An entry is appended and synced before the coordinator answers. Opening a journal rewrites it as one snapshot, so it
 does not grow from restart to restart. A journal is kept in a file (``FileJournal``) or in etcd
-(``servers.etcd_journal``).
+(``servers.etcd_journal``). One process at a time has it open: a second one is refused, or waits (etcd).
 
-In a file, a torn last line (the coordinator died while it wrote) is cut off. A bad line before good ones is damage, and
-opening the journal fails.
+In a file, a torn last line, which has no newline (the coordinator died while it wrote), is cut off. Any other bad line
+is damage, and opening the journal fails.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hoop.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from hoop.files import FileLock, atomic_write, remove_partial_files
 from hoop.membership import events as m
 from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
 from hoop.membership.state import CommunicatorState, Health, JobState, Member, OperationOutcome, State, with_job
@@ -93,22 +94,26 @@ def encode(entry: Entry) -> bytes:
 def decode(data: bytes, where: object, remedy: str = MOVE_AWAY, whole: bool = False) -> list[Entry]:
     """The entries in these lines. Raises ``FailedPrecondition`` for a damaged line, naming ``where`` and ``remedy``.
 
-    A torn last line is dropped, unless the data is known to be ``whole``.
+    A torn last line, the beginning of a line, is dropped, unless the data is known to be ``whole``.
     """
     entries: list[Entry] = []
     lines = data.split(b"\n")
-    tail = lines.pop()  # has no newline: torn or empty
-    for number, line in enumerate([*lines, tail] if whole and tail else lines, start=1):
+    tail = lines.pop()  # has no newline
+    if tail and (whole or _holds(tail[:-1])):  # an entry with another byte in place of its newline is not torn
+        lines.append(tail)
+    for number, line in enumerate(lines, start=1):
         try:
-            check, body = line[:8], line[9:]
-            if int(check, 16) != zlib.crc32(body):
+            if not _holds(line):
                 raise ValueError("the checksum does not hold")
-            entries.append(parse_json(body))
+            entries.append(parse_json(line[9:]))
         except ValueError as error:
-            if number == len(lines) and not tail and not whole:
-                break
             raise FailedPrecondition(f"journal {where}, line {number}: {error}; {remedy}") from None
     return entries
+
+
+def _holds(line: bytes) -> bool:
+    """Whether a line, without its newline, is a checksum and what it was computed from."""
+    return line[:9] == b"%08x " % zlib.crc32(line[9:])
 
 
 def restore(
@@ -203,48 +208,45 @@ def _info(plain: Mapping[str, Any]) -> DeviceInfo:
 
 
 class FileJournal:
-    """A journal in a file."""
+    """A journal in a file. While it is open, no other process can open it: ``FILE.lock`` is locked."""
 
     def __init__(self, path: Path, config: DetectorConfig, now: float) -> None:
         self.path = path
-        data = path.read_bytes() if path.exists() else b""
-        self.state = restore(decode(data, path), config, now, path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(path.name + ".new")
-        with open(fresh, "wb", opener=_private) as file:
-            file.writelines(encode(entry) for entry in snapshot(self.state))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-        _sync_folder(path.parent)
-        self._file = open(path, "ab", buffering=0, opener=_private)  # noqa: SIM115 - closed by close()
+        if path.exists() and not path.is_file():
+            what = "Is a directory" if path.is_dir() else "not a regular file"
+            raise FailedPrecondition(f"journal {path}: {what}; choose another path")
+        self._lock = FileLock(
+            path, "stop that coordinator, or give this one another journal (hoop up: another --state)"
+        )
+        try:
+            data = path.read_bytes() if path.exists() else b""
+            self.state = restore(decode(data, path), config, now, path)
+            remove_partial_files(path.parent, path.name)
+            with atomic_write(path, 0o600) as file:
+                file.writelines(encode(entry) for entry in snapshot(self.state))
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except BaseException:
+            self._lock.release()
+            raise
 
     def append(self, *entries: Entry) -> None:
         """Writes entries and syncs them; on failure it truncates the file to its old length and raises."""
         lines = b"".join(map(encode, entries))
-        old_size = os.fstat(self._file.fileno()).st_size
+        old_size = os.fstat(self._descriptor).st_size
         try:
-            written = self._file.write(lines)
-            os.fsync(self._file.fileno())
+            written = os.write(self._descriptor, lines)
+            os.fsync(self._descriptor)
         except OSError as error:
             written, why = 0, error.strerror
         else:
             why = "the disk is full"
         if written != len(lines):
-            os.ftruncate(self._file.fileno(), old_size)  # half a line would damage the next one
+            os.ftruncate(self._descriptor, old_size)  # half a line would damage the next one
             raise ResourceExhausted(f"journal {self.path}: cannot write {len(lines)} bytes: {why}; make room")
 
     def close(self) -> None:
-        self._file.close()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+        """Closes the file and releases its lock. May be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._lock.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.files import write_text
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import server_options
@@ -51,6 +51,6 @@ async def serve(
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:
     """Writes ``host:port`` atomically: a process that waits for the file never reads half of it."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(f"{address}\n")
-    os.replace(fresh, path)
+    if not path.parent.is_dir():
+        raise FailedPrecondition(f"address file {path}: there is no folder {path.parent}; make it first")
+    write_text(path, f"{address}\n")
