@@ -11,16 +11,24 @@ import typer
 from hoop.cli import options
 
 Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or one of its checkpoints.")]
+JobName = Annotated[
+    str | None,
+    typer.Option(
+        "--job",
+        help="The run's job, file.py:name or module:name. Its code is run, which a checkpoint cannot choose. "
+        "[default: the recipe that the checkpoint names]",
+    ),
+]
 
 
-def evaluate(run: Run, json: options.Json = False) -> None:
+def evaluate(run: Run, job: JobName = None, json: options.Json = False) -> None:
     """Evaluate a trained model on the test data, or on the training data if its job has no test data.
 
     In a run's folder it takes the newest checkpoint whose checksum holds.
     """
     from hoop.runs.export import load_trained, measure
 
-    one = load_trained(run)
+    one = load_trained(run, job)
     for warning in one.found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     found = measure(one)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hoop.cli import options
-from hoop.cli.evaluate import Run
+from hoop.cli.evaluate import JobName, Run
 from hoop.config import format_size
 
 
@@ -21,13 +21,14 @@ def export(
             help="model.safetensors (a plain state_dict), model.npz (for NumPy), or model.pt2 (torch.export)."
         ),
     ],
+    job: JobName = None,
     json: options.Json = False,
 ) -> None:
     """Write a trained model's weights, without optimizer state and position, for other programs."""
     from hoop.runs.export import export as write
     from hoop.runs.export import load_trained
 
-    one = load_trained(run)
+    one = load_trained(run, job)
     for warning in one.found.warnings:
         typer.echo(f"warning: {warning}", err=True)
     write(one, to)

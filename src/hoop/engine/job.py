@@ -103,6 +103,12 @@ def import_path(name: str) -> str:
     return f"{Path(where).stem}:{attribute}" if colon and where.endswith(".py") else name
 
 
+def without_folder(name: str) -> str:
+    """The name of a job in a checkpoint, which may be given away: ``/home/me/my_job.py:job`` is ``my_job.py:job``."""
+    where, colon, attribute = name.rpartition(":")
+    return f"{Path(where).name}:{attribute}" if colon and where.endswith(".py") else name
+
+
 def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None) -> Job:
     """Resolves a job's name on a device: a recipe, or ``module:name`` of code that is on this machine already.
 

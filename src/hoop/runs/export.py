@@ -18,6 +18,7 @@ from hoop.data.dataset import Dataset
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job
 from hoop.engine.loss_reduction import with_criterion
+from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import Criterion, hits
 from hoop.engine.user_code import blaming_user_code
@@ -25,7 +26,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 from hoop.files import write_bytes
 from hoop.runs.checkpoint_store import FoundCheckpoint, newest_checkpoint, read
 from hoop.runs.job_follower import weights_digest
-from hoop.runs.job_lookup import job_named
+from hoop.runs.job_lookup import job_named, resolved
 from hoop.runs.job_objects import load_into
 
 
@@ -41,8 +42,12 @@ class TrainedModel:
     weights_sha256: str
 
 
-def load_trained(place: Path) -> TrainedModel:
-    """The model of a checkpoint, or of the newest checkpoint of a run's folder whose checksum holds."""
+def load_trained(place: Path, job: str | None = None) -> TrainedModel:
+    """The model of a checkpoint, or of the newest checkpoint of a run's folder whose checksum holds.
+
+    A checkpoint names its job, and loading a job runs its code. So only a recipe is loaded by that name: the user must
+    give any other ``job``.
+    """
     if not place.exists():
         raise NotFound(f"{place}: neither a run's folder (what --out named) nor a checkpoint")
     found = newest_checkpoint(place) if place.is_dir() else FoundCheckpoint(place)
@@ -50,17 +55,26 @@ def load_trained(place: Path) -> TrainedModel:
     tensors, metadata = read(path)
     if "settings" not in metadata:
         raise FailedPrecondition(f"{path}: a checkpoint without settings; which model it is of is not known")
-    settings = Settings.from_json(json.dumps(metadata["settings"]))
-    if settings.job.startswith("inherited:"):
+    settings, steps = Settings.from_json(json.dumps(metadata["settings"])), metadata.get("steps")
+    if not isinstance(steps, int):
+        raise FailedPrecondition(f"{path}: a checkpoint without its number of steps")
+    if job is not None:
+        settings = settings.replaced({"job": resolved(job)})
+    elif settings.job.startswith("inherited:"):
         raise FailedPrecondition(
             f"{path}: this run was started by hoop.train with live objects, which only that program has; "
             "there, result.model holds the weights"
         )
-    job = job_named(settings.job, load=False)
+    elif settings.job not in RECIPES:
+        raise FailedPrecondition(
+            f"{path}: it is of the job {settings.job}, which is no recipe; a checkpoint must not choose the code that "
+            "is run: name the job yourself, with --job file.py:name or --job module:name"
+        )
+    known = job_named(settings.job, load=False)
     with blaming_user_code(f"making the model of {settings.job}"):
-        model = job.model(settings.seed)
+        model = known.model(settings.seed)
     load_into(model, tensors)
-    return TrainedModel(found, settings, int(metadata["steps"]), job, model, weights_digest(tensors))
+    return TrainedModel(found, settings, steps, known, model, weights_digest(tensors))
 
 
 def measure(one: TrainedModel) -> dict[str, Any]:

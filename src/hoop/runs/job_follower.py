@@ -289,8 +289,6 @@ class JobFollower:
         metadata = parts[-1][1]
         digest = weights_digest(tensors)
         if self._recorder is not None and self._diverged is None:
-            # The job's name on this machine, not its import path on the devices.
-            metadata |= {"settings": metadata.get("settings", {}) | {"job": self._settings.job}}
             self._recorder.checkpoint(tensors, metadata | {"weights_sha256": digest}, event.steps)
         if event.final:
             self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}

@@ -18,6 +18,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from hoop import files
 from hoop import job_events as ev
+from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, ResourceExhausted
 from hoop.files import remove_partial_files, write_text
@@ -167,7 +169,8 @@ class RunRecorder:
 
     def checkpoint(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any], step: int) -> None:
         """Writes a checkpoint, with the ledger's hash of its step, as soon as the ledger has that step."""
-        self._pending[step] = (tensors, {**metadata, "settings": json.loads(self._settings.to_json())})
+        settings = replace(self._settings, job=without_folder(self._settings.job))
+        self._pending[step] = (tensors, {**metadata, "settings": json.loads(settings.to_json())})
         self._offer()
 
     def _offer(self, all_of_them: bool = False) -> None:

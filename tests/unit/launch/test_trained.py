@@ -1,0 +1,89 @@
+"""``hoop evaluate`` and ``hoop export``: a checkpoint is data, and does not choose the code that is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hoop.cli.main import command_line
+from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
+from hoop.engine.job import without_folder
+from hoop.engine.settings import Settings
+from hoop.errors import FailedPrecondition
+from hoop.runs.export import load_trained
+from hoop.runs.run_recorder import RunRecorder, saved_settings
+
+JOB = """
+from pathlib import Path
+import torch
+import hoop
+Path(__file__).with_name("executed").touch()
+data = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 1, 0, 1])
+def job() -> hoop.Job:
+    from hoop.runs.job_objects import splits_from
+    return hoop.Job(model=lambda seed: torch.nn.Linear(2, 2), data=lambda: splits_from(data))
+"""
+WEIGHTS = {"weight": torch.eye(2), "bias": torch.zeros(2)}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "code" / "my_job.py"
+    path.parent.mkdir()
+    path.write_text(JOB)
+    return path
+
+
+def checkpoint_of(job: str, folder: Path, **more: object) -> Path:
+    path = folder / "model.safetensors"
+    path.write_bytes(serialize(WEIGHTS, {"steps": 3, "settings": {"job": job}, **more}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["{path}:job", "my_job:job"])
+def test_a_checkpoint_does_not_choose_the_code_that_is_run(
+    tmp_path: Path, source: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    checkpoint = checkpoint_of(name.format(path=source), tmp_path)
+    with pytest.raises(FailedPrecondition, match=r"model\.safetensors: it is of the job .*:job, .* with --job file"):
+        load_trained(checkpoint)
+    for command in (["evaluate"], ["export", "--to", str(tmp_path / "model.npz")]):
+        refused = CliRunner().invoke(command_line(), [*command, str(checkpoint)])
+        assert isinstance(refused.exception, FailedPrecondition)
+    assert not source.with_name("executed").exists()
+
+
+def test_the_user_chooses_it(tmp_path: Path, source: Path) -> None:
+    checkpoint = checkpoint_of("somewhere_else:job", tmp_path)
+    arguments = ["evaluate", str(checkpoint), "--job", f"{source}:job", "--json"]
+    evaluated = CliRunner().invoke(command_line(), arguments, catch_exceptions=False)
+    found = json.loads(evaluated.stdout)
+    assert (found["job"], found["steps"], found["samples"]) == (f"{source}:job", 3, 4)
+
+
+def test_a_checkpoint_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=r"model\.safetensors: a checkpoint without its number of steps"):
+        load_trained(checkpoint_of("mnist", tmp_path, steps=None))
+
+
+def test_a_checkpoint_holds_no_path_of_this_machine(tmp_path: Path) -> None:
+    """Checkpoints are given away. The run's folder stays here, and a run that resumes finds its job by its path."""
+    settings = Settings(job="/home/somebody/secret-project/my_job.py:job")
+    recorder = RunRecorder(tmp_path, settings, [1])
+    recorder.checkpoint(WEIGHTS, {"steps": 1}, 1)
+    written = recorder.flush(1)
+    recorder.close()
+    assert written is not None
+    assert b"somebody" not in written.read_bytes()
+    assert deserialize(written.read_bytes())[1]["settings"]["job"] == "my_job.py:job"
+    assert saved_settings(tmp_path)[0].job == settings.job
+
+
+@pytest.mark.parametrize("name", ["mnist", "package.module:job", "inherited:0", "my_job.py:job"])
+def test_names_without_a_folder_stay(name: str) -> None:
+    assert without_folder(name) == name
