@@ -11,6 +11,7 @@ from typing import Any
 from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import InvalidArgument
 from hoop.plan.faults import Fault, parse_faults
+from hoop.strategies.base import MAX_MICROBATCHES
 from hoop.texts import parse_json
 
 PRECISIONS = ("float32", "bfloat16")
@@ -85,30 +86,24 @@ class Settings:
 
     def check(self) -> Settings:
         self.optimizer.check()
-        for name, least in {
-            "epochs": 0,
-            "batch_size": 1,
-            "shards": 1,
-            "accumulate": 1,
-            "seed": 0,
-            "threads_per_device": 1,
-            "evaluate_every": 0,
-            "checkpoint_every": 0,
-            "keep": 1,
-            "max_steps": 0,
-            "trace_steps": 0,
-            "bucket_bytes": 0,
-        }.items():
+        for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise InvalidArgument(f"{name}: {value!r} is not a whole number of at least {least}")
+            if value > most:
+                raise InvalidArgument(f"{name}: {value!r} is more than {most}, the most that is allowed")
+        if self.num_microbatches > MAX_MICROBATCHES:
+            raise InvalidArgument(
+                f"accumulate: {self.shards} shards x {self.accumulate} are {self.num_microbatches} micro-batches, more "
+                f"than {MAX_MICROBATCHES}, the most that is allowed"
+            )
         parse_faults(self.faults)
         if self.precision not in PRECISIONS:
             raise InvalidArgument(f"precision: {self.precision!r} is unknown; known: {', '.join(PRECISIONS)}")
         if self.accelerator not in ACCELERATORS:
             raise InvalidArgument(f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}")
-        if any(factor < 1 for factor in self.slowdown):
-            raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 or more")
+        if not all(1 <= factor <= _MAX_SLOWDOWN for factor in self.slowdown):
+            raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 to {_MAX_SLOWDOWN}")
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self
@@ -152,6 +147,22 @@ class Settings:
         return dataclasses.replace(self, optimizer=optimizer, **outer)
 
 
+_MAX_SLOWDOWN = 1_000_000
+_BOUNDS: Mapping[str, tuple[int, int]] = {
+    "epochs": (0, 10**9),
+    "batch_size": (1, 1 << 24),
+    "shards": (1, MAX_MICROBATCHES),
+    "accumulate": (1, MAX_MICROBATCHES),
+    "seed": (0, 2**64 - 1),
+    "threads_per_device": (1, 1024),
+    "evaluate_every": (0, 10**9),
+    "checkpoint_every": (0, 10**9),
+    "keep": (1, 10**6),
+    "max_steps": (0, 10**12),
+    "trace_steps": (0, 100_000),
+    "bucket_bytes": (0, 1 << 40),
+}
+"""The least and the most of each whole number. What is above would use up a machine's memory or threads."""
 _KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -171,7 +182,10 @@ def _like(field: str, value: Any, example: Any) -> Any:
         value = tuple(value) if fits else value
     elif isinstance(example, float):
         fits = isinstance(value, int | float) and not isinstance(value, bool)
-        value = float(value) if fits else value
+        try:
+            value = float(value) if fits else value
+        except OverflowError:
+            fits = False
     else:
         fits = type(value) is type(example)
     if not fits:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 from hoop.errors import InvalidArgument
 from hoop.plan.plan import Plan, split_by_speed, split_evenly
 from hoop.plan.rules import Rule
+
+MAX_DEVICES = 4096
+"""Of a strategy's plan: as many as a coordinator accepts."""
+MAX_MICROBATCHES = 16384
+"""Of a global batch: each is several instructions of a plan."""
+MAX_STAGE_MICROBATCHES = 1 << 18
+"""Stages times micro-batches: each pair is several instructions of a plan."""
+MAX_SLICES = 1024
+"""Of the model on one device."""
 
 
 class Strategy(Protocol):
@@ -45,14 +54,46 @@ class Strategy(Protocol):
         """The rule that a rank follows for ``steps`` steps; None: it runs its list of the plan once per step."""
 
 
-def check_sizes(devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> None:
-    """Validates the arguments of ``Strategy.plan``."""
+def check_sizes(
+    devices: int,
+    num_microbatches: int,
+    speeds: Sequence[float] | None = None,
+    stages: Callable[[int], int] | None = None,
+) -> None:
+    """Validates the arguments of ``Strategy.plan``; ``stages``: the strategy's method of this name."""
     if devices < 1:
         raise InvalidArgument(f"devices: {devices}; a strategy needs at least 1")
+    if devices > MAX_DEVICES:
+        raise InvalidArgument(f"devices: {devices} are more than the {MAX_DEVICES} that are allowed")
     if num_microbatches < 1:
         raise InvalidArgument(f"num_microbatches: {num_microbatches}; a global batch has at least 1 shard")
+    if num_microbatches > MAX_MICROBATCHES:
+        raise InvalidArgument(
+            f"num_microbatches: {num_microbatches}; a global batch has at most {MAX_MICROBATCHES} (shards x accumulate)"
+        )
+    count = 1 if stages is None else stages(devices)
+    if count * num_microbatches > MAX_STAGE_MICROBATCHES:
+        raise InvalidArgument(
+            f"num_microbatches: {num_microbatches} in {count} stages; the product is at most {MAX_STAGE_MICROBATCHES}"
+        )
     if speeds is not None and len(speeds) != devices:
         raise InvalidArgument(f"speeds: {len(speeds)} values for {devices} devices; give one each")
+
+
+def check_slices(slices: int) -> None:
+    """Validates the number of slices of the model on one device."""
+    if slices < 1:
+        raise InvalidArgument(f"slices: {slices}; a device holds at least 1")
+    if slices > MAX_SLICES:
+        raise InvalidArgument(f"slices: {slices}; a device holds at most {MAX_SLICES}")
+
+
+def check_count(name: str, value: int, least: str) -> None:
+    """Validates a number of devices in a strategy; ``least``: what is wrong with 0."""
+    if value < 1:
+        raise InvalidArgument(f"{name}: {value}; {least}")
+    if value > MAX_DEVICES:
+        raise InvalidArgument(f"{name}: {value} are more than the {MAX_DEVICES} devices that are allowed")
 
 
 def split_microbatches(num_microbatches: int, parts: int, speeds: Sequence[float] | None) -> list[range]:

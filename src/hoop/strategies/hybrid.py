@@ -18,7 +18,7 @@ from hoop.errors import InvalidArgument
 from hoop.plan.builder import build_plan
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.strategies.base import check_sizes, split_microbatches
+from hoop.strategies.base import check_count, check_sizes, split_microbatches
 from hoop.strategies.pipeline import SCHEDULES, check_schedule
 
 
@@ -36,8 +36,7 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.slices)
-        if self.replicas < 1:
-            raise InvalidArgument(f"replicas: {self.replicas}; there is at least 1")
+        check_count("replicas", self.replicas, "there is at least 1")
 
     @property
     def synchronous(self) -> bool:
@@ -67,7 +66,7 @@ class Hybrid:
 
     def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
         """Shards are split by replica speed; a replica is as fast as its slowest device."""
-        check_sizes(devices, num_microbatches, speeds)
+        check_sizes(devices, num_microbatches, speeds, self.stages)
         depth = self._depth(devices)
         replica_speeds = speeds and [min(speeds[first : first + depth]) for first in range(0, devices, depth)]
         order = SCHEDULES[self.schedule]

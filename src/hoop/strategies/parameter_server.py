@@ -29,7 +29,7 @@ from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import ListRule, Rule
 from hoop.plan.unit_clock import run_rules
-from hoop.strategies.base import check_sizes, split_microbatches
+from hoop.strategies.base import check_count, check_sizes, split_microbatches
 from hoop.strategies.data_parallel import forward_backward
 
 MODES = ("bsp", "asp", "ssp")
@@ -50,8 +50,7 @@ class ParameterServer:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise InvalidArgument(f"mode: {self.mode!r} is unknown; choose {', '.join(MODES)}")
-        if self.servers < 1:
-            raise InvalidArgument(f"servers: {self.servers}; a parameter server needs at least 1")
+        check_count("servers", self.servers, "a parameter server needs at least 1")
         if self.staleness < 0:
             raise InvalidArgument(f"staleness: {self.staleness}; a worker cannot be fewer than 0 steps ahead")
 

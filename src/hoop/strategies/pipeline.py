@@ -32,7 +32,7 @@ from hoop.plan.builder import build_plan
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
-from hoop.strategies.base import check_sizes
+from hoop.strategies.base import check_sizes, check_slices
 
 Order = Iterator[Instruction]
 """A rank's forwards and backwards in order. ``ranks`` below is p, ``slices`` is v."""
@@ -147,7 +147,7 @@ class Pipeline:
 
     def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
         """Speeds do not change the plan; they change where the model is cut."""
-        check_sizes(devices, num_microbatches, speeds)
+        check_sizes(devices, num_microbatches, speeds, self.stages)
         holders = [(stage % devices,) for stage in range(self.stages(devices))]
         order = SCHEDULES[self.schedule]
         lines = [list(order(rank, devices, range(num_microbatches), self.slices)) for rank in range(devices)]
@@ -160,5 +160,4 @@ class Pipeline:
 def check_schedule(schedule: str, slices: int) -> None:
     if schedule not in SCHEDULES:
         raise InvalidArgument(f"schedule: {schedule!r} is unknown; choose {', '.join(SCHEDULES)}")
-    if slices < 1:
-        raise InvalidArgument(f"slices: {slices}; a device holds at least 1")
+    check_slices(slices)

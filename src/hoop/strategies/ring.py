@@ -41,7 +41,7 @@ from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 from hoop.plan.rules import Rule
 from hoop.plan.unit_clock import run_rules
-from hoop.strategies.base import check_sizes
+from hoop.strategies.base import check_sizes, check_slices
 
 
 class RingRule:
@@ -141,8 +141,7 @@ class RingModel:
     replicated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.slices < 1:
-            raise InvalidArgument(f"slices: {self.slices}; a device holds at least 1")
+        check_slices(self.slices)
         if self.limit is not None and self.limit < 1:
             raise InvalidArgument(f"limit: {self.limit}; a device must be allowed at least 1 micro-batch")
 
@@ -179,7 +178,7 @@ class RingModel:
 
     def plan(self, devices: int, num_microbatches: int, speeds: Sequence[float] | None = None) -> Plan:
         """One step, in the order that the rules produce when all devices are equally fast."""
-        check_sizes(devices, num_microbatches, speeds)
+        check_sizes(devices, num_microbatches, speeds, self.stages)
         holders = tuple((stage % devices,) for stage in range(self.stages(devices)))
         empty = Plan(num_microbatches, holders, ((),) * devices)
         return Plan(num_microbatches, holders, run_rules([self._rule(empty, rank, 1) for rank in range(devices)]))

@@ -20,6 +20,8 @@ from hoop.errors import InvalidArgument
 OPTIMIZERS = {"sgd": 1, "adam": 2, "adamw": 2}
 """Number of state vectors (moments) of each optimizer."""
 SCHEDULES = ("constant", "step", "cosine")
+_MAX_STEPS = 10**12
+_MAX_STEP_FACTOR = 1000.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ class OptimizerSettings:
             raise InvalidArgument(f"schedule: {self.schedule!r} is unknown; known: {', '.join(SCHEDULES)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise InvalidArgument(f"lr: {self.lr} is not a positive number")
+        for name in ("warmup", "step_every"):
+            if not 0 <= getattr(self, name) <= _MAX_STEPS:
+                raise InvalidArgument(f"{name}: {getattr(self, name)} is not in 0..{_MAX_STEPS}")
+        if not 0 <= self.step_factor <= _MAX_STEP_FACTOR:
+            raise InvalidArgument(f"step_factor: {self.step_factor} is not in 0..{_MAX_STEP_FACTOR}")
         if self.schedule == "step" and self.step_every < 1:
             raise InvalidArgument(f"step_every: {self.step_every}; the schedule 'step' needs 1 or more")
         for name in ("momentum", "beta1", "beta2", "final"):
             if not 0 <= getattr(self, name) < 1:
                 raise InvalidArgument(f"{name}: {getattr(self, name)} is not in 0..1")
-        for name in ("weight_decay", "eps", "warmup", "clip"):
+        for name in ("weight_decay", "eps", "clip"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise InvalidArgument(f"{name}: {getattr(self, name)} is not zero or more")
         if self.nesterov and not self.momentum:
@@ -76,7 +83,10 @@ class OptimizerSettings:
             return self.lr * (step + 1) / self.warmup
         match self.schedule:
             case "step":
-                return self.lr * self.step_factor ** ((step - self.warmup) // self.step_every)
+                try:
+                    return self.lr * self.step_factor ** ((step - self.warmup) // self.step_every)
+                except OverflowError:  # a factor above 1: the loss will not be a number, which ends the run
+                    return math.inf
             case "cosine":
                 done = (step - self.warmup) / max(1, steps - self.warmup)
                 half = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
