@@ -1,7 +1,7 @@
 """Your own model on several devices, from Python and from the command line.
 
-    python examples/custom_model.py                          trains it on 1, 2 and 4 devices: the same weights
-    hoop train examples/custom_model.py:job -s pipeline      the same job, its blocks divided among the devices
+    python examples/custom_model.py                               trains it on 1, 2 and 4 devices: the same weights
+    hoop train examples/custom_model.py:job -n 3 -s pipeline      the same job, its three blocks on three devices
 
 A model is any ``nn.Module``; an ``nn.Sequential`` can also be cut between its blocks, for pipelines and rings.
 """

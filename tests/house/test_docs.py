@@ -1,7 +1,7 @@
 """Commands, links and Python blocks in the documentation are valid.
 
 Commands in ``sh``, ``bash`` and ``console`` blocks exist with their flags, relative links point to a file,
-``python`` blocks compile. Each violation names file and line.
+``python`` blocks compile. Each violation names file and line. ``tests/process/test_documented_commands.py`` runs them.
 """
 
 from __future__ import annotations
@@ -10,71 +10,24 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
 import typer
+from documents import Block, blocks, command_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)")
 LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)[^)]*\)|^ {0,3}\[[^\]]+\]:\s*<?([^\s>]+)")
-HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)")
 CONTROL = set("();|&")
-
-
-@dataclass
-class Block:
-    """A fenced block, or (language None) one line of prose."""
-
-    line: int
-    language: str | None
-    lines: list[str]
 
 
 def documents(root: Path) -> list[Path]:
     """Every page that is checked; README.md and CONTRIBUTING.md must exist."""
     found = [*root.glob("docs/**/*.md"), *root.glob("benchmarks/**/README.md")]
     return [root / "README.md", root / "CONTRIBUTING.md", *root.glob("SECURITY.md"), *sorted(found)]
-
-
-def blocks(text: str) -> Iterator[Block]:
-    """The lines of prose and the fenced blocks of a page, each with the number of its first line."""
-    fence, indent, block = "", 0, Block(0, None, [])
-    for number, line in enumerate(text.splitlines(), start=1):
-        if fence:
-            if line.strip().startswith(fence) and not line.strip(f" {fence[0]}"):
-                yield block
-                fence = ""
-            else:
-                block.lines.append(line.removeprefix(" " * indent))
-        elif opened := FENCE.match(line):
-            fence, indent = opened["fence"], len(opened["indent"])
-            block = Block(number + 1, opened["language"].lower(), [])
-        else:
-            yield Block(number, None, [line])
-    if fence:
-        yield block
-
-
-def command_lines(block: Block) -> Iterator[tuple[int, str]]:
-    """The commands of a block: lines after ``$`` in a console block, every line in a shell block."""
-    lines = iter(enumerate(block.lines, start=block.line))
-    for number, line in lines:
-        typed = line.strip()
-        if typed.startswith("$ "):
-            typed = typed[2:]
-        elif block.language == "console":
-            continue
-        while typed.endswith("\\"):
-            typed = typed[:-1] + next(lines, (0, ""))[1].strip().removeprefix("> ")
-        yield number, typed
-        if heredoc := HEREDOC.search(typed):
-            while next(lines, (0, heredoc[1]))[1].strip() != heredoc[1]:
-                pass
 
 
 def simple_commands(typed: str) -> Iterator[list[str]]:
