@@ -6,6 +6,7 @@ independent of Hoop as a client in another language.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
@@ -56,28 +57,51 @@ SERVICES = {  # service -> rpc -> fields of <Rpc>Request, fields of <Rpc>Respons
 }  # fmt: skip
 
 
-def _build() -> dict[str, Any]:
-    """The message classes and enum values by name: ``SUM`` is 0."""
-    table = dict(MESSAGES)
-    for methods in SERVICES.values():
-        for rpc, (request, response) in methods.items():
-            table[f"{rpc}Response"] = response
-            if request not in MESSAGES:
-                table[f"{rpc}Request"] = request
-    file = descriptor_pb2.FileDescriptorProto(name="lab.proto", package="gpu_sim", syntax="proto3")
-    for name, fields in table.items():
-        _fill(file.message_type.add(name=name), fields)
-    for name, values in ENUMS.items():
-        enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values.split()):
-            enum.value.add(name=value, number=number)
-    pool = descriptor_pool.DescriptorPool()  # a separate pool: another gpu_sim may be loaded in this process
-    pool.Add(file)
-    built = {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"gpu_sim.{name}")) for name in table}
-    return built | {value: at for values in ENUMS.values() for at, value in enumerate(values.split())}
+Table = Mapping[str, str]
+Services = Mapping[str, Mapping[str, tuple[str, str]]]
 
 
-def _fill(message: Any, fields: str) -> None:
+class Protocol:
+    """The message classes and enum values of a table, by name: ``protocol.CommInitRequest``, ``protocol.SUM`` (0)."""
+
+    def __init__(self, enums: Table, messages: Table, services: Services) -> None:
+        self._messages, self._services = messages, services
+        table = dict(messages)
+        for methods in services.values():
+            for rpc, (request, response) in methods.items():
+                table[f"{rpc}Response"] = response
+                if request not in messages:
+                    table[f"{rpc}Request"] = request
+        file = descriptor_pb2.FileDescriptorProto(name="lab.proto", package="gpu_sim", syntax="proto3")
+        for name, fields in table.items():
+            _fill(file.message_type.add(name=name), fields, enums)
+        for name, values in enums.items():
+            enum = file.enum_type.add(name=name)
+            for number, value in enumerate(values.split()):
+                enum.value.add(name=value, number=number)
+        pool = descriptor_pool.DescriptorPool()  # a separate pool: another gpu_sim may be loaded in this process
+        pool.Add(file)
+        kinds = {name: pool.FindMessageTypeByName(f"gpu_sim.{name}") for name in table}
+        self._built: dict[str, Any] = {name: message_factory.GetMessageClass(kind) for name, kind in kinds.items()}
+        self._built |= {value: at for values in enums.values() for at, value in enumerate(values.split())}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._built[name]
+        except KeyError:
+            raise AttributeError(f"the lab's protocol has no {name}") from None
+
+    def stub(self, channel: Any, service: str) -> Stub:
+        return Stub(channel, service, self)
+
+    def calls(self, service: str) -> Iterator[tuple[str, bool, Any, Any]]:
+        """The calls of a service: name, whether the request is a stream, classes of request and response."""
+        for rpc, (request, _) in self._services[service].items():
+            streams = request in self._messages
+            yield rpc, streams, self._built[request if streams else f"{rpc}Request"], self._built[f"{rpc}Response"]
+
+
+def _fill(message: Any, fields: str, enums: Table) -> None:
     """Adds the fields of one line of the table."""
     for text in filter(None, fields.split(", ")):
         name, _, rest = text.partition("=")
@@ -91,40 +115,36 @@ def _fill(message: Any, fields: str) -> None:
         if modifiers == ["map"]:  # on the wire a map is a repeated entry of key and value; the keys here are ranks
             entry = message.nested_type.add(name=f"{name[0].upper()}{name[1:]}Entry")
             entry.options.map_entry = True
-            _fill(entry, f"key=1 uint32, value=2 {kind}")
+            _fill(entry, f"key=1 uint32, value=2 {kind}", enums)
             kind = f"{message.name}.{entry.name}"
         scalar = f"TYPE_{kind.upper()}"
         if scalar in descriptor_pb2.FieldDescriptorProto.Type.DESCRIPTOR.values_by_name:
             field.type = descriptor_pb2.FieldDescriptorProto.Type.Value(scalar)
         else:
             field.type_name = f".gpu_sim.{kind}"
-            field.type = 14 if kind in ENUMS else 11  # an enum, or a message
-
-
-_built = _build()
-
-
-def __getattr__(name: str) -> Any:
-    """``gpu_sim_messages.CommInitRequest``, ``gpu_sim_messages.SUM`` …"""
-    try:
-        return _built[name]
-    except KeyError:
-        raise AttributeError(f"the lab's protocol has no {name}") from None
+            field.type = 14 if kind in enums else 11  # an enum, or a message
 
 
 class Stub:
     """The calls of one service on a channel: ``Stub(channel, "GPUCoordinator").CommInit(request)``."""
 
-    def __init__(self, channel: Any, service: str) -> None:
-        for rpc, (request, _) in SERVICES[service].items():
-            streams = request in MESSAGES
+    def __init__(self, channel: Any, service: str, protocol: Protocol | None = None) -> None:
+        for rpc, streams, request, response in (protocol or _protocol).calls(service):
             connect = channel.stream_unary if streams else channel.unary_unary
             call = connect(
                 f"/gpu_sim.{service}/{rpc}",
-                request_serializer=_built[request if streams else f"{rpc}Request"].SerializeToString,
-                response_deserializer=_built[f"{rpc}Response"].FromString,
+                request_serializer=request.SerializeToString,
+                response_deserializer=response.FromString,
             )
             setattr(self, rpc, call)
 
     def __getattr__(self, name: str) -> Any:  # called only for names that the loop above did not set
         raise AttributeError(f"the service has no rpc {name}")
+
+
+_protocol = Protocol(ENUMS, MESSAGES, SERVICES)
+
+
+def __getattr__(name: str) -> Any:
+    """``gpu_sim_messages.CommInitRequest``, ``gpu_sim_messages.SUM`` …"""
+    return getattr(_protocol, name)

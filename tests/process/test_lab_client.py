@@ -403,11 +403,15 @@ def test_example_messages_and_generated_messages_in_one_process() -> None:
     from hoop.wire.generated import gpu_sim_pb2
 
     for name, generated in gpu_sim_pb2.DESCRIPTOR.message_types_by_name.items():
-        example = getattr(lab, name).DESCRIPTOR
-        assert example.full_name == generated.full_name
-        assert example is not generated
-        fields = [(field.name, field.number, field.type) for field in generated.fields if field.number < 100]
-        assert [(field.name, field.number, field.type) for field in example.fields] == fields
+        example = getattr(lab, name, None)
+        if example is None:  # a call of other dialects
+            assert name.startswith(("AllReduceRe", "CommRemoveDevice", "SetupCommunication", "ResetGpu"))
+            continue
+        assert example.DESCRIPTOR.full_name == generated.full_name
+        assert example.DESCRIPTOR is not generated
+        numbers = {field.name: (field.number, field.type) for field in generated.fields}
+        for field in example.DESCRIPTOR.fields:
+            assert numbers[field.name] == (field.number, field.type)
     sent = lab.AllReduceRingRequest(commId=7, count=8, op=lab.MAX, memAddrs={2: lab.MemAddr(value=5)})
     received = gpu_sim_pb2.AllReduceRingRequest.FromString(sent.SerializeToString())
     assert (received.commId, received.count, received.op, received.memAddrs[2].value) == (7, 8, gpu_sim_pb2.MAX, 5)

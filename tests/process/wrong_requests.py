@@ -79,6 +79,16 @@ def receive(stream: int = 77, address: Any = LOW, size: int = 8) -> Any:
     return deferred(lab.BeginReceiveRequest, streamId=value(stream), recvBuffAddr=value(address), numBytes=size)
 
 
+def remove(**fields: Any) -> Any:
+    return deferred(lab.CommRemoveDeviceRequest, commId=COMM, **fields)
+
+
+def set_up(addresses: dict[int, str], rank: int = 0) -> Any:
+    return lab.SetupCommunicationRequest(rankToAddress=addresses, rank=value(rank))
+
+
+BAD_ADDRESSES = ["", "nowhere", ":80", "host:", "host:99999", "host:-1", "host:²", "host:80:", "x" * MIB]
+
 LAB_CASES: list[Case] = [
     ("GPUCoordinator.CommInit", "INVALID_ARGUMENT", "numDevices", lab.CommInitRequest()),
     ("GPUCoordinator.CommInit", "FAILED_PRECONDITION", "4294967295", lab.CommInitRequest(numDevices=2**32 - 1)),
@@ -126,6 +136,22 @@ LAB_CASES: list[Case] = [
     ("GPUDevice.GetStreamStatus", "INVALID_ARGUMENT", "streamId", lab.GetStreamStatusRequest()),
     ("GPUDevice.GetStreamStatus", "NOT_FOUND", str(HUGE), lab.GetStreamStatusRequest(streamId=value(HUGE))),
     ("GPUDevice.StreamSend", "INVALID_ARGUMENT", "first chunk", []),
+    ("GPUDevice.BeginReceive", "INVALID_ARGUMENT", "op: 3: .* starter", deferred(lab.BeginReceiveRequest, op=3)),
+    ("GPUDevice.Memcpy", "INVALID_ARGUMENT", "either", lab.MemcpyRequest()),
+    ("GPUDevice.Memcpy", "NOT_FOUND", "dstDeviceId: 2 is not this device", to_device(device=2)),
+    ("GPUDevice.Memcpy", "NOT_FOUND", str(HUGE), to_host(device=HUGE)),
+    ("GPUDevice.Memcpy", "OUT_OF_RANGE", "address", to_device(address=lambda target: target.high - 7)),
+    ("GPUDevice.Memcpy", "OUT_OF_RANGE", "address", to_host(16, address=2**64 - 8)),
+    ("GPUDevice.Memcpy", "RESOURCE_EXHAUSTED", "numBytes", to_host(HUGE, address=END)),
+    ("GPUDevice.SetupCommunication", "INVALID_ARGUMENT", "rankToAddress", lab.SetupCommunicationRequest()),
+    ("GPUDevice.SetupCommunication", "INVALID_ARGUMENT", "rankToAddress", set_up({1: "127.0.0.1:1"})),
+    ("GPUDevice.SetupCommunication", "INVALID_ARGUMENT", "rank: 4294967295", set_up({0: "127.0.0.1:1"}, 2**32 - 1)),
+    ("GPUDevice.SetupCommunication", "INVALID_ARGUMENT", "4096", set_up(dict.fromkeys(range(5000), "127.0.0.1:1"))),
+    *(("GPUDevice.SetupCommunication", "INVALID_ARGUMENT", "host:port", set_up({0: text})) for text in BAD_ADDRESSES),
+    ("GPUCoordinator.AllReduce", "NOT_FOUND", "0", lab.AllReduceRequest()),
+    ("GPUCoordinator.CommRemoveDevice", "NOT_FOUND", str(HUGE), lab.CommRemoveDeviceRequest(commId=HUGE)),
+    ("GPUCoordinator.CommRemoveDevice", "INVALID_ARGUMENT", "rank: missing", remove()),
+    ("GPUCoordinator.CommRemoveDevice", "INVALID_ARGUMENT", "rank: 3", remove(rank=value(3))),
 ]  # fmt: skip
 
 OPERATION = {"collective": "all_reduce", "dtype": "float32", "op": "sum", "count": 4}
@@ -178,7 +204,6 @@ BAD_NAMES = [
     "\N{ROCKET}" * 9999,
     "'); DROP TABLE devices; --",
 ]
-BAD_ADDRESSES = ["", "nowhere", ":80", "host:", "host:99999", "host:-1", "host:²", "host:80:", "x" * MIB]
 
 COORDINATOR_CASES: list[Case] = [
     ("Coordinator.Join", "INVALID_ARGUMENT", "memory", pb.JoinRequest()),

@@ -72,7 +72,8 @@ def coordinator(
         Path | None,
         typer.Option(help="etcd over TLS: a folder with ca.pem and, if etcd asks for them, cert.pem and key.pem."),
     ] = None,
-    count_unit: options.CountUnit = "bytes",
+    lab_dialect: options.LabDialect = "starter",
+    count_unit: options.CountUnit = "dialect",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
     restart_grace: Annotated[
@@ -101,6 +102,7 @@ def coordinator(
     )
     config = replace(
         configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),
+        lab_dialect=options.check_dialect(lab_dialect),
         restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,

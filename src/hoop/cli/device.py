@@ -47,6 +47,7 @@ def device(
     checksums: Annotated[
         bool, typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices.")
     ] = True,
+    lab_dialect: options.LabDialect = "starter",
     max_streams: options.MaxStreams = 4096,
     max_message: options.MaxMessage = "64MiB",
     connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "30s",
@@ -84,6 +85,7 @@ def device(
         join_timeout_s=parse_duration(connect_timeout, "--connect-timeout"),
         max_message=parse_size(max_message, "--max-message"),
         max_streams=max_streams,
+        lab_dialect=options.check_dialect(lab_dialect),
         insecure=insecure,
         credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands share, and the check of one of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from hoop.errors import InvalidArgument
 
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
@@ -40,11 +42,17 @@ MaxMessage = Annotated[
     str, typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+LabDialect = Annotated[
+    str,
+    typer.Option(
+        help="Dialect of the lab's clients: starter (SUM is 0), nil-first (NIL is 0, SUM is 1), or auto: found out."
+    ),
+]
 CountUnit = Annotated[
     str,
     typer.Option(
-        help="Unit of count in the lab's AllReduce calls: bytes, elements of float64, or auto: whichever is the length "
-        "of the last copy to the vectors."
+        help="Unit of count in the lab's AllReduce calls: bytes, elements of float64, auto (whichever is the length of "
+        "the last copy to the vectors), or dialect: bytes in starter, elements in nil-first."
     ),
 ]
 MaxCommunicators = Annotated[int, typer.Option(min=1, help="Most communicators in all.")]
@@ -54,3 +62,11 @@ CommunicatorsPerClient = Annotated[
 MaxStreams = Annotated[int, typer.Option(min=1, help="Most transfers of a device that are open at once.")]
 Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
+
+
+def check_dialect(text: str) -> str:
+    """The value of ``--lab-dialect``, if it is valid."""
+    known = ("starter", "nil-first", "auto")
+    if text not in known:
+        raise InvalidArgument(f"--lab-dialect: {text!r} is not one of {', '.join(known)}")
+    return text

@@ -26,7 +26,8 @@ def up(
     state: Annotated[
         Path | None, typer.Option(help="Keep arenas and journal in this folder, and start from them if they are there.")
     ] = None,
-    count_unit: options.CountUnit = "bytes",
+    lab_dialect: options.LabDialect = "starter",
+    count_unit: options.CountUnit = "dialect",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
     max_communicators: options.MaxCommunicators = 1024,
@@ -56,6 +57,7 @@ def up(
     journal = state and state / "journal"
     coordinator = replace(
         configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls),
+        lab_dialect=options.check_dialect(lab_dialect),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
@@ -64,6 +66,7 @@ def up(
     # Paths, never a secret: every user of the machine can read a command's arguments.
     more = [
         *("--jobs", str(jobs)),
+        *("--lab-dialect", lab_dialect),
         *("--max-streams", str(max_streams)),
         *("--max-message", max_message),
         *(["--token-file", str(token_file)] if token_file else []),

@@ -28,6 +28,7 @@ from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.journal_store import JournalLocation, open_journal
+from hoop.servers.lab_dialect import Dialect
 from hoop.servers.memory_order import MemoryOrder
 from hoop.texts import MAX_TEXT_BYTES
 from hoop.topology import Address
@@ -49,7 +50,7 @@ REDISCOVERY_S = 5.0
 JOURNAL_RETRY_S = 2.0
 """How long ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
-COUNT_UNITS = ("bytes", "elements", "auto")
+COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class CoordinatorConfig:
     host: str = "127.0.0.1"
     port: int = 0
     journal: JournalLocation | None = None
-    count_unit: str = "bytes"
-    """The unit of ``count`` in the lab's AllReduce: ``bytes``, ``elements`` of float64, or ``auto``."""
+    lab_dialect: str = Dialect.STARTER
+    """The dialect of the lab's clients, or ``auto``."""
+    count_unit: str = "dialect"
+    """The unit of ``count`` in the lab's AllReduce: ``bytes``, ``elements`` of float64, ``auto``, or the dialect's."""
     timeout_s: float = 60.0
     """Timeout of an operation for which the caller gives none."""
     detector: DetectorConfig = field(default_factory=DetectorConfig)

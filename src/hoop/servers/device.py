@@ -20,11 +20,12 @@ from hoop.environment import versions
 from hoop.errors import HoopError, InvalidArgument
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
-from hoop.servers import device_service, lab_service
+from hoop.servers import device_service, lab_device
 from hoop.servers.client_reports import ClientReports
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
-from hoop.servers.lab_service import MAX_OPEN, StreamTable
+from hoop.servers.lab_dialect import Dialect
+from hoop.servers.lab_streams import MAX_OPEN, StreamTable
 from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, TrainFunction
 from hoop.texts import printable
@@ -62,6 +63,8 @@ class DeviceConfig:
     join_timeout_s: float = 30.0
     max_message: int = MAX_MESSAGE_BYTES
     max_streams: int = MAX_OPEN
+    lab_dialect: str = Dialect.STARTER
+    """The dialect of the lab's clients, or ``auto``."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
 
@@ -94,7 +97,9 @@ class DeviceServer:
         self._shared = None if config.advertise_data else open_shm_transport(self._transport.address, self._arena)
         self._runner = OperationRunner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
-        self._lab = lab_service.LabDevice(self._arena, self._runner, self._streams, config.credentials)
+        self._lab = lab_device.LabDevice(
+            self._arena, self._runner, self._streams, config.credentials, config.lab_dialect, config.max_message
+        )
         self._reports = ClientReports(lambda text: report(f"device {self._info.device_id}: {text}"))
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.on_damage
@@ -126,7 +131,7 @@ class DeviceServer:
         try:
             self._service.info = self._info
             services = (
-                handlers(lab_service.DEVICE_SERVICE, self._lab, self._reports.refused),
+                handlers(lab_device.DEVICE_SERVICE, self._lab, self._reports.refused),
                 handlers(device_service.SERVICE, self._service),
             )
             self._server, address = await serve(
@@ -139,7 +144,7 @@ class DeviceServer:
             await self.stop()
             raise
         self._service.info = self._info
-        self._lab.device_id = self._info.device_id
+        self._lab.info = self._info
         if self._keeps_arena:
             self._arena.set_label(ID_LABEL, str(self._info.device_id))
         self._heartbeat_client.start()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from hoop.errors import InvalidArgument, PeerLost
 from hoop.memory import Arena, ArenaBuffer
 from hoop.servers.job_record import follow_events
-from hoop.servers.lab_service import StreamTable
+from hoop.servers.lab_streams import StreamTable
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
 from hoop.servers.tasks import Tasks, is_last
 from hoop.topology import DeviceInfo

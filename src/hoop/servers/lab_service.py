@@ -1,257 +1,40 @@
-"""The lab's protocol (gpu_sim): ``LabCoordinator`` and ``LabDevice`` serve it over Hoop's communicators and memory.
+"""The coordinator's side of the lab's protocol (gpu_sim), over Hoop's communicators; ``lab_device`` has the device's.
 
-``StreamTable`` holds the transfers of a device. BeginSend and BeginReceive announce a transfer, StreamSend carries it,
-GetStreamStatus returns its status.
-
-    client ── BeginSend ─────▶ source        (1) returns an id, and starts a task that connects to the destination
-    client ── BeginReceive ──▶ destination   (2) the address for the bytes
-    source ── StreamSend ────▶ destination   (3) the bytes
-
-(2) and (3) may come in either order: each waits for the other, up to a deadline.
+What its clients disagree about is in ``lab_dialect`` (numbers) and ``lab_counts`` (the unit of a count).
 """
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import grpc
-from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
-
-from hoop.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    HoopError,
-    InvalidArgument,
-    LinkCorrupted,
-    NotFound,
-    PeerLost,
-    ResourceExhausted,
-)
+from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.state import CommunicatorState, OperationOutcome
-from hoop.memory import Arena
 from hoop.servers.client_reports import ClientReports
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.lab_counts import FLOAT64_BYTES, CopyLengths, find_unit
-from hoop.servers.memory_order import Access, MemoryRange
+from hoop.servers.lab_dialect import AUTO, NUMBERS, Dialect, detect
+from hoop.servers.lab_messages import check_known, device_metadata
+from hoop.servers.memory_order import MemoryRange
 from hoop.servers.operation_request import OperationRequest
-from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner
 from hoop.servers.operations import OperationGroups, OperationQueue, check_fits, check_range, read, write
-from hoop.texts import printable
-from hoop.topology import Address
-from hoop.wire.auth import Credentials
-from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
-from hoop.wire.generated import gpu_sim_pb2_grpc as lab_grpc
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.roles import Role
-from hoop.wire.service import translate, with_metadata
 
-MAX_OPEN = 4096
-MAX_REMEMBERED = 16384
-MAX_WAITING_BYTES = 64 * 1024 * 1024
-"""Received bytes that may wait for their BeginReceive; a single message may exceed it. Hoop's devices send none."""
-MATCH_SECONDS = 30.0
-"""How long a sender waits for its BeginReceive, and a receive for its sender."""
+COORDINATOR_SERVICE = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
+_AllReduce = lab.AllReduceRingRequest | lab.NaiveAllReduceRequest | lab.AllReduceRequest
 
 
 @dataclass
-class Stream:
-    """One end of one transfer."""
+class ClientView:
+    """What the client of a communicator has shown of itself, and the ranks that it knows."""
 
-    id: int
-    size: int
-    peer_device: int = 0
-    status: int = lab.IN_PROGRESS
-    reason: str = ""
-    address: int = 0
-    has_sender: bool = False
-    """A receive whose sender has connected."""
-    access: Access | None = None
-    """The transfer's place in the memory order: it waits for earlier operations on the same bytes."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def wait_turn(self) -> None:
-        """Returns when all earlier operations on the same bytes have ended. Raises after ``MAX_TIMEOUT_S``."""
-        if self.access is not None:
-            await self.access.wait_turn(MAX_TIMEOUT_S)
-
-    def end(self, reason: str = "") -> None:
-        """Ends the transfer; ``reason``: why it failed, empty if it succeeded. Only the first call counts."""
-        if not self.ended.is_set():
-            self.status, self.reason = (lab.FAILED if reason else lab.SUCCESS), printable(reason)
-            self.ended.set()
-
-
-OrderAccess = Callable[[str, int, int, bool], Access]
-"""``OperationRunner.order_access``: description, address, size in bytes, whether it writes."""
-
-
-class StreamTable:
-    """The transfers of this device, and the limits on them."""
-
-    def __init__(self, arena: Arena, order_access: OrderAccess, max_open: int = MAX_OPEN) -> None:
-        self._arena = arena
-        self._order_access = order_access
-        self._max_open = max_open
-        self._sends: OrderedDict[int, Stream] = OrderedDict()
-        self._receives: OrderedDict[int, Stream] = OrderedDict()
-        self._receive_begun = asyncio.Condition()
-        self._unmatched_senders = 0
-        """Senders that wait for their BeginReceive."""
-        self._waiting_bytes = 0
-
-    @property
-    def open(self) -> int:
-        both = (*self._sends.values(), *self._receives.values())
-        return self._unmatched_senders + sum(stream.status == lab.IN_PROGRESS for stream in both)
-
-    def begin_send(self, address: int, size: int, peer_device: int) -> tuple[Stream, memoryview]:
-        """(1): adds a send; returns it with a view of its bytes."""
-        view = self._arena.view(address, size)
-        access = self._order_access("BeginSend", address, size, False)
-        stream = Stream(secrets.randbits(62) + 1, size, peer_device, access=access)
-        self._add(self._sends, stream)
-        return stream, view
-
-    async def begin_receive(self, stream_id: int, address: int, size: int, peer_device: int) -> None:
-        """(2): adds a receive, and wakes a sender that waits for it."""
-        if not stream_id:
-            raise InvalidArgument("streamId: 0 is no stream; use the id that BeginSend returned")
-        if stream_id in self._receives:
-            raise FailedPrecondition(f"streamId: stream {stream_id} has been begun here already")
-        self._arena.check(address, size)
-        access = self._order_access("BeginReceive", address, size, True)
-        stream = Stream(stream_id, size, peer_device, address=address, access=access)
-        self._add(self._receives, stream)
-        async with self._receive_begun:
-            self._receive_begun.notify_all()
-
-    async def expire(self, stream: Stream) -> None:
-        """Fails a receive if no sender connects in time."""
-        try:
-            await asyncio.wait_for(stream.ended.wait(), MATCH_SECONDS)
-        except TimeoutError:
-            if not stream.has_sender:
-                stream.end(f"no sender of stream {stream.id} came within {MATCH_SECONDS:g} s")
-
-    def receive(self, stream_id: int) -> Stream:
-        return self._receives[stream_id]
-
-    def status(self, stream_id: int) -> Stream:
-        stream = self._receives.get(stream_id) or self._sends.get(stream_id)
-        if stream is None:
-            raise NotFound(f"streamId: stream {stream_id} is unknown to this device")
-        return stream
-
-    async def accept(self, chunks: AsyncIterator[lab.DataChunk]) -> None:
-        """(3): receives the bytes of one StreamSend, to the last."""
-        self._check_limit()
-        self._unmatched_senders += 1
-        try:
-            first, stream = await self._match_sender(chunks)
-        finally:
-            self._unmatched_senders -= 1
-        try:
-            await self._write_chunks(stream, first, chunks)
-            stream.end()
-        except HoopError as error:
-            stream.end(str(error))
-            raise
-        except (Exception, asyncio.CancelledError) as error:
-            stream.end(f"the sender vanished: {error or type(error).__name__}")
-            raise
-
-    async def _match_sender(self, chunks: AsyncIterator[lab.DataChunk]) -> tuple[lab.DataChunk, Stream]:
-        """The first chunk of a sender, and the receive that it belongs to."""
-        try:
-            first = await asyncio.wait_for(anext(aiter(chunks), None), MATCH_SECONDS)
-        except TimeoutError:
-            raise DeadlineExceeded(f"StreamSend: no chunk came within {MATCH_SECONDS:g} s") from None
-        if first is None:
-            raise InvalidArgument("StreamSend: the stream ended before its first chunk")
-        size = len(first.data)
-        if self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
-            raise ResourceExhausted(
-                f"StreamSend: {self._waiting_bytes} bytes wait for their BeginReceive here, {size} more are too many"
-            )
-        self._waiting_bytes += size
-        try:
-            return first, await self._wait_receive(first.streamId.value)
-        finally:
-            self._waiting_bytes -= size
-
-    async def _wait_receive(self, stream_id: int) -> Stream:
-        """The receive with this id (0: any free one); waits for its BeginReceive."""
-
-        def found() -> Stream | None:
-            if stream_id:
-                return self._receives.get(stream_id)
-            waiting = (one for one in self._receives.values() if not one.has_sender and not one.ended.is_set())
-            return next(waiting, None)
-
-        try:
-            async with self._receive_begun:
-                stream = await asyncio.wait_for(self._receive_begun.wait_for(found), MATCH_SECONDS)
-        except TimeoutError:
-            raise FailedPrecondition(
-                f"StreamSend: no BeginReceive for stream {stream_id or 'any'} within {MATCH_SECONDS:g} s"
-            ) from None
-        assert stream is not None, "the condition is that there is one"
-        if stream.has_sender:
-            raise FailedPrecondition(f"StreamSend: stream {stream.id} has a sender already")
-        stream.has_sender = True
-        return stream
-
-    async def _write_chunks(self, stream: Stream, first: lab.DataChunk, chunks: AsyncIterator[lab.DataChunk]) -> None:
-        await stream.wait_turn()
-        received = 0
-        chunk: lab.DataChunk | None = first
-        while chunk is not None:
-            if stream.ended.is_set():
-                raise PeerLost(f"stream {stream.id}: {stream.reason}")
-            if received + len(chunk.data) > stream.size:
-                raise LinkCorrupted(f"stream {stream.id}: the sender sent more than the {stream.size} bytes agreed")
-            self._arena.write(stream.address + received, chunk.data)
-            received += len(chunk.data)
-            chunk = await anext(aiter(chunks), None)
-        if received < stream.size:
-            raise LinkCorrupted(f"stream {stream.id}: it ended after {received} of {stream.size} bytes")
-
-    def fail_peer(self, device_id: int, reason: str) -> None:
-        """A device is lost: fails all transfers from it and to it."""
-        for stream in (*self._sends.values(), *self._receives.values()):
-            if stream.peer_device == device_id:
-                stream.end(reason)
-
-    def _check_limit(self) -> None:
-        if self.open >= self._max_open:
-            raise ResourceExhausted(
-                f"{self._max_open} streams are open here; wait for some to end, or raise the device's --max-streams"
-            )
-
-    def _add(self, table: OrderedDict[int, Stream], stream: Stream) -> None:
-        self._check_limit()
-        table[stream.id] = stream
-        if len(table) > MAX_REMEMBERED:
-            ended = next(key for key, one in table.items() if one.ended.is_set())
-            del table[ended]
-
-
-COORDINATOR_SERVICE = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
-_STATUS = {
-    OperationOutcome.IN_PROGRESS: lab.IN_PROGRESS,
-    OperationOutcome.SUCCESS: lab.SUCCESS,
-    OperationOutcome.FAILED: lab.FAILED,
-}
-_OPS = {lab.SUM: "sum", lab.PROD: "prod", lab.MIN: "min", lab.MAX: "max", lab.AVG: "avg"}
-
-_AllReduce = lab.AllReduceRingRequest | lab.NaiveAllReduceRequest
+    dialect: Dialect | None = None
+    """With ``--lab-dialect auto``: the dialect, once a call has shown it."""
+    unit: str = ""
+    """With ``--count-unit auto``: the unit of the last count that showed it."""
+    devices: tuple[int, ...] = ()
+    """After CommRemoveDevice: devices by the client's ranks, in which the removed ones keep their numbers."""
 
 
 class LabCoordinator:
@@ -265,24 +48,17 @@ class LabCoordinator:
         self._groups = groups
         self._reports = reports
         self._copies = CopyLengths()
-        self._units: dict[int, str] = {}
-        """With ``--count-unit auto``: by communicator, the unit of the last count that showed it."""
+        self._views: dict[int, ClientView] = {}
+        """By communicator."""
 
     async def comm_init(self, request: lab.CommInitRequest) -> lab.CommInitResponse:
         if not request.numDevices:
             raise InvalidArgument("numDevices: 0 devices make no communicator; at least 1")
         one = await self._operations.create((), request.numDevices, lab=True)
-        self._units = {key: unit for key, unit in self._units.items() if key in self._coordinator.state.communicators}
-        devices = []
-        for device_id in one.members:
-            info = self._coordinator.state.member(device_id).info
-            devices.append(
-                lab.DeviceMetadata(
-                    deviceId=lab.DeviceId(value=info.device_id),
-                    minMemAddr=lab.MemAddr(value=info.min_address),
-                    maxMemAddr=lab.MemAddr(value=info.max_address),
-                )
-            )
+        self._views = {key: view for key, view in self._views.items() if key in self._coordinator.state.communicators}
+        infos = [self._coordinator.state.member(device_id).info for device_id in one.members]
+        dialect = self._coordinator.config.lab_dialect
+        devices = [device_metadata(info, dialect, rank) for rank, info in enumerate(infos)]
         return lab.CommInitResponse(success=True, commId=one.id, devices=devices)
 
     def _communicator(self, communicator_id: int) -> CommunicatorState:
@@ -292,7 +68,28 @@ class LabCoordinator:
 
     async def get_comm_status(self, request: lab.GetCommStatusRequest) -> lab.GetCommStatusResponse:
         one = self._communicator(request.commId)
-        return lab.GetCommStatusResponse(status=_STATUS[one.outcome], reason=one.reason)
+        name = one.outcome.name
+        if one.outcome == OperationOutcome.IN_PROGRESS and self._operations.is_idle(one.id):
+            name = "READY"
+        config, dialect = self._coordinator.config, self._view(one).dialect
+        if config.lab_dialect != AUTO:
+            dialect = Dialect(config.lab_dialect)
+        elif dialect is None and name == OperationOutcome.IN_PROGRESS.name:  # an open group: nothing runs yet
+            name = "READY"
+        elif dialect is None and name != "READY":  # FAILED has the number of the other dialect's SUCCESS
+            raise FailedPrecondition(f"communicator {one.id}: {one.reason or name}; {self._unknown_dialect()}")
+        status = NUMBERS[dialect or Dialect.STARTER].statuses[name]
+        return lab.GetCommStatusResponse(status=status, reason=one.reason)  # type: ignore[arg-type]
+
+    def _view(self, one: CommunicatorState) -> ClientView:
+        return self._views.setdefault(one.id, ClientView())
+
+    def _unknown_dialect(self) -> str:
+        command = self._coordinator.config.command
+        return (
+            f"no call has shown which dialect this client speaks; start {command} with --lab-dialect "
+            f"{Dialect.STARTER} or --lab-dialect {Dialect.NIL_FIRST}"
+        )
 
     async def group_start(self, request: lab.GroupStartRequest) -> lab.GroupStartResponse:
         self._communicator(request.commId)
@@ -317,69 +114,116 @@ class LabCoordinator:
         await self._reduce(request, "relay")
         return lab.NaiveAllReduceResponse(success=True)
 
-    async def _reduce(self, request: _AllReduce, driver: str) -> None:
+    async def all_reduce(self, request: lab.AllReduceRequest) -> lab.AllReduceResponse:
+        await self._reduce(request, "devices", algorithm="")
+        return lab.AllReduceResponse(success=True)
+
+    async def _reduce(self, request: _AllReduce, driver: str, algorithm: str = "ring") -> None:
         one = self._communicator(request.commId)
-        _check_known(request, request.count, "count")
-        addresses = _addresses(request, one)
-        operation = OperationRequest(self._operation(request, one, addresses), _operands(addresses), driver)
+        check_known(request, request.count, "count")
+        addresses = _addresses(request, one, self._view(one).devices or one.members)
+        message = self._operation(request, one, addresses, algorithm)
+        operation = OperationRequest(message, _operands(addresses), driver)
         self._operations.check(request.commId, (operation,))
         if self._groups.is_open(request.commId):
             self._groups.add(request.commId, operation)
         else:
             await self._operations.run(request.commId, (operation,))
 
-    def _operation(self, request: _AllReduce, one: CommunicatorState, addresses: Mapping[int, int]) -> pb.Operation:
-        if request.op not in _OPS:
-            raise InvalidArgument(f"op: {request.op} is unknown; known: SUM=0 PROD=1 MIN=2 MAX=3 AVG=4")
-        count = self._elements(request.count, one, addresses)
-        return pb.Operation(
-            collective="all_reduce", algorithm="ring", dtype="float64", op=_OPS[request.op], count=count
-        )
-
-    def _elements(self, count: int, one: CommunicatorState, addresses: Mapping[int, int]) -> int:
-        """The number of float64 elements that a client's ``count`` means."""
-        if not count:
-            return 0
-        unit, command = self._coordinator.config.count_unit, self._coordinator.config.command
+    def _operation(
+        self, request: _AllReduce, one: CommunicatorState, addresses: Mapping[int, int], algorithm: str
+    ) -> pb.Operation:
         copied = self._copies.of((one.members[rank], address) for rank, address in addresses.items())
-        shown = find_unit(count, copied)
-        if unit == "auto":
-            unit = shown or self._units.get(one.id, "")
+        shown = find_unit(request.count, copied) if request.count else ""
+        dialect = self._dialect(request, one, shown)
+        numbers = NUMBERS[dialect]
+        if request.op not in numbers.ops:
+            raise InvalidArgument(
+                f"op: {request.op} is unknown in the dialect {dialect}; known: {numbers.describe_ops()}"
+            )
+        unit = self._unit(request.count, one, dialect, shown, copied)
+        if unit == "bytes" and request.count % FLOAT64_BYTES:
+            raise InvalidArgument(
+                f"count: {request.count} bytes are not whole float64 elements; this coordinator counts bytes "
+                f"({self._coordinator.config.command} --count-unit elements counts elements, --count-unit auto finds "
+                "out)"
+            )
+        count = request.count // FLOAT64_BYTES if unit == "bytes" else request.count
+        op = numbers.ops[request.op]
+        return pb.Operation(collective="all_reduce", algorithm=algorithm, dtype="float64", op=op, count=count)
+
+    def _dialect(self, request: _AllReduce, one: CommunicatorState, shown: str) -> Dialect:
+        """The dialect of the client; ``shown``: the unit that the copies to the vectors show."""
+        configured = self._coordinator.config.lab_dialect
+        if configured != AUTO:
+            return Dialect(configured)
+        view = self._view(one)
+        if view.dialect is None:
+            only_starter = not isinstance(request, lab.AllReduceRingRequest)  # nil-first does not have these calls
+            found = Dialect.STARTER if only_starter else detect(request.op, shown, self._groups.is_open(one.id))
+            if found is None:
+                raise InvalidArgument(f"op: {request.op} differs by dialect, and {self._unknown_dialect()}")
+            view.dialect = found
+            self._reports.add(f"the client of communicator {one.id} speaks the lab's dialect {found} (--lab-dialect)")
+        return view.dialect
+
+    def _unit(self, count: int, one: CommunicatorState, dialect: Dialect, shown: str, copied: list[int]) -> str:
+        """The unit of the client's ``count``: bytes or elements."""
+        config = self._coordinator.config
+        unit = config.count_unit
+        if unit == "dialect":
+            unit = NUMBERS[dialect].count_unit
+            if config.lab_dialect == AUTO and dialect == Dialect.STARTER:
+                unit = shown or unit  # some clients of starter count elements
+        if unit == "auto" and count:
+            view = self._view(one)
+            unit = shown or view.unit
             if not unit:
                 lengths = ", ".join(map(str, sorted(set(copied)))) or "no copy is known"
                 raise InvalidArgument(
                     f"count: {count} may be bytes or float64 elements, and the copies to these addresses do not show "
                     f"which (their lengths in bytes: {lengths}); copy whole vectors to memAddrs first, or start "
-                    f"{command} with --count-unit bytes or --count-unit elements"
+                    f"{config.command} with --count-unit bytes or --count-unit elements"
                 )
-            self._units[one.id] = unit
+            view.unit = unit
         elif shown not in ("", unit):
             self._reports.add(
                 f"AllReduce on communicator {one.id}: count {count} is taken as {unit}, but {shown} would fit what was "
-                f"copied to these addresses; if the result is wrong, start {command} with --count-unit auto"
+                f"copied to these addresses; if the result is wrong, start {config.command} with --count-unit auto"
             )
-        if unit == "elements":
-            return count
-        if count % FLOAT64_BYTES:
-            raise InvalidArgument(
-                f"count: {count} bytes are not whole float64 elements; this coordinator counts bytes "
-                f"({command} --count-unit elements counts elements, --count-unit auto finds out)"
+        return unit
+
+    async def comm_remove_device(self, request: lab.CommRemoveDeviceRequest) -> lab.CommRemoveDeviceResponse:
+        """Goes on with the survivors, behind accepted work. They keep the ranks that the client knows."""
+        one = self._communicator(request.commId)
+        view, rank = self._view(one), request.rank.value
+        devices = view.devices or one.members
+        if not request.HasField("rank") or rank >= len(devices):
+            given = rank if request.HasField("rank") else "missing; it"
+            raise InvalidArgument(f"rank: {given} is not in 0..{len(devices) - 1}")
+        if devices[rank] not in one.members:
+            raise FailedPrecondition(f"rank: {rank} (device {devices[rank]}) is no longer in communicator {one.id}")
+        if len(one.members) == 1:
+            raise FailedPrecondition(
+                f"rank: {rank} is the only one left in communicator {one.id}; CommDestroy ends the communicator"
             )
-        return count // FLOAT64_BYTES
+        view.devices = devices
+        await self._operations.remove_device(one.id, devices[rank])
+        return lab.CommRemoveDeviceResponse(success=True)
 
     async def memcpy(self, request: lab.MemcpyRequest) -> lab.MemcpyResponse:
         """Waits for earlier operations on the same bytes, up to the coordinator's timeout."""
         match request.WhichOneof("either"):
             case "hostToDevice":
                 write_request = request.hostToDevice
-                _check_known(write_request, len(write_request.hostSrcData), "hostSrcData")
+                check_known(write_request, len(write_request.hostSrcData), "hostSrcData")
                 await self._to_device(
                     write_request.dstDeviceId.value, write_request.dstMemAddr.value, write_request.hostSrcData
                 )
                 return lab.MemcpyResponse(hostToDevice=lab.MemcpyHostToDeviceResponse(success=True))
             case "deviceToHost":
                 read_request = request.deviceToHost
-                _check_known(read_request, read_request.numBytes, "numBytes")
+                check_known(read_request, read_request.numBytes, "numBytes")
                 data = await self._to_host(
                     read_request.srcDeviceId.value, read_request.srcMemAddr.value, read_request.numBytes
                 )
@@ -415,126 +259,19 @@ class LabCoordinator:
         return lab.CommDestroyResponse(success=True)
 
 
-def _addresses(request: _AllReduce, one: CommunicatorState) -> dict[int, int]:
-    """The address of every rank's vector."""
-    size = len(one.members)
-    if unknown := sorted(rank for rank in request.memAddrs if rank >= size):
-        raise InvalidArgument(f"memAddrs: ranks {unknown} are not in 0..{size - 1}")
-    if missing := [rank for rank in range(size) if rank not in request.memAddrs]:
-        what = "it is missing" if len(missing) == size else f"rank {missing[0]} has no address"
+def _addresses(request: _AllReduce, one: CommunicatorState, devices: tuple[int, ...]) -> dict[int, int]:
+    """The address of every member's vector; ``devices``: by the client's ranks, also those that were removed."""
+    if unknown := sorted(rank for rank in request.memAddrs if rank >= len(devices)):
+        raise InvalidArgument(f"memAddrs: ranks {unknown} are not in 0..{len(devices) - 1}")
+    ranks = {rank: one.members.index(device) for rank, device in enumerate(devices) if device in one.members}
+    if missing := [rank for rank in ranks if rank not in request.memAddrs]:
+        what = "it is missing" if not request.memAddrs else f"rank {missing[0]} has no address"
         raise InvalidArgument(
-            f"memAddrs: {what}; it must map each of the {size} ranks of communicator {one.id} to its vector's address"
+            f"memAddrs: {what}; it must map each of the {len(ranks)} ranks of communicator {one.id} to its vector's "
+            "address"
         )
-    return {rank: request.memAddrs[rank].value for rank in range(size)}
+    return {now: request.memAddrs[rank].value for rank, now in ranks.items()}
 
 
 def _operands(addresses: Mapping[int, int]) -> dict[int, pb.Operand]:
     return {rank: pb.Operand(source=pb.Location(address=address)) for rank, address in addresses.items()}
-
-
-def _check_known(request: Message, size: int, field: str) -> None:
-    """Raises if a request asks for nothing but has unknown fields: its sender has another version of the protocol."""
-    fields = UnknownFieldSet(request)
-    unknown = sorted({fields[at].field_number for at in range(len(fields))})
-    if unknown and not size:
-        raise InvalidArgument(
-            f"{field}: it is 0 or missing, and the message has unknown fields ({', '.join(map(str, unknown))}): does "
-            f"the client's gpu_sim.proto have {field} at number {request.DESCRIPTOR.fields_by_name[field].number} of "
-            f"{request.DESCRIPTOR.name}?"
-        )
-
-
-DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
-
-
-class LabDevice:
-    """The lab's device service. Each public method is the RPC of the same name."""
-
-    def __init__(self, arena: Arena, runner: OperationRunner, streams: StreamTable, credentials: Credentials) -> None:
-        self._credentials = credentials
-        self._arena = arena
-        self._runner = runner
-        self._streams = streams
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.device_id = 0
-
-    async def get_device_metadata(self, _: lab.GetDeviceMetadataRequest) -> lab.GetDeviceMetadataResponse:
-        return lab.GetDeviceMetadataResponse(
-            metadata=lab.DeviceMetadata(
-                deviceId=lab.DeviceId(value=self.device_id),
-                minMemAddr=lab.MemAddr(value=self._arena.min_address),
-                maxMemAddr=lab.MemAddr(value=self._arena.max_address),
-            )
-        )
-
-    async def begin_send(self, request: lab.BeginSendRequest) -> lab.BeginSendResponse:
-        _check_known(request, request.numBytes, "numBytes")
-        member = self._runner.member(request.dstRank.value, request.commId)
-        stream, view = self._streams.begin_send(request.sendBuffAddr.value, request.numBytes, member.device_id)
-        self._in_background(self._send(stream, view, member.address))
-        return lab.BeginSendResponse(initiated=True, streamId=lab.StreamId(value=stream.id))
-
-    async def begin_receive(self, request: lab.BeginReceiveRequest) -> lab.BeginReceiveResponse:
-        _check_known(request, request.numBytes, "numBytes")
-        peer = self._runner.device_at(request.srcRank.value)
-        stream_id = request.streamId.value
-        await self._streams.begin_receive(stream_id, request.recvBuffAddr.value, request.numBytes, peer)
-        self._in_background(self._streams.expire(self._streams.receive(stream_id)))
-        return lab.BeginReceiveResponse(initiated=True)
-
-    async def stream_send(self, chunks: AsyncIterator[lab.DataChunk]) -> lab.StreamSendResponse:
-        await self._streams.accept(chunks)
-        return lab.StreamSendResponse(success=True)
-
-    async def get_stream_status(self, request: lab.GetStreamStatusRequest) -> lab.GetStreamStatusResponse:
-        if not request.HasField("streamId"):
-            raise InvalidArgument("streamId: missing")
-        stream = self._streams.status(request.streamId.value)
-        return lab.GetStreamStatusResponse(status=stream.status, reason=stream.reason)  # type: ignore[arg-type]
-
-    async def _send(self, stream: Stream, view: memoryview, to: Address) -> None:
-        """Sends a stream to its destination, and records its outcome; never raises."""
-
-        def chunks() -> Iterator[lab.DataChunk]:
-            # The id alone: the bytes wait on this side for their BeginReceive.
-            yield lab.DataChunk(streamId=lab.StreamId(value=stream.id))
-            for at in range(0, stream.size, STREAM_CHUNK_BYTES):
-                yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
-
-        try:
-            await stream.wait_turn()
-            async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
-                stub = with_metadata(lab_grpc.GPUDeviceStub(channel), self._credentials.metadata)
-                call = cast("lab_grpc.GPUDeviceAsyncStub", stub).StreamSend(chunks())
-                sending = asyncio.ensure_future(_wait_call(call))
-                ended = asyncio.ensure_future(stream.ended.wait())
-                try:
-                    await asyncio.wait({sending, ended}, return_when="FIRST_COMPLETED")
-                    if stream.ended.is_set():
-                        call.cancel()
-                    await sending
-                finally:
-                    ended.cancel()
-                    sending.cancel()
-            stream.end()
-        except grpc.RpcError as error:
-            stream.end(str(translate(error, f"StreamSend to {to}")))
-        except HoopError as error:
-            stream.end(str(error))
-        except asyncio.CancelledError:
-            stream.end("this device stopped")
-
-    def _in_background(self, work: object) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _wait_call(call: object) -> None:
-    await call  # type: ignore[misc]

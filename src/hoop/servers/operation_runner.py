@@ -79,6 +79,8 @@ class OperationRunner:
         self._links = links
         self._shared = shared
         self._assignments: dict[int, RankAssignment] = {}
+        self.assignments_stored = 0
+        """How often this device was given a rank."""
         self._running, self._announced = MemoryOrder(), MemoryOrder()
         """Launches that run here, and launches that the coordinator has announced by a reservation."""
         self._reservations: dict[int, Access] = {}
@@ -113,6 +115,7 @@ class OperationRunner:
         assignment = RankAssignment(message.generation, message.rank, tuple(map(device_info, message.members)))
         self._close_assignment(message.communicator_id)
         self._assignments[message.communicator_id] = assignment
+        self.assignments_stored += 1
         return assignment
 
     def _close_assignment(self, communicator_id: int) -> None:

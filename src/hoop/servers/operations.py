@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -44,7 +45,7 @@ from hoop.errors import (
     UserError,
 )
 from hoop.membership import events as m
-from hoop.membership.state import CommunicatorState
+from hoop.membership.state import CommunicatorState, OperationOutcome
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.memory_order import Access
 from hoop.servers.operation_request import OperationRequest
@@ -89,6 +90,15 @@ class OperationGroups:
             raise FailedPrecondition(f"communicator {communicator_id} has no open group: call GroupStart first")
         return self._open.pop(communicator_id)
 
+    def renumber(self, communicator_id: int, old: Sequence[int], new: Sequence[int]) -> None:
+        """The members were ``old`` and are ``new``, in rank order: operations get the operands of those that stay."""
+        ranks = {old.index(device_id): rank for rank, device_id in enumerate(new)}
+        if communicator_id in self._open:
+            self._open[communicator_id] = [
+                replace(one, operands={ranks[rank]: place for rank, place in one.operands.items() if rank in ranks})
+                for one in self._open[communicator_id]
+            ]
+
     def discard(self, communicator_id: int) -> None:
         self._open.pop(communicator_id, None)
 
@@ -104,7 +114,7 @@ class OperationQueue:
         self._groups = groups
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By communicator; held while a batch of its operations runs."""
-        self._unfinished: Counter[int] = Counter()
+        self._unfinished: defaultdict[int, set[asyncio.Task[Reports]]] = defaultdict(set)
         """By communicator, the batches that were accepted and have not ended."""
         self._clients: dict[int, str] = {}
         """By communicator, the host of the client that created it."""
@@ -177,7 +187,7 @@ class OperationQueue:
 
     def is_idle(self, communicator_id: int) -> bool:
         """Whether no operation runs or waits on a communicator, and no group is open."""
-        return not self._unfinished[communicator_id] and not self._groups.is_open(communicator_id)
+        return not self._unfinished.get(communicator_id) and not self._groups.is_open(communicator_id)
 
     def mark_used(self, communicator_id: int) -> None:
         """A lab client has called with this communicator: others are dropped before it."""
@@ -190,6 +200,21 @@ class OperationQueue:
         """Begins the next generation: the usable members, plus ``joining``, minus ``leaving``."""
         state = await self._coordinator.apply_with_retry(m.Rebuilt(communicator_id, tuple(joining), tuple(leaving)))
         return await self._send_assignments(state.communicator(communicator_id))
+
+    async def remove_device(self, communicator_id: int, device_id: int) -> None:
+        """Goes on without a device, once the accepted operations have ended. Operations of an open group stay in it.
+
+        The outcome of the latest operation stays if it was a success.
+        """
+        while unfinished := self._unfinished.get(communicator_id):
+            await asyncio.wait(unfinished)
+        # No other task runs up to the next await: none can queue an operation for the ranks of before.
+        old = self._coordinator.state.communicator(communicator_id)
+        one = self._coordinator.apply(m.Rebuilt(communicator_id, leaving=(device_id,))).communicator(communicator_id)
+        if old.outcome == OperationOutcome.SUCCESS:
+            self._coordinator.apply(m.Finished(communicator_id, one.generation))
+        self._groups.renumber(communicator_id, old.members, one.members)
+        await self._send_assignments(one)
 
     async def _send_assignments(self, communicator: CommunicatorState) -> CommunicatorState:
         """Sends every member its rank assignment."""
@@ -276,10 +301,10 @@ class OperationQueue:
             Reservation(coordinator, communicator, ranges, description, timeout) if reserve and requests else None
         )
         task = coordinator.in_background(self._run_in_turn(communicator_id, requests, timeout, access, reservation))
-        self._unfinished[communicator_id] += 1
+        self._unfinished[communicator_id].add(task)
 
         def ended(_: asyncio.Task[Reports]) -> None:
-            self._unfinished[communicator_id] -= 1
+            self._unfinished[communicator_id].discard(task)
             if not self._unfinished[communicator_id]:
                 del self._unfinished[communicator_id]
             coordinator.memory_order.end(access)

@@ -53,14 +53,20 @@ class Rank(_message.Message):
     def __init__(self, value: _Optional[int] = ...) -> None: ...
 
 class DeviceMetadata(_message.Message):
-    __slots__ = ("deviceId", "minMemAddr", "maxMemAddr")
+    __slots__ = ("deviceId", "minMemAddr", "maxMemAddr", "ip", "port", "rank")
     DEVICEID_FIELD_NUMBER: _ClassVar[int]
     MINMEMADDR_FIELD_NUMBER: _ClassVar[int]
     MAXMEMADDR_FIELD_NUMBER: _ClassVar[int]
+    IP_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
     deviceId: DeviceId
     minMemAddr: MemAddr
     maxMemAddr: MemAddr
-    def __init__(self, deviceId: _Optional[_Union[DeviceId, _Mapping]] = ..., minMemAddr: _Optional[_Union[MemAddr, _Mapping]] = ..., maxMemAddr: _Optional[_Union[MemAddr, _Mapping]] = ...) -> None: ...
+    ip: str
+    port: int
+    rank: Rank
+    def __init__(self, deviceId: _Optional[_Union[DeviceId, _Mapping]] = ..., minMemAddr: _Optional[_Union[MemAddr, _Mapping]] = ..., maxMemAddr: _Optional[_Union[MemAddr, _Mapping]] = ..., ip: _Optional[str] = ..., port: _Optional[int] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
 
 class GetDeviceMetadataRequest(_message.Message):
     __slots__ = ()
@@ -93,16 +99,18 @@ class BeginSendResponse(_message.Message):
     def __init__(self, initiated: bool = ..., streamId: _Optional[_Union[StreamId, _Mapping]] = ...) -> None: ...
 
 class BeginReceiveRequest(_message.Message):
-    __slots__ = ("streamId", "recvBuffAddr", "numBytes", "srcRank")
+    __slots__ = ("streamId", "recvBuffAddr", "numBytes", "srcRank", "op")
     STREAMID_FIELD_NUMBER: _ClassVar[int]
     RECVBUFFADDR_FIELD_NUMBER: _ClassVar[int]
     NUMBYTES_FIELD_NUMBER: _ClassVar[int]
     SRCRANK_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
     streamId: StreamId
     recvBuffAddr: MemAddr
     numBytes: int
     srcRank: Rank
-    def __init__(self, streamId: _Optional[_Union[StreamId, _Mapping]] = ..., recvBuffAddr: _Optional[_Union[MemAddr, _Mapping]] = ..., numBytes: _Optional[int] = ..., srcRank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
+    op: int
+    def __init__(self, streamId: _Optional[_Union[StreamId, _Mapping]] = ..., recvBuffAddr: _Optional[_Union[MemAddr, _Mapping]] = ..., numBytes: _Optional[int] = ..., srcRank: _Optional[_Union[Rank, _Mapping]] = ..., op: _Optional[int] = ...) -> None: ...
 
 class BeginReceiveResponse(_message.Message):
     __slots__ = ("initiated",)
@@ -111,12 +119,16 @@ class BeginReceiveResponse(_message.Message):
     def __init__(self, initiated: bool = ...) -> None: ...
 
 class DataChunk(_message.Message):
-    __slots__ = ("data", "streamId")
+    __slots__ = ("data", "streamId", "srcRank", "hoopStreamId")
     DATA_FIELD_NUMBER: _ClassVar[int]
     STREAMID_FIELD_NUMBER: _ClassVar[int]
+    SRCRANK_FIELD_NUMBER: _ClassVar[int]
+    HOOPSTREAMID_FIELD_NUMBER: _ClassVar[int]
     data: bytes
     streamId: StreamId
-    def __init__(self, data: _Optional[bytes] = ..., streamId: _Optional[_Union[StreamId, _Mapping]] = ...) -> None: ...
+    srcRank: Rank
+    hoopStreamId: StreamId
+    def __init__(self, data: _Optional[bytes] = ..., streamId: _Optional[_Union[StreamId, _Mapping]] = ..., srcRank: _Optional[_Union[Rank, _Mapping]] = ..., hoopStreamId: _Optional[_Union[StreamId, _Mapping]] = ...) -> None: ...
 
 class StreamSendResponse(_message.Message):
     __slots__ = ("success",)
@@ -125,10 +137,12 @@ class StreamSendResponse(_message.Message):
     def __init__(self, success: bool = ...) -> None: ...
 
 class GetStreamStatusRequest(_message.Message):
-    __slots__ = ("streamId",)
+    __slots__ = ("streamId", "srcRank")
     STREAMID_FIELD_NUMBER: _ClassVar[int]
+    SRCRANK_FIELD_NUMBER: _ClassVar[int]
     streamId: StreamId
-    def __init__(self, streamId: _Optional[_Union[StreamId, _Mapping]] = ...) -> None: ...
+    srcRank: Rank
+    def __init__(self, streamId: _Optional[_Union[StreamId, _Mapping]] = ..., srcRank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
 
 class GetStreamStatusResponse(_message.Message):
     __slots__ = ("status", "reason")
@@ -137,6 +151,37 @@ class GetStreamStatusResponse(_message.Message):
     status: Status
     reason: str
     def __init__(self, status: _Optional[_Union[Status, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class SetupCommunicationRequest(_message.Message):
+    __slots__ = ("rankToAddress", "rank")
+    class RankToAddressEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: str
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[str] = ...) -> None: ...
+    RANKTOADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    rankToAddress: _containers.ScalarMap[int, str]
+    rank: Rank
+    def __init__(self, rankToAddress: _Optional[_Mapping[int, str]] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
+
+class SetupCommunicationResponse(_message.Message):
+    __slots__ = ("success",)
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    success: bool
+    def __init__(self, success: bool = ...) -> None: ...
+
+class ResetGpuRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ResetGpuResponse(_message.Message):
+    __slots__ = ("success",)
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    success: bool
+    def __init__(self, success: bool = ...) -> None: ...
 
 class CommInitRequest(_message.Message):
     __slots__ = ("numDevices",)
@@ -237,6 +282,45 @@ class NaiveAllReduceRequest(_message.Message):
     def __init__(self, commId: _Optional[int] = ..., count: _Optional[int] = ..., op: _Optional[_Union[ReduceOp, str]] = ..., memAddrs: _Optional[_Mapping[int, MemAddr]] = ...) -> None: ...
 
 class NaiveAllReduceResponse(_message.Message):
+    __slots__ = ("success",)
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    success: bool
+    def __init__(self, success: bool = ...) -> None: ...
+
+class AllReduceRequest(_message.Message):
+    __slots__ = ("commId", "count", "op", "memAddrs")
+    class MemAddrsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: MemAddr
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[_Union[MemAddr, _Mapping]] = ...) -> None: ...
+    COMMID_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    OP_FIELD_NUMBER: _ClassVar[int]
+    MEMADDRS_FIELD_NUMBER: _ClassVar[int]
+    commId: int
+    count: int
+    op: ReduceOp
+    memAddrs: _containers.MessageMap[int, MemAddr]
+    def __init__(self, commId: _Optional[int] = ..., count: _Optional[int] = ..., op: _Optional[_Union[ReduceOp, str]] = ..., memAddrs: _Optional[_Mapping[int, MemAddr]] = ...) -> None: ...
+
+class AllReduceResponse(_message.Message):
+    __slots__ = ("success",)
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    success: bool
+    def __init__(self, success: bool = ...) -> None: ...
+
+class CommRemoveDeviceRequest(_message.Message):
+    __slots__ = ("commId", "rank")
+    COMMID_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    commId: int
+    rank: Rank
+    def __init__(self, commId: _Optional[int] = ..., rank: _Optional[_Union[Rank, _Mapping]] = ...) -> None: ...
+
+class CommRemoveDeviceResponse(_message.Message):
     __slots__ = ("success",)
     SUCCESS_FIELD_NUMBER: _ClassVar[int]
     success: bool

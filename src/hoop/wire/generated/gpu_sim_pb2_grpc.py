@@ -41,6 +41,21 @@ class GPUDeviceStub(object):
                 request_serializer=gpu__sim__pb2.GetStreamStatusRequest.SerializeToString,
                 response_deserializer=gpu__sim__pb2.GetStreamStatusResponse.FromString,
                 )
+        self.Memcpy = channel.unary_unary(
+                '/gpu_sim.GPUDevice/Memcpy',
+                request_serializer=gpu__sim__pb2.MemcpyRequest.SerializeToString,
+                response_deserializer=gpu__sim__pb2.MemcpyResponse.FromString,
+                )
+        self.SetupCommunication = channel.unary_unary(
+                '/gpu_sim.GPUDevice/SetupCommunication',
+                request_serializer=gpu__sim__pb2.SetupCommunicationRequest.SerializeToString,
+                response_deserializer=gpu__sim__pb2.SetupCommunicationResponse.FromString,
+                )
+        self.ResetGpu = channel.unary_unary(
+                '/gpu_sim.GPUDevice/ResetGpu',
+                request_serializer=gpu__sim__pb2.ResetGpuRequest.SerializeToString,
+                response_deserializer=gpu__sim__pb2.ResetGpuResponse.FromString,
+                )
 
 
 class GPUDeviceServicer(object):
@@ -80,6 +95,26 @@ class GPUDeviceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Memcpy(self, request, context):
+        """Dialects: copies without the coordinator; ranks and addresses of a communicator that another program's
+        coordinator makes; the end of all streams and of that communicator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetupCommunication(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetGpu(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GPUDeviceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -107,6 +142,21 @@ def add_GPUDeviceServicer_to_server(servicer, server):
                     servicer.GetStreamStatus,
                     request_deserializer=gpu__sim__pb2.GetStreamStatusRequest.FromString,
                     response_serializer=gpu__sim__pb2.GetStreamStatusResponse.SerializeToString,
+            ),
+            'Memcpy': grpc.unary_unary_rpc_method_handler(
+                    servicer.Memcpy,
+                    request_deserializer=gpu__sim__pb2.MemcpyRequest.FromString,
+                    response_serializer=gpu__sim__pb2.MemcpyResponse.SerializeToString,
+            ),
+            'SetupCommunication': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetupCommunication,
+                    request_deserializer=gpu__sim__pb2.SetupCommunicationRequest.FromString,
+                    response_serializer=gpu__sim__pb2.SetupCommunicationResponse.SerializeToString,
+            ),
+            'ResetGpu': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetGpu,
+                    request_deserializer=gpu__sim__pb2.ResetGpuRequest.FromString,
+                    response_serializer=gpu__sim__pb2.ResetGpuResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -205,6 +255,57 @@ class GPUDevice(object):
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
+    @staticmethod
+    def Memcpy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUDevice/Memcpy',
+            gpu__sim__pb2.MemcpyRequest.SerializeToString,
+            gpu__sim__pb2.MemcpyResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def SetupCommunication(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUDevice/SetupCommunication',
+            gpu__sim__pb2.SetupCommunicationRequest.SerializeToString,
+            gpu__sim__pb2.SetupCommunicationResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ResetGpu(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUDevice/ResetGpu',
+            gpu__sim__pb2.ResetGpuRequest.SerializeToString,
+            gpu__sim__pb2.ResetGpuResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
 
 class GPUCoordinatorStub(object):
     """---- the coordinator
@@ -261,6 +362,16 @@ class GPUCoordinatorStub(object):
                 '/gpu_sim.GPUCoordinator/NaiveAllReduce',
                 request_serializer=gpu__sim__pb2.NaiveAllReduceRequest.SerializeToString,
                 response_deserializer=gpu__sim__pb2.NaiveAllReduceResponse.FromString,
+                )
+        self.AllReduce = channel.unary_unary(
+                '/gpu_sim.GPUCoordinator/AllReduce',
+                request_serializer=gpu__sim__pb2.AllReduceRequest.SerializeToString,
+                response_deserializer=gpu__sim__pb2.AllReduceResponse.FromString,
+                )
+        self.CommRemoveDevice = channel.unary_unary(
+                '/gpu_sim.GPUCoordinator/CommRemoveDevice',
+                request_serializer=gpu__sim__pb2.CommRemoveDeviceRequest.SerializeToString,
+                response_deserializer=gpu__sim__pb2.CommRemoveDeviceResponse.FromString,
                 )
 
 
@@ -323,6 +434,19 @@ class GPUCoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AllReduce(self, request, context):
+        """Dialects: an all-reduce whose algorithm the coordinator chooses; a communicator goes on without one device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CommRemoveDevice(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GPUCoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -370,6 +494,16 @@ def add_GPUCoordinatorServicer_to_server(servicer, server):
                     servicer.NaiveAllReduce,
                     request_deserializer=gpu__sim__pb2.NaiveAllReduceRequest.FromString,
                     response_serializer=gpu__sim__pb2.NaiveAllReduceResponse.SerializeToString,
+            ),
+            'AllReduce': grpc.unary_unary_rpc_method_handler(
+                    servicer.AllReduce,
+                    request_deserializer=gpu__sim__pb2.AllReduceRequest.FromString,
+                    response_serializer=gpu__sim__pb2.AllReduceResponse.SerializeToString,
+            ),
+            'CommRemoveDevice': grpc.unary_unary_rpc_method_handler(
+                    servicer.CommRemoveDevice,
+                    request_deserializer=gpu__sim__pb2.CommRemoveDeviceRequest.FromString,
+                    response_serializer=gpu__sim__pb2.CommRemoveDeviceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -533,5 +667,39 @@ class GPUCoordinator(object):
         return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUCoordinator/NaiveAllReduce',
             gpu__sim__pb2.NaiveAllReduceRequest.SerializeToString,
             gpu__sim__pb2.NaiveAllReduceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def AllReduce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUCoordinator/AllReduce',
+            gpu__sim__pb2.AllReduceRequest.SerializeToString,
+            gpu__sim__pb2.AllReduceResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def CommRemoveDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/gpu_sim.GPUCoordinator/CommRemoveDevice',
+            gpu__sim__pb2.CommRemoveDeviceRequest.SerializeToString,
+            gpu__sim__pb2.CommRemoveDeviceResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

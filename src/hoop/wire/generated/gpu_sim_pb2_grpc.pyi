@@ -4,7 +4,8 @@ isort:skip_file
 The lab's interface, as existing programs speak it. Its names and numbers are fixed.
 
 What Hoop adds to these messages stands on field numbers from 100 on, so that a program which knows
-nothing of it neither sends nor sees it. docs/protocol.md says what each call means here.
+nothing of it neither sends nor sees it. Calls and fields marked "dialect" are not in the lab's own file, but in
+those of programs that speak it. docs/protocol.md says what each call means here.
 """
 
 import abc
@@ -52,6 +53,24 @@ class GPUDeviceStub:
         gpu_sim_pb2.GetStreamStatusResponse,
     ]
 
+    Memcpy: grpc.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.MemcpyRequest,
+        gpu_sim_pb2.MemcpyResponse,
+    ]
+    """Dialects: copies without the coordinator; ranks and addresses of a communicator that another program's
+    coordinator makes; the end of all streams and of that communicator.
+    """
+
+    SetupCommunication: grpc.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.SetupCommunicationRequest,
+        gpu_sim_pb2.SetupCommunicationResponse,
+    ]
+
+    ResetGpu: grpc.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.ResetGpuRequest,
+        gpu_sim_pb2.ResetGpuResponse,
+    ]
+
 class GPUDeviceAsyncStub:
     """---- a device"""
 
@@ -80,6 +99,24 @@ class GPUDeviceAsyncStub:
     GetStreamStatus: grpc.aio.UnaryUnaryMultiCallable[
         gpu_sim_pb2.GetStreamStatusRequest,
         gpu_sim_pb2.GetStreamStatusResponse,
+    ]
+
+    Memcpy: grpc.aio.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.MemcpyRequest,
+        gpu_sim_pb2.MemcpyResponse,
+    ]
+    """Dialects: copies without the coordinator; ranks and addresses of a communicator that another program's
+    coordinator makes; the end of all streams and of that communicator.
+    """
+
+    SetupCommunication: grpc.aio.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.SetupCommunicationRequest,
+        gpu_sim_pb2.SetupCommunicationResponse,
+    ]
+
+    ResetGpu: grpc.aio.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.ResetGpuRequest,
+        gpu_sim_pb2.ResetGpuResponse,
     ]
 
 class GPUDeviceServicer(metaclass=abc.ABCMeta):
@@ -121,6 +158,30 @@ class GPUDeviceServicer(metaclass=abc.ABCMeta):
         request: gpu_sim_pb2.GetStreamStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[gpu_sim_pb2.GetStreamStatusResponse, collections.abc.Awaitable[gpu_sim_pb2.GetStreamStatusResponse]]: ...
+
+    @abc.abstractmethod
+    def Memcpy(
+        self,
+        request: gpu_sim_pb2.MemcpyRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gpu_sim_pb2.MemcpyResponse, collections.abc.Awaitable[gpu_sim_pb2.MemcpyResponse]]:
+        """Dialects: copies without the coordinator; ranks and addresses of a communicator that another program's
+        coordinator makes; the end of all streams and of that communicator.
+        """
+
+    @abc.abstractmethod
+    def SetupCommunication(
+        self,
+        request: gpu_sim_pb2.SetupCommunicationRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gpu_sim_pb2.SetupCommunicationResponse, collections.abc.Awaitable[gpu_sim_pb2.SetupCommunicationResponse]]: ...
+
+    @abc.abstractmethod
+    def ResetGpu(
+        self,
+        request: gpu_sim_pb2.ResetGpuRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gpu_sim_pb2.ResetGpuResponse, collections.abc.Awaitable[gpu_sim_pb2.ResetGpuResponse]]: ...
 
 def add_GPUDeviceServicer_to_server(servicer: GPUDeviceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
@@ -173,6 +234,17 @@ class GPUCoordinatorStub:
         gpu_sim_pb2.NaiveAllReduceResponse,
     ]
 
+    AllReduce: grpc.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.AllReduceRequest,
+        gpu_sim_pb2.AllReduceResponse,
+    ]
+    """Dialects: an all-reduce whose algorithm the coordinator chooses; a communicator goes on without one device."""
+
+    CommRemoveDevice: grpc.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.CommRemoveDeviceRequest,
+        gpu_sim_pb2.CommRemoveDeviceResponse,
+    ]
+
 class GPUCoordinatorAsyncStub:
     """---- the coordinator"""
 
@@ -219,6 +291,17 @@ class GPUCoordinatorAsyncStub:
     NaiveAllReduce: grpc.aio.UnaryUnaryMultiCallable[
         gpu_sim_pb2.NaiveAllReduceRequest,
         gpu_sim_pb2.NaiveAllReduceResponse,
+    ]
+
+    AllReduce: grpc.aio.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.AllReduceRequest,
+        gpu_sim_pb2.AllReduceResponse,
+    ]
+    """Dialects: an all-reduce whose algorithm the coordinator chooses; a communicator goes on without one device."""
+
+    CommRemoveDevice: grpc.aio.UnaryUnaryMultiCallable[
+        gpu_sim_pb2.CommRemoveDeviceRequest,
+        gpu_sim_pb2.CommRemoveDeviceResponse,
     ]
 
 class GPUCoordinatorServicer(metaclass=abc.ABCMeta):
@@ -286,5 +369,20 @@ class GPUCoordinatorServicer(metaclass=abc.ABCMeta):
         request: gpu_sim_pb2.NaiveAllReduceRequest,
         context: _ServicerContext,
     ) -> typing.Union[gpu_sim_pb2.NaiveAllReduceResponse, collections.abc.Awaitable[gpu_sim_pb2.NaiveAllReduceResponse]]: ...
+
+    @abc.abstractmethod
+    def AllReduce(
+        self,
+        request: gpu_sim_pb2.AllReduceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gpu_sim_pb2.AllReduceResponse, collections.abc.Awaitable[gpu_sim_pb2.AllReduceResponse]]:
+        """Dialects: an all-reduce whose algorithm the coordinator chooses; a communicator goes on without one device."""
+
+    @abc.abstractmethod
+    def CommRemoveDevice(
+        self,
+        request: gpu_sim_pb2.CommRemoveDeviceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gpu_sim_pb2.CommRemoveDeviceResponse, collections.abc.Awaitable[gpu_sim_pb2.CommRemoveDeviceResponse]]: ...
 
 def add_GPUCoordinatorServicer_to_server(servicer: GPUCoordinatorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
