@@ -240,7 +240,9 @@ def test_a_device_that_cannot_start_leaves_nothing_behind(up: Running, run_hoop:
     [
         ("up --memory 12XB", "--memory: '12XB' is not a size; write bytes or e.g. 256MiB"),
         ("up --devices -1", "--devices: -1 is negative"),
-        ("up --count-unit words", "--count-unit: 'words' is not one of bytes, elements"),
+        ("up --count-unit words", "--count-unit: 'words' is not one of dialect, bytes, elements, auto"),
+        ("up --lab-dialect welsh", "--lab-dialect: 'welsh' is not one of starter, nil-first, auto"),
+        ("device --join 127.0.0.1:1 --lab-dialect welsh", "--lab-dialect: 'welsh' is not one of starter"),
         ("up --host 0.0.0.0", "0.0.0.0 can be reached from other machines"),
         ("up --lease 50ms", "below the lease, 0.05 s"),
         ("up --port 99999", "'--port'"),
