@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping
 from fractions import Fraction
@@ -42,9 +43,13 @@ def parse_size(text: str | int, field: str = "size") -> int:
         units = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
         what = "a size; write bytes or e.g. 256MiB, 1.5GB"
         size = math.ceil(_quantity(text, units, what, field, fold=True))
-    if not 0 <= int(size) < 2**63:
+    try:
+        size = operator.index(size)  # type: ignore[arg-type]  # a file may hold anything
+    except TypeError:
+        raise InvalidArgument(f"{field}: {str(text)[:40]} is neither bytes nor a size such as 256MiB") from None
+    if not 0 <= size < 2**63:
         raise InvalidArgument(f"{field}: {str(text)[:40]} is not in 0..2^63 bytes")
-    return int(size)
+    return size
 
 
 def format_size(size: int) -> str:
@@ -66,6 +71,10 @@ def parse_duration(text: str | float, field: str = "duration") -> float:
         )
     except OverflowError:
         seconds = math.inf
+    except (TypeError, ValueError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise InvalidArgument(f"{field}: {str(text)[:40]} is neither seconds nor a duration such as 500ms") from None
     if not 0 <= seconds < math.inf:
         raise InvalidArgument(f"{field}: {str(text)[:40]} is not a finite duration of zero or more")
     return seconds

@@ -1,7 +1,7 @@
 """The coordinator's and devices' event log, read by ``hoop status``, the event stream and tests.
 
-The log is bounded: it drops old events, and a gap in the sequence numbers shows that. A reader waits for events on a
-condition variable, not by polling.
+The log is bounded in number and in bytes: it drops old events, and a gap in the sequence numbers shows that. A reader
+waits for events on a condition variable, not by polling.
 """
 
 from __future__ import annotations
@@ -15,6 +15,11 @@ from dataclasses import dataclass, field
 from hoop.texts import MAX_TEXT_BYTES, printable
 
 CAPACITY = 10_000
+MAX_LOG_BYTES = 64 << 20
+"""Limit of all texts in a log."""
+MAX_PINNED = 1000
+_EVENT_BYTES = 256
+"""What an event takes beside its texts."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +34,32 @@ class Event:
     text: str
     fields: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes of memory it takes."""
+        return _EVENT_BYTES + len(self.text) + sum(len(key) + len(value) for key, value in self.fields.items())
+
 
 class EventLog:
     """A bounded, thread-safe list of events that readers can wait on and subscribe to."""
 
-    def __init__(self, capacity: int = CAPACITY, pinned: Collection[str] = (), max_bytes: int = 0) -> None:
-        """``pinned`` kinds are never dropped. ``max_bytes``: limit of one text or field; 0: no limit."""
+    def __init__(
+        self,
+        capacity: int = CAPACITY,
+        pinned: Collection[str] = (),
+        max_bytes: int = 0,
+        max_log_bytes: int = MAX_LOG_BYTES,
+    ) -> None:
+        """``capacity`` and ``max_log_bytes``: limits of the log. ``max_bytes``: limit of one text or field; 0: none.
+
+        Events of ``pinned`` kinds outlive the others: of those that were dropped, the first and the last are kept, at
+        most ``MAX_PINNED``.
+        """
         self._max_bytes = max_bytes
-        self._events: deque[Event] = deque(maxlen=capacity)
+        self._capacity, self._max_log_bytes = capacity, max_log_bytes
+        self._events: deque[Event] = deque()
+        self._size = 0
+        """Bytes of ``_events``."""
         self._pinned_kinds, self._pinned = frozenset(pinned), list[Event]()
         self._last = 0
         self._changed = threading.Condition()
@@ -49,14 +72,23 @@ class EventLog:
         with self._changed:
             self._last += 1
             event = Event(self._last, time.time(), kind, text, clean_fields)
-            if len(self._events) == self._events.maxlen and self._events[0].kind in self._pinned_kinds:
-                self._pinned.append(self._events[0])
             self._events.append(event)
+            self._size += event.size
+            while len(self._events) > self._capacity or (self._size > self._max_log_bytes and len(self._events) > 1):
+                self._drop_oldest()
             self._changed.notify_all()
             listeners = list(self._listeners.values())
         for listener in listeners:
             listener(event)
         return event
+
+    def _drop_oldest(self) -> None:
+        oldest = self._events.popleft()
+        self._size -= oldest.size
+        if oldest.kind in self._pinned_kinds:
+            self._pinned.append(oldest)
+            if len(self._pinned) > MAX_PINNED:
+                del self._pinned[1]
 
     def _clean(self, text: str) -> str:
         return printable(text, self._max_bytes or max(MAX_TEXT_BYTES, 8 * len(text)))

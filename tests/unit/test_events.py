@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hoop.events import CAPACITY, Event, EventLog
+from hoop.events import CAPACITY, MAX_PINNED, Event, EventLog
 
 DEADLINE_S = 10.0
 LONG_S = 2 * DEADLINE_S
@@ -53,6 +53,30 @@ def test_old_events_are_dropped_and_sequence_numbers_continue() -> None:
         by_default.publish("count", "")
     assert len(by_default.after()) == CAPACITY
     assert by_default.after()[0].sequence == 2
+
+
+def test_a_log_is_bounded_in_bytes() -> None:
+    """10,000 events of 8 KiB in each of several fields would be hundreds of megabytes."""
+    log = EventLog(max_log_bytes=100_000)
+    for number in range(1000):
+        log.publish("failing", "x" * 1000, reason="y" * 1000, number=number)
+    kept = log.after()
+    assert 1 < len(kept) < 50
+    assert kept[-1].sequence == 1000
+    assert [event.sequence for event in kept] == list(range(kept[0].sequence, 1001))
+    log.publish("failing", "z" * 200_000)
+    assert [event.sequence for event in log.after()] == [1001], "the newest event stays, however large"
+
+
+def test_pinned_events_outlive_others_and_are_bounded_too() -> None:
+    log = EventLog(capacity=2, pinned=["started"])
+    for kind in ("started", "other", "other", "other"):
+        log.publish(kind, "")
+    assert [event.sequence for event in log.after()] == [1, 3, 4]
+    for _ in range(MAX_PINNED + 10):
+        log.publish("started", "")
+    sequences = [event.sequence for event in log.after()]
+    assert (sequences[0], sequences[-1], len(sequences)) == (1, MAX_PINNED + 14, MAX_PINNED + 2)
 
 
 def test_wait_for_returns_a_past_event_at_once() -> None:

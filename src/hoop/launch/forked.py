@@ -39,7 +39,7 @@ from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token
+from hoop.wire.tokens import Token, environment_value
 
 STOP = b"s"
 START_S = 30.0
@@ -241,7 +241,7 @@ def own_token() -> Token | None:
 
     HOOP_TOKEN may hold a client's token for another cluster; that one is not used here.
     """
-    text = os.environ.get("HOOP_TOKEN")
+    text = environment_value("HOOP_TOKEN")
     token = Token.parse(text, "HOOP_TOKEN") if text else None
     return token if token is not None and token.is_join else None
 

@@ -23,6 +23,9 @@ from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
 
+MAX_LOG_BYTES = 256 << 20
+"""Limit of the events of one job."""
+
 
 @dataclass
 class JobRecord:
@@ -32,7 +35,7 @@ class JobRecord:
     settings: str
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     """A unique name of this run; arenas carry it (see ``JobState.run``)."""
-    log: EventLog = field(default_factory=lambda: EventLog(100_000, PINNED_EVENTS))
+    log: EventLog = field(default_factory=lambda: EventLog(100_000, PINNED_EVENTS, max_log_bytes=MAX_LOG_BYTES))
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Prefix of the origins of the coordinator's own events."""
     seen_origins: set[str] = field(default_factory=set)

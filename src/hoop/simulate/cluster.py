@@ -18,7 +18,9 @@ from typing import Any
 
 from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument, NotFound
+from hoop.strategies.base import MAX_DEVICES
 
+_MAX_SPEED = 1e9
 _BITS_PER_SECOND = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9, "tbps": 10**12}
 
 
@@ -102,6 +104,8 @@ class Cluster:
         object.__setattr__(self, "hosts", tuple(self.hosts))
         if not self.hosts:
             raise InvalidArgument("hosts: none; a cluster has at least 1")
+        if self.size > MAX_DEVICES:
+            raise InvalidArgument(f"devices: {self.size} are more than the {MAX_DEVICES} of the largest cluster")
 
     @classmethod
     def even(cls, devices: int, per_host: int = 1, link: Link | None = None, **host: Any) -> Cluster:
@@ -111,6 +115,8 @@ class Cluster:
         """
         if devices < 1 or per_host < 1:
             raise InvalidArgument(f"devices: {devices}, {per_host} a host; both are at least 1")
+        if devices > MAX_DEVICES:
+            raise InvalidArgument(f"devices: {devices} are more than the {MAX_DEVICES} of the largest cluster")
         counts = [min(per_host, devices - low) for low in range(0, devices, per_host)]
         hosts = tuple(Host(count, **host) for count in counts)
         return cls(hosts) if link is None else cls(hosts, link)
@@ -169,30 +175,55 @@ def read_cluster(path: Path) -> Cluster:
         raise NotFound(f"--cluster: there is no file {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidArgument(f"{path}: not TOML: {error}") from None
-    _check_fields(data, ("link", "inside", "host"), str(path))
+    try:
+        return _cluster(data)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+
+
+def _cluster(data: Mapping[str, Any]) -> Cluster:
+    _check_fields(data, ("link", "inside", "host"), "cluster")
     hosts = data.get("host", [])
     if not isinstance(hosts, list) or not hosts:
-        raise InvalidArgument(f"{path}: no [[host]]; give at least one, e.g. [[host]] devices = 4")
+        raise InvalidArgument("no [[host]]; give at least one, e.g. [[host]] devices = 4")
     found: list[Host] = []
     for number, one in enumerate(hosts):
-        found += _hosts(one, f"{path}: host {number}")
-    links = {name: _link(data[name], f"{path}: {name}") for name in ("link", "inside") if name in data}
+        found += _hosts(one, f"host {number}")
+    links = {name: _link(data[name], name) for name in ("link", "inside") if name in data}
     return Cluster(tuple(found), **links)
 
 
-def _hosts(data: Mapping[str, Any], where: str) -> list[Host]:
+def _hosts(data: Any, where: str) -> list[Host]:
     own = [field.name for field in fields(Host)]
     _check_fields(data, [*own, "count"], where)
     values = dict(data)
-    count = values.pop("count", 1)
+    for name in ("devices", "cores", "count"):
+        if name in values:
+            _check_whole(values[name], f"{where}: {name}")
+    for number in (values.get("speed", 1.0), *_speeds(values, where)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < _MAX_SPEED:
+            raise InvalidArgument(f"{where}: speed: {number!r} is not a number above 0 and below {_MAX_SPEED:g}")
     if "memory" in values:
         values["memory"] = parse_size(values["memory"], f"{where}: memory")
     if "speeds" in values:
         values["speeds"] = tuple(values["speeds"])
+    count = values.pop("count", 1)
     try:
         return [Host(**values)] * int(count)
-    except (TypeError, ValueError) as error:
+    except InvalidArgument as error:
         raise InvalidArgument(f"{where}: {error}") from None
+
+
+def _speeds(values: Mapping[str, Any], where: str) -> list[Any]:
+    found = values.get("speeds", [])
+    if not isinstance(found, list):
+        raise InvalidArgument(f"{where}: speeds: {found!r} is not a list, one number a device")
+    return found
+
+
+def _check_whole(value: Any, field: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_DEVICES:
+        raise InvalidArgument(f"{field}: {value!r} is not a whole number in 1..{MAX_DEVICES}")
 
 
 def _link(data: Any, where: str) -> Link:
@@ -201,10 +232,15 @@ def _link(data: Any, where: str) -> Link:
     if not isinstance(data, Mapping):
         raise InvalidArgument(f'{where}: {data!r} is no link; write "1Gbps,0.5ms" or a table')
     _check_fields(data, ("bandwidth", "latency", "shared"), where)
+    shared = data.get("shared", True)
+    if not isinstance(shared, bool):
+        raise InvalidArgument(f"{where}: shared: {shared!r} is neither true nor false")
     latency = parse_duration(data.get("latency", 0.0), f"{where}: latency")
-    return Link(parse_bandwidth(str(data.get("bandwidth", "")), where), latency, bool(data.get("shared", True)))
+    return Link(parse_bandwidth(str(data.get("bandwidth", "")), f"{where}: bandwidth"), latency, shared)
 
 
-def _check_fields(data: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+def _check_fields(data: Any, names: Sequence[str], where: str) -> None:
+    if not isinstance(data, Mapping):
+        raise InvalidArgument(f"{where}: {data!r} is no table; it has {', '.join(names)}")
     if unknown := sorted(set(data) - set(names)):
         raise InvalidArgument(f"{where}: unknown {', '.join(unknown)}; there is {', '.join(names)}")

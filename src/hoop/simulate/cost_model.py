@@ -87,12 +87,19 @@ def interpolate(points: Points, size: float, flat: float) -> float:
     return points[-1][1]
 
 
-def read_machine(data: Mapping[str, Any]) -> Machine:
+def read_machine(data: Any) -> Machine:
     """A machine from its JSON object; errors name the bad field."""
-    known = {field.name for field in fields(Machine)}
-    if unknown := sorted(set(data) - known):
-        raise ValueError(f"machine: no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    _check_object(data, "machine", Machine)
     return Machine(**{name: _value(name, value) for name, value in data.items()})
+
+
+def _check_object(data: Any, name: str, kind: type[Machine | LinearCost | BlockCost | Costs]) -> None:
+    """Raises ValueError unless ``data`` is a JSON object with the fields that ``kind`` has."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{name} is {data!r}, not an object")
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(f"{name}: no {', '.join(unknown)}; there are {', '.join(sorted(known))}")
 
 
 def _value(name: str, value: Any) -> Any:
@@ -109,9 +116,19 @@ def _points(name: str, value: Sequence[Sequence[Any]]) -> Points:
 
 
 def _number(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} is {value!r}, not a number of 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"{name} is {value!r}, not a number of 0 to {_MAX_NUMBER:g}")
     return float(value)
+
+
+def _whole(value: Any, name: str, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MAX_NUMBER:
+        raise ValueError(f"{name} is {value!r}, not a whole number of {least} to {_MAX_NUMBER:g}")
+    return value
+
+
+_MAX_NUMBER = 1e18
+"""Of seconds, bytes and samples in a file."""
 
 
 FORMAT = 1
@@ -231,29 +248,67 @@ class Costs:
         """The inverse of ``to_json``; errors name the missing or malformed field. ``where``: the source, for errors."""
         try:
             data = parse_json(text)
-            if data.pop("format", None) != FORMAT:
+            if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
                 raise InvalidArgument(f"{where}: not of format {FORMAT}; make it again with: hoop calibrate")
-            blocks = tuple(_block(one) for one in data.pop("blocks"))
-            machine = read_machine(data.pop("machine"))
-            load, loss = LinearCost(**data.pop("load")), LinearCost(**data.pop("loss"))
-            return cls(blocks, machine=machine, load=load, loss=loss, **data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            _check_object(data, "costs", cls)
+            return cls(**{name: _cost_field(name, value) for name, value in data.items()})
+        except (ValueError, TypeError, LookupError) as error:
+            if isinstance(error, InvalidArgument):
+                raise
             raise InvalidArgument(f"{where}: no costs in JSON: {error}") from None
 
 
 def read_costs(path: Path) -> Costs:
     """Reads a file that ``hoop calibrate`` wrote."""
     try:
-        return Costs.from_json(path.read_text("utf-8"), str(path))
+        text = path.read_text("utf-8")
     except FileNotFoundError:
         raise NotFound(f"{path}: no such file; make it with: hoop calibrate --out {path}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path}: no costs in JSON: {error}") from None
+    return Costs.from_json(text, str(path))
 
 
-def _block(data: Mapping[str, Any]) -> BlockCost:
+def _cost_field(name: str, value: Any) -> Any:
+    """A field of ``Costs`` from its JSON value."""
+    match name:
+        case "blocks":
+            if not isinstance(value, list) or not value:
+                raise ValueError(f"blocks is {value!r}, not a list of at least one")
+            return tuple(_block(one, f"block {number}") for number, one in enumerate(value))
+        case "machine":
+            return read_machine(value)
+        case "load" | "loss":
+            return _linear(value, name)
+        case "rows" | "joint":
+            return _whole(value, name, least=1)
+        case "source":
+            return str(value)
+        case "about":
+            if not isinstance(value, dict):
+                raise ValueError(f"about is {value!r}, not an object")
+            for key in ("batch_size", "shards"):
+                if key in value:
+                    _whole(value[key], f"about: {key}", least=1)
+            return value
+        case _:
+            return _number(value, name)
+
+
+def _block(data: Any, where: str) -> BlockCost:
+    _check_object(data, where, BlockCost)
     values = dict(data)
-    for name in ("forward", "backward", "activation", "output"):
-        values[name] = LinearCost(**values[name])
-    return BlockCost(**values)
+    for name, value in data.items():
+        if name.endswith("_bytes"):
+            values[name] = _whole(value, f"{where}: {name}")
+        elif name != "name":
+            values[name] = _linear(value, f"{where}: {name}")
+    return BlockCost(**{**values, "name": str(data["name"])})
+
+
+def _linear(data: Any, where: str) -> LinearCost:
+    _check_object(data, where, LinearCost)
+    return LinearCost(**{name: _number(value, f"{where}: {name}") for name, value in data.items()})
 
 
 _SHIPPED_FILE = "shipped.json"

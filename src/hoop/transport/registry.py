@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hoop.transport.hybrid import HybridTransport
 from hoop.transport.inproc import InprocTransport
 from hoop.transport.shm_listener import ShmTransport
 from hoop.transport.tcp_listener import TcpTransport
-from hoop.wire.tokens import Token
+from hoop.wire.tokens import Token, environment_value
 
 SCHEMES: dict[str, Callable[[Address], Transport]] = {
     HybridTransport.scheme: HybridTransport,
@@ -47,7 +46,7 @@ def key_of_environment() -> bytes:
 
     Empty without a token, and with a client's token, which has no link key.
     """
-    if text := os.environ.get("HOOP_TOKEN"):
+    if text := environment_value("HOOP_TOKEN"):
         return Token.parse(text, "HOOP_TOKEN").link_key
-    path = os.environ.get("HOOP_TOKEN_FILE")
+    path = environment_value("HOOP_TOKEN_FILE")
     return Token.read(Path(path)).link_key if path else b""

@@ -8,7 +8,6 @@ denied by default: a method that is missing from the table of roles cannot be ca
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from hoop.wire.channels import Options
 from hoop.wire.roles import ALLOWED, Role
 from hoop.wire.service import ERROR_CLASS_KEY
 from hoop.wire.tls import Certificates, certificate_name
-from hoop.wire.tokens import Token
+from hoop.wire.tokens import Token, environment_value
 
 _AUTH_HELP = (
     "give the cluster's with --token-file FILE or HOOP_TOKEN; other programs send the metadata "
@@ -210,19 +209,20 @@ def find_credentials(
     role: Role, token: str | None = None, token_file: Path | None = None, tls: Path | None = None
 ) -> Credentials:
     """Credentials from the arguments, else from the environment: HOOP_TLS, HOOP_TOKEN, HOOP_TOKEN_FILE."""
-    given = [name for name, one in (("token", token), ("token file", token_file), ("tls", tls)) if one]
+    given = [name for name, one in (("token", token), ("token file", token_file), ("tls", tls)) if one is not None]
     if len(given) > 1:
         raise InvalidArgument(f"{' and '.join(given)}: give one of them")
+    field = "token"
     if not given:
-        tls = Path(os.environ["HOOP_TLS"]) if os.environ.get("HOOP_TLS") else None
-        token = None if tls else os.environ.get("HOOP_TOKEN")
-        if not tls and not token and os.environ.get("HOOP_TOKEN_FILE"):
-            token_file = Path(os.environ["HOOP_TOKEN_FILE"])
-    if tls:
+        folder, field, file = environment_value("HOOP_TLS"), "HOOP_TOKEN", environment_value("HOOP_TOKEN_FILE")
+        token = environment_value(field)
+        tls = Path(folder) if folder else None
+        token_file = Path(file) if file and not token else None
+    if tls is not None:
         return Credentials(role, certificates=Certificates.load(tls, role))
-    if token_file:
+    if token_file is not None:
         return _check_role(Credentials(role, Token.read(token_file)))
-    return _check_role(Credentials(role, Token.parse(token, "HOOP_TOKEN") if token else None))
+    return _check_role(Credentials(role, None if token is None else Token.parse(token, field)))
 
 
 def _check_role(credentials: Credentials) -> Credentials:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from hoop.errors import InvalidArgument, NotFound
 from hoop.wire.roles import Role
-from hoop.wire.tokens import check_private
+from hoop.wire.tokens import read_credential
 
 AUTHORITY, CERTIFICATE, KEY, LINK_KEY = "ca.pem", "cert.pem", "key.pem", "links.key"
 """File names in a role's folder; only devices have ``links.key``."""
+_MAX_FILE_BYTES = 1 << 20
 
 
 def certificate_name(role: Role) -> str:
@@ -40,11 +41,8 @@ class Certificates:
         folder = folder / role if (folder / role).is_dir() else folder
 
         def content(name: str) -> bytes:
-            path = folder / name
             try:
-                if name in (KEY, LINK_KEY):
-                    check_private(path, path.stat())
-                return path.read_bytes()
+                return read_credential(folder / name, _MAX_FILE_BYTES, private=name in (KEY, LINK_KEY))
             except OSError as error:
                 raise NotFound(
                     f"--tls {folder}: {name}: {error.strerror}; make a folder a role with: hoop certs DIR"

@@ -81,10 +81,7 @@ class Token:
     def read(cls, path: Path) -> Token:
         """Read a token file; raises InvalidArgument if other users can read or change it."""
         try:
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                check_private(path, found)
-                text = file.read(_MAX_FILE_BYTES)
+            text = read_credential(path, _MAX_FILE_BYTES)
         except OSError as error:
             raise NotFound(f"token file {path}: {error.strerror}; make one with: hoop token FILE") from None
         return cls.parse(text.decode("ascii", errors="replace"), f"token file {path}")
@@ -134,10 +131,33 @@ def write_private(path: Path, text: str) -> None:
         file.write(f"{text}\n".encode())
 
 
+def environment_value(name: str) -> str | None:
+    """A variable that authenticates this process, or None; InvalidArgument if it is set to nothing.
+
+    A script whose secret is missing sets it to nothing, and must not start a cluster that is open to everybody.
+    """
+    text = os.environ.get(name)
+    if text is not None and not text.strip():
+        raise InvalidArgument(f"{name}: it is set, and empty; give it a value, or unset it to use no authentication")
+    return text
+
+
+def read_credential(path: Path, max_bytes: int, private: bool = True) -> bytes:
+    """The first ``max_bytes`` of a file; if ``private``, other users must not be able to read or change it.
+
+    Only a regular file is read: a named pipe could keep this process waiting.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise InvalidArgument(f"{path}: not a regular file; keep a token or certificate in one")
+        if private:
+            check_private(path, found)
+        return file.read(max_bytes)
+
+
 def check_private(path: Path, found: os.stat_result) -> None:
     """Raise InvalidArgument if other users can read or change the file of a secret."""
-    if not stat.S_ISREG(found.st_mode):
-        raise InvalidArgument(f"{path}: not a file")
     if found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0):
         raise InvalidArgument(
             f"{path}: user {found.st_uid} owns it with mode {stat.S_IMODE(found.st_mode):o}, and others than you can "

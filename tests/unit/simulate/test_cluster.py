@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hoop.errors import InvalidArgument, NotFound
+from hoop.errors import HoopError, InvalidArgument, NotFound
+from hoop.runs.simulation_report import sizes
 from hoop.simulate import cost_model
 from hoop.simulate.cluster import Cluster, Host, Link, parse_bandwidth, read_cluster
 from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine, read_costs
+from hoop.simulate.simulation import simulate
+from hoop.strategies.catalog import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +56,23 @@ def test_the_example_cluster_is_valid() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[host]]\ndevices = 0", "host 0: host: 0 devices"),
+        ("[[host]]\ndevices = 0", "host 0: devices: 0 is not a whole number in 1..4096"),
+        ("[[host]]\ndevices = 1000000000", "host 0: devices: 1000000000 is not a whole number in 1..4096"),
+        ("[link]\nbandwidth = '0'\n[[host]]", r"cluster\.toml: bandwidth: 0.0 is not above 0"),
+        ("[[host]]\ndevices = 4096\ncount = 4096", r"cluster\.toml: devices: 16777216 are more than the 4096"),
+        ("[[host]]\ncores = 1.5", "host 0: cores: 1.5 is not a whole number"),
+        ("[[host]]\nspeed = 'fast'", "host 0: speed: 'fast' is not a number"),
+        ("[[host]]\nspeed = inf", "host 0: speed: inf is not a number"),
+        ("[[host]]\nspeeds = 1", "host 0: speeds: 1 is not a list"),
+        ("[[host]]\nspeeds = [true]", "host 0: speed: True is not a number"),
+        ("[[host]]\nspeeds = [1, 2]", "host 0: speeds: 2 values for 1 devices"),
+        ("[[host]]\nmemory = [1]", "host 0: memory: \\[1\\] is neither bytes nor a size"),
+        (
+            "[link]\nbandwidth = '1Gbps'\nlatency = [1]\n[[host]]",
+            "link: latency: \\[1\\] is neither seconds nor a duration",
+        ),
+        ("[link]\nbandwidth = '1Gbps'\nshared = 'no'\n[[host]]", "link: shared: 'no' is neither true nor false"),
+        ("host = [1]", "host 0: 1 is no table"),
         ("[[host]]\ndevcies = 2", "host 0: unknown devcies"),
         ("link = 3\n[[host]]\ndevices = 1", "link: 3 is no link"),
         ("link = '1Gbps'", "no \\[\\[host\\]\\]"),
@@ -79,6 +106,73 @@ def test_costs_round_trip_through_a_file(tmp_path: Path) -> None:
     path.write_text('{"format": 0}')
     with pytest.raises(InvalidArgument, match="hoop calibrate"):
         read_costs(path)
+
+
+WRONG = [None, True, -1, 1.5, math.nan, math.inf, 10**400, "text", "", [], [1], [[1, 2, 3]], {}, {"fixed": "x"}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in parsed JSON or TOML."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from places(inner, (*path, key))
+
+
+def with_value(value: Any, path: tuple[Any, ...], wrong: Any) -> Any:
+    if not path:
+        return wrong
+    changed = copy.copy(value)
+    changed[path[0]] = with_value(value[path[0]], path[1:], wrong)
+    return changed
+
+
+def test_a_wrong_value_anywhere_in_a_costs_file_is_refused_or_can_be_simulated() -> None:
+    block = BlockCost("b", LinearCost(1.0, 0.5), LinearCost(2.0), 10, 20, 12, LinearCost(0, 4.0), LinearCost(0, 8.0))
+    machine = Machine(copy_at=((1, 2), (4, 8)), byte_s=0.5)
+    good = json.loads(Costs((block, block), 16, machine, about={"batch_size": 4, "shards": 2}).to_json())
+    refusals = []
+    for path, wrong in itertools.product(places(good), WRONG):
+        try:
+            costs = Costs.from_json(json.dumps(with_value(good, path, wrong)), "costs.json")
+        except InvalidArgument as error:
+            refusals.append(str(error))
+            continue
+        batch, shards = sizes(costs, None, None, 2)
+        with contextlib.suppress(HoopError):
+            simulate(parse("data"), costs.with_rows(-(-batch // shards)), Cluster.even(2), num_microbatches=shards)
+    assert len(refusals) > 500
+    assert all(text.startswith("costs.json: ") for text in refusals)
+
+
+def test_a_wrong_value_anywhere_in_a_cluster_file_is_refused_or_can_be_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {
+        "link": {"bandwidth": "1Gbps", "latency": "1ms", "shared": True},
+        "inside": "10Gbps,1us",
+        "host": [{"devices": 2, "cores": 1, "speed": 2.0, "memory": "1GiB", "speeds": [1.0, 2.0], "count": 2}],
+    }
+    path, refusals = tmp_path / "cluster.toml", []
+    path.touch()
+    for place, wrong in itertools.product(places(good), WRONG):
+        changed = with_value(good, place, wrong)
+        monkeypatch.setattr(tomllib, "loads", lambda _, changed=changed: changed)
+        try:
+            cluster = read_cluster(path)
+        except InvalidArgument as error:
+            refusals.append(str(error))
+            continue
+        with contextlib.suppress(HoopError):
+            simulate(parse("data"), Costs.uniform(1), cluster, num_microbatches=cluster.size)
+    assert len(refusals) > 100
+    assert all(text.startswith(f"{path}: ") for text in refusals)
+
+
+def test_a_costs_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidArgument, match=r"costs\.json: no costs in JSON"):
+        read_costs(tmp_path / "costs.json")
 
 
 def test_the_cost_of_a_byte_depends_on_the_size() -> None:
