@@ -10,6 +10,7 @@ Each batch is converted to the official binary format and verified against the o
 from __future__ import annotations
 
 import functools
+import gzip
 import importlib
 import io
 import tarfile
@@ -17,12 +18,22 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress, cache_dir, existing_paths, not_found, verify
+from hoop.data.download import (
+    BoundedStream,
+    Progress,
+    cache_dir,
+    existing_paths,
+    not_found,
+    read_bounded,
+    too_large,
+    verify,
+)
 from hoop.data.download import download as fetch
 from hoop.data.images import Augment, ImageData
 from hoop.errors import FailedPrecondition
@@ -43,6 +54,10 @@ SIDE = 32
 RECORD = 1 + 3 * SIDE * SIDE
 """Bytes per sample: a label, then the red, green and blue pixels."""
 
+BATCH_BYTES = 10_000 * RECORD
+_ARCHIVE_BYTES = 6 * BATCH_BYTES + (1 << 20)
+"""Of the unpacked archive: six batches, names and headers."""
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -52,7 +67,9 @@ def cifar10(*, augment: bool = True, download: bool = False, progress: Progress 
     names = [f"{folder}{name}" for folder in (f"{FOLDER}/", "", "cifar10/", f"cifar10/{FOLDER}/") for name in sources]
     source = next(existing_paths(names), None)
     if source is None and download:
-        source = fetch(URL, cache_dir() / "cifar10" / ARCHIVE, URL_CHECKSUM, progress=progress)
+        source = fetch(
+            URL, cache_dir() / "cifar10" / ARCHIVE, URL_CHECKSUM, max_bytes=_ARCHIVE_BYTES, progress=progress
+        )
     if source is None:
         raise not_found(
             "cifar10",
@@ -96,15 +113,20 @@ Batches = Iterator[tuple[str, str, bytes]]
 def _from_files(first: Path) -> Batches:
     for name in CHECKSUMS:
         path = first.with_name(f"{name}.bin")
-        yield name, str(path), path.read_bytes()
+        with path.open("rb") as file:
+            yield name, str(path), read_bounded(file, BATCH_BYTES, path)
 
 
 def _from_archive(path: Path) -> Batches:
-    with tarfile.open(path) as archive:
-        for member in archive:
-            name = Path(member.name).stem
-            if name in CHECKSUMS and (file := archive.extractfile(member)):
-                yield name, f"{path}, {member.name}", file.read()
+    with gzip.open(path) as unpacked:
+        stream = BoundedStream(cast("BinaryIO", unpacked), _ARCHIVE_BYTES, path)
+        with tarfile.open(fileobj=cast("BinaryIO", stream), mode="r|") as archive:
+            for member in archive:
+                name, what = Path(member.name).stem, f"{path}, {member.name}"
+                if name in CHECKSUMS and member.size > BATCH_BYTES:
+                    raise too_large(what, BATCH_BYTES)
+                if name in CHECKSUMS and (file := archive.extractfile(member)):
+                    yield name, what, file.read()
 
 
 def _from_zip(path: Path) -> Batches:
@@ -115,17 +137,25 @@ def _from_zip(path: Path) -> Batches:
     with zipfile.ZipFile(path) as archive:
         strips = sorted(name for name in archive.namelist() if name.endswith(".webp"))
         for name in CHECKSUMS:
-            labels = np.frombuffer(archive.read(f"{name}/labels.u8"), np.uint8)
+            labels = np.frombuffer(_unzipped(archive, f"{name}/labels.u8", path), np.uint8)
             records = np.empty((len(labels), RECORD), np.uint8)
             records[:, 0] = labels
             pixels = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
             start = 0
             for strip in (strip for strip in strips if strip.startswith(f"{name}/")):
-                column = np.asarray(image.open(io.BytesIO(archive.read(strip))).convert("RGB"))
+                opened = image.open(io.BytesIO(_unzipped(archive, strip, path)))  # reads the header only
+                if 3 * opened.width * opened.height > BATCH_BYTES:
+                    raise too_large(f"{path}, {strip}", BATCH_BYTES)
+                column = np.asarray(opened.convert("RGB"))
                 images = column.reshape(-1, SIDE, SIDE, 3).transpose(0, 3, 1, 2)
                 pixels[start : start + len(images)] = images
                 start += len(images)
             yield name, f"{path}, {name}", records.tobytes()
+
+
+def _unzipped(archive: zipfile.ZipFile, name: str, path: Path) -> bytes:
+    with archive.open(name) as file:
+        return read_bounded(cast("BinaryIO", file), BATCH_BYTES, f"{path}, {name}")
 
 
 _READERS: dict[str, Callable[[Path], Batches]] = {".bin": _from_files, ".gz": _from_archive, ".zip": _from_zip}

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from http.client import HTTPException
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from hoop.errors import FailedPrecondition, InvalidArgument, NotFound
 
@@ -85,14 +85,59 @@ def verify(data: bytes, what: object, expected: str) -> bytes:
     return data
 
 
+def read_bounded(file: BinaryIO, most: int, what: object) -> bytes:
+    """The rest of a file. FailedPrecondition if it is longer than ``most`` bytes, before more of it is read.
+
+    A few bytes of an archive can unpack to gigabytes; they must not be in memory before the checksum is known.
+    """
+    data = file.read(most + 1)
+    if len(data) > most:
+        raise too_large(what, most)
+    return data
+
+
+def too_large(what: object, most: int) -> FailedPrecondition:
+    """The error for data that is longer than it can be."""
+    return FailedPrecondition(
+        f"{what} is damaged or something else: more than the {most} bytes that it can have; remove it and fetch it "
+        "again"
+    )
+
+
+class BoundedStream:
+    """A readable file that raises FailedPrecondition after ``most`` bytes."""
+
+    def __init__(self, file: BinaryIO, most: int, what: object) -> None:
+        self._file, self._most, self._left, self._what = file, most, most, what
+
+    def read(self, size: int = -1) -> bytes:
+        wanted = self._left + 1 if size < 0 else min(size, self._left + 1)
+        data = self._file.read(wanted)
+        self._left -= len(data)
+        if self._left < 0:
+            raise too_large(self._what, self._most)
+        return data
+
+
 Progress = Callable[[int, int], None]
 """Called with the bytes received and the total bytes (0: unknown)."""
 
 CHUNK = 1 << 20
+MAX_DOWNLOAD_BYTES = 1 << 30
 
 
-def download(url: str, path: Path, checksum: str, *, progress: Progress | None = None, timeout_s: float = 30.0) -> Path:
-    """Downloads a file to ``path`` unless it exists; ``timeout_s``: how long the server may be silent.
+def download(
+    url: str,
+    path: Path,
+    checksum: str,
+    *,
+    max_bytes: int = MAX_DOWNLOAD_BYTES,
+    progress: Progress | None = None,
+    timeout_s: float = 30.0,
+) -> Path:
+    """Downloads a file of at most ``max_bytes`` to ``path`` unless it exists.
+
+    ``timeout_s``: how long the server may be silent.
 
     The download goes to a temporary file in the same directory, which is renamed once its checksum is right. So no
     reader and no later run sees a partial file. A broken download restarts from the beginning.
@@ -109,6 +154,8 @@ def download(url: str, path: Path, checksum: str, *, progress: Progress | None =
             while chunk := response.read(CHUNK):
                 file.write(chunk)
                 actual.update(chunk)
+                if file.tell() > max_bytes:
+                    raise too_large(url, max_bytes)
                 if progress:
                     progress(file.tell(), total)
             file.flush()

@@ -13,19 +13,21 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hoop.data.dataset import Splits
-from hoop.data.download import Progress, cache_dir, existing_paths, new_digest, not_found, verify
+from hoop.data.download import Progress, cache_dir, existing_paths, new_digest, not_found, read_bounded, verify
 from hoop.data.download import download as fetch
 from hoop.data.images import ImageData
 from hoop.errors import FailedPrecondition, InvalidArgument
 
 Bytes = npt.NDArray[np.uint8]
 
+MAX_IDX_BYTES = 64 << 20
+"""Of one unpacked file; the largest has 47 MB."""
 NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 
@@ -50,11 +52,10 @@ def has_idx_files(folder: Path) -> bool:
 
 
 def read_unpacked(path: Path) -> bytes:
-    """The bytes of a file, decompressed if it is gzipped."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
+    """The bytes of an IDX file, decompressed if it is gzipped."""
     try:
-        return gzip.decompress(path.read_bytes())
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return read_bounded(cast("BinaryIO", file), MAX_IDX_BYTES, path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FailedPrecondition(f"{path} is damaged ({error}); remove it and fetch it again") from error
 

@@ -10,12 +10,14 @@ import numpy.typing as npt
 import torch
 
 from hoop.data.dataset import Batch, BatchBuffers, Indices, Splits, check_indices, read_only, sha256_of
-from hoop.data.download import Progress, cache_dir, data_dirs, existing_paths, not_found, verify
+from hoop.data.download import Progress, cache_dir, data_dirs, existing_paths, not_found, read_bounded, verify
 from hoop.data.download import download as fetch
 from hoop.errors import InvalidArgument, NotFound
 
 SHAKESPEARE = "tinyshakespeare.txt"
 SHAKESPEARE_CHECKSUM = "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_BYTES = 16 << 20
+"""More than it has."""
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 Tokens = npt.NDArray[np.uint32]
@@ -95,7 +97,8 @@ def tinyshakespeare(*, context: int = 128, download: bool = False, progress: Pro
     if file is None:
         remedy = "load it with download=True, which downloads 1.1 MB"
         raise not_found("tinyshakespeare", SHAKESPEARE, remedy)
-    data = verify(file.read_bytes(), file, SHAKESPEARE_CHECKSUM)
+    with file.open("rb") as opened:
+        data = verify(read_bounded(opened, SHAKESPEARE_BYTES, file), file, SHAKESPEARE_CHECKSUM)
     return _splits("tinyshakespeare", data, file, context, 0.1)
 
 

@@ -119,6 +119,61 @@ def test_a_truncated_archive_is_rejected(data_dir: Path, source: Source) -> None
         load("cifar10")
 
 
+ZEROS = bytes(1 << 20)
+
+
+def write_large_batch(folder: Path) -> Path:
+    write_batches(folder)
+    (folder / "data_batch_1.bin").write_bytes(ZEROS)
+    return folder / "data_batch_1.bin"
+
+
+def write_tar_with(folder: Path, kind: bytes, name: str, size: int = len(ZEROS)) -> Path:
+    with tarfile.open(folder / cifar.ARCHIVE, "w:gz") as archive:
+        member = tarfile.TarInfo(name)
+        member.type, member.size = kind, size
+        archive.addfile(member, io.BytesIO(ZEROS))
+    return folder / cifar.ARCHIVE
+
+
+def write_large_zip(folder: Path) -> Path:
+    with zipfile.ZipFile(folder / cifar.ZIP, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data_batch_1/labels.u8", ZEROS)
+    return folder / cifar.ZIP
+
+
+def write_zip_with_a_large_image(folder: Path) -> Path:
+    from PIL import Image
+
+    with zipfile.ZipFile(folder / cifar.ZIP, "w") as archive:
+        archive.writestr("data_batch_1/labels.u8", b"\0")
+        file = io.BytesIO()
+        Image.fromarray(np.zeros((2048, 32, 3), np.uint8)).save(file, "webp", lossless=True)
+        archive.writestr("data_batch_1/00.webp", file.getvalue())
+    return folder / cifar.ZIP
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        write_large_batch,
+        lambda folder: write_tar_with(folder, tarfile.REGTYPE, "data_batch_1.bin"),
+        lambda folder: write_tar_with(folder, tarfile.REGTYPE, "a file before the batches"),
+        lambda folder: write_tar_with(folder, tarfile.GNUTYPE_LONGNAME, "a name of a megabyte"),
+        pytest.param(write_large_zip, marks=needs_pillow),
+        pytest.param(write_zip_with_a_large_image, marks=needs_pillow),
+    ],
+)
+def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is_in_memory(
+    data_dir: Path, source: Source, tiny: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cifar, "BATCH_BYTES", 3 * cifar.RECORD)
+    monkeypatch.setattr(cifar, "_ARCHIVE_BYTES", 100_000)
+    path = source(data_dir)
+    with pytest.raises(FailedPrecondition, match=rf"^{path}.* more than the \d+ bytes that it can have"):
+        load("cifar10")
+
+
 @pytest.mark.usefixtures("tiny")
 def test_a_missing_file_is_named(data_dir: Path) -> None:
     write_batches(data_dir).unlink()

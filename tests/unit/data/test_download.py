@@ -70,6 +70,12 @@ def test_a_failed_download_is_reported_and_leaves_no_file(url: str, tmp_path: Pa
     assert list(tmp_path.iterdir()) == [tmp_path / "data"]
 
 
+def test_a_download_that_does_not_end_is_stopped(url: str, tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=rf"{url}/all .* more than the {CHUNK} bytes"):
+        download(f"{url}/all", tmp_path / "file", CHECKSUM, max_bytes=CHUNK)
+    assert list(tmp_path.iterdir()) == [tmp_path / "data"]
+
+
 def test_an_unreachable_server_is_reported(url: str, tmp_path: Path) -> None:
     closed = "http://127.0.0.1:1/x"
     with pytest.raises(FailedPrecondition, match=f"{closed} could not be downloaded.*put the file at"):

@@ -191,3 +191,14 @@ def test_missing_data_says_where_it_looked_and_what_to_do(
     assert "train-images-idx3-ubyte" in message
     assert "HOOP_DATA" in message
     assert "download=True" in message
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    data_dir: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before all of it is in memory: 3 MB of gzip can be 3 GB of zeros."""
+    monkeypatch.setattr(mnist, "MAX_IDX_BYTES", 1000)
+    write(data_dir / "mnist", small(0), zipped=zipped)
+    with pytest.raises(FailedPrecondition, match="more than the 1000 bytes that it can have"):
+        load("mnist")
