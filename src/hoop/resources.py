@@ -115,7 +115,7 @@ def admit(request: Request) -> None:
     """Raise ResourceExhausted if the devices do not fit. Increases the soft limit of open files if needed."""
     if error := admission_error(request, measure_resources(request.folder)):
         raise error
-    _raise_descriptor_limit(_descriptors(request))
+    raise_descriptor_limit(_descriptors(request))
 
 
 def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
@@ -197,7 +197,7 @@ def measure_resources(folder: Path | None = None) -> Resources:
         disk=_free_space(disk_folder),
         disk_is_memory=_is_tmpfs(disk_folder),
         tasks=_minimum(_machine_tasks_left(), _user_tasks_left(), *_cgroup_tasks()),
-        descriptors=_descriptor_limit(),
+        descriptors=_hard_descriptor_limit(),
     )
 
 
@@ -322,7 +322,7 @@ def _user_tasks_left() -> int | None:
     return limit - used
 
 
-def _descriptor_limit() -> int | None:
+def _hard_descriptor_limit() -> int | None:
     try:
         import resource
     except ImportError:
@@ -331,7 +331,17 @@ def _descriptor_limit() -> int | None:
     return None if hard == resource.RLIM_INFINITY else hard
 
 
-def _raise_descriptor_limit(needed: int) -> None:
+def descriptor_limit() -> int | None:
+    """How many files and sockets this process may open (the soft limit); None: no limit is known."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_descriptor_limit(needed: int) -> None:
     """Raise the soft limit of open files to the hard limit if it is below ``needed``; children inherit it."""
     try:
         import resource

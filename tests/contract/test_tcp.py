@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,6 +28,7 @@ import hoop.wire.frames
 from hoop.errors import DeadlineExceeded, InvalidArgument, LinkCorrupted, MembershipChanged, PeerLost
 from hoop.topology import Address
 from hoop.transport import Endpoint, Transport, open_transport
+from hoop.transport.accepting import AcceptingSocket
 from hoop.transport.tcp_endpoint import TcpEndpoint
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.frames import HEADER_BYTES, VERSION, FrameHeader, FrameKind
@@ -166,6 +168,46 @@ def test_the_number_of_pending_connections_is_limited(
         dial(transports[0], hello(communicator=communicator))
         wait_for_listener(transports[0], dial)
     assert refusal(dial(transports[0], hello(communicator=3))) == "2 links wait here already"
+
+
+def test_connections_that_say_nothing_do_not_keep_others_out(dial: Dial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of them makes room."""
+    monkeypatch.setattr(hoop.transport.tcp_listener, "MAX_PENDING", 4)
+    with contextlib.closing(TcpTransport(Address("127.0.0.1", 0))) as transport:
+        silent = [dial(transport) for _ in range(6)]
+        dial(transport, hello() + frame(0))
+        endpoint = transport.endpoint(COMMUNICATOR, 1, 0, [transport.address] * 2)
+        assert receive(endpoint, 1, 8) == b"payload!"
+        assert silent[0].recv(1) == b"", "it was closed"
+        endpoint.close()
+
+
+def test_a_listener_without_descriptors_pauses_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = threading.Event()
+    pause = AcceptingSocket.pause
+
+    def note(accepting: AcceptingSocket) -> None:
+        pause(accepting)
+        paused.set()
+
+    monkeypatch.setattr(AcceptingSocket, "pause", note)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hoard: list[int] = []
+    with contextlib.closing(TcpTransport(Address("127.0.0.1", 0))) as transport, socket.socket() as client:
+        client.settimeout(LONG_S)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 64, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    hoard.append(os.dup(client.fileno()))
+            client.connect((transport.address.host, transport.address.port))
+            assert paused.wait(LONG_S)
+        finally:
+            for descriptor in hoard:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.sendall(b"x" * HEADER_BYTES)
+        assert refusal(client), "it was accepted after all"
 
 
 def test_a_pending_connection_times_out(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from background import HOOP, START_S
 from descriptor_stub import Stub
 
 import hoop
 from hoop.errors import ResourceExhausted
+from hoop.topology import Address
 from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.service import translate
 
+OPEN_FILES = 256
 LAB_DEVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 
 
@@ -60,3 +67,21 @@ def test_an_exceeded_limit_is_refused_with_the_option_that_raises_it(
 
     with pytest.raises(ResourceExhausted, match="--memory"):
         cluster.device(1).allocate("too much", 1 << 40)
+
+
+@pytest.mark.slow
+def test_connections_without_calls_do_not_use_up_the_descriptors_of_a_coordinator(tmp_path: Path) -> None:
+    """More of them than open files that it may have: they get half, and lose them when their time is over."""
+    limited = ["sh", "-c", f'ulimit -n {OPEN_FILES}; exec "$@"', "sh", *HOOP, "coordinator"]
+    with (
+        open(tmp_path / "errors", "wb") as errors,
+        subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=errors, text=True) as coordinator,
+        ExitStack() as stack,
+    ):
+        stack.callback(coordinator.terminate)
+        assert coordinator.stdout is not None
+        address = Address.parse(coordinator.stdout.readline().split()[-1])
+        for _ in range(2 * OPEN_FILES):
+            stack.enter_context(socket.create_connection((address.host, address.port), START_S))
+        with hoop.connect(str(address), connect_timeout=START_S) as cluster:
+            assert not cluster.status().devices

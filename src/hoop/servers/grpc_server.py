@@ -12,11 +12,14 @@ import grpc
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
+from hoop.resources import descriptor_limit, raise_descriptor_limit
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import server_options
 
 log = logging.getLogger("hoop.servers")
+OPEN_FILES = 65536
+"""A server raises its soft limit of open files if it is below this."""
 
 
 def check_exposure(address: Address, credentials: Credentials, insecure: bool) -> None:
@@ -36,8 +39,15 @@ def check_exposure(address: Address, credentials: Credentials, insecure: bool) -
 async def serve(
     address: Address, services: Sequence[Any], max_message: int, credentials: Credentials
 ) -> tuple[grpc.aio.Server, Address]:
-    """Starts a server. Returns it and its address; port 0 picks a free port."""
-    server = grpc.aio.server(options=server_options(max_message), interceptors=credentials.interceptors())
+    """Starts a server. Returns it and its address; port 0 picks a free port.
+
+    Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
+    links and files need.
+    """
+    raise_descriptor_limit(OPEN_FILES)
+    limit = descriptor_limit()
+    options = server_options(max_message, None if limit is None else limit // 2)
+    server = grpc.aio.server(options=options, interceptors=credentials.interceptors())
     server.add_generic_rpc_handlers(tuple(services))
     try:
         port = credentials.add_port(server, address)

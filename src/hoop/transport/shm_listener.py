@@ -29,6 +29,7 @@ from pathlib import Path
 from hoop.errors import FailedPrecondition, InvalidArgument, LinkCorrupted
 from hoop.memory import Arena, dtype
 from hoop.topology import Address
+from hoop.transport.accepting import AcceptingSocket, OutOfDescriptors
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.shm_endpoint import ShmEndpoint
 from hoop.transport.shm_segment import map_bytes, segment_bytes
@@ -92,7 +93,7 @@ class ShmTransport(Transport):
         self._peer_sockets: list[_PeerSocket] = []
         self._wakeup, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepting = AcceptingSocket(self._listener, self._selector)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="hoop-shm-listener", daemon=True)
@@ -163,7 +164,9 @@ class ShmTransport(Transport):
 
     def _serve(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(self._accepting.timeout(None))
+            self._accepting.resume_if_due()
+            for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wakeup:
@@ -205,8 +208,11 @@ class ShmTransport(Transport):
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
-        except OSError:
+            sock = self._accepting.accept()
+        except OutOfDescriptors:
+            self._accepting.pause()
+            return
+        if sock is None:
             return
         try:
             connection = _read_hello(sock)

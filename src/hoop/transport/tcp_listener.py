@@ -21,6 +21,7 @@ from crc32c import crc32c
 
 from hoop.errors import InvalidArgument, LinkCorrupted
 from hoop.topology import Address
+from hoop.transport.accepting import AcceptingSocket, OutOfDescriptors, pending_limit
 from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_call_check import MismatchFrame, no_collective_answer
@@ -108,7 +109,8 @@ class TcpTransport(Transport):
         """Connections that have sent a HELLO for an endpoint that does not exist yet."""
         self._wakeup, self._wakeup_writer = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepting = AcceptingSocket(self._listener, self._selector)
+        self._max_greeting = pending_limit(MAX_PENDING)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="hoop-tcp-listener", daemon=True)
@@ -162,13 +164,16 @@ class TcpTransport(Transport):
     def _serve(self) -> None:
         greeting: list[_PendingConnection] = []  # those that have not sent a complete greeting yet
         while not self._closing:
-            ready = self._selector.select(self._select_timeout(bool(greeting)))
+            ready = self._selector.select(self._accepting.timeout(self._select_timeout(bool(greeting))))
+            self._accepting.resume_if_due()
             for key, _ in ready:
                 if key.fileobj is self._listener:
                     self._accept(greeting)
                 elif key.fileobj is self._wakeup:
                     self._wakeup.recv(64)
-                elif isinstance(key.data, _PendingConnection) and self._read_greeting(key.data):
+                elif (
+                    isinstance(key.data, _PendingConnection) and key.data in greeting and self._read_greeting(key.data)
+                ):
                     greeting.remove(key.data)
             self._refuse_expired(greeting)
             for endpoint in list(self._endpoints.values()) if self.checksum else ():
@@ -182,15 +187,28 @@ class TcpTransport(Transport):
         return 1.0 if any_greeting or self._pending else None
 
     def _accept(self, greeting: list[_PendingConnection]) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):
-            sock, _ = self._listener.accept()
-            if len(greeting) >= MAX_PENDING:
-                sock.close()
-                return
-            sock.setblocking(False)
-            connection = _PendingConnection(sock, time.monotonic() + HELLO_TIMEOUT_S, Greeting(self.key))
-            greeting.append(connection)
-            self._selector.register(sock, selectors.EVENT_READ, connection)
+        """Accepts a connection. Too many that say nothing cannot keep others out: the oldest makes room."""
+        try:
+            sock = self._accepting.accept()
+        except OutOfDescriptors:
+            if greeting:
+                self._drop_oldest(greeting)
+            else:
+                self._accepting.pause()
+            return
+        if sock is None:
+            return
+        if len(greeting) >= self._max_greeting:
+            self._drop_oldest(greeting)
+        sock.setblocking(False)
+        connection = _PendingConnection(sock, time.monotonic() + HELLO_TIMEOUT_S, Greeting(self.key))
+        greeting.append(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _drop_oldest(self, greeting: list[_PendingConnection]) -> None:
+        oldest = greeting.pop(0)
+        self._selector.unregister(oldest.sock)
+        oldest.sock.close()
 
     def _read_greeting(self, connection: _PendingConnection) -> bool:
         """Reads the next bytes of a greeting; true when it is complete, or the connection has ended."""

@@ -19,6 +19,11 @@ STAGING_PREFIX = "hoop.staging."
 CONNECT_MS = 2000
 """Limit of one connection attempt, up to the first frame from the server; the same as the limit of a ping."""
 
+HANDSHAKE_MS = 5000
+"""Limit of a server for the beginning of a connection; a client gives up after CONNECT_MS."""
+IDLE_MS = 300_000
+"""A server closes a connection without calls after this time. Its client opens another one with the next call."""
+
 Options = list[tuple[str, int]]
 
 
@@ -43,8 +48,14 @@ def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
     ]
 
 
-def server_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
+def server_options(max_message: int = MAX_MESSAGE_BYTES, max_connections: int | None = None) -> Options:
+    """``max_connections``: a further one is closed at once; None: no limit."""
+    limit = [] if max_connections is None else [("grpc.max_allowed_incoming_connections", max_connections)]
     return [
+        *limit,
+        # A connection that does not speak gRPC, or makes no call, does not hold a descriptor of the server for long.
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         ("grpc.max_receive_message_length", max_message),
         ("grpc.max_send_message_length", max_message),
         ("grpc.so_reuseport", 0),
