@@ -38,15 +38,15 @@ def _quantity(text: str, units: Mapping[str, int | Fraction], what: str, field: 
 
 def parse_size(text: str | int, field: str = "size") -> int:
     """Bytes from ``1048576``, ``"256MiB"`` or ``"1.5 GB"``; rounded up to whole bytes."""
-    size = text
+    what = "a size; write bytes or e.g. 256MiB, 1.5GB"
     if isinstance(text, str):
         units = {unit.lower(): factor for unit, factor in _SIZE_UNITS.items()}
-        what = "a size; write bytes or e.g. 256MiB, 1.5GB"
         size = math.ceil(_quantity(text, units, what, field, fold=True))
-    try:
-        size = operator.index(size)  # type: ignore[arg-type]  # a file may hold anything
-    except TypeError:
-        raise InvalidArgument(f"{field}: {str(text)[:40]} is neither bytes nor a size such as 256MiB") from None
+    else:
+        try:
+            size = operator.index(text)  # a file, or a caller, may give anything
+        except TypeError:
+            raise InvalidArgument(f"{field}: {text!r:.40} is not {what}") from None
     if not 0 <= size < 2**63:
         raise InvalidArgument(f"{field}: {str(text)[:40]} is not in 0..2^63 bytes")
     return size

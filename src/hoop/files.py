@@ -68,6 +68,24 @@ def atomic_write(path: Path | str, mode: int = 0o666) -> Iterator[BinaryIO]:
         raise
 
 
+def make_folder(path: Path | str, field: str) -> Path:
+    """Make a folder, with its parents, for files that are written later; raises if no file can be created in it.
+
+    Called before the work whose results go there. ``field``: the option that named the folder, for the error.
+    """
+    path = Path(path)
+    probe = path / f".{os.getpid()}-{secrets.token_hex(4)}{_PARTIAL_SUFFIX}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        probe.unlink()
+    except OSError as error:
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        kind = ResourceExhausted if error.errno in _NO_SPACE_ERRORS else FailedPrecondition
+        raise kind(f"{field}: {path}: no file can be written there: {reason}; name another folder") from error
+    return path
+
+
 def write_bytes(path: Path | str, data: bytes, mode: int = 0o666) -> None:
     with atomic_write(path, mode) as file:
         file.write(data)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+import torch
 from forked_ranks import Outcome, checkpoint, differing, tensors_in, train
 from small_jobs import JOBS, SAMPLES, STEPS, alone, settings
+from torch import nn
 
 from hoop.collectives.shard_tree import merge_plan
+from hoop.config import parse_size
+from hoop.data.dataset import Splits
+from hoop.data.tensors import TensorData
 from hoop.engine.gradient_slots import gradient_memory_for
-from hoop.engine.job import blocks_of
+from hoop.engine.job import Job, blocks_of
 from hoop.engine.stage.state import StateLayout
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
@@ -209,6 +216,23 @@ def test_the_memory_check_counts_what_is_allocated(spec: str, devices: int) -> N
         # each vector is aligned to 64 bytes, and an empty one has a few bytes
         allocated = one.more["allocated"] - 64 * len(one.more["sizes"])
         assert allocated <= counted[rank] <= one.more["allocated"] + spare, f"rank {rank}"
+
+
+@pytest.mark.parametrize("spec", ["data", "ps", "ring"])
+def test_the_memory_that_an_error_advises_is_enough(spec: str) -> None:
+    """For the whole run: two snapshots of the weights are in it."""
+    data = TensorData(torch.randn(16, 8), torch.randint(4, (16,)))
+    job = Job(
+        lambda seed: nn.Sequential(nn.Linear(8, 512), nn.Linear(512, 512), nn.Linear(512, 4)),
+        lambda: Splits(data, data),
+    )
+    job_settings = settings(spec, epochs=3, batch_size=8, shards=2, seed=0)
+    with pytest.raises(AssertionError, match="FailedPrecondition: memory: ") as caught:
+        train("shm", 2, job_settings, job, memory=1 << 20)
+    advised = re.search(r"are enough: --memory (\w+)", str(caught.value))
+    assert advised is not None, caught.value
+    outcomes = train("shm", 2, job_settings, job, memory=parse_size(advised[1]))
+    assert [one.account["done"] for one in outcomes] == [6, 6]
 
 
 def cut_for(spec: str, devices: int) -> tuple[int, ...]:

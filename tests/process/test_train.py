@@ -239,6 +239,7 @@ def test_invalid_arguments_give_a_sentence(arguments: tuple[object, ...], senten
 def test_too_little_memory_reports_what_would_fit() -> None:
     done = hoop("train", "mnist", "-n", 2, "--memory", "3MiB")
     assert done.returncode == 2
+    assert "MiB a device are enough: --memory " in done.stderr
     assert "it would fit with" in done.stderr
     assert "first step" not in done.stderr
 

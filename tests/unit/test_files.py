@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.files import Appender, FileLock, atomic_write, remove_partial_files, write_text
+from hoop.files import Appender, FileLock, atomic_write, make_folder, remove_partial_files, write_text
 
 
 def disk_full(*_: object) -> int:
@@ -28,6 +28,32 @@ def test_a_file_is_replaced_and_no_temporary_file_is_left(tmp_path: Path) -> Non
     write_text(path, "new – ü")
     assert path.read_text("utf-8") == "new – ü"
     assert names(path.parent) == ["file.txt"]
+
+
+def test_a_folder_for_results_is_made_and_left_empty(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "a" / "b", "--out")
+    assert names(folder) == []
+    assert make_folder(folder, "--out") == folder
+
+
+def test_a_folder_that_takes_no_files_is_refused_with_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FailedPrecondition, match=r"^--out: .*/file: no file can be written there: it is a file; name"):
+        make_folder(tmp_path / "file", "--out")
+    with pytest.raises(FailedPrecondition, match=r"^--out: .*/file/x: no file .*: Not a directory; name another"):
+        make_folder(tmp_path / "file" / "x", "--out")
+
+    def read_only(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(FailedPrecondition, match="Read-only file system"):
+        make_folder(tmp_path, "--out")
+    monkeypatch.setattr(os, "open", disk_full)
+    with pytest.raises(ResourceExhausted, match="No space left"):
+        make_folder(tmp_path, "--out")
 
 
 def test_readers_see_the_old_file_until_the_block_ends(tmp_path: Path) -> None:

@@ -122,9 +122,24 @@ class MapData:
     def _pair(self, sample: int) -> Batch:
         item = self.dataset[sample]
         if not isinstance(item, tuple | list) or len(item) != 2:
-            raise InvalidArgument(f"dataset: {self.name}[{sample}] is not a pair of input and target")
-        inputs, targets = (torch.as_tensor(part) for part in item)
+            raise InvalidArgument(
+                f"dataset: {self.name}[{sample}] is not a pair of input and target, but {type(item).__name__}; give "
+                "(inputs, targets) as two tensors or NumPy arrays, or a dataset whose samples are such pairs"
+            )
+        inputs, targets = (
+            _as_tensor(part, f"the {field} of {self.name}[{sample}]")
+            for field, part in zip(("input", "target"), item, strict=True)
+        )
         return inputs, targets
+
+
+def _as_tensor(value: Any, what: str) -> torch.Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(
+            f"dataset: {what}, {type(value).__name__}, is no tensor, array or number: {error}; transform it to one"
+        ) from None
 
 
 def _copy_sample(item: Batch, rows: Batch, what: str) -> None:

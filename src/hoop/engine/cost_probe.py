@@ -34,6 +34,7 @@ from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
 from hoop.engine.stage.state import StateLayout
 from hoop.engine.tensor_channel import TensorChannel
+from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.partition import Block
 from hoop.transport.base import SharedEndpoint
@@ -173,6 +174,11 @@ def _measure_block(
             torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         ):
             outputs = block(leaf)
+        if not isinstance(outputs, Tensor):  # nn.Module.__call__ has no type
+            raise InvalidArgument(
+                f"model: {type(block).__name__} returned {type(outputs).__name__}, not a tensor; return one tensor, "
+                "with a row for each sample"
+            )
         forward_done = now()
         wanted = [one for one in (*block.parameters(), leaf) if one.requires_grad]
         if outputs.requires_grad and wanted:

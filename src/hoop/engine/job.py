@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -84,6 +85,47 @@ class Job:
     def defaults(self, name: str) -> Settings:
         """The default settings of this job, which is called ``name``."""
         return Settings().replaced({"job": name, **self.settings})
+
+
+def check_model_function(model: Any) -> None:
+    """Raises InvalidArgument unless ``model`` can be called with a seed, as ``Job.model`` is."""
+    name = getattr(model, "__name__", None) or type(model).__name__
+    if isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"model: {name} is a module; a Job takes a function of the seed that makes one: lambda seed: {name}(…)"
+        )
+    if not callable(model):
+        raise InvalidArgument(f"model: {model!r:.80} is neither a module nor a function of a seed that makes one")
+    try:
+        signature = inspect.signature(model)
+    except (TypeError, ValueError):
+        return  # some callables have no signature: the call itself decides
+    try:
+        signature.bind(0)
+    except TypeError:
+        takes_seed = False
+    else:  # Net(hidden) would be called with the seed as the number of hidden units
+        is_module = isinstance(model, type) and issubclass(model, nn.Module)
+        takes_seed = not is_module or next(iter(signature.parameters)) == "seed"
+    if takes_seed:
+        return
+    if isinstance(model, type):
+        raise InvalidArgument(
+            f"model: {name} is a class; give an object of it, {name}(…), or a function of the seed that makes one: "
+            f"lambda seed: {name}(…)"
+        )
+    raise InvalidArgument(f"model: {name}{signature} is called with the seed; make it a function of that one argument")
+
+
+def build_model(job: Job, seed: int) -> nn.Module:
+    """The job's model for a seed; raises if ``Job.model`` is not a function that returns a module."""
+    check_model_function(job.model)
+    model: Any = job.model(seed)
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(
+            f"model: for the seed {seed} it returned {type(model).__name__}, not a torch.nn.Module; return the model"
+        )
+    return model
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

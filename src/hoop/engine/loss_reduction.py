@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
-from hoop.engine.job import Job
+from hoop.engine.job import Job, build_model
 from hoop.engine.stage.autograd import (
     MEAN,
     NONE,
@@ -65,7 +65,7 @@ def with_criterion(job: Job, data: Dataset, seed: int, model: nn.Module | None =
     function: Any = job.loss
     if model is None:
         with _no_side_effects():
-            model = job.model(seed)
+            model = build_model(job, seed)
     indices = np.linspace(0, len(data) - 1, SAMPLES).astype(np.int64)
     inputs, targets = data.batch(indices, epoch=0, seed=seed)
     with _no_side_effects(model, function), torch.no_grad():

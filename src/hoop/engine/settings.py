@@ -6,9 +6,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
-from hoop.engine.stage.optimizer import OptimizerSettings
+from hoop.engine.stage.optimizer import OPTIMIZERS, OptimizerSettings
 from hoop.errors import InvalidArgument
 from hoop.plan.faults import Fault, parse_faults
 from hoop.strategies.base import MAX_MICROBATCHES
@@ -128,12 +129,8 @@ class Settings:
         outer: dict[str, Any] = {}
         deep: dict[str, Any] = {}
         for key, value in changes.items():
-            if key == "optimizer" and isinstance(value, Mapping):
-                deep |= value
-            elif key == "optimizer":
-                deep["name"] = value.name if isinstance(value, OptimizerSettings) else value
-                if isinstance(value, OptimizerSettings):
-                    deep |= dataclasses.asdict(value)
+            if key == "optimizer":
+                deep |= _optimizer_fields(value)
             elif key in own:
                 outer[key] = _like(key, value, getattr(self, key))
             elif key in inner:
@@ -142,9 +139,29 @@ class Settings:
                 raise InvalidArgument(f"{key}: no such setting; there are {', '.join([*own, *sorted(inner)])}")
         if unknown := sorted(set(deep) - inner - {"name"}):
             raise InvalidArgument(f"optimizer: no setting {', '.join(unknown)}; it has {', '.join(sorted(inner))}")
-        deep = {key: _like(key, value, getattr(self.optimizer, key)) for key, value in deep.items()}
+        deep = {
+            key: _like("optimizer" if key == "name" else key, value, getattr(self.optimizer, key))
+            for key, value in deep.items()
+        }
         optimizer = dataclasses.replace(self.optimizer, **deep)
         return dataclasses.replace(self, optimizer=optimizer, **outer)
+
+
+def _optimizer_fields(value: Any) -> Mapping[str, Any]:
+    """Fields of ``OptimizerSettings``, from the setting ``optimizer``: a name, a mapping of fields, or all of them."""
+    if isinstance(value, OptimizerSettings):
+        return dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, str):
+        return {"name": value}
+    kind = value if isinstance(value, type) else type(value)
+    given = f"the class {kind.__name__}" if value is kind else f"an object of the class {kind.__name__}"
+    known = kind.__name__.lower()
+    raise InvalidArgument(
+        f"optimizer: {given} is not the name of an optimizer; known: {', '.join(OPTIMIZERS)}. Each device makes its "
+        f"own from the name and the settings, e.g. optimizer={known if known in OPTIMIZERS else 'adam'!r}, lr=0.001"
+    )
 
 
 _MAX_SLOWDOWN = 1_000_000
@@ -180,11 +197,14 @@ def _like(field: str, value: Any, example: Any) -> Any:
         kinds = (int, float) if field == "slowdown" else (int,)
         fits = isinstance(value, list | tuple) and all(type(one) in kinds for one in value)
         value = tuple(value) if fits else value
+    elif isinstance(example, int):
+        fits = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers too
+        value = int(value) if fits else value
     elif isinstance(example, float):
-        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = isinstance(value, Real) and not isinstance(value, bool)
         try:
             value = float(value) if fits else value
-        except OverflowError:
+        except OverflowError:  # a whole number beyond all floats
             fits = False
     else:
         fits = type(value) is type(example)

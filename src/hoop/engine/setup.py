@@ -23,9 +23,9 @@ from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset, Splits
 from hoop.engine.cost_probe import measure_communication, measure_costs, profile_blocks
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.fault_tolerance.replication import check_memory
+from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
 from hoop.engine.gradient_slots import gradient_memory_for
-from hoop.engine.job import Job, blocks_of
+from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
@@ -42,8 +42,22 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
-from hoop.strategies.memory_fit import advice, fit, fitting_strategies
+from hoop.strategies.memory_fit import Fit, advice, fit, fitting_strategies
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
+
+
+def check_stages(strategy: Strategy, plan: Plan, model: nn.Module, blocks: int) -> None:
+    """Raises ``InvalidArgument`` if the model has fewer blocks than the plan has stages."""
+    if plan.stages <= blocks:
+        return
+    if isinstance(model, nn.Sequential):
+        remedy = "use fewer devices, or an nn.Sequential of more children"
+    else:
+        remedy = "make it an nn.Sequential, which is cut between its children, or use the strategy data or ps"
+    raise InvalidArgument(
+        f"strategy: {strategy.spec} needs {plan.stages} stages of at least one block, and the model, "
+        f"{type(model).__name__}, is {blocks} block{'s' * (blocks != 1)}; {remedy}"
+    )
 
 
 def check_clipping(strategy: Strategy, plan: Plan, settings: Settings) -> None:
@@ -118,7 +132,7 @@ def prepare(
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
-    model = job.model(settings.seed)
+    model = build_model(job, settings.seed)
     blocks = blocks_of(model)
     strategy = parse(settings.strategy)
     if resharding:
@@ -127,6 +141,7 @@ def prepare(
             settings = dataclasses.replace(settings, cut=())  # the user gave it for another number of stages
     else:
         plan = strategy.plan(context.size, settings.num_microbatches)
+    check_stages(strategy, plan, model, len(blocks))
     check_clipping(strategy, plan, settings)
     if problems := check(plan):
         raise InternalError(f"the plan of {settings.strategy} is wrong: {'; '.join(problems[:3])}")
@@ -239,12 +254,17 @@ def _partition(
     free = np.zeros(context.size, np.int64)
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
     memory = [int(one) for one in free]
+    replicates = settings.replicate and not strategy.replicated and context.wait_reassignment is not None
     try:
         found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, gradient_buffers=gradients)
     except FailedPrecondition as error:
         others = fitting_strategies(all_strategies(plan.size), costs, memory, plan.num_microbatches, gradients)
-        raise FailedPrecondition(f"{error}. {advice(others)}") from None
-    if settings.replicate and not strategy.replicated and context.wait_reassignment is not None:
+        unlimited = fit(
+            strategy, plan, costs, [None] * plan.size, cuts=settings.cut or None, gradient_buffers=gradients
+        )
+        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicates)
+        raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
+    if replicates:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
@@ -254,3 +274,13 @@ def _partition(
                 "give a cut that keeps them together, or use data parallel"
             )
     return bounds, memory[context.rank] - found.bytes[context.rank]
+
+
+def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicates: bool) -> int:
+    """Bytes that are enough for the state of every rank, with its replicas and two snapshots of its weights."""
+    copies = [0] * plan.size
+    if replicates:
+        copies = copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory)
+    states = [sum(costs[one].weight_bytes + costs[one].optimizer_bytes for one in stage.blocks) for stage in fit.stages]
+    snapshots = [2 * sum(states[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)]
+    return max(map(sum, zip(fit.bytes, copies, snapshots, strict=True)))

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,7 @@ from hoop.config import parse_size
 from hoop.engine.entrypoint import train_rank
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
 from hoop.runs.result import Result
@@ -103,6 +105,8 @@ class Training:
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
+        if launch.out is not None:
+            make_folder(launch.out, "out (--out)")
         self._launch = launch
         self._save = save
         self._stop_requested = False
@@ -200,6 +204,29 @@ class Training:
                     launch.address_file.unlink(missing_ok=True)
 
 
+def _checked_devices(devices: Any) -> int:
+    if isinstance(devices, bool) or not isinstance(devices, Integral) or devices < 1:
+        raise InvalidArgument(f"devices: {devices!r:.80} is not a whole number of at least 1")
+    return int(devices)
+
+
+def _checked_strategy(strategy: Any) -> str:
+    spec = strategy if isinstance(strategy, str) else getattr(strategy, "spec", None)
+    if not isinstance(spec, str):
+        raise InvalidArgument(
+            f"strategy: {strategy!r:.80} is neither a name, such as 'pipeline:1f1b', nor a strategy, such as "
+            "hoop.Pipeline()"
+        )
+    return spec
+
+
+def _checked_folder(out: Any) -> Path | None:
+    try:
+        return None if out is None else Path(out)
+    except TypeError:
+        raise InvalidArgument(f"out: {out!r:.80} is not the path of a folder") from None
+
+
 def train(
     model: nn.Module | Callable[[int], nn.Module] | Job | str,
     data: Any = None,
@@ -217,7 +244,8 @@ def train(
     """Trains a model on devices of this machine and returns the result.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
-    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets; without test data
+    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. Inputs and targets
+    are tensors or NumPy arrays, of which float64 becomes float32. Without test data
     the model is measured on the training data, and ``result.split`` says so. ``loss`` is
     ``cross_entropy``, ``mse``, or a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``. It trains as it
     does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
@@ -231,13 +259,16 @@ def train(
     """
     if untested := torch_versions.check_version(torch_versions.installed_version()):
         warnings.warn(untested, torch_versions.UntestedTorchWarning, stacklevel=2)
-    from hoop.engine.job import INHERITED, Job, find_job
+    from hoop.engine.job import INHERITED, Job, build_model, find_job
     from hoop.engine.loss_reduction import with_criterion
     from hoop.engine.recipes import RECIPES
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
     from hoop.runs.job_objects import job_from, load_into
 
+    devices, spec, folder = _checked_devices(devices), _checked_strategy(strategy), _checked_folder(out)
+    if progress is not None and not callable(progress):
+        raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
     if reduction is not None and isinstance(model, str | Job):
         raise InvalidArgument(f"reduction: {reduction!r} is for a loss that is given here; a job states its own")
     if isinstance(model, str):
@@ -245,7 +276,6 @@ def train(
     else:
         job = model if isinstance(model, Job) else job_from(model, data, loss, reduction)
         name = f"inherited:{len(INHERITED)}"
-    spec = strategy if isinstance(strategy, str) else strategy.spec
     wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
     loaded = job.data()  # before the fork: devices share what is loaded now
     with blaming_user_code("calling the loss before the first step"):
@@ -253,7 +283,6 @@ def train(
     check_faults(wanted, devices, len(loaded.train))
     if not isinstance(model, str):
         INHERITED.append(job)
-    folder = None if out is None else Path(out)
     if resume and folder is None:
         raise InvalidArgument("resume: it needs out, the folder of the run to go on with")
     if folder is not None and not resume and (folder / FOLDER).is_dir():
@@ -271,4 +300,4 @@ def train(
                 progress(observed.to_fields())
             if isinstance(observed.event, ev.Finished):
                 summary = observed.event.result
-        return Result(summary, load_into(job.model(wanted.seed), weights))
+        return Result(summary, load_into(build_model(job, wanted.seed), weights))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
 from hoop.engine.evaluation import CHUNK
-from hoop.engine.job import Job
+from hoop.engine.job import Job, build_model
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.recipes import RECIPES
 from hoop.engine.settings import Settings
@@ -72,7 +72,7 @@ def load_trained(place: Path, job: str | None = None) -> TrainedModel:
         )
     known = job_named(settings.job, load=False)
     with blaming_user_code(f"making the model of {settings.job}"):
-        model = known.model(settings.seed)
+        model = build_model(known, settings.seed)
     load_into(model, tensors)
     return TrainedModel(found, settings, steps, known, model, weights_digest(tensors))
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_communication, measure_costs, profile_blocks
-from hoop.engine.job import Job, blocks_of
+from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
 from hoop.errors import HoopError
@@ -211,7 +211,7 @@ def calibrated(
 
 def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:
     data = job.data().train
-    blocks = blocks_of(job.model(settings.seed))
+    blocks = blocks_of(build_model(job, settings.seed))
     rows = min(rows, len(data))
     batch = data.batch(np.arange(rows, dtype=np.int64), epoch=0, seed=settings.seed)
     found = profile_blocks(blocks, batch, settings.optimizer, settings.num_microbatches, REPEATS)

@@ -13,6 +13,7 @@ from hoop.plan.partition import Block, StageCut, StageDevice, partition, partiti
 from hoop.plan.plan import Plan, in_flight, split_evenly
 from hoop.strategies.base import Strategy
 
+MIB = 1 << 20
 Memory = Sequence[int | None]
 """Memory of each device in bytes; None: unlimited."""
 
@@ -124,16 +125,21 @@ def fitting_strategies(
     return sorted(found, key=lambda one: max(one.bytes))
 
 
-def advice(fits: Sequence[Fit]) -> str:
-    """The hint in the error for a model that does not fit; ``fits``: strategies under which it would."""
+def advice(fits: Sequence[Fit], needed: int) -> str:
+    """The hint in the error for a model that does not fit.
+
+    ``fits``: strategies under which it would. ``needed``: bytes of a device's memory that are enough.
+    """
+    size = needed // MIB + 1
+    memory = f"With replicas and snapshots {size} MiB a device are enough: --memory {size}MiB (memory= of hoop.train)"
     if not fits:
-        return "no strategy fits on these devices; add devices or memory, or cut the batch into more shards"
-    return f"it would fit with {', '.join(map(str, fits))}"
+        return f"{memory}. With what they have no strategy fits; add devices, or cut the batch into more shards"
+    return f"{memory}. With what they have it would fit with {', '.join(map(str, fits))}"
 
 
 def _name(ranks: Sequence[int]) -> str:
     listed = ", ".join(map(str, ranks[:4])) + (", …" if len(ranks) > 4 else "")
-    return f"device {listed}" if len(ranks) == 1 else f"each of devices {listed}"
+    return f"rank {listed}" if len(ranks) == 1 else f"each of ranks {listed}"
 
 
 def _with_buffers(block: Block, gradients: int, updates: bool) -> Block:
@@ -154,5 +160,5 @@ def _add_servers(plan: Plan, blocks: Sequence[Block], memory: Memory, rank_bytes
         limit = memory[rank]
         if limit is not None and len(part) > limit:
             raise FailedPrecondition(
-                f"memory: the server on device {rank} needs {format_size(len(part))} and has {format_size(limit)}"
+                f"memory: the server on rank {rank} needs {format_size(len(part))} and has {format_size(limit)}"
             )

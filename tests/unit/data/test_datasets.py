@@ -203,7 +203,8 @@ def test_a_users_array_stays_writable() -> None:
         (lambda: TensorData(torch.zeros(0), torch.zeros(0)), "inputs, targets: 0 and 0 rows"),
         (lambda: TensorData(torch.tensor(1.0), torch.zeros(2)), "inputs: .. on cpu is not rows"),
         (lambda: MapData([]), "dataset: it has no samples"),
-        (lambda: MapData([1, 2]).allocate(1), "list.0. is not a pair"),
+        (lambda: MapData([1, 2]).allocate(1), "list.0. is not a pair of input and target, but int; give"),
+        (lambda: MapData([("a", 1)]).allocate(1), "the input of list.0., str, is no tensor, array or number: "),
         (
             lambda: MapData([([1.0], 1), ([1.0, 2.0], 1)]).batch(np.array([0, 1]), epoch=0, seed=0),
             "the input of list.1. is .2., that of the first .1.",

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import hoop
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
+from hoop.engine.cost_probe import profile_blocks
+from hoop.engine.job import Job, build_model
+from hoop.engine.settings import Settings
+from hoop.engine.setup import check_stages
+from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.runs.job_objects import job_from, load_into, splits_from
+from hoop.strategies.catalog import parse
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -44,15 +52,140 @@ def test_data_is_accepted_in_every_form(data: Any, sizes: tuple[int, int], evalu
     assert found.evaluated_split == evaluated
 
 
-def test_unsupported_data_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="data: int is neither"):
-        splits_from(7)
+def test_numpy_arrays_are_accepted_and_floats_become_float32() -> None:
+    inputs, targets = INPUTS.numpy().astype(np.float64), TARGETS.numpy()
+    targets.flags.writeable = False
+    splits = splits_from(((inputs[::-1], targets), (inputs.astype(">f8"), TARGETS)))
+    train, test = splits
+    assert isinstance(train, TensorData)
+    assert isinstance(test, TensorData)
+    assert torch.equal(train.inputs, INPUTS.flip(0))
+    assert torch.equal(test.inputs, INPUTS)
+    assert train.targets.dtype == torch.int64
+    assert len(splits_from((inputs, targets)).train) == len(INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (7, "data: int is neither (inputs, targets) nor a dataset; give tensors or NumPy arrays"),
+        ((np.zeros((2, 3)), [0, 1]), "data: targets are list; give a tensor or a NumPy array"),
+        ((np.array(["a", "b"]), np.zeros(2)), "data: inputs are an array of <U1; give an array of numbers"),
+        ((np.zeros((2, 3)), np.zeros(4)), "inputs, targets: 2 and 4 rows"),
+    ],
+)
+def test_unsupported_data_is_refused(data: Any, sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        splits_from(data)
+    assert str(caught.value).startswith(sentence)
 
 
 def test_a_module_is_used_itself_and_a_function_creates_one() -> None:
     module = nn.Linear(2, 1)
     assert job_from(module, (INPUTS, TARGETS), "mse").model(3) is module
     assert job_from(lambda seed: nn.Linear(seed, 1), (INPUTS, TARGETS), "mse").model(3).in_features == 3
+
+
+class Sized(nn.Module):
+    def __init__(self, hidden: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, hidden)
+
+
+class Seeded(nn.Linear):
+    def __init__(self, seed: int) -> None:
+        super().__init__(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Sized, "model: Sized is a class; give an object of it, Sized(…), or a function of the seed"),
+        (nn.Linear, "model: Linear is a class; give an object of it"),
+        (lambda: nn.Linear(2, 1), "model: <lambda>() is called with the seed; make it a function of that one argument"),
+        (7, "model: 7 is neither a module nor a function of a seed"),
+        (None, "model: None is neither a module nor a function of a seed"),
+    ],
+)
+def test_what_makes_no_model_is_refused(model: Any, sentence: str) -> None:
+    """A class whose first argument is not the seed trained with the seed in its place: with 0 hidden units."""
+    with pytest.raises(InvalidArgument) as caught:
+        job_from(model, (INPUTS, TARGETS), "mse")
+    assert str(caught.value).startswith(sentence)
+
+
+def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
+    splits = splits_from((INPUTS, TARGETS))
+    assert isinstance(build_model(Job(Seeded, lambda: splits), 3), Seeded)
+    for model, sentence in (
+        (nn.Linear(2, 1), "model: Linear is a module; a Job takes a function of the seed"),
+        (lambda seed: {"model": nn.Linear(2, 1)}, "model: for the seed 3 it returned dict"),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            build_model(Job(model, lambda: splits), 3)  # type: ignore[arg-type]
+        assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"devices": "4"}, "devices: '4' is not a whole number of at least 1"),
+        ({"devices": True}, "devices: True is not a whole number"),
+        ({"devices": 0}, "devices: 0 is not a whole number"),
+        ({"strategy": 3}, "strategy: 3 is neither a name, such as 'pipeline:1f1b', nor a strategy"),
+        ({"strategy": hoop.Pipeline}, "strategy: <class"),
+        ({"out": 7}, "out: 7 is not the path of a folder"),
+        ({"progress": "yes"}, "progress: 'yes' is not a function of an event"),
+        ({"memory": None}, "memory: None is not a size"),
+        (
+            {"optimizer": torch.optim.RMSprop},
+            "optimizer: the class RMSprop is not the name of an optimizer; known: sgd",
+        ),
+        ({"optimizer": {"name": 7}}, "optimizer: 7 is not text"),
+        ({"lr": 10**400}, "lr: 1000"),
+    ],
+)
+def test_wrong_arguments_of_train_are_named(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        hoop.train(nn.Linear(2, 1), (INPUTS, TARGETS), loss="mse", **arguments)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_an_optimizer_that_hoop_has_is_suggested_by_its_name() -> None:
+    model = nn.Linear(2, 1)
+    for optimizer in (torch.optim.SGD, torch.optim.SGD(model.parameters(), lr=0.1)):
+        with pytest.raises(InvalidArgument, match=r"SGD is not the name .* e\.g\. optimizer='sgd', lr="):
+            Settings().replaced({"optimizer": optimizer})
+
+
+def test_numbers_of_numpy_are_settings() -> None:
+    changed = Settings().replaced({"epochs": np.int64(3), "lr": np.float32(0.5)})
+    assert (changed.epochs, changed.optimizer.lr) == (3, 0.5)
+    assert type(changed.epochs) is int
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"outputs": self.layer(inputs)}
+
+
+def test_an_output_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="model: Named returned dict, not a tensor; return one tensor"):
+        profile_blocks([Named()], (INPUTS, TARGETS), OptimizerSettings())
+
+
+def test_a_model_that_cannot_be_cut_is_refused_with_the_remedy() -> None:
+    strategy = parse("pipeline")
+    plan = strategy.plan(2, 4)
+    with pytest.raises(InvalidArgument, match=r"needs 2 stages .* Sized, is 1 block; make it an nn.Sequential"):
+        check_stages(strategy, plan, Sized(), 1)
+    with pytest.raises(InvalidArgument, match=r"Sequential, is 1 block; use fewer devices, or an nn.Sequential of"):
+        check_stages(strategy, plan, nn.Sequential(Sized()), 1)
+    check_stages(strategy, plan, nn.Sequential(Sized(), Sized()), 2)
 
 
 class Tied(nn.Module):

@@ -107,14 +107,14 @@ def test_strategies_that_would_fit_are_suggested() -> None:
     with pytest.raises(FailedPrecondition) as error:
         fit(DataParallel(), DataParallel().plan(4, 8), blocks(), memory)
     assert str(error.value) == (
-        "memory: each of devices 0, 1, 2, 3 needs 32 MiB and has 10 MiB, in one stage of 8 blocks"
+        "memory: each of ranks 0, 1, 2, 3 needs 32 MiB and has 10 MiB, in one stage of 8 blocks"
     )
     fits = fitting_strategies(all_strategies(4), blocks(), memory, 8)
     assert {one.strategy.name for one in fits} == {"ring", "pipeline"}
-    assert advice(fits).startswith("it would fit with ring:sync,slices=1 (at most 8 MiB a device), ")
-    assert advice(fitting_strategies(all_strategies(4), blocks(), [MIB] * 4, 8)).startswith(
-        "no strategy fits on these devices"
-    )
+    assert "33 MiB a device are enough: --memory 33MiB (memory= of hoop.train)." in advice(fits, 32 * MIB)
+    assert "it would fit with ring:sync,slices=1 (at most 8 MiB a device), " in advice(fits, 32 * MIB)
+    none = fitting_strategies(all_strategies(4), blocks(), [MIB] * 4, 8)
+    assert "no strategy fits; add devices" in advice(none, 32 * MIB)
 
 
 def test_the_smallest_device_of_a_stage_limits_it() -> None:
@@ -124,7 +124,7 @@ def test_the_smallest_device_of_a_stage_limits_it() -> None:
 
 def test_a_server_with_too_little_memory_is_refused() -> None:
     strategy = ParameterServer()
-    with pytest.raises(FailedPrecondition, match="the server on device 2 needs 32 MiB and has 8 MiB"):
+    with pytest.raises(FailedPrecondition, match="the server on rank 2 needs 32 MiB and has 8 MiB"):
         fit(strategy, strategy.plan(3, 8), blocks(), [None, None, 8 * MIB])
 
 

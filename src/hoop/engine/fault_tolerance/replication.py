@@ -348,6 +348,22 @@ def allocate_shard(vectors: StateVectors, name: str, specs: Sequence[SliceSpec])
     return StateShard(specs, vectors.new(name, bytes_of(specs) // 4).view(np.uint8), record=record)
 
 
+def copies_bytes(
+    plan: Plan, fit: Fit, blocks: Sequence[Block], hosts: Sequence[Hashable] = (), persistent_memory: bool = False
+) -> list[int]:
+    """Bytes of each rank's replicas of other ranks' state, and of its persistent copies of its own."""
+    copies = [0] * plan.size
+    each = zip(replica_shares(plan, fit.stages, blocks), replica_holders(plan.size, hosts), strict=True)
+    for rank, (share, holder) in enumerate(each):
+        if fit.strategy.synchronous:
+            copies[holder] += (share.state + share.change) * (holder != rank)
+        else:
+            copies[holder] += 2 * share.state * (holder != rank)
+            copies[rank] += share.state
+        copies[rank] += COPIES * share.state * persistent_memory
+    return copies
+
+
 def check_memory(
     plan: Plan,
     fit: Fit,
@@ -360,19 +376,11 @@ def check_memory(
 
     ``memory``: free bytes of each rank's arena.
     """
-    copies = [0] * plan.size
-    each = zip(replica_shares(plan, fit.stages, blocks), replica_holders(plan.size, hosts), strict=True)
-    for rank, (share, holder) in enumerate(each):
-        if fit.strategy.synchronous:
-            copies[holder] += (share.state + share.change) * (holder != rank)
-        else:
-            copies[holder] += 2 * share.state * (holder != rank)
-            copies[rank] += share.state
-        copies[rank] += COPIES * share.state * persistent_memory
+    copies = copies_bytes(plan, fit, blocks, hosts, persistent_memory)
     for rank, (needed, free) in enumerate(zip(fit.bytes, memory, strict=True)):
         if needed + copies[rank] > free:
             raise FailedPrecondition(
-                f"memory: device {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for replicas "
-                f"of other devices' state, and has {format_size(free)}; without replicas (--no-replicate) it fits, but "
-                "the loss of a device ends the run"
+                f"memory: rank {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for replicas "
+                f"of other ranks' state, and has {format_size(free)}; give each device more (--memory, memory= of "
+                "hoop.train). Without replicas (--no-replicate) it fits, but the loss of a device ends the run"
             )
