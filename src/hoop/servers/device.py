@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
@@ -17,7 +19,7 @@ from pathlib import Path
 import grpc
 
 from hoop.environment import versions
-from hoop.errors import HoopError, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, OutOfMemory
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
 from hoop.servers import device_service, lab_device
@@ -37,6 +39,7 @@ from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.roles import Role
 from hoop.wire.service import handlers
 
+log = logging.getLogger("hoop.servers")
 ID_LABEL = "device_id"
 """The arena label that stores the device id, so that a restarted device gets the same id."""
 
@@ -83,8 +86,7 @@ class DeviceServer:
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
-        path = config.arena or default_directory(config.memory) / f"hoop-{os.getpid()}-{incarnation}.arena"
-        self._arena = Arena.open_or_create(path, config.memory)
+        self._arena = _open_arena(config, f"hoop-{os.getpid()}-{incarnation}.arena")
         if not self._keeps_arena and sys.platform == "linux":
             self._arena.unlink()  # other systems can share it with peers only by its name
         try:
@@ -199,6 +201,23 @@ class DeviceServer:
             await self._server.stop(grace=0.2)
         await asyncio.to_thread(self._runner.close)
         self._arena.close(delete=not self._keeps_arena)
+
+
+def _open_arena(config: DeviceConfig, name: str) -> Arena:
+    """The arena in the given file, else a new one: in /dev/shm, or where that fails in the temporary directory.
+
+    Devices that start at the same time all see the same free space in /dev/shm, and it may not be enough for all.
+    """
+    if config.arena is not None:
+        return Arena.open_or_create(config.arena, config.memory)
+    folder, other = default_directory(config.memory), Path(tempfile.gettempdir())
+    try:
+        return Arena.open_or_create(folder / name, config.memory)
+    except (OutOfMemory, FailedPrecondition) as error:
+        if folder == other:
+            raise
+        log.warning("%s. The arena is in %s instead", error, other)
+        return Arena.open_or_create(other / name, config.memory)
 
 
 # ---- addresses at which others reach a device

@@ -31,9 +31,7 @@ from hoop.torch_backend.p2p import P2PEngine
 from hoop.transport import Endpoint, Transport, open_transport
 from hoop.transport.hybrid import HybridTransport
 from hoop.transport.registry import key_of_environment
-from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore
-from hoop.transport.shm_endpoint import semaphore_name
-from hoop.transport.shm_segment import PAGE, create_shared_memory, map_bytes
+from hoop.transport.shm_endpoint import shared_memory_error
 
 log = logging.getLogger("hoop.torch_backend")
 SAME_HOST_TRANSPORT = "shm"
@@ -100,21 +98,7 @@ def _same_host_scheme() -> str:
     It is part of the host key. Ranks whose schemes differ therefore count as on different hosts: all ranks come to the
     same decision, and a rank that cannot share memory is reached by tcp.
     """
-    return os.environ.get("HOOP_TRANSPORT") or (SAME_HOST_TRANSPORT if shared_memory_works() else "tcp")
-
-
-def shared_memory_works() -> bool:
-    """Whether this process can create shared memory and a semaphore in it."""
-    try:
-        descriptor = create_shared_memory(PAGE)
-        try:
-            place = map_bytes(descriptor, 0, PAGE)[:SEMAPHORE_BYTES]
-            Semaphore.create(place, semaphore_name(f"{os.getpid():08x}{secrets.token_hex(12)}", 0)).unlink()
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return False
-    return True
+    return os.environ.get("HOOP_TRANSPORT") or (SAME_HOST_TRANSPORT if shared_memory_error() is None else "tcp")
 
 
 def _multi_host_scheme(hosts: list[str]) -> str:

@@ -17,7 +17,6 @@ PUBLIC = (
     "hybrid",
     "inproc",
     "registry",
-    "semaphore",
     "shm_endpoint",
     "shm_listener",
     "shm_segment",

@@ -26,13 +26,15 @@ from hoop.errors import CollectiveMismatch, HoopError, InvalidArgument, PeerLost
 from hoop.topology import Address
 from hoop.transport.base import PendingBuffers, PendingSend, SharedEndpoint, remaining
 from hoop.transport.call_check import Call, mismatch_error
-from hoop.transport.semaphore import Semaphore, spins_before_yield
+from hoop.transport.semaphore import SEMAPHORE_BYTES, Semaphore, spins_before_yield
 from hoop.transport.shm_ring import RingReader, RingWriter
 from hoop.transport.shm_segment import (
+    PAGE,
     Bytes,
     ShmSegment,
     barrier_rounds,
     create_shared_memory,
+    map_bytes,
     segment_bytes,
     semaphore_count,
 )
@@ -460,3 +462,20 @@ class ShmEndpoint(SharedEndpoint):
 
 def semaphore_name(token: str, index: int) -> str:
     return f"/hoop-{token}-{index}"
+
+
+def shared_memory_error() -> OSError | None:
+    """Why this process cannot create shared memory with a semaphore in it; None if it can.
+
+    Causes: no ``memfd_create`` under a seccomp profile; a full or read-only /dev/shm where semaphores have names.
+    """
+    try:
+        descriptor = create_shared_memory(PAGE)
+        try:
+            place = map_bytes(descriptor, 0, PAGE)[:SEMAPHORE_BYTES]
+            Semaphore.create(place, semaphore_name(f"{os.getpid():08x}{os.urandom(12).hex()}", 0)).unlink()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error
+    return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import random
 import re
@@ -31,10 +32,11 @@ from hoop.memory import Arena, dtype
 from hoop.topology import Address
 from hoop.transport.accepting import AcceptingSocket, OutOfDescriptors
 from hoop.transport.base import Endpoint, Transport
-from hoop.transport.shm_endpoint import ShmEndpoint
+from hoop.transport.shm_endpoint import ShmEndpoint, shared_memory_error
 from hoop.transport.shm_segment import map_bytes, segment_bytes
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
+log = logging.getLogger("hoop.transport")
 ABSTRACT = sys.platform == "linux"
 """Linux has socket names that are no files and end with the process; elsewhere the name is a file."""
 _OFFER = struct.Struct("<32sQQ")  # token, start and size of the arena's bytes in its file
@@ -284,10 +286,16 @@ class ShmTransport(Transport):
 
 
 def open_shm_transport(address: Address, arena: Arena) -> ShmTransport | None:
-    """Shared memory beside TCP at ``address``, under the host's identity; None if it is not available."""
+    """Shared memory beside TCP at ``address``, under the host's identity; None, with a warning, if it is not available.
+
+    A device without it has TCP links only. Its peers know that from its description, so all choose the same links.
+    """
     try:
+        if error := shared_memory_error():
+            raise error
         return ShmTransport(Address(host_identity(), address.port), arena)
-    except (FailedPrecondition, OSError):
+    except (FailedPrecondition, OSError) as error:
+        log.warning("no shared memory (%s): this device's links are TCP, which is slower on one machine", error)
         return None
 
 

@@ -1,0 +1,63 @@
+"""A device without room in /dev/shm, or without shared memory, starts with a warning: arena on disk, links over TCP."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hoop.errors import OutOfMemory
+from hoop.memory import Arena, storage
+from hoop.servers.device import DeviceConfig, _open_arena
+from hoop.topology import Address
+from hoop.transport.semaphore import Semaphore
+from hoop.transport.shm_listener import open_shm_transport
+
+
+def test_an_arena_that_does_not_fit_in_shared_memory_is_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Devices that start together all see the same free space: it may be taken when one of them reserves its arena."""
+    shared, elsewhere = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir()
+    elsewhere.mkdir()
+    monkeypatch.setattr(storage, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    reserve = storage.BackingFile.reserve
+
+    def full(file: storage.BackingFile, size: int) -> None:
+        if file.path.parent == shared:
+            raise OutOfMemory("no space left")
+        reserve(file, size)
+
+    monkeypatch.setattr(storage.BackingFile, "reserve", full)
+    config = DeviceConfig(Address("127.0.0.1", 1), memory=4096)
+    arena = _open_arena(config, "one.arena")
+    assert arena.path == elsewhere / "one.arena"
+    assert "no space left. The arena is in" in caplog.text
+    assert list(shared.iterdir()) == []
+    arena.close(delete=True)
+    with pytest.raises(OutOfMemory):  # a file that the user named is never replaced by another
+        _open_arena(dataclasses.replace(config, arena=shared / "given.arena"), "two.arena")
+
+
+@pytest.mark.parametrize("missing", ["memfd_create", "semaphores"])
+def test_without_shared_memory_a_device_has_tcp_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if missing == "semaphores":
+        monkeypatch.setattr(Semaphore, "create", fail)
+    else:
+        monkeypatch.setattr(os, "memfd_create", fail, raising=False)
+    arena = Arena.create(tmp_path / "arena", 4096)
+    assert open_shm_transport(Address("127.0.0.1", 4021), arena) is None
+    assert "no shared memory ([Errno 28] No space left on device): this device's links are TCP" in caplog.text
+    arena.close(delete=True)
