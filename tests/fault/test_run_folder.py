@@ -19,7 +19,7 @@ import pytest
 from reported_rows import check_run
 from typer.testing import CliRunner
 
-from hoop.cli.main import command_line
+from hoop.cli.commands import command_line
 from hoop.runs.audit import audit
 from hoop.runs.checkpoint_store import listed, step_of
 from hoop.runs.ledger import NAME, lines

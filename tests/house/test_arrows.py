@@ -189,7 +189,7 @@ def test_import_hoop_does_not_load_torch() -> None:
         "hoop.engine.entrypoint",  # the same
         "hoop.engine.gradient_slots",  # hoop plan
         "hoop.runs.simulation_report",  # hoop simulate
-        "hoop.cli.main; hoop.cli.main.command_line()",  # every command
+        "hoop.cli.commands; hoop.cli.commands.command_line()",  # every command
         "hoop.servers.device",
     ],
 )

@@ -141,7 +141,7 @@ def violations(root: Path, hoop: Any) -> list[str]:
 
 
 def test_documentation_is_valid() -> None:
-    from hoop.cli.main import command_line
+    from hoop.cli.commands import command_line
 
     errors = violations(ROOT, typer.main.get_command(command_line()))
     assert not errors, "\n" + "\n".join(errors)

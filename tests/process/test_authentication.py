@@ -25,7 +25,7 @@ from lab_cluster import Cluster, check_refusal, hoop_up, resident_bytes
 from lab_target import DEVICE, LAB_DEVICE, METHODS
 
 import hoop
-from hoop.cli import main
+from hoop.cli.commands import command_line
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
@@ -115,7 +115,7 @@ def secured(request: pytest.FixtureRequest) -> SecureCluster:
 
 def hoop_command(*arguments: object) -> None:
     """Runs ``hoop …`` in this process, which is faster; raises the command's error."""
-    main.command_line()([str(one) for one in arguments], standalone_mode=False)
+    command_line()([str(one) for one in arguments], standalone_mode=False)
 
 
 def method_path(name: str) -> str:

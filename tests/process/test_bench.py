@@ -51,6 +51,7 @@ def test_an_algorithm_can_be_forced_and_plotted(tmp_path: Path) -> None:
         (["--algorithm", "direct", "--contenders", "shm"], "algorithm: shm cannot run direct"),
         (["--contenders", "nccl"], "contender: 'nccl' is unknown; known: arena, "),
         (["--sizes", "7"], "size: 7 bytes are not whole float32 elements"),
+        (["--plot", "plot.png"], "--plot: 'plot.png': the plot is an SVG file; name it plot.svg"),
         (["--plot", "/no/such/plot.svg"], "--plot: there is no folder /no/such; make it first"),
         (["--ranks", "0"], "--ranks: '0' is not a number of ranks"),
     ],

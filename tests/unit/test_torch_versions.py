@@ -115,7 +115,7 @@ def test_one_rank_warns_once_about_a_newer_version(
 
 
 def test_hoop_train_rejects_an_older_version(torch_is: Any) -> None:
-    from hoop.cli.main import command_line
+    from hoop.cli.commands import command_line
 
     torch_is(OLD)
     outcome = CliRunner().invoke(command_line(), ["train", "mnist"])

@@ -17,7 +17,7 @@ from hoop.topology import Address, Addresses
 def attach(
     coordinator: options.CoordinatorAddress,
     job: Annotated[
-        int | None, typer.Argument(min=1, help="Which job (hoop status lists them). [default: the one that runs]")
+        int | None, typer.Argument(min=1, help="Which job (hoop status lists them).", show_default="the one that runs")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write what hoop train --out would: metrics, checkpoints, plots, result.")

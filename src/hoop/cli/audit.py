@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import echo
 
 
 def audit(
@@ -27,21 +28,21 @@ def audit(
     if json:
         typer.echo(json_module.dumps({"holds": found.holds, **asdict(found)}))
     elif found.violation is not None:
-        typer.echo(f"does not hold: {found.violation}")
+        echo(f"does not hold: {found.violation}")
     else:
-        typer.echo(
+        echo(
             f"holds: {found.steps} steps, {found.epochs} whole epoch{'s' * (found.epochs != 1)} of {found.samples:,} "
             "samples, each in exactly one step of an epoch"
         )
         shards = ", ".join(f"device {device} {count:,}" for device, count in found.shards.items())
-        typer.echo(f"  shards computed: {shards}")
+        echo(f"  shards computed: {shards}")
         for one in found.taken_over:
             by = ", ".join(f"{shard} by device {device}" for shard, device in one["by"].items())
             lost = ", ".join(map(str, one["lost"])) or "none"
-            typer.echo(f"  step {one['step']}: device {lost} lost; shards computed again: {by}")
+            echo(f"  step {one['step']}: device {lost} lost; shards computed again: {by}")
         if found.resumed:
             steps = ", ".join(map(str, found.resumed))
-            typer.echo(f"  went on after step {steps}; {found.repeated} steps were done again")
-        typer.echo(f"  checkpoints: {', '.join(reversed(found.checkpoints)) or 'none'}")
+            echo(f"  went on after step {steps}; {found.repeated} steps were done again")
+        echo(f"  checkpoints: {', '.join(reversed(found.checkpoints)) or 'none'}")
     if not found.holds:
         raise typer.Exit(1)

@@ -25,11 +25,11 @@ def bench(
     sizes: Annotated[str, typer.Option(help="Sizes of the float32 vector.")] = "4,437544,4MiB,64MiB",
     seconds: Annotated[str, typer.Option(help="Time to measure each value.")] = "500ms",
     algorithm: Annotated[
-        str, typer.Option(help="Algorithm of arena, shm and tcp: ring, tree, staged, … [default: chosen by cost]")
+        str, typer.Option(help="Algorithm of arena, shm and tcp: ring, tree, staged, …", show_default="chosen by cost")
     ] = "",
     openmpi: Annotated[Path | None, typer.Option(help="Open MPI's mpirun; the Python beside it has mpi4py.")] = None,
     mpich: Annotated[Path | None, typer.Option(help="MPICH's mpirun; the Python beside it has mpi4py.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw time by size into this file, as SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time by size into this .svg file.")] = None,
     json: options.Json = False,
 ) -> None:
     """Measure all-reduce side by side: size, time, algbw, busbw, and the ratio to the last contender.
@@ -45,6 +45,8 @@ def bench(
     amounts = [parse_size(one, "--sizes") for one in sizes.split(",")]
     paths = {name: path for name, path in (("openmpi", openmpi), ("mpich", mpich)) if path}
     contest = Contest(names, counts, amounts, parse_duration(seconds, "--seconds"), paths, algorithm)
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise InvalidArgument(f"--plot: {plot.name!r}: the plot is an SVG file; name it {plot.stem or 'plot'}.svg")
     if plot is not None and not plot.parent.is_dir():
         raise InvalidArgument(f"--plot: there is no folder {plot.parent}; make it first")
     limits = {count: copy_bandwidth(min(count, os.cpu_count() or 1)) for count in counts}

@@ -10,14 +10,14 @@ import typer
 
 from hoop.cli import options
 from hoop.config import format_size
-from hoop.files import write_text
+from hoop.files import make_folder, write_text
 
 
 def calibrate(
     job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
     out: Annotated[Path, typer.Option(help="Where the file is written.")] = Path("calibration.json"),
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
-    shards: Annotated[int | None, typer.Option(min=1, help="Parts of a batch.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
+    shards: Annotated[int | None, typer.Option(metavar="N", min=1, help="Parts of a batch.")] = None,
     json: options.Json = False,
 ) -> None:
     """Measure a job's costs on this machine, for --costs of hoop simulate, hoop plan and hoop train.
@@ -32,6 +32,7 @@ def calibrate(
     from hoop.runs.job_lookup import job_named, resolved
     from hoop.runs.prediction import between, calibrated, machine_of
 
+    make_folder(out.parent, "--out")
     typer.echo("measuring links …", err=True)
     machine = machine_of(link_seconds("shm", more=between))
     typer.echo(f"loading {job} and measuring its blocks …", err=True)

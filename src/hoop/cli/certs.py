@@ -22,7 +22,9 @@ _WAIT_S = 60.0
 
 def certs(
     folder: Annotated[Path, typer.Argument(help="A new folder for the authority and a folder a role.")],
-    days: Annotated[int, typer.Option(min=1, max=_AUTHORITY_DAYS, help="How long certificates are good for.")] = 825,
+    days: Annotated[
+        int, typer.Option(metavar="N", min=1, max=_AUTHORITY_DAYS, help="How long certificates are good for.")
+    ] = 825,
 ) -> None:
     """Make a certificate authority, and certificates for the coordinator, devices and clients.
 

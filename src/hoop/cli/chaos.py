@@ -11,20 +11,25 @@ import typer
 from hoop.cli import options
 from hoop.config import parse_duration
 from hoop.errors import InternalError
-from hoop.files import write_text
+from hoop.files import make_folder, write_text
 
 
 def chaos(
-    faults: Annotated[int, typer.Option(min=0, help="Number of faults.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the kinds, times and victims of the faults.")] = 0,
+    faults: Annotated[int, typer.Option(metavar="N", min=0, help="Number of faults.")] = 20,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Seed of the kinds, times and victims of the faults.")
+    ] = 0,
     strategy: Annotated[str, typer.Option("--strategy", "-s", help="As hoop train's.")] = "data",
-    devices: Annotated[int, typer.Option("--devices", "-n", min=2, help="How many devices.")] = 4,
+    devices: Annotated[int, typer.Option("--devices", "-n", metavar="N", min=2, help="How many devices.")] = 4,
     job: Annotated[str, typer.Option(help="Job to train.")] = "mnist",
     kinds: Annotated[
         str, typer.Option(help="Kinds of faults: kill, stop, slow, join, leave, coordinator.")
     ] = "kill,stop,slow,join,leave,coordinator",
     pace: Annotated[
-        int, typer.Option(min=1, help="Slow every device down by this factor, so that faults hit during training.")
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Slow every device down by this factor, so that faults hit during training."
+        ),
     ] = 8,
     every: Annotated[
         str, typer.Option(help="Least time between two faults, like 15s; 0: the next follows when the last is over.")
@@ -46,6 +51,8 @@ def chaos(
 
     parse(strategy)
     wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    if out is not None:
+        make_folder(out.parent, "--out")
     config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted, parse_duration(every, "--every"))
     found = run(config, lambda text: typer.echo(text, err=True))
     if out is not None:

@@ -60,9 +60,10 @@ def coordinator(
     journal: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|etcd://HOST:PORT[,HOST:PORT...]/PREFIX",
-            help="Journal of devices, communicators and jobs, to survive a restart; in etcd also a machine's loss: "
-            "a second coordinator on the same journal stands by, and takes over when the first is gone.",
+            metavar="FILE|URL",
+            help="Journal of devices, communicators and jobs, to survive a restart: a file. In etcd, "
+            "etcd://HOST:PORT/PREFIX also survives the loss of a machine: a second coordinator on the same journal "
+            "stands by, and takes over when the first is gone.",
         ),
     ] = None,
     journal_lease: Annotated[

@@ -20,14 +20,14 @@ def device(
         str,
         typer.Option(
             envvar="HOOP_COORDINATOR",
-            help="Coordinator to join, host:port; with a standby coordinator: host:port,host:port.",
+            help="Coordinator to join, host:port; with a standby coordinator both, separated by a comma.",
         ),
     ],
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
     data_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port for its data links; 0 picks a free one.")
+        int, typer.Option(metavar="N", min=0, max=65535, help="The port for its data links; 0 picks a free one.")
     ] = 0,
     arena: Annotated[
         Path | None,
@@ -36,7 +36,7 @@ def device(
         ),
     ] = None,
     id: Annotated[  # noqa: A002 - the option's name
-        int, typer.Option(min=0, help="This device's id; 0: the id in the arena, or a new one.")
+        int, typer.Option(metavar="N", min=0, help="This device's id; 0: the id in the arena, or a new one.")
     ] = 0,
     jobs: options.Jobs = Path("."),
     address_file: options.AddressFile = None,

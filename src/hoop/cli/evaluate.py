@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import echo
 
 Run = Annotated[Path, typer.Argument(help="A run's folder (what --out named), or one of its checkpoints.")]
 JobName = Annotated[
     str | None,
     typer.Option(
         "--job",
-        help="The run's job, file.py:name or module:name. Its code is run, which a checkpoint cannot choose. "
-        "[default: the recipe that the checkpoint names]",
+        help="The run's job, file.py:name or module:name. Its code is run, which a checkpoint cannot choose.",
+        show_default="the recipe that the checkpoint names",
     ),
 ]
 
@@ -30,16 +31,16 @@ def evaluate(run: Run, job: JobName = None, json: options.Json = False) -> None:
 
     one = load_trained(run, job)
     for warning in one.found.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     found = measure(one)
     if json:
         typer.echo(json_module.dumps(found))
         return
     training = found["split"] == "train"
     which = "training samples: the job has no test data" if training else "test samples"
-    typer.echo(
+    echo(
         f"{'training ' if training else ''}accuracy {found['accuracy']:.2%}  loss {found['loss']:.4f}  on "
         f"{found['samples']:,} {which}"
     )
-    typer.echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
-    typer.echo(f"  weights sha256 {found['weights_sha256']}")
+    echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
+    echo(f"  weights sha256 {found['weights_sha256']}")

@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import echo
 
 
 def events(
     coordinator: options.CoordinatorAddress,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep on until Ctrl-C.")] = False,
-    after: Annotated[int, typer.Option(min=0, help="Only events numbered higher than this.")] = 0,
+    after: Annotated[int, typer.Option(metavar="N", min=0, help="Only events numbered higher than this.")] = 0,
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
     json: options.Json = False,
@@ -32,4 +33,4 @@ def events(
                 typer.echo(json_module.dumps({**plain, "fields": dict(event.fields)}))
             else:
                 clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-                typer.echo(f"{event.sequence:>5} {clock} {event.kind:<22} {event.text}")
+                echo(f"{event.sequence:>5} {clock} {event.kind:<22} {event.text}")

@@ -10,6 +10,7 @@ import typer
 
 from hoop.cli import options
 from hoop.cli.evaluate import JobName, Run
+from hoop.cli.output import echo
 from hoop.config import format_size
 
 
@@ -30,10 +31,10 @@ def export(
 
     one = load_trained(run, job)
     for warning in one.found.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        echo(f"warning: {warning}", err=True)
     write(one, to)
     written = {"file": str(to), "bytes": to.stat().st_size, "weights_sha256": one.weights_sha256}
     if json:
         typer.echo(json_module.dumps(written))
     else:
-        typer.echo(f"{to}  {format_size(to.stat().st_size)}  {one.settings.job} after {one.steps} steps")
+        echo(f"{to}  {format_size(to.stat().st_size)}  {one.settings.job} after {one.steps} steps")

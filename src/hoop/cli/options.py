@@ -10,7 +10,7 @@ import typer
 from hoop.errors import InvalidArgument
 
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
+Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
 Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
 Jobs = Annotated[
     Path, typer.Option(help="Folder with the code of jobs: my_job:job is FOLDER/my_job.py, or an installed module.")
@@ -55,11 +55,11 @@ CountUnit = Annotated[
         "the last copy to the vectors), or dialect: bytes in starter, elements in nil-first."
     ),
 ]
-MaxCommunicators = Annotated[int, typer.Option(min=1, help="Most communicators in all.")]
+MaxCommunicators = Annotated[int, typer.Option(metavar="N", min=1, help="Most communicators in all.")]
 CommunicatorsPerClient = Annotated[
-    int, typer.Option(min=1, help="Most communicators of one client (by the address that it calls from).")
+    int, typer.Option(metavar="N", min=1, help="Most communicators of one client (by the address that it calls from).")
 ]
-MaxStreams = Annotated[int, typer.Option(min=1, help="Most transfers of a device that are open at once.")]
+MaxStreams = Annotated[int, typer.Option(metavar="N", min=1, help="Most transfers of a device that are open at once.")]
 Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after this long without a heartbeat.")]
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
 

@@ -20,17 +20,22 @@ MIB = 1024 * 1024
 def plan(
     job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
     cluster: Annotated[Path | None, typer.Option(help="The cluster, in TOML (docs/simulator.md).")] = None,
-    devices: Annotated[int, typer.Option("--devices", "-n", min=1, help="Without --cluster: devices of one host.")] = 4,
-    cores: Annotated[int | None, typer.Option(min=1, help="Without --cluster: that host's cores.")] = None,
+    devices: Annotated[
+        int, typer.Option("--devices", "-n", metavar="N", min=1, help="Without --cluster: devices of one host.")
+    ] = 4,
+    cores: Annotated[int | None, typer.Option(metavar="N", min=1, help="Without --cluster: that host's cores.")] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="What hoop calibrate wrote. [default: costs that come with Hoop; your own job's are measured]"
+            help="What hoop calibrate wrote.", show_default="costs that come with Hoop; your own job's are measured"
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
     failures: Annotated[
-        float, typer.Option(min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy.")
+        float,
+        typer.Option(
+            metavar="N", min=0, help="Losses an hour and device; they cost pauses, and steps since the last copy."
+        ),
     ] = 0.0,
     replicate: Annotated[
         bool,
@@ -40,7 +45,7 @@ def plan(
             "since a checkpoint.",
         ),
     ] = True,
-    top: Annotated[int, typer.Option(min=1, help="How many are shown.")] = 12,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="How many are shown.")] = 12,
     json: options.Json = False,
 ) -> None:
     """Search strategies, meshes, micro-batches and schedules for a cluster, and rank them by predicted step time.

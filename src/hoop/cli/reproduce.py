@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import plain
 from hoop.errors import InvalidArgument
+from hoop.files import make_folder
 
 if TYPE_CHECKING:
     from hoop.lab.papers.catalog import Study
@@ -60,7 +62,7 @@ def reproduce(
     study = study_named(name)
     if mpirun is None and (on_path := shutil.which("mpirun")):
         mpirun = Path(on_path)
-    folder = out or Path("runs/papers") / name
+    folder = make_folder(out or Path("runs/papers") / name, "--out")
     with StudyView() as view:
         report = _run(study, quick, accelerator, mpirun, folder, view)
     if json:
@@ -158,12 +160,12 @@ class StudyView:
 
     def say(self, text: str) -> None:
         self._printed = time.monotonic()
-        self._console.print(f"{self._printed - self._began:6.1f} s  {text}", markup=False)
+        self._console.print(plain(f"{self._printed - self._began:6.1f} s  {text}"))
         if self._status is not None:
             self._status.update("")
 
     def note(self, text: str) -> None:
         if self._status is not None:
-            self._status.update(text)
+            self._status.update(plain(text))
         elif time.monotonic() - self._printed > LINE_S:
             self.say(text)

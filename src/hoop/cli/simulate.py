@@ -11,6 +11,7 @@ import typer
 from hoop.cli import options
 from hoop.config import parse_size
 from hoop.errors import InvalidArgument
+from hoop.files import make_folder, write_text
 
 if TYPE_CHECKING:
     from hoop.simulate.cluster import Cluster
@@ -19,42 +20,46 @@ if TYPE_CHECKING:
 
 def simulate(
     job: Annotated[str, typer.Argument(help="A recipe, or your own job: file.py:name.")] = "mnist",
-    devices: Annotated[int, typer.Option("--devices", "-n", min=1, help="How many devices.")] = 4,
+    devices: Annotated[int, typer.Option("--devices", "-n", metavar="N", min=1, help="How many devices.")] = 4,
     strategy: Annotated[
         list[str] | None,
-        typer.Option("--strategy", "-s", help="As for hoop train; several to compare them. [default: data]"),
+        typer.Option("--strategy", "-s", help="As for hoop train; several to compare them.", show_default="data"),
     ] = None,
     link: Annotated[
         str | None, typer.Option(help="Between hosts, e.g. 1Gbps,0.5ms. Without it all devices are on one host.")
     ] = None,
     per_host: Annotated[
-        int | None, typer.Option(min=1, help="Devices a host. [default: 1 with --link, else all]")
+        int | None, typer.Option(metavar="N", min=1, help="Devices a host.", show_default="1 with --link, else all")
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores a host; devices share them. [default: one a device]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Cores a host; devices share them.", show_default="one a device"),
     ] = None,
-    memory: Annotated[str | None, typer.Option(help="A device's memory, e.g. 2GiB. [default: enough]")] = None,
+    memory: Annotated[str | None, typer.Option(help="A device's memory, e.g. 2GiB.", show_default="enough")] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster in TOML instead (docs/simulator.md); --devices of it are used.")
     ] = None,
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="What hoop calibrate wrote. [default: costs that come with Hoop; your own job's are measured]"
+            help="What hoop calibrate wrote.", show_default="costs that come with Hoop; your own job's are measured"
         ),
     ] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update.")] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", min=1, help="Samples an update.")] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Parts of a batch. [default: the job's, at least one a device]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Parts of a batch.", show_default="the job's, at least one a device"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="How many are simulated.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="How many are simulated.")] = None,
     all_reduce: Annotated[
         str, typer.Option(help="How gradients are added up: ordered (the engine's), ring, tree, …")
     ] = "ordered",
     stragglers: Annotated[
         str | None, typer.Option(help="Chance and factor of a slow computation, e.g. 0.05,3.")
     ] = None,
-    failures: Annotated[float | None, typer.Option(min=0, help="Losses an hour and device: adds goodput.")] = None,
+    failures: Annotated[
+        float | None, typer.Option(metavar="N", min=0, help="Losses an hour and device: adds goodput.")
+    ] = None,
     replicate: Annotated[
         bool,
         typer.Option(
@@ -62,7 +67,7 @@ def simulate(
             help="Each device's part of a model is copied to another as steps end, as hoop train does.",
         ),
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of stragglers and failures.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of stragglers and failures.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Keep table, timelines and traces in this folder.")] = None,
     json: options.Json = False,
 ) -> None:
@@ -77,6 +82,8 @@ def simulate(
     from hoop.simulate.simulation import simulate as run
     from hoop.strategies.catalog import parse
 
+    if out is not None:
+        make_folder(out, "--out")
     where = read_cluster(cluster) if cluster else _cluster(devices, link, per_host, cores, memory)
     if cluster and devices != 4:
         where = where.first(devices)
@@ -106,9 +113,8 @@ def simulate(
     table = table_of(found, f"{job}, batch {batch}, on {where.describe()}")
     files: list[Path] = []
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "table.json").write_text(table.json())
-        (out / "table.md").write_text(table.markdown())
+        write_text(out / "table.json", table.json())
+        write_text(out / "table.md", table.markdown())
         files = [path for one in found for path in write_outcome(one, out, job)]
     if json:
         rows = [

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hoop.cli import options
+from hoop.cli.output import plain
 from hoop.config import format_size, parse_duration
-from hoop.texts import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,12 +91,12 @@ def _print(found: pb.GetStatusResponse) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(f"coordinator {found.address} (pid {found.pid})", highlight=False)
+    console.print(plain(f"coordinator {found.address} (pid {found.pid})"))
     versions = [_versions(member.device) for member in found.devices]
     rows = [
         {
             "device": str(member.device.device_id),
-            "state": f"[{_COLOURS[member.state]}]{member.state}[/]",
+            "state": member.state,
             "memory": f"{format_size(member.memory.used)} of {format_size(member.memory.capacity)}",
             "buffers": str(member.memory.buffers),
             "address": member.device.address,
@@ -146,5 +146,5 @@ def _table(rows: list[dict[str, str]]) -> Table:
     for name in names:
         table.add_column(name, overflow="fold", no_wrap=name != "why")
     for row in rows:
-        table.add_row(*(printable(row[name]) for name in names))
+        table.add_row(*(plain(row[name], _COLOURS.get(row[name], "") if name == "state" else "") for name in names))
     return table

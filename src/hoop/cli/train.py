@@ -36,24 +36,32 @@ def train(
         str | None, typer.Argument(help="A recipe (--list), or your own job: file.py:name or package.module:name.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option("--devices", "-n", min=1, help="How many devices. [default: 4, or all]")
+        int | None,
+        typer.Option("--devices", "-n", metavar="N", min=1, help="How many devices.", show_default="4, or all"),
     ] = None,
     strategy: Annotated[
         str | None,
         typer.Option(
             "--strategy",
             "-s",
-            help="data, ps:bsp|asp|ssp, ring, pipeline:gpipe|1f1b|interleaved|zero-bubble, hybrid:replicas=2.",
+            help="data, ps (bsp, asp, ssp), ring (sync, async), pipeline (1f1b, gpipe, interleaved, zero-bubble) or "
+            "hybrid (replicas); e.g. ps:asp, pipeline:gpipe, hybrid:replicas=2",
         ),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=0, help="Passes over the data.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples an update, over all devices.")] = None,
+    epochs: Annotated[int | None, typer.Option(metavar="N", min=0, help="Passes over the data.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples an update, over all devices.")
+    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam or adamw.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of weights, order, dropout, augmentation.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Of weights, order, dropout, augmentation.")
+    ] = None,
     shards: Annotated[
         int | None,
-        typer.Option(min=1, help="Parts of a batch; the result depends on it, not on the number of devices."),
+        typer.Option(
+            metavar="N", min=1, help="Parts of a batch; the result depends on it, not on the number of devices."
+        ),
     ] = None,
     replicate: Annotated[
         bool | None,
@@ -64,18 +72,21 @@ def train(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9 (docs/training.md)."),
+        typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9. All are in docs/training.md"),
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto. [default: cpu]")
+        str | None, typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto.", show_default="cpu")
     ] = None,
     memory: options.Memory = "256MiB",
-    threads_per_device: Annotated[int | None, typer.Option(min=1, help="Cores a device computes on.")] = None,
+    threads_per_device: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Cores a device computes on.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Keep config, metrics, checkpoints, trace and plots in this folder.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="Checkpoints that stay in --out, the newest. [default: 3]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Checkpoints that stay in --out, the newest.", show_default="3"),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit.")
@@ -83,7 +94,7 @@ def train(
     costs: Annotated[
         Path | None,
         typer.Option(
-            help="Predict a step from what hoop calibrate wrote. [default: from a profile before the first step]"
+            help="Predict a step from what hoop calibrate wrote.", show_default="from a profile before the first step"
         ),
     ] = None,
     coordinator: Annotated[

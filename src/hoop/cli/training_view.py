@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hoop import job_events as ev
+from hoop.cli.output import echo, plain, shown
 from hoop.config import format_size
 from hoop.job_events import JobEvent
 
@@ -40,7 +41,7 @@ class PlainView:
     def note(self, event: JobEvent) -> None:
         """Shows an event of the job."""
         if isinstance(event, ev.Warned):
-            typer.echo(f"warning: {event.text}", err=True)
+            echo(f"warning: {event.text}", err=True)
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
         pass
@@ -53,9 +54,9 @@ class View(PlainView):
         self._console = console or Console(stderr=True, highlight=False)
         self._live = self._console.is_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(compact=True),
             console=self._console,
             transient=True,
@@ -81,9 +82,12 @@ class View(PlainView):
 
     def say(self, text: str) -> None:
         if self._live:
-            self._progress.update(self._task, figures=text)
+            self._progress.update(self._task, figures=shown(text))
         else:
-            self._console.print(text)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(plain(text))
 
     def note(self, event: JobEvent) -> None:
         match event:
@@ -94,32 +98,28 @@ class View(PlainView):
             case ev.Evaluated():
                 self._evaluated(event)
             case ev.Warned():
-                self._console.print(f"warning: {event.text}")
+                self._print(f"warning: {event.text}")
             case ev.DeviceLost():
-                self._console.print(f"device {event.device} was lost: {event.text}")
+                self._print(f"device {event.device} was lost: {event.text}")
             case ev.Straggler(slow=True):
                 slower = f"{event.times:.1f} times slower than the others"
-                self._console.print(
-                    f"step {event.step}: rank {event.straggler} is a straggler, {slower}: it gets fewer shards"
-                )
+                self._print(f"step {event.step}: rank {event.straggler} is a straggler, {slower}: it gets fewer shards")
             case ev.Straggler():
-                self._console.print(f"step {event.step}: rank {event.straggler} is no straggler any more")
+                self._print(f"step {event.step}: rank {event.straggler} is no straggler any more")
             case ev.FaultInjected():
-                self._console.print(f"step {event.step}: {event.fault}, as asked")
+                self._print(f"step {event.step}: {event.fault}, as asked")
             case ev.Damaged():
-                self._console.print(f"damaged on the way, and sent again: {event.text}")
+                self._print(f"damaged on the way, and sent again: {event.text}")
             case ev.CoordinatorLost() | ev.CoordinatorBack() | ev.WaitingForRestart() | ev.Refused():
-                self._console.print(event.text)
+                self._print(event.text)
             case ev.StateLoaded():
-                self._console.print(f"step {event.step}: device {event.device} has its state from {event.source}")
+                self._print(f"step {event.step}: device {event.device} has its state from {event.source}")
             case ev.Resized():
                 self._devices = event.ranks
-                self._console.print(f"step {event.step}: goes on with {_devices(event.ranks)}")
+                self._print(f"step {event.step}: goes on with {_devices(event.ranks)}")
             case ev.Recovered():
                 self._devices = event.ranks
-                self._console.print(
-                    f"step {event.step}: goes on with {_devices(event.ranks)}, {event.pause_s:.1f} s later"
-                )
+                self._print(f"step {event.step}: goes on with {_devices(event.ranks)}, {event.pause_s:.1f} s later")
 
     def _start(self, event: ev.Started) -> None:
         self._started, self._devices = event, event.devices
@@ -132,10 +132,10 @@ class View(PlainView):
             f"{event.steps} steps{after}",
             f"first step after {event.seconds:.1f} s",
         ]
-        self._console.print(" · ".join(lines))
+        self._print(" · ".join(lines))
         if len(event.stages) > 1:
             for stage, where in enumerate(event.stages):
-                self._console.print(f"  stage {stage}: {where}")
+                self._print(f"  stage {stage}: {where}")
 
     def _advance(self, event: ev.Steps) -> None:
         done = event.first + len(event.loss)
@@ -151,7 +151,7 @@ class View(PlainView):
         self._progress.update(self._task, completed=done, description=epoch, figures=text)
         if not self._live and time.monotonic() - self._printed > LINE_S:
             self._printed = time.monotonic()
-            self._console.print(f"{epoch} · {text}{self._left(done, steps)}")
+            self._print(f"{epoch} · {text}{self._left(done, steps)}")
 
     def _speed(self) -> str:
         """Samples a second over the last events; empty before the second one."""
@@ -169,7 +169,7 @@ class View(PlainView):
         self._printed = time.monotonic()
         trained = f"loss {sum(self._losses) / len(self._losses):.4f}  " if self._losses else ""
         self._losses = []
-        self._console.print(
+        self._print(
             f"epoch {event.epoch:>3}  {trained}{'test' if event.split == 'test' else 'training'} loss "
             f"{event.loss:.4f}  {self._accuracy}  {self._speed()}"
         )
@@ -179,45 +179,52 @@ class View(PlainView):
         measured = result.get("accuracy") is not None
         accuracy = f"{_accuracy(result['split'])} {result['accuracy']:.2%}  " if measured else ""
         stopped = f"stopped after {result['steps']}" if result["stopped"] else f"{result['steps']}"
-        typer.echo(
+        echo(
             f"{accuracy}{stopped} steps in {result['seconds']:.1f} s  "
             f"{result['samples_per_second']:,.0f} samples/s  {_devices(result['devices'])}, {result['strategy']}"
         )
-        for rank, (one, memory) in enumerate(zip(result["shares"], result["memory"], strict=True)):
-            typer.echo(
-                f"  device {rank}: compute {one['compute']:.0%}  communication {one['communicate']:.0%}  "
-                f"idle {one['idle']:.0%}  memory {format_size(memory)}"
+        by_rank = zip(result["device_ids"], result["shares"], result["memory"], strict=True)
+        for rank, (device, one, memory) in enumerate(by_rank):
+            echo(
+                f"  device {device} (rank {rank}): compute {one['compute']:.0%}  communication "
+                f"{one['communicate']:.0%}  idle {one['idle']:.0%}  memory {format_size(memory)}"
             )
         moved = result.get("shards_moved")
         rebalanced = f"; shards followed the devices' speed {moved} times" if moved else ""
-        typer.echo(f"  moved {format_size(result['bytes_sent'])} between devices{rebalanced}")
+        echo(f"  moved {format_size(result['bytes_sent'])} between devices{rebalanced}")
         if result.get("stragglers"):
             slow = ", ".join(
                 f"rank {one['rank']} from step {one['step']} on, {one['times']:.1f} times slower"
                 for one in result["stragglers"]
             )
-            typer.echo(f"  stragglers: {slow}")
+            echo(f"  stragglers: {slow}")
         for one in result.get("states", ()):
-            typer.echo(f"  device {one['device']} came at step {one['step']}; state: from {one['source']}")
+            echo(f"  device {one['device']} came at step {one['step']}; state: from {one['source']}")
         if result.get("damaged"):
-            typer.echo(f"  messages damaged on the way and sent again: {result['damaged']}")
+            echo(f"  messages damaged on the way and sent again: {result['damaged']}")
         if result.get("prediction_error") is not None:
-            error = result["prediction_error"]
-            typer.echo(
+            echo(
                 f"  a step took {1e3 * result['step_seconds']:.2f} ms (median); the simulator predicted "
-                f"{1e3 * result['predicted_step_seconds']:.2f} ms: {abs(error):.0%} {'more' if error > 0 else 'less'}"
+                f"{1e3 * result['predicted_step_seconds']:.2f} ms: {_difference(result['prediction_error'])}"
             )
-        typer.echo(f"  weights sha256 {result['weights_sha256']}")
+        echo(f"  weights sha256 {result['weights_sha256']}")
         if out is not None:
             again = f"; go on: hoop train --resume --out {out}" if result["stopped"] else ""
-            typer.echo(f"  kept in {out}{again}")
+            echo(f"  kept in {out}{again}")
         elif result["stopped"]:
-            typer.echo("  nothing was kept: no --out was given")
+            echo("  nothing was kept: no --out was given")
 
 
 def _accuracy(split: str) -> str:
     """The name of an accuracy on this split: training accuracy is never called test accuracy."""
     return "accuracy" if split == "test" else "training accuracy"
+
+
+def _difference(error: float) -> str:
+    """The measured time of a step compared with the predicted one."""
+    if error > 1:  # a percentage of several hundred reads as a fault
+        return f"{1 + error:.1f} times that; other work on the same cores does this"
+    return f"{abs(error):.0%} {'more' if error > 0 else 'less'}"
 
 
 def _devices(count: int) -> str:
@@ -234,4 +241,4 @@ def show_recipes(json: bool) -> None:
         return
     for name, job in RECIPES.items():
         settings = ", ".join(f"{key}={value}" for key, value in job.settings.items())
-        typer.echo(f"{name:<18} {job.about}\n{'':<18} {settings}")
+        echo(f"{name:<18} {job.about}\n{'':<18} {settings}")

@@ -67,7 +67,8 @@ class Table:
 
     def rich(self) -> rich.table.Table:
         """For a terminal: ``Console().print(table.rich())``."""
-        shown = rich.table.Table(title=self.title or None, title_justify="left")
+        title = rich.text.Text(self.title) if self.title else None
+        shown = rich.table.Table(title=title, title_justify="left")
         for column, right in zip(self.columns, self.numeric(), strict=True):
             shown.add_column(rich.text.Text(column.heading), justify="right" if right else "left")
         for row in self.cells():

@@ -139,7 +139,8 @@ class JobFollower:
         self._out, self._attached, self._coordinator_timeout = out, bool(attached), coordinator_timeout
         self._parts: dict[tuple[int, int], list[tuple[dict[str, Tensor], dict[str, Any]]]] = {}
         """Snapshots by step and resharding, until all parts of a checkpoint are there."""
-        self._accounts: dict[int, ev.Account] = {}
+        self._accounts: dict[int, tuple[int, ev.Account]] = {}
+        """By rank: its device, and what it did."""
         self._deduplicator = Deduplicator(parse(settings.strategy).synchronous)
         self._started: ev.Started | None = None
         self._evaluation: dict[str, Any] = {}
@@ -212,7 +213,7 @@ class JobFollower:
             if self._recorder is not None:
                 kept = self._recorder.flush(result["steps"])
                 result["checkpoint"] = None if kept is None else str(kept)
-                self._recorder.finish(result, list(self._accounts.values()))
+                self._recorder.finish(result, dict(self._accounts[rank] for rank in sorted(self._accounts)))
                 yield from map(Observed, self._recorder.new_events())
             yield Observed(ev.Finished(result))
         except BaseException as error:
@@ -256,7 +257,7 @@ class JobFollower:
             case ev.SnapshotTaken():
                 self._collect_snapshot(observed, event)
             case ev.Account():
-                self._accounts[observed.rank] = event
+                self._accounts[observed.rank] = observed.device, event
 
     def _check_divergence(self, first: int, losses: Sequence[float]) -> None:
         """Stops the job at a loss that is not finite, and discards its checkpoints from there on."""
@@ -304,7 +305,8 @@ class JobFollower:
         return found
 
     def _result(self) -> dict[str, Any]:
-        accounts = [self._accounts[rank] for rank in sorted(self._accounts)]
+        by_rank = [self._accounts[rank] for rank in sorted(self._accounts)]
+        accounts = [account for _, account in by_rank]
         seconds = max((one.seconds for one in accounts), default=0.0)
         shares = [_shares(one.shares) for one in accounts]
         steps = max((one.done for one in accounts), default=0)
@@ -317,6 +319,7 @@ class JobFollower:
             "job": self._settings.job,
             "strategy": self._settings.strategy,
             "devices": len(self._devices),
+            "device_ids": [device for device, _ in by_rank],
             "shards": self._settings.shards,
             "epochs": steps // steps_an_epoch if whole else round(steps / steps_an_epoch, 3),
             "steps": steps,

@@ -1,7 +1,8 @@
 """Writes the files of a run into the folder that ``--out`` names.
 
     config.json          every setting, resolved
-    metrics.jsonl        a line a step and an evaluation; the same in tensorboard/
+    metrics.jsonl        a line a step and an evaluation
+    tensorboard/         the same for TensorBoard, with learning rate, speed and number of devices
     checkpoints/         step-00000235.safetensors: weights, optimizer, position in the data
     ledger.jsonl         provenance of each step, as the devices reported it
     trace.json           for Perfetto or chrome://tracing, a track a device
@@ -29,7 +30,7 @@ from hoop import job_events as ev
 from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, ResourceExhausted
-from hoop.files import remove_partial_files, write_text
+from hoop.files import make_folder, remove_partial_files, write_text
 from hoop.job_events import JobEvent, Observed
 from hoop.plan.faults import DISK_FULL, Fault
 from hoop.report.metrics import MetricsLog, read_metrics
@@ -84,9 +85,10 @@ class RunRecorder:
         self._warned: set[str] = set()
         self._events: list[JobEvent] = []
         self._started = False
+        self._plan: ev.Started | None = None
         self._pending: dict[int, tuple[Mapping[str, Tensor], dict[str, Any]]] = {}
         start = int(resumed["steps"]) if resumed is not None else 0
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "out (--out)")
         for folder in (out, out / FOLDER):
             if folder.is_dir():
                 remove_partial_files(folder)
@@ -148,11 +150,33 @@ class RunRecorder:
                 for step, (loss, seconds) in enumerate(rows, start=event.first + 1):
                     self._metrics.log(step, loss=loss, seconds=seconds)
                     self._board.scalar("loss", loss, step, observed.time)
+                self._write_speed(event, observed.time)
+            case ev.Started():
+                self._plan = event
+                self._board.scalar("devices", event.devices, event.done, observed.time)
+            case ev.Resized() | ev.Recovered():
+                self._board.scalar("devices", event.ranks, event.step, observed.time)
             case ev.Evaluated():
                 values = {f"{event.split}_loss": event.loss, f"{event.split}_accuracy": event.accuracy}
                 self._metrics.log(event.steps, **values, epoch=event.epoch)
-                for tag, value in values.items():
+                for tag, value in {**values, "epoch": event.epoch}.items():
                     self._board.scalar(tag, value, event.steps, observed.time)
+
+    def _write_speed(self, event: ev.Steps, time: float) -> None:
+        """Writes learning rate and speed of the steps of an event, as of its last step."""
+        last, seconds = event.first + len(event.loss), sum(event.seconds)
+        self._board.scalar("learning_rate", event.rate, last, time)
+        if seconds > 0:
+            samples = self._samples_until(last) - self._samples_until(event.first)
+            self._board.scalar("samples_per_second", samples / seconds, last, time)
+            self._board.scalar("step_seconds", seconds / len(event.seconds), last, time)
+
+    def _samples_until(self, step: int) -> int:
+        """Samples in the first ``step`` steps of the run; the last batch of an epoch may be shorter."""
+        if self._plan is None:
+            return step * self._settings.batch_size
+        epochs, rest = divmod(step, max(1, self._plan.steps_an_epoch))
+        return epochs * self._plan.samples + rest * self._settings.batch_size
 
     def warn(self, text: str) -> None:
         """Adds a warning to ``new_events``, once for each text."""
@@ -191,11 +215,11 @@ class RunRecorder:
         last = self._writer.last
         return last if last is not None and step_of(last) == step else None
 
-    def finish(self, result: Mapping[str, Any], accounts: Sequence[ev.Account]) -> None:
-        """Writes result, trace and pictures; the summary first, because it is the smallest."""
+    def finish(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account]) -> None:
+        """Writes result, trace and pictures; the summary first, because it is the smallest. ``accounts``: by device."""
         spans = [
-            Span(f"device {account.rank}", name, category, start * 1e6, seconds * 1e6)
-            for account in accounts
+            Span(f"device {device}", name, category, start * 1e6, seconds * 1e6)
+            for device, account in accounts.items()
             for name, category, start, seconds in account.spans
         ]
         try:
@@ -204,7 +228,7 @@ class RunRecorder:
         except ResourceExhausted as error:
             self.warn(str(error))
 
-    def _draw(self, result: Mapping[str, Any], accounts: Sequence[ev.Account], spans: Sequence[Span]) -> None:
+    def _draw(self, result: Mapping[str, Any], accounts: Mapping[int, ev.Account], spans: Sequence[Span]) -> None:
         with Trace() as trace:
             trace.spans(spans)
             trace.write(self._out / "trace.json", {"job": self._settings.job})
@@ -214,7 +238,7 @@ class RunRecorder:
         if spans:
             first = min(span.start_us for span in spans)
             # A few steps are enough to see the pattern.
-            shown = [span for span in spans if span.start_us < first + _few_steps(spans, accounts)]
+            shown = [span for span in spans if span.start_us < first + _few_steps(spans, len(accounts))]
             write_text(self._out / "timeline.svg", TimelineChart(title, shown).svg())
 
     def close(self) -> None:
@@ -226,10 +250,9 @@ class RunRecorder:
         self._board.close()
 
 
-def _few_steps(spans: Sequence[Span], accounts: Sequence[ev.Account]) -> float:
+def _few_steps(spans: Sequence[Span], devices: int) -> float:
     updates = sorted(span.end_us for span in spans if span.category == "update")
-    tracks = max(1, len(accounts))
-    last = updates[min(len(updates), 3 * tracks) - 1] if updates else max(span.end_us for span in spans)
+    last = updates[min(len(updates), 3 * devices) - 1] if updates else max(span.end_us for span in spans)
     return float(last - min(span.start_us for span in spans))
 
 

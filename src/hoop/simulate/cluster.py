@@ -62,9 +62,16 @@ def parse_bandwidth(text: str, field: str = "bandwidth") -> float:
             except ValueError:
                 bandwidth = 0.0
             if not 0 < bandwidth < 1e18:
-                raise InvalidArgument(f"{field}: {text[:40]!r} is no bandwidth; write e.g. 1Gbps, 125MB/s")
+                raise _no_bandwidth(text, field)
             return bandwidth
-    return float(parse_size(word.removesuffix("/s"), field))
+    try:
+        return float(parse_size(word.removesuffix("/s"), field))
+    except InvalidArgument:
+        raise _no_bandwidth(text, field) from None
+
+
+def _no_bandwidth(text: str, field: str) -> InvalidArgument:
+    return InvalidArgument(f"{field}: {text[:40]!r} is no bandwidth; write e.g. 1Gbps, 125MB/s")
 
 
 @dataclass(frozen=True)

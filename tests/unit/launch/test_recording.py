@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hoop import job_events as ev
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition
 from hoop.job_events import Observed
+from hoop.runs.api import Launch, Training
 from hoop.runs.checkpoint_store import newest_checkpoint
 from hoop.runs.run_recorder import RunRecorder, saved_settings
 
@@ -51,6 +54,62 @@ def test_the_newest_valid_checkpoint_is_found_and_old_ones_are_deleted(tmp_path:
         path.write_bytes(b"")
     with pytest.raises(FailedPrecondition, match=r"that is whole: .*step-\d+.safetensors: torn"):
         newest_checkpoint(tmp_path)
+
+
+def test_an_out_folder_that_takes_no_files_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    """It was a traceback of the process that leads the devices."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FailedPrecondition, match=r"^out \(--out\): .*: it is a file"):
+        Training(Launch(Settings(), out=tmp_path / "file"))
+    with pytest.raises(FailedPrecondition, match=r"^out \(--out\): .*: Not a directory"):
+        new_recorder(tmp_path / "file" / "run")
+
+
+def test_tensorboard_has_learning_rate_speed_and_devices(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    started = ev.Started(
+        steps=4, done=0, steps_an_epoch=2, samples=300, parameters=1, stages=[], seconds=1.0, data="", same="",
+        devices=2, batch_size=256,
+    )  # fmt: skip
+    recovered = ev.Recovered(step=2, pause_s=0.1, text="", missing=[], ranks=1, generation=2)
+    for event in (started, STEPS, EVALUATED, recovered):
+        recorder.record(Observed(event, time=1.0))
+    recorder.close()
+    curves = read_scalars(tmp_path / "tensorboard")
+    assert set(curves) == {
+        "loss", "devices", "learning_rate", "samples_per_second", "step_seconds", "test_loss", "test_accuracy", "epoch",
+    }  # fmt: skip
+    assert curves["devices"] == [(0, 2.0), (2, 1.0)]
+    assert curves["samples_per_second"] == [(2, 1500.0)]  # an epoch has 300 samples, its last batch 44
+    assert curves["learning_rate"] == [(2, struct.unpack("<f", struct.pack("<f", 0.1))[0])]
+
+
+def read_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of each point by curve, from the records of an event file (report/tensorboard.py)."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack_from("<Q", data)
+            event, data = data[12 : 12 + length], data[16 + length :]
+            point = re.search(rb"\x10(.)\x2a.\x0a.\x0a.([a-z_]+)\x15(.{4})$", event, re.DOTALL)
+            if point:
+                value = struct.unpack("<f", point[3])[0]
+                found.setdefault(point[2].decode(), []).append((point[1][0], value))
+    return found
+
+
+def test_the_trace_names_devices_by_their_ids(tmp_path: Path) -> None:
+    recorder = new_recorder(tmp_path)
+    recorder.record(Observed(STEPS, time=1.0))
+    span = ["0F0", "forward", 0.0, 0.1]
+    account = ev.Account(
+        rank=0, seconds=1.0, shares={}, instructions=1, bytes_sent=0, memory=0, spans=[span], done=2, stopped=False
+    )
+    recorder.finish({"devices": 1}, {7: account})
+    recorder.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"device 7", "the run"}
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hoop.cli.main import command_line
+from hoop.cli.commands import command_line
 from hoop.engine.fault_tolerance.checkpoint import deserialize, serialize
 from hoop.engine.job import without_folder
 from hoop.engine.settings import Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ RESULT: dict[str, Any] = {
     "seconds": 2.0,
     "samples_per_second": 2560.0,
     "devices": 1,
+    "device_ids": [3],
     "strategy": "data",
     "shares": [{"compute": 0.75, "communicate": 0.05, "idle": 0.2}],
     "memory": [4096],
@@ -91,6 +93,21 @@ def test_a_lost_device_and_the_recovery_are_shown() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
+def test_texts_are_shown_without_markup_and_escapes(terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder or an error with square brackets ended the training with an error of Rich."""
+    text = "o[/a] [fd00::7]:4021 \x07"
+    shown = "o[/a] [fd00::7]:4021 \\x07"
+    events = [ev.Warned(text), ev.DeviceLost(device=2, text=text), ev.StateLoaded(step=1, device=2, source=text)]
+    assert rendered(terminal, [STARTED, *events]).count(shown) == len(events)
+    file = io.StringIO()
+    with View(Console(file=file, force_terminal=terminal, width=150, color_system=None)) as view:
+        view.say(text)
+    assert shown in file.getvalue()
+    View().summary({**RESULT, "strategy": text}, Path(text))
+    assert capsys.readouterr().out.count(shown) == 2
+
+
+@pytest.mark.parametrize("terminal", [False, True])
 def test_stages_are_shown_if_there_are_several(terminal: bool) -> None:
     text = rendered(terminal, [replace(STARTED, stages=["blocks 0..1 on ranks 0", "blocks 2..2 on ranks 1"])])
     assert "stage 1: blocks 2..2 on ranks 1" in text
@@ -100,7 +117,18 @@ def test_the_summary_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -
     View().summary(RESULT, None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "accuracy 93.50%  20 steps in 2.0 s  2,560 samples/s  1 device, data"
-    assert lines[1] == "  device 0: compute 75%  communication 5%  idle 20%  memory 4 KiB"
+    assert lines[1] == "  device 3 (rank 0): compute 75%  communication 5%  idle 20%  memory 4 KiB"
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"), [(0.25, "25% more"), (-0.5, "50% less"), (9.63, "10.6 times that; other work")]
+)
+def test_the_summary_compares_the_step_with_its_prediction(
+    error: float, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = {"step_seconds": 0.002 * (1 + error), "predicted_step_seconds": 0.002, "prediction_error": error}
+    View().summary(RESULT | times, None)
+    assert f"the simulator predicted 2.00 ms: {shown}" in capsys.readouterr().out
 
 
 def test_the_summary_of_a_stopped_run_says_how_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:

@@ -38,6 +38,13 @@ def test_an_invalid_link_is_rejected(text: str) -> None:
         Link.parse(text, "link")
 
 
+@pytest.mark.parametrize("text", ["foo", "12XB,1ms", "fastGbps"])
+def test_the_error_of_a_link_shows_a_bandwidth(text: str) -> None:
+    """It advised to write a size, 256MiB."""
+    with pytest.raises(InvalidArgument, match=r"^--link: '.*' is no bandwidth; write e\.g\. 1Gbps, 125MB/s$"):
+        Link.parse(text, "--link")
+
+
 def test_ranks_are_assigned_host_by_host() -> None:
     cluster = Cluster((Host(2, speed=2.0, memory=10), Host(3, cores=2, speeds=(1.0, 0.5, 1.0))))
     assert cluster.host_of == [0, 0, 1, 1, 1]
@@ -66,7 +73,7 @@ def test_the_example_cluster_is_valid() -> None:
         ("[[host]]\nspeeds = 1", "host 0: speeds: 1 is not a list"),
         ("[[host]]\nspeeds = [true]", "host 0: speed: True is not a number"),
         ("[[host]]\nspeeds = [1, 2]", "host 0: speeds: 2 values for 1 devices"),
-        ("[[host]]\nmemory = [1]", "host 0: memory: \\[1\\] is neither bytes nor a size"),
+        ("[[host]]\nmemory = [1]", "host 0: memory: \\[1\\] is not a size"),
         (
             "[link]\nbandwidth = '1Gbps'\nlatency = [1]\n[[host]]",
             "link: latency: \\[1\\] is neither seconds nor a duration",

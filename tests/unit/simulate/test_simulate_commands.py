@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from hoop.cli.main import command_line
+from hoop.cli.commands import command_line
 from hoop.simulate.cost_model import Costs, Machine
 
 ROOT = Path(__file__).resolve().parents[3]

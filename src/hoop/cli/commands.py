@@ -1,0 +1,83 @@
+"""The commands of ``hoop`` and the options of the command itself; shell completion."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from hoop import __version__
+
+COMMANDS = (
+    "train",
+    "attach",
+    "evaluate",
+    "export",
+    "audit",
+    "up",
+    "coordinator",
+    "device",
+    "status",
+    "events",
+    "token",
+    "certs",
+    "bench",
+    "calibrate",
+    "simulate",
+    "plan",
+    "chaos",
+    "reproduce",
+)
+"""In the order of ``hoop --help``. Each is the function of this name in the module of this name."""
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hoop {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
+    """The command line with the command that these arguments name; with all for ``--help``, a mistyped name or none.
+
+    A command that is not run is not imported, because the imports of all take longer than most commands.
+    """
+    app = typer.Typer(
+        name="hoop",
+        help="Train a PyTorch model across whatever devices you have; no failure changes what comes out.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+    )
+    app.callback()(_options)
+    named = [name for name in COMMANDS if name in arguments[:1]]
+    for name in named or COMMANDS:
+        function = getattr(importlib.import_module(f"hoop.cli.{name}"), name)
+        app.command(help=_paragraphs(inspect.getdoc(function) or ""))(function)
+    return app
+
+
+def _paragraphs(text: str) -> str:
+    """A docstring with one line a paragraph: Rich would keep the line breaks of the source."""
+    return "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
+
+
+def completed_words() -> list[str]:
+    """The words after ``hoop`` of a line that a shell wants to complete; empty if this is no completion.
+
+    The shell's script, which ``hoop --install-completion`` writes, passes the line in one of these variables.
+    """
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:] if "_HOOP_COMPLETE" in os.environ else []
