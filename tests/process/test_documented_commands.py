@@ -22,7 +22,7 @@ from command_session import ROOT, PageSession, page_session
 from documents import HEREDOC, SHELL, Block, blocks, command_lines, example_block
 from real_etcd import PROGRAM, running_etcd
 
-from hoop.cli.main import COMMANDS
+from hoop.cli.commands import COMMANDS
 
 if TYPE_CHECKING:
     from background import Running
