@@ -299,6 +299,8 @@ class Reassigned(JobEvent):
     kind = "reassigned"
     generation: int
     devices: list[int]
+    left_out: dict[str, str] = field(default_factory=dict)
+    """By id of a device that had a rank before and was lost or evicted: the device, and why."""
 
 
 @dataclass(frozen=True)

@@ -71,17 +71,20 @@ def train_disturbed(
         stdout=subprocess.PIPE,
     )
     kinds: list[type[ev.JobEvent]] = []
+    left_out: dict[str, str] = {}
     for event in cluster.events(follow=True):
         if event.kind == "job_started":
             job = int(event.fields["job"])
             break
     for observed in cluster.job(job).events():
         kinds.append(type(observed.event))
+        if isinstance(observed.event, ev.Reassigned):
+            left_out.update(observed.event.left_out)
         if isinstance(observed.event, ev.Steps):
             disturb(observed.event.first + len(observed.event.loss))
     output, _ = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0, kinds
-    return {**json.loads(output), "out": str(out)}, kinds
+    return {**json.loads(output), "out": str(out), "left_out": left_out}, kinds
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,8 @@ def test_losing_devices_does_not_change_the_weights(
     assert not pending, "the run ended before the fault"
     assert kinds.count(ev.Resized if signal_number == signal.SIGTERM else ev.Recovered) >= 1, kinds
     assert result["steps"] == 118
+    if signal_number == signal.SIGKILL:
+        assert sorted(result["left_out"]) == sorted(map(str, victims)), "the lost devices are named with the reason"
     check_same(result, undisturbed())
 
 

@@ -114,6 +114,9 @@ class View(PlainView):
                 self._print(event.text)
             case ev.StateLoaded():
                 self._print(f"step {event.step}: device {event.device} has its state from {event.source}")
+            case ev.Reassigned():
+                for text in event.left_out.values():
+                    self._console.print(text)
             case ev.Resized():
                 self._devices = event.ranks
                 self._print(f"step {event.step}: goes on with {_devices(event.ranks)}")
@@ -179,9 +182,11 @@ class View(PlainView):
         measured = result.get("accuracy") is not None
         accuracy = f"{_accuracy(result['split'])} {result['accuracy']:.2%}  " if measured else ""
         stopped = f"stopped after {result['steps']}" if result["stopped"] else f"{result['steps']}"
+        at_the_end = len(result["device_ids"])
+        changed = f" at first, {at_the_end} at the end" if at_the_end != result["devices"] else ""
         echo(
-            f"{accuracy}{stopped} steps in {result['seconds']:.1f} s  "
-            f"{result['samples_per_second']:,.0f} samples/s  {_devices(result['devices'])}, {result['strategy']}"
+            f"{accuracy}{stopped} steps in {result['seconds']:.1f} s  {result['samples_per_second']:,.0f} samples/s  "
+            f"{_devices(result['devices'])}{changed}, {result['strategy']}"
         )
         by_rank = zip(result["device_ids"], result["shares"], result["memory"], strict=True)
         for rank, (device, one, memory) in enumerate(by_rank):

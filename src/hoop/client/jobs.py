@@ -72,7 +72,9 @@ class JobHandle:
             try:
                 self._wait_ready(coordinator_timeout)
             except DeadlineExceeded as error:
-                raise PeerLost(f"{error}; job {self.id} goes on: come back with: hoop attach {self.id} --coordinator HOST:PORT") from None
+                raise PeerLost(
+                    f"{error}; job {self.id} goes on: come back with: hoop attach {self.id} --coordinator HOST:PORT"
+                ) from None
             yield Observed(CoordinatorBack(f"{self._peer} is back"))
             after = 0
 

@@ -29,6 +29,7 @@ from hoop.errors import HoopError, PeerError, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
+from hoop.membership.state import CommunicatorState, Health
 from hoop.servers.coordinator import Coordinator, DeviceMethod, Request, Response
 from hoop.servers.job_record import JobRecord
 from hoop.servers.operations import rank_assignment_message
@@ -168,6 +169,7 @@ class JobSupervisor:
         """Begins a new generation of the job's communicator, and sends each member its rank."""
         record = self.record
         rebuilt = m.Rebuilt(record.id, assign.joining, assign.leaving, assign.planned)
+        before = self._coordinator.state.communicators.get(record.id, record.communicator)
         try:
             one = (await self._coordinator.apply_with_retry(rebuilt)).communicator(record.id)
         except HoopError as error:  # no device is alive, or the journal cannot be written
@@ -175,7 +177,7 @@ class JobSupervisor:
             self.handle(jm.AssignFailed())
             return
         record.communicator = one
-        record.emit(ev.Reassigned(one.generation, list(one.members)))
+        record.emit(ev.Reassigned(one.generation, list(one.members), self._left_out(before, one)))
         self.handle(jm.Assigned(one.generation, assign.planned))
         requests = {
             device_id: pb.ReassignTaskRequest(
@@ -195,6 +197,18 @@ class JobSupervisor:
             text = f"job {record.id}: {failures[0]}"
             self._coordinator.events.publish("job_failing", text, job=record.id)
         self.handle(jm.Delivered(one.generation, not failures))
+
+    def _left_out(self, before: CommunicatorState, now: CommunicatorState) -> dict[str, str]:
+        """The devices that have no rank any more because they were lost or evicted, each with the reason."""
+        found: dict[str, str] = {}
+        for device_id in (key for key in before.members if key not in now.members):
+            member = self._coordinator.state.members.get(device_id)
+            if member is None or member.health in (Health.DEAD, Health.SUSPECT):
+                reason = f" ({member.reason})" if member is not None and member.reason else ""
+                found[str(device_id)] = f"{member.info if member else f'device {device_id}'} is lost{reason}"
+            elif device_id == before.broken_by:
+                found[str(device_id)] = before.reason
+        return found
 
     async def _notify(self, device_id: int, method: DeviceMethod[Request, Response], request: Request) -> None:
         """One call whose failure does not matter: an unreachable device has left the job anyway."""

@@ -136,3 +136,14 @@ def test_the_summary_of_a_stopped_run_says_how_to_resume(capsys: pytest.CaptureF
     output = capsys.readouterr().out
     assert output.startswith("stopped after 20 steps")
     assert f"hoop train --resume --out {tmp_path}" in output
+
+
+def test_a_device_that_is_left_out_is_named_with_the_reason() -> None:
+    reason = "device 2 (pid 7, 10.0.0.2:1) is left out: devices 1 and 2 cannot reach each other over new links"
+    text = rendered(False, [STARTED, ev.Reassigned(3, [1], {"2": reason})])
+    assert reason in text
+
+
+def test_the_summary_says_that_devices_were_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    View(Console(file=io.StringIO())).summary({**RESULT, "devices": 2}, None)
+    assert "2 devices at first, 1 at the end, data" in capsys.readouterr().out
