@@ -16,6 +16,7 @@ from hoop.topology import Address
 from hoop.transport import semaphore
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.shm_listener import ShmTransport, host_identity
+from hoop.transport.shm_segment import PAGE, create_shared_memory, map_bytes
 
 
 class _DelayedTransport(ShmTransport):
@@ -49,6 +50,34 @@ def test_wait_for_peers_returns_once_the_peers_have_opened_its_memory() -> None:
         slow.may_accept.set()
         quick.close()
         slow.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_mapping_holds_no_descriptor_and_ends_with_its_last_array() -> None:
+    """The arrays of an ended job may stay until a garbage collection; its descriptors must not."""
+
+    def open_files() -> list[str]:
+        return sorted(os.listdir("/proc/self/fd"))
+
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:hoop")
+
+    descriptor = create_shared_memory(2 * PAGE)
+    files, maps = open_files(), mappings()
+    array = map_bytes(descriptor, PAGE, PAGE)
+    part = array[8:16].data
+    assert (open_files(), mappings()) == (files, maps + 1)
+    array[8] = 7
+    assert os.pread(descriptor, 1, PAGE + 8) == b"\x07"
+    for start, size in ((PAGE, PAGE + 1), (2 * PAGE, PAGE), (0, 0)):
+        with pytest.raises(ValueError, match="are not in a file"):
+            map_bytes(descriptor, start, size)
+    os.close(descriptor)
+    del array
+    assert part[0] == 7
+    assert mappings() == maps + 1
+    del part
+    assert mappings() == maps
 
 
 def shm_files(pid: int) -> list[Path]:

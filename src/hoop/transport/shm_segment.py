@@ -11,9 +11,11 @@ The memory has no name: one rank creates it, and its peers receive a descriptor 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,12 @@ import numpy.typing as npt
 from hoop.transport.semaphore import SEMAPHORE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 PAGE = 4096
 CONTROL_WORDS = 8
@@ -76,8 +84,20 @@ def create_shared_memory(size: int) -> int:
 
 
 def map_bytes(descriptor: int, start: int, size: int) -> Bytes:
-    """Maps ``size`` bytes of a file, starting at ``start`` (a multiple of a page), as shared memory."""
-    return np.frombuffer(mmap.mmap(descriptor, size, offset=start), np.uint8)
+    """Maps ``size`` bytes of a file, starting at ``start`` (a multiple of a page), as shared memory.
+
+    The mapping ends with the last array on it. It holds no descriptor: ``mmap.mmap`` would keep a duplicate of it, and
+    the arrays of an ended job may stay until the garbage collector finds them.
+    """
+    if size < 1 or os.fstat(descriptor).st_size < start + size:
+        raise ValueError(f"{size} bytes at {start} are not in a file of {os.fstat(descriptor).st_size}")
+    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, start)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mapping {size} bytes: {os.strerror(error)}")
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 class ShmSegment:
