@@ -83,6 +83,7 @@ def coordinator(
     ] = "60s",
     max_communicators: options.MaxCommunicators = 1024,
     communicators_per_client: options.CommunicatorsPerClient = 512,
+    max_jobs: Annotated[int, typer.Option(min=1, help="Most jobs that run at the same time.")] = 64,
     max_message: options.MaxMessage = "64MiB",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
@@ -107,6 +108,7 @@ def coordinator(
         restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
+        max_jobs=max_jobs,
         max_message=parse_size(max_message, "--max-message"),
     )
 

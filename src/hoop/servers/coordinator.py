@@ -47,6 +47,7 @@ DeviceMethod = Callable[["pb_grpc.DeviceAsyncStub"], "grpc.aio.UnaryUnaryMultiCa
 PROBE_S = 0.5
 REDISCOVERY_S = 5.0
 """How long members may need to find a coordinator that took over at another address."""
+MAX_JOBS = 64
 JOURNAL_RETRY_S = 2.0
 """How long ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
@@ -75,6 +76,8 @@ class CoordinatorConfig:
     """Limit for one client, which is the host that calls: no client can use up all communicators."""
     command: str = "hoop coordinator"
     """The command that started it, for advice in errors."""
+    max_jobs: int = MAX_JOBS
+    """Limit of jobs that run at the same time."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
 

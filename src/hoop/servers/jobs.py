@@ -19,7 +19,7 @@ from functools import partial
 import grpc
 
 from hoop import job_events as ev
-from hoop.errors import HoopError, NotFound, PeerCause, PeerLost, error_from_name
+from hoop.errors import HoopError, NotFound, PeerCause, PeerLost, ResourceExhausted, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
@@ -62,11 +62,26 @@ class Jobs:
         self._jobs: dict[int, JobRecord] = {}
         self._supervisors: dict[int, JobSupervisor] = {}
         """By id of a running job."""
+        self._starting = 0
+        """How many jobs are being started."""
 
     # ---- start
 
     async def start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
         """Starts a job on these devices. When this returns, it runs on all of them; if it raises, on none."""
+        running, most = len(self._supervisors) + self._starting, self._coordinator.config.max_jobs
+        if running >= most:
+            raise ResourceExhausted(
+                f"{running} jobs run here, the limit; wait for one to end, stop one, or raise it with "
+                "hoop coordinator --max-jobs"
+            )
+        self._starting += 1
+        try:
+            return await self._start(settings, device_ids, resume)
+        finally:
+            self._starting -= 1
+
+    async def _start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
         one = await self._operations.create(device_ids, 0)
         job = JobRecord(one, settings)
         supervisor = JobSupervisor(self._coordinator, job, self._watch_task)
