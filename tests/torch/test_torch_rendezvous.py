@@ -132,6 +132,30 @@ def test_processes_that_take_the_place_of_others_are_accepted(monkeypatch: pytes
     GroupRound("g", store, 0, range(2), TIMEOUT)
 
 
+@pytest.mark.parametrize("torchrun", [True, False], ids=["started again by torchrun", "tried again"])
+def test_a_rank_follows_the_others_to_a_newer_round(monkeypatch: pytest.MonkeyPatch, torchrun: bool) -> None:
+    """Rank 0 waited for rank 1 in vain, and is in its second round when rank 1 comes for the first time."""
+
+    def exchange_twice(name: str, store: Any, rank: int, size: int, *_: Any) -> list[list[str]]:
+        one = GroupRound(name, store, rank, range(size), TIMEOUT)
+        return [one.exchange(HOST, f"host of {rank}"), one.exchange(PLACE, f"place of {rank}")]
+
+    monkeypatch.setattr(rendezvous, "_connect_in_round", exchange_twice)
+    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.001)
+    store = dist.HashStore()
+    with pytest.raises(DeadlineExceeded):
+        GroupRound("g", store, 0, range(2), timedelta(0)).exchange(HOST, "host of a process that has ended")
+    if torchrun:
+        monkeypatch.setattr(group_round, "_PROCESS_ID", "another process")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    ranks = [
+        in_thread(lambda rank=rank: rendezvous.connect_group("g", store, rank, 2, range(2), TIMEOUT))  # type: ignore[misc]
+        for rank in (0, 1)
+    ]
+    expected = [["host of 0", "host of 1"], ["place of 0", "place of 1"]]
+    assert [rank.result(LONG_S) for rank in ranks] == [expected, expected]
+
+
 @pytest.mark.parametrize(
     ("world", "reason"),
     [

@@ -12,6 +12,7 @@ anew):
     <round>/<exchange>/outcome   COMPLETE when all have, or an error; the first one written stays, for all ranks
 
 A rank waits for the outcome only, so an error ends its wait as the last value does. ``rendezvous`` makes the rounds.
+Ranks that torchrun starts again, or that try again after a timeout, may be in different rounds: those behind follow.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InvalidArgument
+from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InvalidArgument, MembershipChanged
 from hoop.torch_backend.errors import torch_error
 
 HOST, PLACE = "host", "place"
 """The exchanges of a round, in their order."""
 COMPLETE = "complete"
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 10.0
-"""After this time a waiting rank looks whether a missing one makes this group with Gloo, and then after twice as long,
-until the longest."""
+"""After this time a waiting rank looks whether another is in a newer round or makes this group with Gloo, and then
+after twice as long, until the longest."""
 _POLL_SHARE, _LONGEST_POLL_SECONDS = 0.1, 0.05
 """A rank polls the store again after this share of the time that it has waited, up to the longest. It does not call
 ``Store.wait``: that cannot wait for one of two events, and a TCPStore prints a warning whenever it times out."""
@@ -69,7 +70,10 @@ class GroupRound:
         self._check_members([int(one) for one in world])
 
     def exchange(self, exchange: str, value: str) -> list[str]:
-        """Publishes this rank's value, waits until all ranks have, and returns all values in rank order."""
+        """Publishes this rank's value, waits until all ranks have, and returns all values in rank order.
+
+        Raises MembershipChanged if another rank is in a newer round: this rank must then join a new one too.
+        """
         self._store.set(self._key(exchange, self._rank), value)
         if self._store.add(self._key(exchange, "count"), 1) == self._size:
             self._store.compare_set(self._key(exchange, "outcome"), "", COMPLETE)
@@ -159,11 +163,24 @@ class GroupRound:
             waited = time.monotonic() - start
             if waited >= self._timeout.total_seconds():
                 raise self._deadline_exceeded(self._missing(exchange))
-            if exchange == HOST and start + waited >= next_look:
-                self._check_backends(self._missing(exchange))
+            if start + waited >= next_look:
+                self._check_newer_round(exchange)
+                if exchange == HOST:
+                    self._check_backends(self._missing(exchange))
                 look = min(2 * look, LONGEST_LOOK_SECONDS)
                 next_look = start + waited + look
             time.sleep(min(0.001 + _POLL_SHARE * waited, _LONGEST_POLL_SECONDS))
+
+    def _check_newer_round(self, exchange: str) -> None:
+        """Raises MembershipChanged if another rank has left this round, which therefore will not be completed."""
+        for peer in range(self._size):
+            number = self._store.add(f"hoop/round/{peer}", 0)
+            if peer == self._rank or number <= self._number or not self._store.check([f"hoop/{number}/process/{peer}"]):
+                continue
+            if not self._store.check(
+                [self._key(exchange, "outcome")]
+            ):  # else it has left after the round was completed
+                raise MembershipChanged(f"rank {peer} is in round {number}, rank {self._rank} in {self._number}")
 
     def _missing(self, exchange: str) -> list[int]:
         return [peer for peer in range(self._size) if not self._store.check([self._key(exchange, peer)])]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged
 from hoop.topology import Address
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
@@ -49,6 +49,16 @@ def connect_group(
     ``world``: the global rank of each rank of the group. The caller must pass the returned transports to
     ``release_transports`` after closing the links.
     """
+    while True:
+        try:
+            return _connect_in_round(name, store, rank, size, world, timeout)
+        except MembershipChanged as error:
+            log.debug("group %s: %s; joining a new round", name, error)
+
+
+def _connect_in_round(
+    name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
+) -> tuple[GroupLinks, list[Transport]]:
     group_round = GroupRound(name, store, rank, world, timeout)
     try:
         key = key_of_environment()
