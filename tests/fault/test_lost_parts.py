@@ -252,5 +252,5 @@ def test_the_memory_check_counts_replicas() -> None:
     capacity = [needed + 300 + 100 for needed in fitted.bytes]
     check_memory(plan, fitted, blocks, capacity)
     capacity[1] -= 1
-    with pytest.raises(FailedPrecondition, match=r"device 1 needs 400 B, and 400 B for replicas .*--no-replicate"):
+    with pytest.raises(FailedPrecondition, match=r"rank 1 needs 400 B, and 400 B for replicas .*--no-replicate"):
         check_memory(plan, fitted, blocks, capacity)

@@ -83,7 +83,7 @@ def coordinator(
     ] = "60s",
     max_communicators: options.MaxCommunicators = 1024,
     communicators_per_client: options.CommunicatorsPerClient = 512,
-    max_jobs: Annotated[int, typer.Option(min=1, help="Most jobs that run at the same time.")] = 64,
+    max_jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Most jobs that run at the same time.")] = 64,
     max_message: options.MaxMessage = "64MiB",
     token_file: options.TokenFile = None,
     tls: options.Tls = None,
