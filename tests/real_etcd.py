@@ -76,6 +76,8 @@ class RealEtcd:
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:  # a thread that still runs could answer a last request
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def kill(self) -> None:
         self.signal(signal.SIGCONT)
