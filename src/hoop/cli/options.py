@@ -66,7 +66,9 @@ Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
 
 def check_dialect(text: str) -> str:
     """The value of ``--lab-dialect``, if it is valid."""
-    known = ("starter", "nil-first", "auto")
+    from hoop.servers.lab_dialect import AUTO, Dialect
+
+    known = (*Dialect, AUTO)
     if text not in known:
         raise InvalidArgument(f"--lab-dialect: {text!r} is not one of {', '.join(known)}")
     return text

@@ -24,7 +24,7 @@ def rank_environment() -> dict[str, str]:
 def probe_arithmetic(threads: int) -> str:
     """16 hex digits of the results of a small training: products, a convolution, exp, sums, updates.
 
-    ``threads``: the number of threads that compute, on which the order of sums may depend.
+    ``threads``: the current number of threads, on which the order of sums may depend; the key of the cache.
     """
     images, labels = _numbers(4, 3, 16, 16), torch.tensor([0, 1, 2, 3])
     weights = [_numbers(8, 3, 3, 3), _numbers(8), _numbers(33, 8 * 16 * 16) / 8, _numbers(33)]

@@ -232,7 +232,7 @@ class Route:
 
     @property
     def version(self) -> int:
-        """Of IP."""
+        """The version of IP: 4 or 6."""
         return 6 if ":" in self.local else 4
 
     @property

@@ -1,7 +1,7 @@
 """One round in torch's store: the ranks of a new group join, exchange values, and all learn at once what is wrong.
 
-Keys below ``hoop/`` (``<round>`` counts how often a rank has used this store, so a group that is made again starts
-anew):
+Keys below ``hoop/`` (``<round>`` counts how often a rank has used this store, so a group that is made again has
+keys of its own):
 
     round/<rank>                 the counter of this rank
     <round>/process/<rank>       the process that joined as this rank
