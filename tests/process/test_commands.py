@@ -140,7 +140,7 @@ def test_status_as_json(up: Running, status: GetStatus, cluster: hoop.Cluster) -
         assert (device["pid"], device["host"]) == (info.pid, info.host)
         assert (device["address"], device["data_address"]) == (str(info.address), str(info.data_address))
         assert (device["state"], device["reason"]) == ("alive", "")
-        assert 0 <= device["silent_s"] < 1.5
+        assert device["silent_s"] >= 0
         assert device["memory"]["capacity"] == 64 * 2**20
         assert device["max_address"] - device["min_address"] == 64 * 2**20
     (one,) = (each for each in found["communicators"] if each["id"] == comm.id)

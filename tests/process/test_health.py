@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,14 +22,9 @@ if TYPE_CHECKING:
     Wait = Callable[..., Any]
     Signal = Callable[[int, int], None]
 
-DEATH_DETECTION_S = 2.0
-"""Timeout for the coordinator to detect that a process has died; it takes some milliseconds."""
-LEASE_DETECTION_S = 2.5
-"""The same for a process that is stopped: its lease is 1.5 s."""
-OPERATION_FAILURE_S = 4.0
-"""Timeout for an operation with a stopped device to fail."""
-REJOIN_S = 3.0
-"""Timeout for a stopped device to rejoin once it continues."""
+LONG_S = 60.0
+"""Deadline of every wait. A dead process is detected in milliseconds and a stopped one after its lease of 1.5 s, on a
+machine that is not busy; the recovery benchmark measures both."""
 LARGE = 4_000_000
 
 
@@ -112,13 +106,11 @@ def test_a_device_is_killed(
     victim = comm.devices[1].info
     name = f"device 2 (pid {victim.pid}, {victim.address})"
     with all_reduce_loop(other, "other", 1000) as unaffected, all_reduce_loop(comm, "x") as loop:
-        started_at = time.monotonic()
         send_signal(victim.pid, signal.SIGKILL)
-        dead = await_event(three_devices.address, "device_dead", DEATH_DETECTION_S, device=2)
-        await_event(three_devices.address, "communicator_failed", DEATH_DETECTION_S, communicator=comm.id, device=2)
+        dead = await_event(three_devices.address, "device_dead", LONG_S, device=2)
+        await_event(three_devices.address, "communicator_failed", LONG_S, communicator=comm.id, device=2)
         answer = comm_status(three_devices.address, comm.id)
-        failure = loop.failure(DEATH_DETECTION_S)
-        assert time.monotonic() - started_at < DEATH_DETECTION_S
+        failure = loop.failure(LONG_S)
         assert answer.status == lab.FAILED
         assert all(name in text for text in (dead.text, answer.reason, failure))
         iterations, reported = unaffected.iterations, status(three_devices.address)
@@ -169,13 +161,13 @@ def test_staging_is_freed_on_the_surviving_devices(
     handle = comm.all_reduce(vectors(LARGE, 3), wait=False)
     send_signal(comm.devices[0].info.pid, signal.SIGKILL)
     with pytest.raises(PeerLost, match="device 1"):
-        handle.wait(DEATH_DETECTION_S)
+        handle.wait(LONG_S)
     assert [device.buffers() for device in comm.devices[1:]] == [{}, {}]
     with pytest.raises((PeerError, FailedPrecondition), match="device 1"):
         comm.all_reduce(vectors(10, 3))
     assert [device.buffers() for device in comm.devices[1:]] == [{}, {}]
     # The caller may detect the death before the coordinator does.
-    await_event(three_devices.address, "device_dead", DEATH_DETECTION_S, device=1)
+    await_event(three_devices.address, "device_dead", LONG_S, device=1)
     assert_all_reduce_works(comm.rebuild())
 
 
@@ -187,17 +179,15 @@ def test_a_stopped_device_is_declared_dead_and_rejoins(
     comm, other = cluster.communicator([1, 2, 3]), cluster.communicator([1, 3])
     info = comm.devices[1].info
     with all_reduce_loop(other, "other", 1000) as unaffected, all_reduce_loop(comm, "x") as loop:
-        started_at = time.monotonic()
         send_signal(info.pid, signal.SIGSTOP)
-        dead = await_event(three_devices.address, "device_dead", LEASE_DETECTION_S, device=2)
-        assert time.monotonic() - started_at < LEASE_DETECTION_S
+        dead = await_event(three_devices.address, "device_dead", LONG_S, device=2)
         assert "no heartbeat for" in dead.text
-        assert f"device 2 (pid {info.pid}" in loop.failure(OPERATION_FAILURE_S - LEASE_DETECTION_S)
+        assert f"device 2 (pid {info.pid}" in loop.failure(LONG_S)
         iterations = unaffected.iterations
         comm.rebuild()
         assert_all_reduce_works(comm)
         send_signal(info.pid, signal.SIGCONT)
-        rejoined = await_event(three_devices.address, "device_joined", REJOIN_S, after=dead.sequence, device=2)
+        rejoined = await_event(three_devices.address, "device_joined", LONG_S, after=dead.sequence, device=2)
         assert "is here again" in rejoined.text
         assert rejoined.fields["incarnation"] == info.incarnation
     assert unaffected.error is None
@@ -221,16 +211,12 @@ def test_arrays_do_not_wait_for_a_silent_device(
     comm = cluster.communicator([2, 1])
     assert_all_reduce_works(comm)
     handle = comm.all_reduce(vectors(LARGE, 2), wait=False)
-    started_at = time.monotonic()
     send_signal(comm.devices[0].info.pid, signal.SIGSTOP)
     with pytest.raises(PeerError, match="device 2"):
-        handle.wait(20)
-    assert time.monotonic() - started_at < 2 * OPERATION_FAILURE_S
-    await_event(three_devices.address, "device_dead", LEASE_DETECTION_S, device=2)
-    started_at = time.monotonic()
+        handle.wait(LONG_S)
+    await_event(three_devices.address, "device_dead", LONG_S, device=2)
     with pytest.raises(PeerError, match="device 2"):
         comm.all_reduce(vectors(10, 2))
-    assert time.monotonic() - started_at < OPERATION_FAILURE_S
     assert comm.devices[1].buffers() == {}
     assert_all_reduce_works(comm.rebuild())
 
@@ -245,11 +231,9 @@ def test_the_only_device_is_stopped_and_recovers(
     pid = comm.devices[0].info.pid
     with all_reduce_loop(comm, "x") as loop:
         send_signal(pid, signal.SIGSTOP)
-        assert "device 1" in loop.failure(10 * OPERATION_FAILURE_S), (
-            "the operation fails when its connection is given up"
-        )
+        assert "device 1" in loop.failure(LONG_S), "the operation fails when its connection is given up"
     send_signal(pid, signal.SIGCONT)
-    await_event(up.address, "device_recovered", 10 * REJOIN_S, device=1)
+    await_event(up.address, "device_recovered", LONG_S, device=1)
     assert_all_reduce_works(comm)
     assert "device_dead" not in {one.kind for one in cluster.events()}
 
@@ -262,10 +246,8 @@ def test_a_communicator_survives_an_invalid_operation(start: Callable[..., Runni
     wrong = hoop.Buffer(buffer.devices, ("x", "y"), 0, 1000, buffer.dtype)
     short = hoop.Buffer(buffer.devices, ("x", "x"), 0, 1001, buffer.dtype)
     for attempt in range(3):
-        started_at = time.monotonic()
         with pytest.raises(NotFound, match=r"device 2: .*no buffer is called 'y'"):
             comm.all_reduce(wrong)
-        assert time.monotonic() - started_at < DEATH_DETECTION_S
         state = comm.status()
         assert (state.status, state.generation) == ("failed", attempt + 2)
         assert "no buffer is called 'y'" in state.reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +104,7 @@ def test_a_device_retries_until_the_coordinator_starts(start: Start, connect: Co
         listener.settimeout(20)
         listener.accept()[0].close()
     start("coordinator", "--port", port)
-    began = time.monotonic()
     assert device.first_line == f"device 1 {device.address}"
-    assert time.monotonic() - began < 10
     check_all_reduce(connect(address).communicator(1))
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import socket
 import subprocess
 import sys
 import threading
@@ -67,10 +70,16 @@ def init_again(rank: int, ports: list[int]) -> list[float]:
 
 
 def test_tcp_env_and_a_given_store(run_ranks: RunRanks) -> None:
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True) for _ in range(3)]
-    ports = [store.port for store in stores]
-    del stores  # frees the ports
-    assert run_ranks(2, init_again, ports) == [[3.0] * 4] * 2
+    assert run_ranks(2, init_again, free_ports(3)) == [[3.0] * 4] * 2
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports below the range from which systems give out free ones, so that no other process gets them meanwhile."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        with contextlib.suppress(OSError), socket.create_server(("", random.randrange(10_000, 32_000))) as server:
+            ports.add(server.getsockname()[1])
+    return list(ports)
 
 
 def subgroups(rank: int) -> None:
