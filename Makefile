@@ -15,13 +15,13 @@ install: $(STAMP) ## Set up .venv with Hoop and its tools; at once if nothing ch
 train: install ## Train the MNIST model on 4 devices
 	@$(BIN)/hoop train mnist --devices 4
 
-test: check ## What a change must pass: check, then the tests
+test: install ## What a change must pass: format, lint, types and the tests
 	@$(BIN)/python -m pytest $(PARALLEL)
 
-quick: check ## Lint, types, house rules and unit tests
+quick: install ## Lint, types, house rules and unit tests
 	@$(BIN)/python -m pytest $(PARALLEL) tests/house tests/unit
 
-everything: check ## All tests, also those that take long and repeat what shorter ones show
+everything: install ## All tests, also those that take long and repeat what shorter ones show
 	@$(BIN)/python -m pytest $(PARALLEL) -m ''
 
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor

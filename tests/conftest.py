@@ -20,17 +20,20 @@ from pathlib import Path
 
 import pytest
 
-GRACE_S = 2.0
+GRACE_S = 30.0
 """How long threads, processes and files may take to disappear after a test."""
+
+# Workers share the cores: a second thread of PyTorch in each would only wait for a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MARK = "HOOP_TEST_SESSION"
 """An environment variable. Child processes inherit it, so that an orphan can be traced to its session."""
 os.environ[MARK] = str(os.getpid())
 
-# With pytest-xdist each worker gets its own temporary folder; otherwise workers would report each other's files.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
-    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+# Each session, and each worker of pytest-xdist, gets its own temporary folder; otherwise they would report each other's
+# files.
+os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
+atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -55,6 +58,10 @@ os.register_at_fork(after_in_child=gc.freeze)
 GRPC_POLLER = "(_poll_wrapper)"
 
 # Child processes that Python starts once per process and stops at its exit.
+KERNEL_THREADS = 2
+"""The parent of Linux's kernel threads, which have no environment."""
+OTHERS: set[int] = set()
+"""Processes that are not of this session: their environment is read once, as long as they exist."""
 PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 
@@ -84,17 +91,22 @@ def processes() -> dict[Hashable, str]:
     """Children of this process, including zombies, and every process that carries this session's MARK."""
     mark = f"{MARK}={os.getpid()}\0"
     found: dict[Hashable, str] = {}
-    for pid in process_ids():
+    pids = set(process_ids()) - {os.getpid()}
+    OTHERS.intersection_update(pids)
+    for pid in pids - OTHERS:
         # The command name, in parentheses, may contain any character; the other fields follow the last parenthesis.
         fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        if not fields or pid == os.getpid():
+        if not fields:
             continue
-        state, is_child = fields[0], int(fields[1]) == os.getpid()
-        if is_child or mark in read(f"/proc/{pid}/environ"):
+        state, parent, started = fields[0], int(fields[1]), fields[19]
+        is_child, environment = parent == os.getpid(), read(f"/proc/{pid}/environ")
+        if is_child or mark in environment:
             command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read(f"/proc/{pid}/comm").strip()
             if not (is_child and any(helper in command for helper in PYTHON_HELPERS)):
                 zombie = ", a zombie: nobody waited for it" if state == "Z" else ""
-                found[pid, fields[19]] = f"process {pid} ({command[:80]}){zombie}"
+                found[pid, started] = f"process {pid} ({command[:80]}){zombie}"
+        elif environment or parent in (0, KERNEL_THREADS):
+            OTHERS.add(pid)
     return found
 
 
@@ -175,8 +187,11 @@ def leaves_nothing_behind() -> Iterator[None]:
         pytest.fail("left behind: " + "; ".join(left), pytrace=False)
 
 
-SLOW_FIRST = ("fault", "process", "torch", "engine", "model", "contract")
-"""The slowest folders. They start first, so that all workers are busy until the end."""
+SLOW_FIRST = (
+    "tests/house/test_lint.py",
+    *(f"tests/{name}/" for name in ("fault", "process", "torch", "engine", "model")),
+)
+"""The slowest files and folders. They start first, so that all workers are busy until the end."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -188,5 +203,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):
             item.add_marker(pytest.mark.slow)
-    folders = {f"tests/{name}": position for position, name in enumerate(SLOW_FIRST)}
-    items.sort(key=lambda item: folders.get("/".join(item.nodeid.split("/")[:2]), len(folders)))
+    items.sort(key=lambda item: [not item.nodeid.startswith(prefix) for prefix in SLOW_FIRST])

@@ -22,19 +22,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
+ROOT = HERE.parents[2]
 SIZES = (4, 437_560, 64 << 20)
 TIMEOUT_S = 300.0
 
 
 class Ranks:
-    """The rank processes of one version."""
+    """The rank processes of one version. Each version runs its own copy of this file, with its own module names."""
 
     def __init__(self, tree: Path, contender: str, ranks: int, sizes: list[int]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
         task = json.dumps({"contender": contender, "sizes": sizes})
         self._children = [
             subprocess.Popen(
-                [sys.executable, str(HERE), "--rank", str(rank), "--task", task],
+                [sys.executable, str(tree / HERE.relative_to(ROOT)), "--rank", str(rank), "--task", task],
                 text=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -110,7 +111,7 @@ def rank_main(rank: int, task: dict[str, Any]) -> None:
 
 def compare(before: Path, contender: str, ranks: int, sizes: list[int], turns: int, seconds: float) -> None:
     """Print one row per size."""
-    versions = [Ranks(tree, contender, ranks, sizes) for tree in (before, HERE.parents[2])]
+    versions = [Ranks(tree, contender, ranks, sizes) for tree in (before, ROOT)]
     try:
         for size in sizes:
             once = min(one.batch(size, 1) for _ in range(10) for one in versions)

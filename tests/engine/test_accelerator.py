@@ -23,6 +23,8 @@ STRATEGIES = [
     ("ps:bsp", 3),
     ("ring", 2),
 ]
+REPRESENTATIVES = [("data", 3), ("pipeline:1f1b", 2), ("ps:bsp", 3)]
+"""One of each family; the others are slow."""
 CUDA = pytest.mark.skipif(not torch.cuda.device_count(), reason="no CUDA GPU here")
 
 
@@ -35,6 +37,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.slow_if(when=lambda params: (params["strategy"], params["devices"]) not in REPRESENTATIVES)
 @pytest.mark.parametrize(("strategy", "devices"), STRATEGIES)
 def test_the_emulated_accelerator_gives_the_bits_of_the_cpu(strategy: str, devices: int) -> None:
     """Batch norm, dropout, empty shards; weights are uploaded, gradients are merged there and downloaded."""

@@ -141,7 +141,7 @@ def test_every_sample_is_used_once_per_epoch(spec: str, devices: int) -> None:
     assert not any(outcomes[rank].more["seen"] for rank in range(1, devices - 1))
 
 
-@pytest.mark.parametrize("spec", ["ring", "ring:async"])
+@pytest.mark.parametrize("spec", ["ring", pytest.param("ring:async", marks=pytest.mark.slow)])
 def test_a_ring_resumes_from_a_checkpoint_with_the_same_bits(spec: str) -> None:
     outcomes = train("shm", 2, settings(spec), JOBS["normed"])
     middle, end = checkpoint(outcomes, 0), checkpoint(outcomes)

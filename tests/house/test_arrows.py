@@ -156,7 +156,7 @@ def heavy_imports(package: str, forbidden: set[str], src: Path) -> set[str]:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, f"importing {package} failed:\n{done.stderr}"
@@ -197,7 +197,7 @@ def test_a_command_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     paths = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, timeout=60, check=False
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, timeout=500, check=False
     )
     assert done.returncode == 0, f"{module} loads torch"
 

@@ -99,7 +99,7 @@ if ON_LINUX:
         """A process whose parent has exited and that has ``path`` open; it ends with the context."""
         reading, writing = os.pipe()
         command = ["sh", "-c", 'exec 3<&0 4<"$1"; cat <&3 >/dev/null & echo $!', "sh", path]
-        done = subprocess.run(command, env=environment, stdin=reading, stdout=subprocess.PIPE, timeout=10)
+        done = subprocess.run(command, env=environment, stdin=reading, stdout=subprocess.PIPE, timeout=100)
         os.close(reading)
         try:
             yield int(done.stdout)
