@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -268,6 +269,41 @@ def test_a_client_with_credentials_runs_a_collective(secured: SecureCluster) -> 
         for total in comm.all_reduce([np.arange(1000.0), np.ones(1000)]):
             assert np.array_equal(total, np.arange(1000.0) + 1)
         comm.destroy()
+
+
+CLIENT_WITH_MEMORY = """
+import sys
+import hoop
+with hoop.connect(sys.argv[1]) as cluster:
+    name = cluster.staging_name()
+    cluster.device(1).allocate(name, 1 << 20)
+    print(name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_memory_of_a_killed_client_is_freed(secured: SecureCluster) -> None:
+    """The coordinator's role allows the calls for it: ListBuffers and Free."""
+    kind, path = map(str, secured.options)
+    environment = {**os.environ, {"--tls": "HOOP_TLS", "--token-file": "HOOP_TOKEN_FILE"}[kind]: path}
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT_WITH_MEMORY, secured.running.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    with hoop.connect(secured.running.address, credentials=secured.credentials_for(Role.CLIENT)) as cluster:
+        with client:
+            try:
+                assert client.stdout is not None
+                name = client.stdout.readline().strip()
+                assert name in cluster.device(1).buffers()
+            finally:
+                client.kill()
+        deadline = time.monotonic() + 60.0
+        while name in cluster.device(1).buffers():
+            assert time.monotonic() < deadline, "the memory of the killed client is not freed"
 
 
 def test_a_role_token_allows_only_its_role(with_token: SecureCluster, capsys: pytest.CaptureFixture[str]) -> None:

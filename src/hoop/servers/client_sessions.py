@@ -8,16 +8,18 @@ client ── Hold ──▶ coordinator     a stream that is open while the cli
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
-from hoop.errors import HoopError, InvalidArgument
+from hoop.errors import HoopError, InvalidArgument, PeerLost
 from hoop.membership import events as m
 from hoop.servers.coordinator import Coordinator
 from hoop.wire.channels import STAGING_PREFIX
 from hoop.wire.generated import hoop_pb2 as pb
 
+log = logging.getLogger("hoop.servers")
 GRACE_S = 2.0
 FREE_S = 2.0
 
@@ -72,5 +74,9 @@ class ClientSessions:
                 if buffer.name.startswith(prefix):
                     request = pb.FreeRequest(name=buffer.name)
                     await call(device_id, lambda device: device.Free, request, FREE_S)
-        except HoopError:
-            return  # the failure detector deals with unreachable devices
+        except PeerLost as error:  # the failure detector deals with unreachable devices
+            log.debug("staging memory of an ended client: %s", error)
+        except HoopError as error:
+            text = f"device {device_id}: the staging memory of a client that ended is not freed: {error}"
+            log.warning(text)
+            self._coordinator.events.publish("staging_not_freed", text, device=device_id)
