@@ -54,19 +54,20 @@ class SecureCluster:
     """The options by which commands get credentials."""
 
     def call(self, name: str, credentials: Credentials, metadata: Metadata | None = None) -> None:
-        """Calls a method with an empty request; only authentication and authorization matter."""
+        """Calls a method with an empty request; only authentication and authorization matter.
+
+        ``metadata`` is sent instead of what ``credentials`` send, which must be none then.
+        """
         method = METHODS[name]
         of_device = method.containing_service in (DEVICE, LAB_DEVICE)
         server_role = Role.DEVICE if of_device else Role.COORDINATOR
         address = Address.parse(self.device["address"] if of_device else self.running.address)
         kind = "_".join("stream" if one else "unary" for one in (method.client_streaming, method.server_streaming))
         path = f"/{method.containing_service.full_name}/{method.name}"
+        options: dict[str, Any] = {} if metadata is None else {"metadata": metadata}
         with credentials.channel(address, server_role, channel_options()) as channel:
-            answer = getattr(channel, kind)(path)(
-                iter([]) if method.client_streaming else b"",
-                timeout=CALL_S,
-                metadata=credentials.metadata if metadata is None else metadata,
-            )
+            request = iter([]) if method.client_streaming else b""
+            answer = getattr(channel, kind)(path)(request, timeout=CALL_S, **options)
             if method.server_streaming:
                 next(iter(answer), None)
                 answer.cancel()
@@ -158,19 +159,28 @@ def call_status(target: SecureCluster, name: str, credentials: Credentials, meta
 
 
 def test_every_method_refuses_an_unauthenticated_call(with_token: SecureCluster) -> None:
-    no_credentials, other_cluster = Credentials(Role.CLIENT), Credentials(Role.CLIENT, Token.parse(new_token()))
-    bare_token = with_token.credentials_for(Role.CLIENT).metadata[0][1].removeprefix("Bearer ")
-    headers: dict[str, Metadata] = {
-        "nothing": (),
-        "another cluster's": other_cluster.metadata,
-        "empty": (("authorization", ""),),
-        "nearly the join token": (("authorization", f"Bearer {SECRET}x"),),
-        "without its scheme": (("authorization", bare_token),),
+    token, other = Token.parse(SECRET), Token.parse(new_token())
+    texts = {
+        "another cluster's": f"Bearer {other.role_token(Role.CLIENT)}",
+        "empty": "",
+        "nearly the join token": f"Bearer {SECRET}x",
+        "the join token": f"Bearer {SECRET}",
+        "a device's token": f"Bearer {token.role_token(Role.DEVICE)}",
+        "a device's secret, as in 0.1": f"Bearer hoop-device-{token.secrets[Role.DEVICE]}",
+        "the coordinator's secret, as in 0.1": f"Bearer hoop-coordinator-{token.secrets[Role.COORDINATOR]}",
+        "without its scheme": token.role_token(Role.CLIENT),
+        "not a proof": "Hoop-Proof client - - - - -",
     }
+    headers: dict[str, Metadata] = {"nothing": (), **{kind: (("authorization", one),) for kind, one in texts.items()}}
     codes = {
-        (name, kind): call_status(with_token, name, no_credentials, headers[kind])
+        (name, kind): call_status(with_token, name, Credentials(Role.CLIENT), headers[kind])
         for name in METHODS
         for kind in headers
+    }
+    codes |= {
+        (name, f"another cluster's {role}"): call_status(with_token, name, Credentials(role, other))
+        for name in METHODS
+        for role in Role
     }
     assert {call: code for call, code in codes.items() if code != "UNAUTHENTICATED"} == {}
 
@@ -189,6 +199,15 @@ def test_every_method_accepts_its_allowed_roles(secured: SecureCluster) -> None:
     assert {call: code for call, code in codes.items() if code in unexpected} == {}
 
 
+def test_other_programs_send_a_client_token(with_token: SecureCluster) -> None:
+    """``Bearer`` has the client's rights, at the coordinator and at devices."""
+    headers = (("authorization", f"Bearer {Token.parse(SECRET).role_token(Role.CLIENT)}"),)
+    for name in ("Coordinator.GetStatus", "Device.ListBuffers", "GPUDevice.GetDeviceMetadata"):
+        assert call_status(with_token, name, Credentials(Role.CLIENT), headers) == "OK"
+    for name in ("Coordinator.Join", "Device.StartTask"):
+        assert call_status(with_token, name, Credentials(Role.CLIENT), headers) == "PERMISSION_DENIED"
+
+
 def test_the_message_of_an_unauthenticated_call_is_not_read(with_token: SecureCluster) -> None:
     """The refusal does not wait for a large message, and no memory is used for it."""
     pid = with_token.running.process.pid
@@ -203,7 +222,7 @@ def test_the_message_of_an_unauthenticated_call_is_not_read(with_token: SecureCl
 def test_an_unauthenticated_call_does_not_learn_which_methods_exist(with_token: SecureCluster) -> None:
     for metadata, code in (
         ((), "UNAUTHENTICATED"),
-        (with_token.credentials_for(Role.CLIENT).metadata, "PERMISSION_DENIED"),
+        ((("authorization", f"Bearer {Token.parse(SECRET).role_token(Role.CLIENT)}"),), "PERMISSION_DENIED"),
     ):
         with grpc.insecure_channel(with_token.running.address) as channel:
             call = channel.unary_unary("/hoop.v1.Coordinator/Nothing", None, None)
@@ -364,7 +383,7 @@ def test_the_token_is_in_no_command_line_and_no_log(with_token: SecureCluster) -
     """Nor are the credentials derived from it in the log."""
     for pid in (with_token.device["pid"], with_token.running.process.pid):
         assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    derived = [Token.parse(SECRET).credential(role) for role in Role]
+    derived = Token.parse(SECRET).secrets.values()
     assert not [one for one in (SECRET, *derived) if one in with_token.running.log.read_text()]
 
 

@@ -31,7 +31,7 @@ from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import device_info, status_of, translate, unreachable, with_metadata
+from hoop.wire.service import device_info, status_of, translate, unreachable
 
 
 class Session:
@@ -84,10 +84,10 @@ class Cluster:
         self._timeout = timeout
         self._credentials = credentials
         self._channel = credentials.channel(address, Role.COORDINATOR, channel_options())
-        self._stub = with_metadata(pb_grpc.CoordinatorStub(self._channel), credentials.metadata)
+        self._stub = pb_grpc.CoordinatorStub(self._channel)
         # A separate channel: it keeps reconnecting while the coordinator is down; other calls must not wait for that.
         self._session_channel = credentials.channel(address, Role.COORDINATOR, channel_options())
-        session_stub = with_metadata(pb_grpc.CoordinatorStub(self._session_channel), credentials.metadata)
+        session_stub = pb_grpc.CoordinatorStub(self._session_channel)
         self._session = Session(session_stub, f"the coordinator at {address}")
         self._devices: dict[str, Device] = {}
 

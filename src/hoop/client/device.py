@@ -10,11 +10,11 @@ import grpc
 from hoop.client.handle import call
 from hoop.topology import DeviceInfo
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
+from hoop.wire.channels import STREAM_CHUNK_BYTES, Repeatable, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import translate, with_metadata
+from hoop.wire.service import translate
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
@@ -31,7 +31,7 @@ class Device:
         self.info = info
         self._timeout = timeout
         self._channel = credentials.channel(info.address, Role.DEVICE, channel_options())
-        self._stub = with_metadata(pb_grpc.DeviceStub(self._channel), credentials.metadata)
+        self._stub = pb_grpc.DeviceStub(self._channel)
 
     @property
     def id(self) -> int:
@@ -60,7 +60,7 @@ class Device:
             for at in range(STREAM_CHUNK_BYTES, len(view), STREAM_CHUNK_BYTES):
                 yield pb.WriteRequest(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
 
-        self._call(self._stub.Write, chunks())
+        self._call(self._stub.Write, Repeatable(chunks))
 
     def read(self, place: int | str, size: int, offset: int = 0) -> bytes:
         """Copy ``size`` bytes, of any length, from the device."""

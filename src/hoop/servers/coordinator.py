@@ -37,7 +37,7 @@ from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import status_of, translate, unreachable, with_metadata
+from hoop.wire.service import status_of, translate, unreachable
 
 log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
@@ -194,8 +194,7 @@ class Coordinator:
             self.in_background(known[1].close(None))
         credentials = self.config.credentials
         channel = credentials.aio_channel(info.address, Role.DEVICE, channel_options(self.config.max_message + 65536))
-        stub = with_metadata(pb_grpc.DeviceStub(channel), credentials.metadata)
-        async_stub = cast("pb_grpc.DeviceAsyncStub", stub)
+        async_stub = cast("pb_grpc.DeviceAsyncStub", pb_grpc.DeviceStub(channel))
         self._channels[device_id] = (info.incarnation, channel, async_stub)
         return async_stub
 

@@ -137,7 +137,11 @@ class DeviceServer:
                 handlers(device_service.SERVICE, self._service),
             )
             self._server, address = await serve(
-                self._info.address, services, self.config.max_message, self.config.credentials
+                self._info.address,
+                services,
+                self.config.max_message,
+                self.config.credentials,
+                lambda: (self._service.info or self._info).address,
             )
             info = await self._advertised(address)
             self._service.info = info

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,15 @@ def check_exposure(address: Address, credentials: Credentials, insecure: bool) -
 
 
 async def serve(
-    address: Address, services: Sequence[Any], max_message: int, credentials: Credentials
+    address: Address,
+    services: Sequence[Any],
+    max_message: int,
+    credentials: Credentials,
+    advertised: Callable[[], Address] | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Starts a server. Returns it and its address; port 0 picks a free port.
+
+    ``advertised``: the address of a device by which callers know it, as soon as it is known.
 
     Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
     links and files need.
@@ -47,7 +53,8 @@ async def serve(
     raise_descriptor_limit(OPEN_FILES)
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
-    server = grpc.aio.server(options=options, interceptors=credentials.interceptors())
+    interceptors = credentials.interceptors(*([] if advertised is None else [lambda: str(advertised())]))
+    server = grpc.aio.server(options=options, interceptors=interceptors)
     server.add_generic_rpc_handlers(tuple(services))
     try:
         port = credentials.add_port(server, address)

@@ -21,7 +21,7 @@ from hoop.wire.channels import Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import device_message, status_of, translate, unreachable, with_metadata
+from hoop.wire.service import device_message, status_of, translate, unreachable
 
 log = logging.getLogger("hoop.servers")
 CALL_S = 5.0
@@ -48,8 +48,7 @@ class HeartbeatClient:
         self.coordinator = coordinator
         self._memory, self._stalls = memory, stalls
         self._channel = credentials.aio_channel(coordinator, Role.COORDINATOR, channel_options())
-        stub = with_metadata(pb_grpc.CoordinatorStub(self._channel), credentials.metadata)
-        self._stub = cast("pb_grpc.CoordinatorAsyncStub", stub)
+        self._stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(self._channel))
         self._heartbeat_s, self._stall_s = 0.1, 0.5
         self._task: asyncio.Task[None] | None = None
         self._leaving = False

@@ -22,7 +22,7 @@ from hoop.wire.channels import STREAM_CHUNK_BYTES, channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import gpu_sim_pb2_grpc as lab_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import translate, with_metadata
+from hoop.wire.service import translate
 
 DEVICE_SERVICE = lab.DESCRIPTOR.services_by_name["GPUDevice"]
 
@@ -200,14 +200,13 @@ class LabDevice:
         try:
             await stream.wait_turn()
             async with self._credentials.aio_channel(to, Role.DEVICE, channel_options()) as channel:
-                stub = with_metadata(lab_grpc.GPUDeviceStub(channel), self._credentials.metadata)
-                call = cast("lab_grpc.GPUDeviceAsyncStub", stub).StreamSend(chunks())
-                sending = asyncio.ensure_future(_wait_call(call))
+                stub = cast("lab_grpc.GPUDeviceAsyncStub", lab_grpc.GPUDeviceStub(channel))
+                sending = asyncio.ensure_future(_wait_call(stub.StreamSend(chunks())))
                 ended = asyncio.ensure_future(stream.ended.wait())
                 try:
                     await asyncio.wait({sending, ended}, return_when="FIRST_COMPLETED")
                     if stream.ended.is_set():
-                        call.cancel()
+                        sending.cancel()
                     await sending
                 finally:
                     ended.cancel()

@@ -1,15 +1,17 @@
 """Authentication of gRPC calls: the credentials of a process, and the check of every call to a server.
 
 ``Credentials`` are a token, certificates, or nothing. They open every channel between Hoop's processes and every
-server port; nothing else opens one. ``Guard`` checks each call before its message is read. With a token the caller
-sends the metadata ``authorization: Bearer …``; with certificates the TLS connection identifies the caller. Access is
-denied by default: a method that is missing from the table of roles cannot be called.
+server port; nothing else opens one. ``Guard`` checks each call before its message is read. With a token the metadata
+``authorization`` has a proof of the caller's role for this call (``proofs``); other programs send a client's token
+instead, ``Bearer …``. With certificates the TLS connection identifies the caller. Access is denied by default: a method
+that is missing from the table of roles cannot be called.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ import grpc
 from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
+from hoop.wire.proofs import COORDINATOR_TARGET, SCHEME, Prover, Verdict, Verifier, digest
+from hoop.wire.proved_channel import CHALLENGE_KEY, HEADER, ProvedChannel
 from hoop.wire.roles import ALLOWED, Role
 from hoop.wire.service import ERROR_CLASS_KEY
 from hoop.wire.tls import Certificates, certificate_name
@@ -30,33 +34,47 @@ _AUTH_HELP = (
 )
 
 
+_DIGEST: ContextVar[str] = ContextVar("hoop-digest")
+"""The digest of the request in the proof of the call that is served."""
+
+
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """A server interceptor that checks every call against the table of roles."""
 
-    def __init__(self, token: Token | None) -> None:
-        """``token`` None: callers are identified by their certificate."""
+    def __init__(self, token: Token | None, role: Role, target: Callable[[], str]) -> None:
+        """``token`` None: callers are identified by their certificate. ``role`` and ``target`` are the server's."""
         self._token = token
+        self._verifier = Verifier(token, role, target) if token is not None else None
+        self._checking: dict[str, Any] = {}
+        """Handlers of single requests, by method, that check the digest first."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        if self._token is None:
+        if self._token is None or self._verifier is None:
             return _with_certificate(details.method, await continuation(details))
+        found = [str(value) for key, value in details.invocation_metadata or () if key == HEADER]
+        scheme, _, presented = (found or [""])[0].partition(" ")
+        verdict, role = Verdict(problem="this token is not of this cluster"), None
+        if scheme == SCHEME:
+            verdict = self._verifier.check(details.method, presented)
+            role = Role(verdict.proof.role) if verdict.proof is not None else None
+        elif scheme == "Bearer" and self._token.is_client(presented.strip()):
+            role = Role.CLIENT
         try:
-            check_permission(details.method, self._caller_role(self._token, details))
+            if role is None:
+                problem = verdict.problem if found else "no token came with this call"
+                raise Unauthenticated(f"{details.method}: {problem}; {_AUTH_HELP}")
+            check_permission(details.method, role)
         except HoopError as error:
-            return _rejecting_handler(error)
-        return await continuation(details)
-
-    def _caller_role(self, token: Token, details: grpc.HandlerCallDetails) -> Role:
-        found = [value for key, value in details.invocation_metadata or () if key == "authorization"]
-        if not found:
-            raise Unauthenticated(f"{details.method}: no token came with this call; {_AUTH_HELP}")
-        scheme, _, presented = str(found[0]).partition(" ")
-        role = token.identify(presented.strip()) if scheme == "Bearer" else None
-        if role is None:
-            raise Unauthenticated(f"{details.method}: this token is not of this cluster; {_AUTH_HELP}")
-        return role
+            return _rejecting_handler(error, ((CHALLENGE_KEY, verdict.challenge),) if verdict.challenge else ())
+        handler = await continuation(details)
+        if verdict.proof is None or handler is None or handler.request_streaming:
+            return handler
+        _DIGEST.set(verdict.proof.digest)  # the handler runs in the same context
+        if details.method not in self._checking:
+            self._checking[details.method] = _with_digest(details.method, handler)
+        return self._checking[details.method]
 
 
 def check_permission(method: str, role: Role) -> None:
@@ -67,24 +85,22 @@ def check_permission(method: str, role: Role) -> None:
         raise PermissionDenied(f"{method}: a {role} may not call this, {callers} may")
 
 
-def _rejecting_handler(error: HoopError) -> Any:
+def _rejecting_handler(error: HoopError, metadata: tuple[tuple[str, str], ...]) -> Any:
     async def reject(_: Any, context: Any) -> None:
-        await _abort(context, error)
+        await _abort(context, error, metadata)
 
     # A stream-stream handler reads no message before it answers, whatever the caller sends.
     return grpc.stream_stream_rpc_method_handler(reject)
 
 
-async def _abort(context: Any, error: HoopError) -> None:
-    await context.abort(grpc.StatusCode[error.code], str(error), ((ERROR_CLASS_KEY, type(error).__name__),))
+async def _abort(context: Any, error: HoopError, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+    await context.abort(grpc.StatusCode[error.code], str(error), ((ERROR_CLASS_KEY, type(error).__name__), *metadata))
 
 
 def _with_certificate(method: str, handler: Any) -> Any:
     """Wrap ``handler`` so that it first checks the role in the caller's certificate."""
-    if handler is None:
-        return None
 
-    async def check_certificate(context: Any) -> None:
+    async def check_certificate(_: Any, context: Any) -> None:
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
         try:
             if len(names) != 1 or names[0] not in list(Role):
@@ -93,15 +109,33 @@ def _with_certificate(method: str, handler: Any) -> Any:
         except HoopError as error:
             await _abort(context, error)
 
+    return _checking_handler(handler, check_certificate)
+
+
+def _with_digest(method: str, handler: Any) -> Any:
+    """Wrap ``handler`` so that it first compares the request with its digest in the proof."""
+    assert handler.request_deserializer is None, "requests are bytes here"
+
+    async def check_digest(request: bytes, context: Any) -> None:
+        if digest(request) != _DIGEST.get():
+            await _abort(context, Unauthenticated(f"{method}: the request is not the one that its proof is for"))
+
+    return _checking_handler(handler, check_digest)
+
+
+def _checking_handler(handler: Any, check: Callable[[Any, Any], Awaitable[None]]) -> Any:
+    """A handler that calls ``check``, which aborts the call or returns, and then ``handler``."""
+    if handler is None:
+        return None
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     inner = getattr(handler, kind)
 
     async def unary(request: Any, context: Any) -> Any:
-        await check_certificate(context)
+        await check(request, context)
         return await inner(request, context)
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        await check_certificate(context)
+        await check(request, context)
         async for response in inner(request, context):
             yield response
 
@@ -117,7 +151,6 @@ def _arity(streaming: bool) -> str:
     return "stream" if streaming else "unary"
 
 
-HEADER = "authorization"
 _HANDSHAKE_MS = 2000
 
 
@@ -142,13 +175,6 @@ class Credentials:
 
     # ---- client side
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata that is sent with every call."""
-        if self.token is None or self.certificates is not None:
-            return ()
-        return ((HEADER, f"Bearer {self.token.credential(self.role)}"),)
-
     def channel(self, address: Address | Addresses, to: Role, options: Options) -> grpc.Channel:
         opened: grpc.Channel = self._open(grpc, address, to, options)
         return opened
@@ -159,7 +185,11 @@ class Credentials:
 
     def _open(self, library: Any, address: Address | Addresses, to: Role, options: Options) -> Any:
         if self.certificates is None:
-            return library.insecure_channel(_target(address), options=options)
+            channel = library.insecure_channel(_target(address), options=options)
+            if self.token is None:
+                return channel
+            target = COORDINATOR_TARGET if to is Role.COORDINATOR else str(address)
+            return ProvedChannel(channel, Prover(self.token, self.role, to, target), library is grpc.aio)
         tls = self.certificates
         secure = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
         # gRPC's name for the time limit of a connection attempt; a TLS handshake needs longer.
@@ -170,11 +200,11 @@ class Credentials:
 
     # ---- server side
 
-    def interceptors(self) -> tuple[Guard, ...]:
-        """Interceptors for a server of this process."""
-        if self.certificates is not None:
-            return (Guard(None),)
-        return () if self.token is None else (Guard(self.token),)
+    def interceptors(self, target: Callable[[], str] = lambda: COORDINATOR_TARGET) -> tuple[Guard, ...]:
+        """Interceptors for a server of this process; ``target``: a device's advertised address."""
+        if not self.required:
+            return ()
+        return (Guard(None if self.certificates is not None else self.token, self.role, target),)
 
     def add_port(self, server: grpc.aio.Server, address: Address) -> int:
         """Open a server port and return its number; with certificates the port uses TLS."""
@@ -228,5 +258,5 @@ def find_credentials(
 def _check_role(credentials: Credentials) -> Credentials:
     """Return ``credentials``; raises InvalidArgument if the token is not valid for the role."""
     if credentials.token is not None:
-        credentials.token.credential(credentials.role)
+        credentials.token.check_role(credentials.role)
     return credentials

@@ -1,10 +1,11 @@
-"""Options of Hoop's gRPC channels and servers, and the backoff of a caller that waits for a server."""
+"""Options of gRPC channels and servers, streams of requests, and the backoff of a caller that waits for a server."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address, Addresses
@@ -25,6 +26,7 @@ IDLE_MS = 300_000
 """A server closes a connection without calls after this time. Its client opens another one with the next call."""
 
 Options = list[tuple[str, int]]
+T = TypeVar("T")
 
 
 def channel_options(max_message: int = MAX_MESSAGE_BYTES) -> Options:
@@ -64,6 +66,22 @@ def server_options(max_message: int = MAX_MESSAGE_BYTES, max_connections: int | 
         ("grpc.max_concurrent_streams", 4096),
         ("grpc.max_metadata_size", 64 * 1024),
     ]
+
+
+class Repeatable(Generic[T]):
+    """A stream of requests that can be sent again. ``iter`` starts it anew; gRPC's own channels call ``next``."""
+
+    def __init__(self, start: Callable[[], Iterator[T]]) -> None:
+        self._start = start
+        self._only: Iterator[T] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self._start()
+
+    def __next__(self) -> T:
+        if self._only is None:
+            self._only = self._start()
+        return next(self._only)
 
 
 class Backoff:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -81,7 +81,6 @@ def event_message(event: Event) -> pb.Event:
 
 
 log = logging.getLogger("hoop.wire")
-StubT = TypeVar("StubT")
 ERROR_CLASS_KEY = "hoop-error"
 """Key of the trailing metadata that holds the class name of a Hoop error."""
 _TRANSPORT_STATUSES = (
@@ -105,27 +104,6 @@ def calling_host() -> str:
 
 def _host(peer: str) -> str:
     return peer.rpartition(":")[0]
-
-
-def with_metadata(stub: StubT, metadata: Sequence[tuple[str, str]]) -> StubT:
-    """Makes every call of a generated stub send ``metadata`` (the caller's credential); returns the stub."""
-    if metadata:
-        for name, method in list(vars(stub).items()):
-            setattr(stub, name, _CallWithMetadata(method, metadata))
-    return stub
-
-
-class _CallWithMetadata:
-    """A method that adds the same metadata to every call."""
-
-    def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
-        self._call, self._metadata = call, tuple(metadata)
-
-    def __call__(self, request: Any, **options: Any) -> Any:
-        return self._call(request, metadata=self._metadata, **options)
-
-    def future(self, request: Any, **options: Any) -> Any:
-        return self._call.future(request, metadata=self._metadata, **options)
 
 
 OnRefused = Callable[[str, str, str, str], None]

@@ -1,15 +1,16 @@
 """Tokens: authentication of the processes of one cluster without certificates.
 
-    join token ──┬── HMAC "role coordinator" ──▶ credential of the coordinator
-                 ├── HMAC "role device" ───────▶ credential of a device
-                 ├── HMAC "role client" ───────▶ credential of a client
+    join token ──┬── HMAC "role coordinator" ──▶ secret of the coordinator ──┐
+                 ├── HMAC "role device" ───────▶ secret of devices ──────────┼── HMAC "to ROLE" ──▶ key of the calls
+                 ├── HMAC "role client" ───────▶ secret of clients ──────────┘                      to that role
                  └── HMAC "links" ─────────────▶ key that authenticates data links
 
-A process with the join token can take any role. A machine that only runs devices, or clients, gets a token of that role
-(``hoop token --role``). A role token holds the secret of its own role and digests of the other roles' credentials, so
-it can verify those but not produce them.
+Calls carry proofs made with these keys (``proofs``), and no secret. A process with the join token can take any role. A
+machine that only runs devices, or clients, gets a token of that role (``hoop token --role``). A device's token holds
+the secret of devices and the keys of calls to devices: with it a device verifies the coordinator and clients, and can
+call the coordinator as a device only. Its link key is the same for all devices.
 
-A token authenticates and does not encrypt: an eavesdropper on the network can copy it. Use certificates there.
+A token authenticates and does not encrypt: who can read the network reads the calls. Use certificates there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ _MIN_CHARACTERS = 32
 _MAX_FILE_BYTES = 4096
 _ROLE_TOKEN = re.compile(r"hoop-(device|client)((?:-[0-9a-f]{64})+)")
 _VERIFIED = (Role.COORDINATOR, Role.CLIENT)
-"""Roles whose credentials a device verifies, besides those of other devices."""
+"""Roles whose calls a device verifies, besides those of other devices."""
+_DEVICE_PARTS = 5
+"""Parts of a device's token: the secret, a key for each of _VERIFIED, the digest of a client's token, the link key."""
+_DEVICE_PARTS_0_1 = 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,8 +46,10 @@ class Token:
 
     secrets: Mapping[Role, str]
     """Secrets by role, for the roles that this process can take."""
-    digests: Mapping[Role, bytes]
-    """SHA-256 of the credentials by role, for the roles that this process can verify."""
+    keys: Mapping[Role, bytes]
+    """Of a device's token: keys of other roles' calls to devices."""
+    bearer: bytes
+    """SHA-256 of a client's token, which programs that do not make proofs send; empty: none is accepted."""
     link_key: bytes
     """Key that authenticates data links; empty for a client, which has no data links."""
 
@@ -56,26 +62,27 @@ class Token:
         text = text.strip()
         if match := _ROLE_TOKEN.fullmatch(text):
             role, parts = Role(match[1]), match[2].split("-")[1:]
-            if len(parts) == (1 if role is Role.CLIENT else 2 + len(_VERIFIED)):
+            if len(parts) == (1 if role is Role.CLIENT else _DEVICE_PARTS):
                 return cls._from_role_token(role, parts)
+            if role is Role.DEVICE and len(parts) == _DEVICE_PARTS_0_1:
+                raise InvalidArgument(
+                    f"{field}: a device's token of Hoop 0.1; make it anew from the join token: "
+                    "hoop token FILE --role device --token-file JOIN_TOKEN_FILE"
+                )
         if len(text) < _MIN_CHARACTERS or not text.isascii() or not text.isprintable() or text.startswith("hoop-"):
             raise InvalidArgument(  # does not show the value: it may be a secret with a typing error
                 f"{field}: {len(text)} characters that are no token; make one with: hoop token FILE"
             )
         secret_of = {role: _derive(text, f"role {role}") for role in Role}
-        return cls(
-            secret_of,
-            {role: _digest(role, secret) for role, secret in secret_of.items()},
-            bytes.fromhex(_derive(text, "links")),
-        )
+        bearer = _digest(_client_token(secret_of[Role.CLIENT]))
+        return cls(secret_of, {}, bearer, bytes.fromhex(_derive(text, "links")))
 
     @classmethod
     def _from_role_token(cls, role: Role, parts: list[str]) -> Token:
-        digests: dict[Role, bytes] = {}
-        if role is Role.DEVICE:
-            digests = dict(zip(_VERIFIED, map(bytes.fromhex, parts[1:3]), strict=True))
-            digests[role] = _digest(role, parts[0])
-        return cls({role: parts[0]}, digests, bytes.fromhex(parts[3]) if role is Role.DEVICE else b"")
+        if role is Role.CLIENT:
+            return cls({role: parts[0]}, {}, b"", b"")
+        *keys, bearer, link_key = map(bytes.fromhex, parts[1:])
+        return cls({role: parts[0]}, dict(zip(_VERIFIED, keys, strict=True)), bearer, link_key)
 
     @classmethod
     def read(cls, path: Path) -> Token:
@@ -91,30 +98,36 @@ class Token:
         """Whether this is a join token, which is valid for every role."""
         return len(self.secrets) == len(Role)
 
-    def credential(self, role: Role) -> str:
-        """The text that a process sends to prove that it has this role; raises InvalidArgument."""
+    def check_role(self, role: Role) -> None:
+        """Raise InvalidArgument unless a process with this token can take ``role``."""
         if role not in self.secrets:
             (own,) = self.secrets
             raise InvalidArgument(
                 f"token: it is a {own}'s, and a {role} needs the join token"
                 + (f", or one of its own: hoop token FILE --role {role}" if role is not Role.COORDINATOR else "")
             )
-        return _credential(role, self.secrets[role])
 
-    def identify(self, presented: str) -> Role | None:
-        """The role that a presented credential proves, or None. Compares in constant time."""
-        digest = hashlib.sha256(presented.encode()).digest()
-        matching = [role for role, known in self.digests.items() if hmac.compare_digest(digest, known)]
-        return matching[0] if matching else None
+    def key(self, caller: Role, server: Role) -> bytes:
+        """The key of calls from one role to another, for either side; raises InvalidArgument if this token has none."""
+        if server is Role.DEVICE and caller in self.keys:
+            return self.keys[caller]
+        self.check_role(caller)
+        return bytes.fromhex(_derive(self.secrets[caller], f"to {server}"))
+
+    def is_client(self, presented: str) -> bool:
+        """Whether this text is the token of a client. Compares in constant time."""
+        return bool(self.bearer) and hmac.compare_digest(_digest(presented), self.bearer)
 
     def role_token(self, role: Role) -> str:
         """The text of a token that is valid for ``role`` only."""
         if not self.is_join or role is Role.COORDINATOR:
             raise InvalidArgument(f"--role {role}: the join token makes tokens for devices and clients, no other does")
-        parts = [self.secrets[role]]
-        if role is Role.DEVICE:
-            parts += [self.digests[one].hex() for one in _VERIFIED] + [self.link_key.hex()]
-        return "-".join([f"hoop-{role}", *parts])
+        if role is Role.CLIENT:
+            return _client_token(self.secrets[role])
+        keys = [self.key(caller, Role.DEVICE) for caller in _VERIFIED]
+        return "-".join(
+            ["hoop-device", self.secrets[role], *(one.hex() for one in (*keys, self.bearer, self.link_key))]
+        )
 
 
 def new_token() -> str:
@@ -165,13 +178,13 @@ def check_private(path: Path, found: os.stat_result) -> None:
         )
 
 
-def _derive(join_token: str, purpose: str) -> str:
-    return hmac.new(join_token.encode(), f"hoop v1 {purpose}".encode(), hashlib.sha256).hexdigest()
+def _derive(secret: str, purpose: str) -> str:
+    return hmac.new(secret.encode(), f"hoop v1 {purpose}".encode(), hashlib.sha256).hexdigest()
 
 
-def _credential(role: Role, secret: str) -> str:
-    return f"hoop-{role}-{secret}"
+def _client_token(secret: str) -> str:
+    return f"hoop-client-{secret}"
 
 
-def _digest(role: Role, secret: str) -> bytes:
-    return hashlib.sha256(_credential(role, secret).encode()).digest()
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

@@ -1,0 +1,185 @@
+"""Calls of every shape carry proofs, and are made again when the server does not know their challenge."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from hoop.topology import Address
+from hoop.wire.auth import Credentials, Guard
+from hoop.wire.channels import Repeatable, channel_options
+from hoop.wire.proofs import COORDINATOR_TARGET, Verifier
+from hoop.wire.roles import Role
+from hoop.wire.tokens import Token, new_token
+
+WAIT_S = 30.0
+TOKEN = Token.parse(new_token())
+CREDENTIALS = Credentials(Role.DEVICE, TOKEN)
+UNARY, ANSWERS, REQUESTS, BOTH = (
+    "/hoop.v1.Coordinator/Join",
+    "/hoop.v1.Coordinator/Leave",
+    "/gpu_sim.GPUDevice/StreamSend",
+    "/hoop.v1.Coordinator/SendHeartbeats",
+)
+"""Four methods that a device may call. The server here gives them these four shapes."""
+
+
+class Echo(grpc.GenericRpcHandler):  # type: ignore[type-arg]
+    """Answers with the requests."""
+
+    def service(self, details: Any) -> Any:
+        async def unary(request: bytes, _: Any) -> bytes:
+            return request
+
+        async def answers(request: bytes, _: Any) -> AsyncIterator[bytes]:
+            for byte in request:
+                yield bytes([byte])
+
+        async def requests(stream: Any, _: Any) -> bytes:
+            return b"".join([one async for one in stream])
+
+        async def both(stream: Any, _: Any) -> AsyncIterator[bytes]:
+            async for one in stream:
+                yield one
+
+        return {
+            UNARY: grpc.unary_unary_rpc_method_handler(unary),
+            ANSWERS: grpc.unary_stream_rpc_method_handler(answers),
+            REQUESTS: grpc.stream_unary_rpc_method_handler(requests),
+            BOTH: grpc.stream_stream_rpc_method_handler(both),
+        }[details.method]
+
+
+class Server:
+    """A server in a thread, whose process can seem to be another one."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._guard = Guard(TOKEN, Role.COORDINATOR, lambda: COORDINATOR_TARGET)
+        self.address: Address = self._call(self._start())
+
+    async def _start(self) -> Address:
+        self._server = grpc.aio.server(interceptors=(self._guard,))
+        self._server.add_generic_rpc_handlers((Echo(),))
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return Address("127.0.0.1", port)
+
+    def forget(self) -> None:
+        """As a restart: no challenge that callers have is valid."""
+        self._guard._verifier = Verifier(TOKEN, Role.COORDINATOR, lambda: COORDINATOR_TARGET)
+
+    def close(self) -> None:
+        self._call(self._server.stop(None))
+        self._call(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+        self._loop.close()
+
+    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def channel(server: Server) -> Iterator[grpc.Channel]:
+    with CREDENTIALS.channel(server.address, Role.COORDINATOR, channel_options()) as opened:
+        yield opened
+
+
+def stream() -> Repeatable[bytes]:
+    return Repeatable(lambda: iter([b"a", b"b", b"c"]))
+
+
+SHAPES: dict[str, Callable[[Any], bytes]] = {
+    "unary": lambda channel: channel.unary_unary(UNARY)(b"abc", timeout=WAIT_S),
+    "future": lambda channel: channel.unary_unary(UNARY).future(b"abc", timeout=WAIT_S).result(WAIT_S),
+    "answers": lambda channel: b"".join(channel.unary_stream(ANSWERS)(b"abc", timeout=WAIT_S)),
+    "requests": lambda channel: channel.stream_unary(REQUESTS)(stream(), timeout=WAIT_S),
+    "both": lambda channel: b"".join(channel.stream_stream(BOTH)(stream(), timeout=WAIT_S)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_pass_at_once_and_after_the_server_was_restarted(
+    server: Server, channel: grpc.Channel, shape: str
+) -> None:
+    for _ in range(3):
+        assert SHAPES[shape](channel) == b"abc"
+        assert SHAPES[shape](channel) == b"abc"
+        server.forget()
+
+
+@pytest.mark.parametrize("shape", ["unary", "answers", "requests", "both"])
+def test_asynchronous_calls_pass_at_once_and_after_the_server_was_restarted(server: Server, shape: str) -> None:
+    async def requests() -> AsyncIterator[bytes]:
+        for one in (b"a", b"b", b"c"):
+            yield one
+
+    async def call(channel: Any) -> bytes:
+        if shape == "unary":
+            return bytes(await channel.unary_unary(UNARY)(b"abc", timeout=WAIT_S))
+        if shape == "requests":
+            return bytes(await channel.stream_unary(REQUESTS)(requests(), timeout=WAIT_S))
+        if shape == "answers":
+            return b"".join([one async for one in channel.unary_stream(ANSWERS)(b"abc", timeout=WAIT_S)])
+        return b"".join([one async for one in channel.stream_stream(BOTH)(requests(), timeout=WAIT_S)])
+
+    async def run() -> None:
+        async with CREDENTIALS.aio_channel(server.address, Role.COORDINATOR, channel_options()) as channel:
+            for _ in range(3):
+                assert await call(channel) == b"abc"
+                assert set(await asyncio.gather(call(channel), call(channel))) == {b"abc"}
+                server.forget()
+                if shape in ("requests", "both"):  # within a second, and without a broken connection
+                    with contextlib.suppress(grpc.RpcError):
+                        await call(channel)
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_nobody_reads_is_made_again(server: Server, channel: grpc.Channel) -> None:
+    """A session is reopened like this: its callback gets the call that has really ended."""
+    method: Any = channel.unary_stream(ANSWERS, None, None)
+    assert list(method(b"a", timeout=WAIT_S)) == [b"a"]
+    server.forget()
+    ended, codes = threading.Event(), []
+
+    def on_end(call: Any) -> None:
+        codes.append(call.code())
+        ended.set()
+
+    answers: Any = method(b"", timeout=WAIT_S, wait_for_ready=True)
+    answers.add_done_callback(on_end)
+    assert ended.wait(WAIT_S)
+    assert codes == [grpc.StatusCode.OK]
+
+
+def test_repeatable_requests_pass_through_plain_channels() -> None:
+    requests = stream()
+    assert list(requests) == list(requests) == [b"a", b"b", b"c"]
+    assert [next(requests), next(requests), next(requests)] == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_wrong_token_is_refused_after_one_attempt(server: Server, shape: str) -> None:
+    other = Credentials(Role.DEVICE, Token.parse(new_token()))
+    with (
+        other.channel(server.address, Role.COORDINATOR, channel_options()) as channel,
+        pytest.raises(grpc.RpcError, match="not of this cluster"),
+    ):
+        SHAPES[shape](channel)
