@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hoop.errors import FailedPrecondition, ResourceExhausted
+from hoop.membership.state import State
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.jobs import Jobs
 
@@ -26,10 +27,17 @@ class Operations:
         raise FailedPrecondition("no device")
 
 
+class Checked:
+    """All devices were checked when they joined."""
+
+    async def settle(self, _: object) -> None:
+        pass
+
+
 async def start_three() -> tuple[list[Any], Any]:
     operations = Operations()
-    coordinator: Any = SimpleNamespace(config=CoordinatorConfig(max_jobs=2))
-    jobs = Jobs(coordinator, operations)  # type: ignore[arg-type]
+    coordinator: Any = SimpleNamespace(config=CoordinatorConfig(max_jobs=2), state=State())
+    jobs = Jobs(coordinator, operations, Checked())  # type: ignore[arg-type]
     starting = [asyncio.ensure_future(jobs.start("{}", (), "")) for _ in range(2)]
     for _ in starting:
         await operations.waiting.acquire()

@@ -59,6 +59,8 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
                 "data_address": member.device.data_address,
                 "state": member.state,
                 "reason": member.reason,
+                "unreachable": member.unreachable,
+                "left_out": member.left_out,
                 "silent_s": round(member.silent_s, 3),
                 "min_address": member.device.min_address,
                 "max_address": member.device.max_address,
@@ -102,7 +104,7 @@ def _print(found: pb.GetStatusResponse) -> None:
             "address": member.device.address,
             "pid": f"{member.device.pid}@{member.device.host}",
             "versions": version if len(set(versions)) > 1 else "",
-            "why": member.reason,
+            "why": "; ".join(filter(None, (member.reason, member.unreachable))),
         }
         for member, version in zip(found.devices, versions, strict=True)
     ]

@@ -28,6 +28,8 @@ class JobHandle:
         self, stub: pb_grpc.CoordinatorStub, job_id: int, timeout: float, peer: str, wait_ready: WaitReady
     ) -> None:
         self.id = job_id
+        self.device_ids: list[int] = []
+        """The devices that this client's start of the job has used; empty if another client started it."""
         self._stub, self._timeout, self._peer, self._wait_ready = stub, timeout, peer, wait_ready
 
     @classmethod
@@ -45,7 +47,9 @@ class JobHandle:
         check_settings(settings)
         request = pb.StartJobRequest(settings=settings, device_ids=device_ids, resume=resume)
         answer = call(stub.StartJob, request, max(timeout, START_S), peer)
-        return cls(stub, answer.job_id, timeout, peer, wait_ready)
+        job = cls(stub, answer.job_id, timeout, peer, wait_ready)
+        job.device_ids = list(answer.device_ids)
+        return job
 
     def events(self, after: int = 0, coordinator_timeout: float = 0.0) -> Iterator[Observed]:
         """The job's events with a sequence number above ``after``, until the job ends; raises the job's error.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hoop.membership.state import Connection
 from hoop.topology import DeviceInfo
 
 # ---- events
@@ -78,6 +79,15 @@ class Tick:
     """Time passed; the coordinator sends one every heartbeat interval."""
 
     now: float
+
+
+@dataclass(frozen=True)
+class LinksChecked:
+    """Connections to and from a device were tried. ``results``: why each one failed; empty if it worked."""
+
+    device_id: int
+    incarnation: str
+    results: Mapping[Connection, str]
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,7 @@ MembershipEvent = (
     | Left
     | Excused
     | Tick
+    | LinksChecked
     | Complained
     | LinkWorked
     | Readmitted

@@ -25,10 +25,11 @@ Only (2) and (3) declare a job lost, and only when no device is left that may st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from hoop.membership.reachability import cut_off
 from hoop.membership.state import CommunicatorState, Health, State
 
 MAX_BACKOFF_S = 30.0
@@ -391,6 +392,7 @@ def _invite(job: JobView, cluster: State, device_id: int) -> Result:
         or not member.usable
         or not job.elastic
         or device_id in cluster.link_faults_of(job.id).evicted_until
+        or _cut_off(job, cluster, device_id)
     ):
         return job, ()
     stage = _stage(job, device_id, member.info.incarnation)
@@ -601,7 +603,19 @@ def _ready(job: JobView, cluster: State) -> list[int]:
     """Devices that wait for their first rank and can get one."""
     out = cluster.link_faults_of(job.id).evicted_until
     found = (key for key in job.tasks if _at_stage(job, cluster, key, TaskStage.READY))
-    return sorted(key for key in found if cluster.members[key].usable and key not in out)
+    ready: list[int] = []
+    for key in sorted(key for key in found if cluster.members[key].usable and key not in out):
+        if not _cut_off(job, cluster, key, ready):
+            ready.append(key)
+    return ready
+
+
+def _cut_off(job: JobView, cluster: State, device_id: int, ready: Sequence[int] = ()) -> bool:
+    """Whether a device that never had a rank cannot connect to the members, or they to it.
+
+    A device that had one may have state that the others lack, so the rules of link faults decide about its links.
+    """
+    return device_id not in job.participants and cut_off(cluster, device_id, (*active(job, cluster), *ready))
 
 
 def _had_rank(job: JobView, device_id: int) -> bool:

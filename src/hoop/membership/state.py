@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from hoop.errors import NotFound
 from hoop.membership.failure_detector import DetectorConfig, HeartbeatHistory
@@ -48,6 +49,20 @@ class LinkFaults:
             generation for one, generation, when in self.relinked if one == pair and now - when < RELINK_WINDOW_S
         ]
         return bool(generations) and (generations[-1] >= self.working_generation or len(generations) >= MAX_RELINKS)
+
+
+COORDINATOR = 0
+"""The source of the coordinator's own connections; no device has this id."""
+
+
+class Connection(NamedTuple):
+    """A connection that one device would make to another."""
+
+    source: int
+    """Device id, or ``COORDINATOR``."""
+    target: int
+    data: bool = True
+    """To the target's data port; False: to its services."""
 
 
 class Health(StrEnum):
@@ -143,6 +158,9 @@ class State:
     last_tick: float = 0.0
     link_faults: Mapping[int, LinkFaults] = field(default_factory=dict)
     """By communicator. The journal does not store it: a device that cannot reach a peer reports it again."""
+    unreachable: Mapping[Connection, str] = field(default_factory=dict)
+    """Connections that failed when they were last tried, and why (``reachability``). Not in the journal either: a
+    restarted coordinator tries again."""
 
     def member(self, device_id: int) -> Member:
         if device_id not in self.members:

@@ -12,6 +12,7 @@ probe a device, abort the operations of a communicator. An event that is not all
     Left                                        the device is gone; its communicators are broken
     Excused                                     silence of these devices does not count until a given time
     Tick                                        expired leases make devices dead; link faults are decided on
+    LinksChecked                                connections that fail, or work again, are announced (``reachability``)
     Complained, LinkWorked, Readmitted          link faults, see below
     Created, Rebuilt, Finalized, Destroyed      life of a communicator; each rebuild begins a new generation
     Started, Finished                           an operation on a communicator; a failure begins a new generation
@@ -40,7 +41,9 @@ from hoop.errors import FailedPrecondition, InvalidArgument, MembershipChanged, 
 from hoop.membership import events as m
 from hoop.membership.failure_detector import HeartbeatHistory
 from hoop.membership.journal import communicator_record, job_record, joined_record, lost_record
+from hoop.membership.reachability import describe_failures, without_device
 from hoop.membership.state import (
+    COORDINATOR,
     RELINK_WINDOW_S,
     CommunicatorState,
     Health,
@@ -84,6 +87,8 @@ def step(state: State, event: m.MembershipEvent) -> Result:
             state, first = _check_leases(state, event.now)
             state, then = _decide_link_faults(state, event.now)
             return state, first + then
+        case m.LinksChecked():
+            return _on_links_checked(state, event)
         case m.Complained():
             return _on_complained(state, event)
         case m.LinkWorked():
@@ -133,6 +138,7 @@ def _on_joined(state: State, event: m.Joined) -> Result:
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
     member = Member(info, HeartbeatHistory.joined(event.now, state.config))
     state = _end_isolation(state, event.now).with_member(member)
+    state = replace(state, unreachable=without_device(state.unreachable, info.device_id))  # it is checked again
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
     broken: tuple[m.MembershipInstruction, ...] = ()
     if restarted:
@@ -294,7 +300,39 @@ def _without_unused_members(state: State) -> State:
     needed = {device_id for one in state.communicators.values() for device_id in one.members}
     needed |= {device_id for one in state.jobs.values() for device_id in one.devices}
     kept = {key: one for key, one in state.members.items() if one.usable or key in needed}
-    return replace(state, members=kept)
+    return replace(
+        state,
+        members=kept,
+        unreachable={
+            one: text for one, text in state.unreachable.items() if {one.source, one.target} <= {COORDINATOR, *kept}
+        },
+    )
+
+
+def _on_links_checked(state: State, event: m.LinksChecked) -> Result:
+    """Stores which connections fail, and announces each device to which others cannot connect, or can again."""
+    member = state.members.get(event.device_id)
+    if member is None or member.info.incarnation != event.incarnation:
+        return state, ()
+    before = state.unreachable
+    known = {one for one in event.results if {one.source, one.target} <= {COORDINATOR, *state.members}}
+    after = {one: text for one, text in before.items() if one not in known}
+    after |= {one: event.results[one] for one in known if event.results[one]}
+    state = replace(state, unreachable=after)
+    instructions: tuple[m.MembershipInstruction, ...] = ()
+    for target in sorted({one.target for one in known}):
+        failed = [one for one in after if one.target == target]
+        was = [one for one in before if one.target == target]
+        fields = {"device": target, "sources": " ".join(str(one.source) for one in sorted(failed or was))}
+        info = state.members[target].info
+        if set(failed) - set(was):
+            text = f"{info}: {describe_failures(state, target, failed)}"
+            instructions += (m.Announce("device_unreachable", text, fields),)
+        elif was and not failed:
+            instructions += (
+                m.Announce("device_reachable", f"{info} can be reached by all that failed before", fields),
+            )
+    return state, instructions
 
 
 # ---- link faults

@@ -29,8 +29,6 @@ from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.plan.faults import DISK_FULL
 from hoop.runs.result import Result
-from hoop.topology import DeviceInfo
-from hoop.wire.service import device_info
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,21 +40,22 @@ if TYPE_CHECKING:
     from hoop.wire.auth import Credentials
 
 
-def members(cluster: Cluster) -> dict[int, DeviceInfo]:
-    """The alive devices by id."""
-    alive = [one for one in cluster.status().devices if one.state == "alive"]
-    return {one.device.device_id: device_info(one.device) for one in alive}
-
-
 def choose_devices(cluster: Cluster, count: int | None) -> list[int]:
-    """Ids of ``count`` alive devices of a cluster, or of all; FailedPrecondition if there are fewer."""
-    alive = sorted(members(cluster))
-    if not alive or (count or 0) > len(alive):
+    """Ids of ``count`` alive devices of a cluster, or of all; FailedPrecondition if there are fewer.
+
+    Devices to which others cannot connect do not count.
+    """
+    alive = [one for one in cluster.status().devices if one.state == "alive"]
+    usable = sorted(one.device.device_id for one in alive if not one.left_out)
+    if not usable or (count or 0) > len(usable):
+        left_out = [
+            f"; device {one.device.device_id} does not count: {one.unreachable}" for one in alive if one.left_out
+        ]
         raise FailedPrecondition(
-            f"devices: {count or 'at least 1'} asked for, {len(alive)} are alive at {cluster.address}; "
-            f"start more with: hoop device --join {cluster.address}"
+            f"devices: {count or 'at least 1'} asked for, {len(usable)} are alive at {cluster.address}; "
+            f"start more with: hoop device --join {cluster.address}{''.join(left_out)}"
         )
-    return alive[: count or len(alive)]
+    return usable[: count or len(usable)]
 
 
 DEFAULT_DEVICES = 4

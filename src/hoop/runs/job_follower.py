@@ -176,6 +176,7 @@ class JobFollower:
             # A device finds the job's code on its own machine: no path of this one is sent.
             sent = replace(settings, job=import_path(settings.job)).to_json()
             self.job = cluster.start_job(sent, self._devices, buffer)  # (1)
+            self._devices = self.job.device_ids or self._devices  # without those that could not be reached
         except BaseException:
             if self._recorder is not None:
                 self._recorder.close()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from hoop.errors import InvalidArgument, MembershipChanged, NotFound
 from hoop.membership import events as m
+from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
 from hoop.servers import lab_service
@@ -19,6 +20,7 @@ from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
 from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
+from hoop.servers.join_check import JoinCheck
 from hoop.servers.link_diagnosis import LinkDiagnosis
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, copy
@@ -37,7 +39,8 @@ class CoordinatorService:
         self._coordinator = coordinator
         self._operations = operations
         self._groups = groups
-        self.jobs = Jobs(coordinator, operations)
+        self.join_check = JoinCheck(coordinator)
+        self.jobs = Jobs(coordinator, operations, self.join_check)
         self._sessions = ClientSessions(coordinator)
         self._link_diagnosis = LinkDiagnosis(coordinator)
 
@@ -81,22 +84,25 @@ class CoordinatorService:
 
     async def get_status(self, _: pb.GetStatusRequest) -> pb.GetStatusResponse:
         state = self._coordinator.state
+        out = left_out(state, state.usable())
         return pb.GetStatusResponse(
             address=str(self._coordinator.address),
             pid=os.getpid(),
-            devices=[self._member(state.members[device_id]) for device_id in sorted(state.members)],
+            devices=[self._member(state.members[device_id], out) for device_id in sorted(state.members)],
             communicators=[self._communicator(one) for one in state.communicators.values()],
             jobs=self.jobs.descriptions(),
         )
 
-    def _member(self, member: Member) -> pb.Member:
+    def _member(self, member: Member, left_out: Collection[int]) -> pb.Member:
+        device_id = member.info.device_id
         return pb.Member(
             device=device_message(member.info),
             state=str(member.health),
             reason=member.reason,
-            memory=self._coordinator.memory.get(member.info.device_id)
-            or pb.DeviceMemory(capacity=member.info.capacity),
+            memory=self._coordinator.memory.get(device_id) or pb.DeviceMemory(capacity=member.info.capacity),
             silent_s=max(0.0, time.monotonic() - member.heartbeats.last_heartbeat),
+            unreachable=describe(self._coordinator.state, device_id),
+            left_out=device_id in left_out,
         )
 
     def _communicator(self, one: CommunicatorState) -> pb.Communicator:
@@ -121,7 +127,7 @@ class CoordinatorService:
         if len(request.resume) > MAX_NAME:
             raise InvalidArgument(f"resume: {len(request.resume)} characters name no buffer; at most {MAX_NAME}")
         job_id = await self.jobs.start(request.settings, tuple(request.device_ids), request.resume)
-        return pb.StartJobResponse(job_id=job_id)
+        return pb.StartJobResponse(job_id=job_id, device_ids=self._coordinator.state.jobs[job_id].devices)
 
     async def get_job(self, request: pb.GetJobRequest) -> pb.GetJobResponse:
         found = next((one for one in self.jobs.descriptions() if one.id == request.job_id), None)
@@ -193,7 +199,7 @@ class CoordinatorServer:
         groups = OperationGroups()
         operations = OperationQueue(self.coordinator, groups)
         service = CoordinatorService(self.coordinator, operations, groups)
-        self._jobs = service.jobs
+        self._jobs, self._join_check = service.jobs, service.join_check
         events = self.coordinator.events
         reports = ClientReports(lambda text: events.publish("lab_call_reported", text))
         lab = lab_service.LabCoordinator(self.coordinator, operations, groups, reports)
@@ -205,7 +211,10 @@ class CoordinatorServer:
     async def start(self) -> Address:
         await self.coordinator.open()
         self._jobs.resume()
-        return await self.coordinator.start(self._services)
+        address = await self.coordinator.start(self._services)
+        self._join_check.start()
+        return address
 
     async def stop(self) -> None:
+        await self._join_check.close()
         await self.coordinator.stop()

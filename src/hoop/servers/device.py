@@ -32,6 +32,7 @@ from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, TrainFunction
 from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
+from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
@@ -105,7 +106,8 @@ class DeviceServer:
         self._reports = ClientReports(lambda text: report(f"device {self._info.device_id}: {text}"))
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.on_damage
-        self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks)
+        self._ports = PortCheck(config.credentials.link_key)
+        self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks, self._ports)
         self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
         )
@@ -203,6 +205,7 @@ class DeviceServer:
         await self._lab.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
+        await asyncio.to_thread(self._ports.close)
         await asyncio.to_thread(self._runner.close)
         self._arena.close(delete=not self._keeps_arena)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from hoop.errors import InvalidArgument, PeerLost
@@ -10,19 +11,25 @@ from hoop.servers.job_record import follow_events
 from hoop.servers.lab_streams import StreamTable
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
 from hoop.servers.tasks import Tasks, is_last
-from hoop.topology import DeviceInfo
+from hoop.texts import printable
+from hoop.topology import Address, DeviceInfo
+from hoop.transport.port_check import PortCheck
 from hoop.wire.channels import STREAM_CHUNK_BYTES
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import device_message
 
+MAX_LINK_CHECKS = 4096
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 
 
 class DeviceService:
     """Hoop's device service. Each method is the RPC of the same name."""
 
-    def __init__(self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks) -> None:
+    def __init__(
+        self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks, ports: PortCheck
+    ) -> None:
         self._arena = arena
+        self._ports = ports
         self._runner = runner
         self._tasks = tasks
         self._streams = streams
@@ -141,6 +148,15 @@ class DeviceService:
     async def stop_task(self, request: pb.StopTaskRequest) -> pb.StopTaskResponse:
         self._tasks.stop(request.job_id)
         return pb.StopTaskResponse()
+
+    async def check_links(self, request: pb.CheckLinksRequest) -> pb.CheckLinksResponse:
+        if len(request.data_addresses) > MAX_LINK_CHECKS:
+            raise InvalidArgument(
+                f"data_addresses: {len(request.data_addresses)} are more than {MAX_LINK_CHECKS}; check fewer at a time"
+            )
+        addresses = [Address.parse(one, "data_addresses") for one in request.data_addresses]
+        tried = (asyncio.wrap_future(self._ports.data_port(address)) for address in addresses)
+        return pb.CheckLinksResponse(failures=[printable(one, 500) for one in await asyncio.gather(*tried)])
 
 
 def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:

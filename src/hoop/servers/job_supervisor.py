@@ -29,6 +29,7 @@ from hoop.errors import HoopError, PeerError, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
+from hoop.membership.reachability import cut_off, describe
 from hoop.membership.state import CommunicatorState, Health
 from hoop.servers.coordinator import Coordinator, DeviceMethod, Request, Response
 from hoop.servers.job_record import JobRecord
@@ -95,10 +96,22 @@ class JobSupervisor:
             self.handle(jm.JobTick())
 
     def _on_cluster_event(self, event: Event) -> None:
-        """A device joined the cluster, or its eviction ended: the job may invite it."""
+        """A device joined the cluster, its eviction ended, or others can connect to it: the job may invite it."""
+        if self.view.over:
+            return
         forgiven = event.kind == "device_forgiven" and event.fields["communicator"] == str(self.record.id)
-        if (event.kind == "device_joined" or forgiven) and not self.view.over:
+        if event.kind == "device_joined" or forgiven:
             self.handle(jm.DeviceArrived(int(event.fields["device"])))
+        elif event.kind == "device_reachable":
+            for device_id in _devices_of(event):
+                self.handle(jm.DeviceArrived(device_id))
+        elif event.kind == "device_unreachable":
+            state, members = self._coordinator.state, jm.active(self.view, self._coordinator.state)
+            for device_id in _devices_of(event):
+                new = device_id not in self.view.participants
+                if self.view.elastic and new and cut_off(state, device_id, members):
+                    reason = f"{state.members[device_id].info} takes no part: {describe(state, device_id)}"
+                    self.announce_refusal(device_id, reason)
 
     def report_link_fault(self, generation: int, device_id: int, peer_id: int) -> None:
         """A member waits because its link to ``peer_id`` failed; 0: no link failed."""
@@ -238,11 +251,15 @@ class JobSupervisor:
 
     def refuse(self, info: DeviceInfo, reason: str) -> None:
         """A device cannot take part: emits the reason, and releases the device. The job goes on without it."""
-        self._coordinator.events.publish("job_not_joined", reason, job=self.record.id, device=info.device_id)
-        self.record.emit(ev.Refused(info.device_id, reason))
+        self.announce_refusal(info.device_id, reason)
         release = pb.ReassignTaskRequest(job_id=self.record.id, final=True)
         self._coordinator.in_background(self._notify(info.device_id, lambda device: device.ReassignTask, release))
         self.handle(jm.InviteFailed(info.device_id, info.incarnation))
+
+    def announce_refusal(self, device_id: int, reason: str) -> None:
+        """Emits why a device takes no part."""
+        self._coordinator.events.publish("job_not_joined", reason, job=self.record.id, device=device_id)
+        self.record.emit(ev.Refused(device_id, reason))
 
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
         """Excuses devices from heartbeats while they load PyTorch and data, which may block Python for long.
@@ -258,6 +275,11 @@ class JobSupervisor:
         text = f"job {self.record.id} {why}; waits {seconds:.0f} s more for {devices} to come back"
         self._coordinator.events.publish("job_waiting_for_restart", text, job=self.record.id)
         self.record.emit(ev.WaitingForRestart(list(device_ids), seconds, text))
+
+
+def _devices_of(event: Event) -> list[int]:
+    """The devices that an event about connections is about: the one to connect to, and those that connect to it."""
+    return [int(event.fields["device"]), *(int(one) for one in event.fields["sources"].split() if int(one))]
 
 
 async def _wait_either(watch: asyncio.Task[None], over: asyncio.Event) -> None:

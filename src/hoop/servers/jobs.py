@@ -19,14 +19,16 @@ from functools import partial
 import grpc
 
 from hoop import job_events as ev
-from hoop.errors import HoopError, NotFound, PeerCause, PeerLost, ResourceExhausted, error_from_name
+from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerCause, PeerLost, ResourceExhausted, error_from_name
 from hoop.events import Event
 from hoop.membership import events as m
 from hoop.membership import job_membership as jm
+from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, follow_events, is_over
 from hoop.servers.job_supervisor import START_S, JobSupervisor
+from hoop.servers.join_check import JoinCheck
 from hoop.servers.operations import OperationQueue, rank_assignment_message
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
@@ -56,8 +58,9 @@ MEMBERSHIP_EVENTS = (
 class Jobs:
     """Every job of this coordinator: running ones, and the last that ended."""
 
-    def __init__(self, coordinator: Coordinator, operations: OperationQueue) -> None:
+    def __init__(self, coordinator: Coordinator, operations: OperationQueue, join_check: JoinCheck) -> None:
         self._coordinator = coordinator
+        self._join_check = join_check
         self._operations = operations
         self._jobs: dict[int, JobRecord] = {}
         self._supervisors: dict[int, JobSupervisor] = {}
@@ -68,7 +71,10 @@ class Jobs:
     # ---- start
 
     async def start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
-        """Starts a job on these devices. When this returns, it runs on all of them; if it raises, on none."""
+        """Starts a job on these devices, without those to which others cannot connect.
+
+        When this returns, it runs on all of them; if it raises, on none.
+        """
         running, most = len(self._supervisors) + self._starting, self._coordinator.config.max_jobs
         if running >= most:
             raise ResourceExhausted(
@@ -82,7 +88,12 @@ class Jobs:
             self._starting -= 1
 
     async def _start(self, settings: str, device_ids: Sequence[int], resume: str) -> int:
-        one = await self._operations.create(device_ids, 0)
+        await self._join_check.settle(device_ids)
+        refused = self._unreachable(device_ids)
+        taken = [key for key in device_ids if key not in refused]
+        if device_ids and not taken:
+            raise FailedPrecondition(f"devices: none can take part. {'; '.join(refused.values())}")
+        one = await self._operations.create(taken, 0)
         job = JobRecord(one, settings)
         supervisor = JobSupervisor(self._coordinator, job, self._watch_task)
         supervisor.excuse(one.members)
@@ -114,9 +125,18 @@ class Jobs:
             self._watch_task(job, device_id)
             info = self._coordinator.state.member(device_id).info
             supervisor.handle(jm.TaskFound(device_id, info.incarnation, one.generation))
+        for device_id, reason in refused.items():
+            supervisor.announce_refusal(device_id, reason)
         supervisor.handle(jm.TasksListed())
         self._coordinator.in_background(self._run_to_end(supervisor))
         return one.id
+
+    def _unreachable(self, device_ids: Sequence[int]) -> dict[int, str]:
+        """The devices that a job on ``device_ids`` does without, and why; others that are left out are named too."""
+        state = self._coordinator.state
+        others = [key for key in left_out(state, state.usable()) if key not in device_ids]
+        found = [*left_out(state, [key for key in device_ids if key in state.members]), *others]
+        return {key: f"{state.members[key].info} takes no part: {describe(state, key)}" for key in sorted(found)}
 
     # ---- after a restart of the coordinator
 

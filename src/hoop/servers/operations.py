@@ -45,6 +45,7 @@ from hoop.errors import (
     UserError,
 )
 from hoop.membership import events as m
+from hoop.membership.reachability import left_out
 from hoop.membership.state import CommunicatorState, OperationOutcome
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.memory_order import Access
@@ -124,7 +125,8 @@ class OperationQueue:
     # -- communicators
 
     async def create(self, device_ids: Sequence[int], count: int = 0, lab: bool = False) -> CommunicatorState:
-        """Creates a communicator of exactly these devices, or of ``count`` usable ones.
+        """Creates a communicator of exactly these devices, or of ``count`` usable ones; of those that reach each other
+        first.
 
         ``lab``: at a limit of communicators it may be dropped to make room for another one of the same client.
         """
@@ -135,7 +137,8 @@ class OperationQueue:
                     f"devices: {count} were asked for, {len(usable)} are alive; "
                     f"start more with: hoop device --join {self._coordinator.address}"
                 )
-            device_ids = sorted(usable[:count])
+            out = left_out(self._coordinator.state, usable)
+            device_ids = sorted(sorted(usable, key=lambda key: key in out)[:count])
         client = self._make_room()
         state = await self._coordinator.apply_with_retry(
             m.Created(tuple(device_ids), self._coordinator.config.max_communicators)

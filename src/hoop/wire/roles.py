@@ -26,7 +26,7 @@ _TABLE = """
     gpu_sim.GPUCoordinator  client       AllReduceRing NaiveAllReduce AllReduce CommRemoveDevice Memcpy
     hoop.v1.Device          coordinator  AssignRank Launch Abort
     hoop.v1.Device          coordinator  StartTask ReassignTask CommitReassignment WatchTask StopTask
-    hoop.v1.Device          coordinator  Reserve Release Describe Write Read Free ListBuffers
+    hoop.v1.Device          coordinator  Reserve Release Describe Write Read Free ListBuffers CheckLinks
     hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers
     gpu_sim.GPUDevice       device       StreamSend
     gpu_sim.GPUDevice       client       GetDeviceMetadata BeginSend BeginReceive GetStreamStatus

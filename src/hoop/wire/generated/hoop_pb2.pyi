@@ -385,6 +385,18 @@ class StopTaskResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CheckLinksRequest(_message.Message):
+    __slots__ = ("data_addresses",)
+    DATA_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    data_addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, data_addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class CheckLinksResponse(_message.Message):
+    __slots__ = ("failures",)
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    failures: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, failures: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class JobEvent(_message.Message):
     __slots__ = ("sequence", "time", "rank", "kind", "json", "device_id", "origin")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -500,18 +512,22 @@ class Job(_message.Message):
     def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("device", "state", "reason", "memory", "silent_s")
+    __slots__ = ("device", "state", "reason", "memory", "silent_s", "unreachable", "left_out")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     device: DeviceDescription
     state: str
     reason: str
     memory: DeviceMemory
     silent_s: float
-    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., silent_s: _Optional[float] = ...) -> None: ...
+    unreachable: str
+    left_out: bool
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., silent_s: _Optional[float] = ..., unreachable: _Optional[str] = ..., left_out: bool = ...) -> None: ...
 
 class Communicator(_message.Message):
     __slots__ = ("id", "generation", "members", "status", "reason")
@@ -666,10 +682,12 @@ class StartJobRequest(_message.Message):
     def __init__(self, settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., resume: _Optional[str] = ...) -> None: ...
 
 class StartJobResponse(_message.Message):
-    __slots__ = ("job_id",)
+    __slots__ = ("job_id", "device_ids")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     job_id: int
-    def __init__(self, job_id: _Optional[int] = ...) -> None: ...
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, job_id: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WatchJobRequest(_message.Message):
     __slots__ = ("job_id", "after")

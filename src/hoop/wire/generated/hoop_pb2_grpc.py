@@ -96,6 +96,11 @@ class DeviceStub(object):
                 request_serializer=hoop__pb2.StopTaskRequest.SerializeToString,
                 response_deserializer=hoop__pb2.StopTaskResponse.FromString,
                 )
+        self.CheckLinks = channel.unary_unary(
+                '/hoop.v1.Device/CheckLinks',
+                request_serializer=hoop__pb2.CheckLinksRequest.SerializeToString,
+                response_deserializer=hoop__pb2.CheckLinksResponse.FromString,
+                )
 
 
 class DeviceServicer(object):
@@ -211,6 +216,13 @@ class DeviceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckLinks(self, request, context):
+        """From the coordinator: can this device reach the data ports of these others?
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DeviceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -293,6 +305,11 @@ def add_DeviceServicer_to_server(servicer, server):
                     servicer.StopTask,
                     request_deserializer=hoop__pb2.StopTaskRequest.FromString,
                     response_serializer=hoop__pb2.StopTaskResponse.SerializeToString,
+            ),
+            'CheckLinks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckLinks,
+                    request_deserializer=hoop__pb2.CheckLinksRequest.FromString,
+                    response_serializer=hoop__pb2.CheckLinksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -575,6 +592,23 @@ class Device(object):
         return grpc.experimental.unary_unary(request, target, '/hoop.v1.Device/StopTask',
             hoop__pb2.StopTaskRequest.SerializeToString,
             hoop__pb2.StopTaskResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def CheckLinks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/hoop.v1.Device/CheckLinks',
+            hoop__pb2.CheckLinksRequest.SerializeToString,
+            hoop__pb2.CheckLinksResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

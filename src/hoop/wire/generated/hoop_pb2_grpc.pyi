@@ -118,6 +118,12 @@ class DeviceStub:
     ]
     """Stop after a step that all ranks agree on."""
 
+    CheckLinks: grpc.UnaryUnaryMultiCallable[
+        hoop_pb2.CheckLinksRequest,
+        hoop_pb2.CheckLinksResponse,
+    ]
+    """From the coordinator: can this device reach the data ports of these others?"""
+
 class DeviceAsyncStub:
     """---- a device"""
 
@@ -213,6 +219,12 @@ class DeviceAsyncStub:
         hoop_pb2.StopTaskResponse,
     ]
     """Stop after a step that all ranks agree on."""
+
+    CheckLinks: grpc.aio.UnaryUnaryMultiCallable[
+        hoop_pb2.CheckLinksRequest,
+        hoop_pb2.CheckLinksResponse,
+    ]
+    """From the coordinator: can this device reach the data ports of these others?"""
 
 class DeviceServicer(metaclass=abc.ABCMeta):
     """---- a device"""
@@ -341,6 +353,14 @@ class DeviceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hoop_pb2.StopTaskResponse, collections.abc.Awaitable[hoop_pb2.StopTaskResponse]]:
         """Stop after a step that all ranks agree on."""
+
+    @abc.abstractmethod
+    def CheckLinks(
+        self,
+        request: hoop_pb2.CheckLinksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hoop_pb2.CheckLinksResponse, collections.abc.Awaitable[hoop_pb2.CheckLinksResponse]]:
+        """From the coordinator: can this device reach the data ports of these others?"""
 
 def add_DeviceServicer_to_server(servicer: DeviceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 

@@ -1,0 +1,194 @@
+"""The check of a device that joins: can the coordinator and other devices connect to it, and it to them?
+
+    coordinator ── connects ──▶ J        (1) to the services of J, and to its data port
+    coordinator ── CheckLinks ─▶ J       (2) J connects to the data ports of a few members, one a host …
+    coordinator ── CheckLinks ─▶ P       (3) … and each of those to the data port of J
+    membership ◀── LinksChecked          (4) stores what failed: the events device_unreachable and device_reachable
+
+The join does not wait for it, and few checks run at a time: many devices may join at once. A failed check is repeated
+from time to time, and at the start of a job, which waits for the checks of its devices. No evidence is taken from a
+device that does not answer: the failure detector decides about that one. Devices that share memory with each other
+need no data port, so devices of this machine alone are not checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from hoop.errors import HoopError
+from hoop.events import Event
+from hoop.membership import events as m
+from hoop.membership.reachability import share_memory
+from hoop.membership.state import COORDINATOR, Connection
+from hoop.servers.coordinator import Coordinator
+from hoop.topology import Address, DeviceInfo
+from hoop.transport.port_check import CONNECT_S, PortCheck
+from hoop.wire.generated import hoop_pb2 as pb
+
+MAX_PEERS = 4
+"""Devices that a new one is checked with: 1, 2, 4 and 8 places before it, so that no device is asked by all."""
+MAX_CHECKS = 8
+"""Checks that run at the same time."""
+CALL_S = CONNECT_S + 3.0
+SETTLE_S = CALL_S + 2.0
+"""How long the start of a job waits for the checks of its devices."""
+RECHECK_S, MAX_RECHECK_S = 5.0, 15.0
+"""The pause before a failed check is repeated doubles from the first to the second."""
+
+
+@dataclass
+class _Check:
+    """The check of one incarnation of a device, until all its connections have worked."""
+
+    info: DeviceInfo
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no attempt is under way."""
+    again: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to begin the next attempt at once."""
+
+
+class JoinCheck:
+    """Checks every device that joins."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._ports = PortCheck(coordinator.config.credentials.link_key)
+        self._checks: dict[str, _Check] = {}
+        """By incarnation: checks that run, or have failed and will be repeated."""
+        self._slots = asyncio.Semaphore(MAX_CHECKS)
+        self._unsubscribe = coordinator.events.subscribe(self._on_event)
+
+    def start(self) -> None:
+        """Checks the devices of the journal."""
+        for member in self._coordinator.state.members.values():
+            if member.usable:
+                self._begin(member.info)
+
+    async def close(self) -> None:
+        self._unsubscribe()
+        await asyncio.to_thread(self._ports.close)
+
+    async def settle(self, device_ids: Collection[int]) -> None:
+        """Waits until these devices have been checked; those whose check failed are checked again."""
+        checks = [one for one in self._checks.values() if one.info.device_id in device_ids]
+        for check in checks:
+            if check.settled.is_set():
+                check.settled.clear()
+                check.again.set()
+        waits = [asyncio.ensure_future(check.settled.wait()) for check in checks]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=SETTLE_S)
+            for wait in late:
+                wait.cancel()
+
+    def _on_event(self, event: Event) -> None:
+        if event.kind == "device_joined":
+            self._begin(self._coordinator.state.member(int(event.fields["device"])).info)
+
+    def _begin(self, info: DeviceInfo) -> None:
+        known = self._checks.get(info.incarnation)
+        if known is not None:
+            known.info = info
+            known.again.set()
+            return
+        if needs_check(info, self._others(info)):
+            check = self._checks[info.incarnation] = _Check(info)
+            self._coordinator.in_background(self._check_until_reachable(check))
+
+    def _others(self, info: DeviceInfo) -> list[DeviceInfo]:
+        members = self._coordinator.state.members.values()
+        return [one.info for one in members if one.usable and one.info.device_id != info.device_id]
+
+    async def _check_until_reachable(self, check: _Check) -> None:
+        pause = RECHECK_S
+        try:
+            while self._is_member(check.info):
+                check.again.clear()
+                async with self._slots:
+                    results = await self._check(check.info)
+                self._report(check.info, results)
+                check.settled.set()
+                if not any(results.values()):
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(check.again.wait(), pause)
+                pause = min(2 * pause, MAX_RECHECK_S)
+                check.settled.clear()
+        finally:
+            check.settled.set()
+            self._checks.pop(check.info.incarnation, None)
+
+    def _is_member(self, info: DeviceInfo) -> bool:
+        member = self._coordinator.state.members.get(info.device_id)
+        return member is not None and member.usable and member.info.incarnation == info.incarnation
+
+    def _report(self, info: DeviceInfo, results: dict[Connection, str]) -> None:  # (4)
+        self._coordinator.apply(m.LinksChecked(info.device_id, info.incarnation, results))
+
+    async def _check(self, info: DeviceInfo) -> dict[Connection, str]:
+        """Tries the connections to and from a device. Returns why each failed; empty: it worked."""
+        own, target = Connection(COORDINATOR, info.device_id), info.device_id
+        services, data = await asyncio.gather(  # (1)
+            asyncio.wrap_future(self._ports.services(info.address)),
+            asyncio.wrap_future(self._ports.data_port(info.data_address)),
+        )
+        results = {own._replace(data=False): services}
+        if services:
+            return results
+        peers = self._peers(info)
+        answers = await asyncio.gather(
+            self._ask(info, [peer.data_address for peer in peers]),  # (2)
+            *(self._ask(peer, [info.data_address]) for peer in peers),  # (3)
+        )
+        for peer, failure in zip(peers, answers[0] or (), strict=False):
+            results[Connection(target, peer.device_id)] = failure
+        for peer, failures in zip(peers, answers[1:], strict=True):
+            if failures:
+                results[Connection(peer.device_id, target)] = failures[0]
+        # The coordinator itself uses no data port. Where other devices have tried, only their results count.
+        tried = any(one.data and one.target == target for one in results)
+        results[own] = "" if tried else data
+        return results
+
+    def _peers(self, info: DeviceInfo) -> list[DeviceInfo]:
+        """The members that a device is checked with: a few of other hosts, and those with which it failed before."""
+        others = self._others(info)
+        failed = {key for one in self._coordinator.state.unreachable for key in one[:2] if info.device_id in one[:2]}
+        again = [one for one in others if one.device_id in failed]
+        return list({one.device_id: one for one in (*again, *choose_peers(info, others))}.values())
+
+    async def _ask(self, info: DeviceInfo, addresses: Sequence[Address]) -> list[str] | None:
+        """Asks a device to try these data ports. None: no answer, which is no evidence against any of them."""
+        if not addresses:
+            return []
+        request = pb.CheckLinksRequest(data_addresses=map(str, addresses))
+        try:
+            # Not by ``Coordinator.call``: a check that is too slow is no evidence for the failure detector.
+            answer = await self._coordinator.device(info.device_id).CheckLinks(request, timeout=CALL_S)
+        except (grpc.RpcError, HoopError):
+            return None
+        return list(answer.failures) if len(answer.failures) == len(addresses) else None
+
+
+def needs_check(info: DeviceInfo, others: Sequence[DeviceInfo]) -> bool:
+    """Whether a device, or one of the others, needs a data port, or comes from another machine."""
+    local = info.address.is_loopback and info.shared_address is not None
+    return not local or any(not share_memory(info, one) for one in others)
+
+
+def choose_peers(info: DeviceInfo, others: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """The members of other hosts, one a host, that are 1, 2, 4 and 8 places before a device in the order of ids."""
+    hosts: dict[str, DeviceInfo] = {}
+    before = sorted(others, key=lambda one: (one.device_id > info.device_id, -one.device_id))
+    for one in before:
+        if not share_memory(info, one):
+            hosts.setdefault(one.shared_address.host if one.shared_address else one.incarnation, one)
+    apart = list(hosts.values())
+    chosen = [apart[place - 1] for place in (1, 2, 4, 8) if place <= len(apart)]
+    chosen += [one for one in apart if one not in chosen]  # a small cluster is checked completely
+    return chosen[:MAX_PEERS]
