@@ -27,6 +27,7 @@ from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
+from hoop.wire.receiving import Receiving
 from hoop.wire.service import device_info, device_message, event_message, handlers
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
@@ -203,9 +204,10 @@ class CoordinatorServer:
         events = self.coordinator.events
         reports = ClientReports(lambda text: events.publish("lab_call_reported", text))
         lab = lab_service.LabCoordinator(self.coordinator, operations, groups, reports)
+        receiving = Receiving()
         self._services = (
-            handlers(lab_service.COORDINATOR_SERVICE, lab, reports.refused),
-            handlers(SERVICE, service),
+            handlers(lab_service.COORDINATOR_SERVICE, lab, receiving, reports.refused),
+            handlers(SERVICE, service, receiving),
         )
 
     async def start(self) -> Address:

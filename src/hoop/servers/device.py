@@ -37,6 +37,7 @@ from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
+from hoop.wire.receiving import Receiving
 from hoop.wire.roles import Role
 from hoop.wire.service import handlers
 
@@ -134,9 +135,10 @@ class DeviceServer:
         """Starts the services, joins the cluster, and starts the heartbeats. On failure it releases everything."""
         try:
             self._service.info = self._info
+            receiving = Receiving()
             services = (
-                handlers(lab_device.DEVICE_SERVICE, self._lab, self._reports.refused),
-                handlers(device_service.SERVICE, self._service),
+                handlers(lab_device.DEVICE_SERVICE, self._lab, receiving, self._reports.refused),
+                handlers(device_service.SERVICE, self._service, receiving),
             )
             self._server, address = await serve(
                 self._info.address,

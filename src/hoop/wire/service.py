@@ -23,6 +23,7 @@ from hoop.events import Event
 from hoop.texts import printable
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.receiving import Receiving
 
 
 def device_message(info: DeviceInfo) -> pb.DeviceDescription:
@@ -110,14 +111,16 @@ OnRefused = Callable[[str, str, str, str], None]
 """Called when a call is refused for a mistake of the caller: method, caller's host, name of the status, text."""
 
 
-def handlers(service: Any, servicer: object, on_refused: OnRefused | None = None) -> Any:
+def handlers(service: Any, servicer: object, receiving: Receiving, on_refused: OnRefused | None = None) -> Any:
     """The generic handler of a service: ``CommInit`` calls ``await servicer.comm_init(request)``.
 
-    A streaming request is an async iterator; a streaming response is an async generator. With ``on_refused``, a call
-    that the service does not have is refused with the names of those that it has.
+    A streaming request is an async iterator; a streaming response is an async generator. ``receiving``: of the server,
+    for all its services. With ``on_refused``, a call that the service does not have is refused with the names of those
+    that it has.
     """
     table = {
-        method.name: _handler(method, getattr(servicer, _snake(method.name)), on_refused) for method in service.methods
+        method.name: _handler(method, getattr(servicer, _snake(method.name)), receiving, on_refused)
+        for method in service.methods
     }
     if on_refused is not None:
         return _ServiceHandler(service.full_name, table, on_refused)
@@ -176,7 +179,7 @@ def _error_class(error: grpc.RpcError) -> str:
     return next((str(value) for key, value in metadata if key == ERROR_CLASS_KEY), "")
 
 
-def _handler(method: Any, answer: Callable[..., Any], on_refused: OnRefused | None) -> Any:
+def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_refused: OnRefused | None) -> Any:
     kind = _message(method.input_type)
 
     def parse(data: bytes) -> Any:
@@ -192,10 +195,16 @@ def _handler(method: Any, answer: Callable[..., Any], on_refused: OnRefused | No
                 del data  # free the encoded bytes while the handler uses the message
                 yield message
 
+    async def parse_one(context: Any) -> Any:
+        data = await receiving.receive(method.name, context.read)
+        if data is grpc.aio.EOF:
+            raise InvalidArgument(f"{method.name}: the call ended without a {method.input_type.name}")
+        return parse(data)
+
     async def unary(request: Any, context: Any) -> Any:
         _CALLER.set(context.peer())
         try:
-            return await answer(parse_all(request) if method.client_streaming else parse(request))
+            return await answer(parse_all(request) if method.client_streaming else await parse_one(context))
         except Exception as error:
             if on_refused is not None and isinstance(error, UserError):
                 on_refused(method.name, calling_host(), error.code, str(error))
@@ -208,7 +217,7 @@ def _handler(method: Any, answer: Callable[..., Any], on_refused: OnRefused | No
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            async for response in answer(parse_all(request) if method.client_streaming else parse(request)):
+            async for response in answer(parse_all(request) if method.client_streaming else await parse_one(context)):
                 yield response
             return
         except Exception as error:
@@ -217,8 +226,9 @@ def _handler(method: Any, answer: Callable[..., Any], on_refused: OnRefused | No
         del request, context
         await aborting
 
-    make = getattr(grpc, f"{_arity(method.client_streaming)}_{_arity(method.server_streaming)}_rpc_method_handler")
-    # No deserializer here: for a malformed message gRPC would log a stack trace and answer INTERNAL.
+    # For gRPC every request is a stream: a single message would be read before the handler is called. No deserializer:
+    # for a malformed message gRPC would log a stack trace and answer INTERNAL.
+    make = grpc.stream_stream_rpc_method_handler if method.server_streaming else grpc.stream_unary_rpc_method_handler
     return make(
         streaming if method.server_streaming else unary,
         request_deserializer=None,
@@ -243,10 +253,6 @@ def _error_status(method: Any, error: Exception) -> tuple[grpc.StatusCode, str, 
         text = f"{text[:half]} ... {text[-half:]}"
     kind = type(error) if isinstance(error, HoopError) else InternalError
     return code, text, ((ERROR_CLASS_KEY, kind.__name__),)
-
-
-def _arity(streaming: bool) -> str:
-    return "stream" if streaming else "unary"
 
 
 def _message(descriptor: Any) -> Any:

@@ -1,0 +1,88 @@
+"""Calls that stop in the middle of a large request do not fill the memory of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+from lab_in_process import lab_servers
+from stalled_calls import stalled_calls
+
+import hoop
+from hoop.errors import DeadlineExceeded
+from hoop.topology import Address
+from hoop.wire import receiving
+from hoop.wire.receiving import MAX_RECEIVING, Receiving
+
+ANNOUNCED = 8 << 20
+UNREAD = 128 << 10
+"""Above what flow control lets come of a request before it is read."""
+CALLS = 3 * MAX_RECEIVING
+
+
+def test_few_of_many_stalled_requests_are_in_memory_and_other_calls_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiving.Receiving.__init__, "__defaults__", (MAX_RECEIVING, 0.5, 60.0))
+    with lab_servers(0) as servers:
+        address = Address.parse(servers.address)
+        with stalled_calls(address, "/hoop.v1.Coordinator/GetStatus", ANNOUNCED, CALLS) as calls:
+            threads = [threading.Thread(target=call.send, args=(ANNOUNCED - 1000,)) for call in calls]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60.0)
+            held = sum(call.sent for call in calls if not call.wait_ended(0.1))  # the server has dropped the others
+            assert held <= MAX_RECEIVING * ANNOUNCED + CALLS * UNREAD
+            assert max(call.sent for call in calls) > ANNOUNCED - 2000, "some were read"
+            with hoop.connect(servers.address) as cluster:  # it makes the stalled ones hurry
+                assert cluster.status().address == servers.address
+
+
+def test_a_request_that_stalls_makes_room_for_one_that_waits() -> None:
+    async def scenario() -> None:
+        bounded = Receiving(most=1, hurried_s=0.0)
+        began = asyncio.Event()
+
+        async def never() -> bytes:
+            began.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def at_once() -> bytes:
+            return b"request"
+
+        stalled = asyncio.ensure_future(bounded.receive("Memcpy", never))
+        await began.wait()
+        assert bounded.count == 1
+        assert await bounded.receive("GetStatus", at_once) == b"request"
+        with pytest.raises(DeadlineExceeded, match=r"^Memcpy: the request did not arrive within .* and others wait"):
+            await stalled
+        assert bounded.count == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_slow_request_may_take_its_time_while_none_waits() -> None:
+    async def scenario() -> None:
+        bounded, go_on = Receiving(most=2, hurried_s=0.0), asyncio.Event()
+
+        def reading() -> Callable[[], Awaitable[bool]]:
+            return go_on.wait
+
+        both = [asyncio.ensure_future(bounded.receive("Memcpy", reading())) for _ in range(2)]
+        await asyncio.sleep(0)
+        go_on.set()
+        assert await asyncio.gather(*both) == [True, True]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_request_that_never_arrives_ends() -> None:
+    async def scenario() -> None:
+        with pytest.raises(DeadlineExceeded, match=r"^StartJob: the request did not arrive within [\d.]+ s; send it"):
+            await Receiving(receive_s=0.0).receive("StartJob", asyncio.Event().wait)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
