@@ -118,6 +118,29 @@ def admit(request: Request) -> None:
     raise_descriptor_limit(_descriptors(request))
 
 
+def arena_shortage(size: int, folder: Path, available: int | None) -> str:
+    """Why an arena of ``size`` bytes in ``folder`` is more than the machine has; empty if it is not, or unknown.
+
+    ``available``: bytes of memory. A file on a disk may be larger than that, but training in it pages all the time.
+    """
+    if available is None or size <= available:
+        return ""
+    return (
+        f"memory: an arena of {format_size(size)} in {folder}, and {format_size(available)} of memory is available on "
+        "this machine; choose a smaller --memory"
+    )
+
+
+def in_memory(folder: Path) -> bool:
+    """Whether the files of a folder are in memory (tmpfs)."""
+    return _is_tmpfs(folder)
+
+
+def available_memory() -> int | None:
+    """Bytes of memory for new processes: the minimum over the machine and the control groups of this process."""
+    return _minimum(_available_memory(), *_cgroup_memory())
+
+
 def _needs(request: Request, resources: Resources) -> Iterator[_Need]:
     count, arena, each = request.devices, request.memory, request.footprint
     in_shared = 0
@@ -192,7 +215,7 @@ def measure_resources(folder: Path | None = None) -> Resources:
     disk_folder = folder if folder is not None else Path(tempfile.gettempdir())
     shared = SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
     return Resources(
-        memory=_minimum(_available_memory(), *_cgroup_memory()),
+        memory=available_memory(),
         shared_memory=_free_space(SHARED_MEMORY) if shared else 0,
         disk=_free_space(disk_folder),
         disk_is_memory=_is_tmpfs(disk_folder),

@@ -19,9 +19,10 @@ from pathlib import Path
 import grpc
 
 from hoop.environment import versions
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, OutOfMemory
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, OutOfMemory, ResourceExhausted
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
+from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
 from hoop.servers.client_reports import ClientReports
 from hoop.servers.grpc_server import check_exposure, serve
@@ -218,7 +219,10 @@ def _open_arena(config: DeviceConfig, name: str) -> Arena:
     Devices that start at the same time all see the same free space in /dev/shm, and it may not be enough for all.
     """
     if config.arena is not None:
+        if not config.arena.exists():
+            _check_memory(config.memory, config.arena.parent)
         return Arena.open_or_create(config.arena, config.memory)
+    _check_memory(config.memory, default_directory(config.memory))
     folder, other = default_directory(config.memory), Path(tempfile.gettempdir())
     try:
         return Arena.open_or_create(folder / name, config.memory)
@@ -227,6 +231,15 @@ def _open_arena(config: DeviceConfig, name: str) -> Arena:
             raise
         log.warning("%s. The arena is in %s instead", error, other)
         return Arena.open_or_create(other / name, config.memory)
+
+
+def _check_memory(size: int, folder: Path) -> None:
+    """Refuses an arena that would take more memory than there is: the kernel would end processes. Warns of a file
+    on a disk that is larger than memory."""
+    if shortage := arena_shortage(size, folder, available_memory()):
+        if in_memory(folder):
+            raise ResourceExhausted(f"{shortage}, or a file on a disk with --arena")
+        log.warning("%s: training will read and write the disk all the time", shortage)
 
 
 # ---- addresses at which others reach a device
