@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from hoop.errors import InvalidArgument
 
+MAX_DEVICES = 4096
+"""Devices of the largest cluster."""
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
@@ -32,6 +34,11 @@ class Address:
         if match is None or int(match["port"]) > 65535 or (match["v6"] and not _is_v6(match["v6"])):
             raise InvalidArgument(f"{field}: {text[:80]!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021")
         return cls(match["v6"] or match["name"], int(match["port"]))
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Itself, as ``Addresses`` has them."""
+        return (self,)
 
     @property
     def is_loopback(self) -> bool:

@@ -19,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from world import LONG_S
 
-from hoop.errors import DeadlineExceeded, InvalidArgument
+from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged
 from hoop.torch_backend import group_round, rendezvous
 from hoop.torch_backend.errors import GroupError
 from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
@@ -70,6 +70,24 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
             DeadlineExceeded, match=r"group 'g' of 3: ranks 1, 2 did not come within the timeout of 0.2 s"
         ):
             rendezvous.connect_group("g", store, 0, 3, range(3), timedelta(seconds=0.2))
+
+
+def test_all_rounds_of_a_group_have_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that come and go begin new rounds: each of them gave the others the whole time-out again."""
+    deadlines: list[float] = []
+
+    def newer_round(one: GroupRound, exchange: str) -> None:
+        deadlines.append(one._deadline)
+        if len(deadlines) < 3:
+            raise MembershipChanged("rank 1 is in a newer round")
+        one._deadline = 0.0
+
+    monkeypatch.setattr(GroupRound, "_check_newer_round", newer_round)
+    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.0)
+    with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within the timeout of 60 s"):
+        rendezvous.connect_group("g", dist.HashStore(), 0, 2, range(2), timedelta(seconds=60))
+    assert len(deadlines) == 3
+    assert len(set(deadlines)) == 1
 
 
 @pytest.mark.parametrize("rank", [2, 5, -3])

@@ -10,9 +10,10 @@ import pytest
 
 from hoop.errors import DeadlineExceeded, InvalidArgument
 from hoop.servers import device
+from hoop.servers.advertised_address import Route, advertised_host, routes_to
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
-from hoop.servers.device import DeviceConfig, DeviceServer, Route, advertised_host, routes_to
+from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.topology import Address, Addresses, DeviceInfo
 

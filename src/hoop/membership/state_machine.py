@@ -54,9 +54,8 @@ from hoop.membership.state import (
     State,
     with_job,
 )
-from hoop.topology import DeviceInfo
+from hoop.topology import MAX_DEVICES, DeviceInfo
 
-MAX_DEVICES = 4096
 MAX_COMMUNICATORS = 1024
 SETTLING = 1 / 6
 """Fraction of a lease: how long after the first complaint the state machine waits for more."""

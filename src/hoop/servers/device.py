@@ -11,19 +11,19 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 import grpc
 
 from hoop.environment import versions
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, OutOfMemory, ResourceExhausted
+from hoop.errors import FailedPrecondition, HoopError, OutOfMemory, ResourceExhausted
 from hoop.memory import Arena
 from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
+from hoop.servers.advertised_address import check_reachable, host_towards, routes_to
 from hoop.servers.client_reports import ClientReports
 from hoop.servers.grpc_server import check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
@@ -37,7 +37,7 @@ from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
+from hoop.wire.channels import MAX_MESSAGE_BYTES
 from hoop.wire.receiving import Receiving
 from hoop.wire.roles import Role
 from hoop.wire.service import handlers
@@ -166,9 +166,9 @@ class DeviceServer:
         config = self.config
         host = config.host
         if listening.is_wildcard and not (config.advertise and config.advertise_data):
-            host = await self._host_towards_coordinator(listening)
+            host = await host_towards(config.coordinator, listening, config.join_timeout_s)
         elif listening.is_loopback and config.advertise is None:
-            remote = [one for one in addresses_of(config.coordinator) if not one.is_loopback]
+            remote = [one for one in config.coordinator.addresses if not one.is_loopback]
             with contextlib.suppress(OSError, UnicodeError):  # no such name, no such network: the join reports it
                 check_reachable(listening, await routes_to(remote))
         return dataclasses.replace(
@@ -176,22 +176,6 @@ class DeviceServer:
             address=config.advertise or Address(host, listening.port),
             data_address=config.advertise_data or Address(host, self._transport.address.port),
         )
-
-    async def _host_towards_coordinator(self, listening: Address) -> str:
-        """The local address from which the coordinator is reached; waits for a name or network that is not up yet."""
-        backoff = Backoff("the coordinator", self.config.coordinator, self.config.join_timeout_s)
-        for delay in backoff.delays():
-            try:
-                routes = await routes_to(addresses_of(self.config.coordinator))
-            except (OSError, UnicodeError) as error:
-                backoff.record_failure(str(error))
-                await asyncio.sleep(delay)
-                continue
-            outside: list[Route] = []
-            with contextlib.suppress(OSError):  # this machine has no network
-                outside = await routes_to(OUTSIDE)
-            return advertised_host(listening, routes, outside)
-        raise backoff.timeout_error()
 
     async def stop(self, hand_over: bool = False) -> None:
         """Leaves the cluster, ends all tasks and transfers, and releases everything.
@@ -240,82 +224,3 @@ def _check_memory(size: int, folder: Path) -> None:
         if in_memory(folder):
             raise ResourceExhausted(f"{shortage}, or a file on a disk with --arena")
         log.warning("%s: training will read and write the disk all the time", shortage)
-
-
-# ---- addresses at which others reach a device
-
-
-@dataclass(frozen=True)
-class Route:
-    """A connection as the kernel would open it: from a local address to a remote one."""
-
-    local: str
-    remote: str
-
-    @property
-    def version(self) -> int:
-        """The version of IP: 4 or 6."""
-        return 6 if ":" in self.local else 4
-
-    @property
-    def leaves_machine(self) -> bool:
-        """Whether the remote address is of another machine: the kernel reaches its own addresses from themselves."""
-        return self.local != self.remote and not Address(self.local, 0).is_loopback
-
-
-OUTSIDE = (Address("192.0.2.1", 9), Address("2001:db8::1", 9))
-"""Addresses that no machine has (RFC 5737, RFC 3849). The route to them starts at this machine's main address."""
-
-
-def addresses_of(server: Address | Addresses) -> tuple[Address, ...]:
-    return server.addresses if isinstance(server, Addresses) else (server,)
-
-
-async def routes_to(addresses: Sequence[Address]) -> list[Route]:
-    """The routes to these addresses, in their order. If there is none, raises the reason. It sends nothing."""
-    found: list[Route] = []
-    failure: OSError | UnicodeError | None = None
-    for one in addresses:
-        try:
-            resolved = await asyncio.get_running_loop().getaddrinfo(one.host, one.port, type=socket.SOCK_DGRAM)
-        except (OSError, UnicodeError) as error:
-            failure = error
-            continue
-        for family, kind, protocol, _, remote in resolved:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(remote)  # of a datagram socket: it only chooses the local address
-                    found.append(Route(str(probe.getsockname()[0]), str(remote[0])))
-            except OSError as error:
-                failure = error
-    if failure is not None and not found:
-        raise failure
-    return found
-
-
-def advertised_host(listening: Address, routes: Sequence[Route], outside: Sequence[Route]) -> str:
-    """The host that a device which listens on all addresses advertises.
-
-    It is the local address of the ``routes`` to its coordinator. If that is loopback, devices and clients of other
-    machines may join the coordinator too, so it is that of the routes to the ``outside``, where there are any. Raises
-    InvalidArgument if the device listens on the wrong version of IP.
-    """
-    version = 6 if ":" in listening.host else 4
-    usable = [route.local for route in routes if route.version == version]
-    if not usable:
-        raise InvalidArgument(
-            f"host: {listening.host} listens on IPv{version} only, which does not lead to the coordinator; "
-            f"use --host {IPv6Address(0) if version == 4 else IPv4Address(0)}, or an address of this machine"
-        )
-    usable += [route.local for route in outside if route.version == version]
-    return next((local for local in usable if not Address(local, 0).is_loopback), usable[0])
-
-
-def check_reachable(listening: Address, routes: Sequence[Route]) -> None:
-    """Raises InvalidArgument if a coordinator on another machine had to call a loopback address: it never could."""
-    for route in routes:
-        if route.leaves_machine:
-            raise InvalidArgument(
-                f"host: the coordinator at {route.remote} is on another machine and cannot call {listening.host} here; "
-                f"listen on an address that it reaches, e.g. --host {route.local}"
-            )

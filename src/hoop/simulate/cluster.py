@@ -18,7 +18,7 @@ from typing import Any
 
 from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument, NotFound
-from hoop.strategies.base import MAX_DEVICES
+from hoop.topology import MAX_DEVICES
 
 _MAX_SPEED = 1e9
 _BITS_PER_SECOND = {"bps": 1, "kbps": 10**3, "mbps": 10**6, "gbps": 10**9, "tbps": 10**12}

@@ -8,9 +8,8 @@ from typing import ClassVar, Protocol
 from hoop.errors import InvalidArgument
 from hoop.plan.plan import Plan, split_by_speed, split_evenly
 from hoop.plan.rules import Rule
+from hoop.topology import MAX_DEVICES
 
-MAX_DEVICES = 4096
-"""Of a strategy's plan: as many as a coordinator accepts."""
 MAX_MICROBATCHES = 16384
 """Of a global batch: each is several instructions of a plan."""
 MAX_STAGE_MICROBATCHES = 1 << 18

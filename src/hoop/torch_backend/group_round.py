@@ -46,12 +46,16 @@ _PROCESS_ID = secrets.token_hex(8)  # forked processes share it and differ in th
 class GroupRound:
     """One rank's part in making one group."""
 
-    def __init__(self, name: str, store: Any, rank: int, world: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, name: str, store: Any, rank: int, world: Sequence[int], timeout: timedelta, deadline: float | None = None
+    ) -> None:
         """Joins the round; raises where this rank cannot be a rank of this group, and then fails it for all ranks.
 
-        ``world``: the global rank of each rank of the group.
+        ``world``: the global rank of each rank of the group. ``deadline``: of the rounds for this group together; None:
+        ``timeout`` from now.
         """
         self._store, self._rank, self._size, self._timeout = store, rank, len(world), timeout
+        self._deadline = time.monotonic() + timeout.total_seconds() if deadline is None else deadline
         self._label = f"group {name!r} of {self._size}"
         self._joined = False
         self._process = f"{_PROCESS_ID} process {os.getpid()} on {socket.gethostname()}"
@@ -160,8 +164,9 @@ class GroupRound:
         start, look = time.monotonic(), LOOK_SECONDS
         next_look = start + look
         while not self._store.check([self._key(exchange, "outcome")]):
-            waited = time.monotonic() - start
-            if waited >= self._timeout.total_seconds():
+            now = time.monotonic()
+            waited = now - start
+            if now >= self._deadline:
                 raise self._deadline_exceeded(self._missing(exchange))
             if start + waited >= next_look:
                 self._check_newer_round(exchange)

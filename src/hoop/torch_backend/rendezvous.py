@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -46,20 +47,21 @@ def connect_group(
 ) -> tuple[GroupLinks, list[Transport]]:
     """Connects this rank to a new group; returns when every rank has published its address.
 
-    ``world``: the global rank of each rank of the group. The caller must pass the returned transports to
-    ``release_transports`` after closing the links.
+    ``world``: the global rank of each rank of the group. ``timeout``: of all rounds together. The caller must pass the
+    returned transports to ``release_transports`` after closing the links.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
-            return _connect_in_round(name, store, rank, size, world, timeout)
+            return _connect_in_round(name, store, rank, size, world, timeout, deadline)
         except MembershipChanged as error:
             log.debug("group %s: %s; joining a new round", name, error)
 
 
 def _connect_in_round(
-    name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta
+    name: str, store: Any, rank: int, size: int, world: Sequence[int], timeout: timedelta, deadline: float
 ) -> tuple[GroupLinks, list[Transport]]:
-    group_round = GroupRound(name, store, rank, world, timeout)
+    group_round = GroupRound(name, store, rank, world, timeout, deadline)
     try:
         key = key_of_environment()
     except HoopError as error:

@@ -217,7 +217,7 @@ class Credentials:
 
 def _target(address: Address | Addresses) -> str:
     """The gRPC target. Of several addresses gRPC takes the first that accepts, and tries again when that one fails."""
-    addresses = address.addresses if isinstance(address, Addresses) else (address,)
+    addresses = address.addresses
     if len(addresses) == 1:
         return str(addresses[0])
     # One gRPC target holds addresses of one family only.
