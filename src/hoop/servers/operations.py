@@ -38,6 +38,7 @@ from hoop.errors import (
     HoopError,
     InvalidArgument,
     LinkCorrupted,
+    MembershipChanged,
     OutOfRange,
     PeerCause,
     PeerLost,
@@ -303,7 +304,7 @@ class OperationQueue:
         reservation = (
             Reservation(coordinator, communicator, ranges, description, timeout) if reserve and requests else None
         )
-        task = coordinator.in_background(self._run_in_turn(communicator_id, requests, timeout, access, reservation))
+        task = coordinator.in_background(self._run_in_turn(communicator, requests, timeout, access, reservation))
         self._unfinished[communicator_id].add(task)
 
         def ended(_: asyncio.Task[Reports]) -> None:
@@ -319,15 +320,26 @@ class OperationQueue:
 
     async def _run_in_turn(
         self,
-        communicator_id: int,
+        accepted: CommunicatorState,
         requests: Sequence[OperationRequest],
         timeout: float,
         access: Access,
         reservation: Reservation | None,
     ) -> Reports:
-        """Waits for the communicator and for the memory, runs the operations, and records the outcome."""
-        async with self._locks[communicator_id]:
-            communicator = self._coordinator.apply(m.Started(communicator_id)).communicator(communicator_id)
+        """Waits for the communicator and for the memory, runs the operations, and records the outcome.
+
+        ``accepted``: the communicator when it accepted them. Operands are by its ranks: if it has other members when
+        their turn comes, they are refused.
+        """
+        async with self._locks[accepted.id]:
+            members = self._coordinator.state.communicator(accepted.id).members
+            if members != accepted.members:
+                what = ", ".join(_names(requests))
+                raise MembershipChanged(
+                    f"communicator {accepted.id} was rebuilt of devices {list(members)} while {what} waited, with "
+                    f"operands by the ranks of devices {list(accepted.members)}; send it again"
+                )
+            communicator = self._coordinator.apply(m.Started(accepted.id)).communicator(accepted.id)
             reports: Reports = []
             try:
                 await access.wait_turn(timeout)
