@@ -14,12 +14,15 @@ from lab_in_process import WAIT_S, Servers, lab_servers
 import hoop
 from hoop import job_events as ev
 from hoop.cli.status import as_plain
-from hoop.errors import FailedPrecondition
+from hoop.errors import FailedPrecondition, NotFound
 from hoop.runs.api import choose_devices
 from hoop.servers import device, join_check
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.join_check import MAX_PEERS, choose_peers, needs_check
+from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address, DeviceInfo
+
+LACKS = "job: own_job is not on this machine"
 
 
 def closed_port() -> Address:
@@ -41,12 +44,17 @@ class Cluster:
         self.ranks.append(context.size)
         self.go_on.wait(WAIT_S)
 
-    def join(self, device_id: int, **options: Any) -> DeviceServer:
+    @staticmethod
+    def lack_code(context: Any, settings: str, emit: Any, stop: Callable[[], bool], resume: bytes | None) -> None:
+        """As the trainer of a device that does not have the job's module, or its data."""
+        raise NotFound(LACKS)
+
+    def join(self, device_id: int, trainer: TrainFunction | None = None, **options: Any) -> DeviceServer:
         coordinator = self.servers.coordinator.coordinator.address
         config = DeviceConfig(coordinator=coordinator, device_id=device_id, memory=1 << 20, **options)
 
         async def start() -> DeviceServer:
-            server = DeviceServer(config, trainer=self.train)
+            server = DeviceServer(config, trainer=trainer or self.train)
             await server.start()
             return server
 
@@ -150,6 +158,30 @@ def test_a_device_whose_services_cannot_be_called_is_not_counted(cluster: Cluste
     assert "the coordinator cannot connect to its services at" in cluster.wait_for("device_unreachable")
     with hoop.connect(cluster.servers.address) as client:
         assert choose_devices(client, None) == [1]
+
+
+def test_a_device_without_the_job_ends_it_before_the_first_step_by_name(cluster: Cluster) -> None:
+    cluster.join(1)
+    cluster.join(2, trainer=cluster.lack_code)
+    with hoop.connect(cluster.servers.address) as client:
+        job = client.start_job("{}", [1, 2])
+        with pytest.raises(NotFound, match=rf"rank 1 \(device 2\): {LACKS}"):
+            list(job.events())
+
+
+def test_a_device_without_the_job_is_named_and_does_not_join_it(cluster: Cluster) -> None:
+    cluster.join(1)
+    with hoop.connect(cluster.servers.address) as client:
+        job = client.start_job("{}", [1])
+        cluster.join(2, trainer=cluster.lack_code)
+        refused = next(one.event for one in job.events() if isinstance(one.event, ev.Refused))
+        assert isinstance(refused, ev.Refused)
+        assert refused.device == 2
+        assert (
+            refused.text == f"{cluster.servers.coordinator.coordinator.state.members[2].info} cannot take part: {LACKS}"
+        )
+        cluster.go_on.set()
+        assert ev.Reassigned not in {type(one.event) for one in job.events()}
 
 
 def test_devices_that_reach_each_other_cause_no_event(cluster: Cluster) -> None:

@@ -266,7 +266,7 @@ class Jobs:
         member = supervisor.has_rank(device_id)
         match self._membership_event(job, info, message):
             case ev.Failed() as event if not member:  # it could not load the job: the ranks go on without it
-                supervisor.refuse(info, event.text)
+                supervisor.refuse(info, f"{info} cannot take part: {event.text}")
                 return
             case ev.Started() as event:
                 job.data, job.environment = event.same, event.environment
