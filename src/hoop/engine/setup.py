@@ -20,6 +20,7 @@ from torch import nn
 from hoop.collectives.object_collectives import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
+from hoop.config import format_size
 from hoop.data.dataset import Dataset, Splits
 from hoop.engine.cost_probe import measure_communication, measure_costs, profile_blocks
 from hoop.engine.executor import PlanExecutor
@@ -42,7 +43,7 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
-from hoop.strategies.memory_fit import Fit, advice, fit, fitting_strategies
+from hoop.strategies.memory_fit import Fit, advice, enough_memory, fit, fitting_strategies
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 
@@ -154,7 +155,7 @@ def prepare(
     sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
     found = profile_blocks(blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator)
     costs = _broadcast_costs(context, settings, found)
-    bounds, free = _partition(context, settings, strategy, costs, plan, blocks)
+    bounds, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
     executor = PlanExecutor(context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
     if strategy.replicated and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
@@ -244,10 +245,12 @@ def _partition(
     costs: list[Block],
     plan: Plan,
     blocks: list[nn.Module],
+    resharding: bool,
 ) -> tuple[list[int], int]:
     """Collective. The first block of each stage, and the bytes of this rank's arena that remain free.
 
-    Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory.
+    Uses ``settings.cut`` if it is given, else balances measured costs within every rank's free memory. A run that lost
+    devices (``resharding``) goes on even if its snapshots may not fit any more.
     """
     gradients = gradient_memory_for(settings.balance)
     mine = np.array([context.arena.capacity - context.arena.used], np.int64)
@@ -266,6 +269,12 @@ def _partition(
         raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
     if replicates:
         check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory)
+    if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
+        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicates)
+        copies = [0] * plan.size
+        if replicates:
+            copies = copies_bytes(plan, found, costs, context.hosts, context.persistent_memory)
+        _check_snapshots(settings, plan, found, costs, memory, copies, needed)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
         if any(first < bound <= second for bound in bounds):
@@ -281,6 +290,42 @@ def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block
     copies = [0] * plan.size
     if replicates:
         copies = copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory)
-    states = [sum(costs[one].weight_bytes + costs[one].optimizer_bytes for one in stage.blocks) for stage in fit.stages]
-    snapshots = [2 * sum(states[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)]
+    snapshots = [2 * one for one in _snapshot_bytes(plan, fit, costs)]
     return max(map(sum, zip(fit.bytes, copies, snapshots, strict=True)))
+
+
+def _snapshot_bytes(plan: Plan, fit: Fit, costs: list[Block]) -> list[int]:
+    """By rank: the bytes of one snapshot of its weights and optimizer state."""
+    states = [sum(costs[one].weight_bytes + costs[one].optimizer_bytes for one in stage.blocks) for stage in fit.stages]
+    return [sum(states[stage] for stage in plan.held_by(rank)) for rank in range(plan.size)]
+
+
+def _check_snapshots(
+    settings: Settings,
+    plan: Plan,
+    found: Fit,
+    costs: list[Block],
+    memory: Sequence[int],
+    copies: Sequence[int],
+    needed: int,
+) -> None:
+    """Raises FailedPrecondition if snapshots do not fit in a rank's arena beside its state and its replicas.
+
+    The final snapshot needs one buffer; snapshots at epochs take turns with it in a second one. Any holder of a stage
+    may have to make its snapshot, if the first one is lost. ``needed``: bytes of a device that are enough.
+    """
+    buffers = 2 if settings.checkpoint_every and settings.epochs > settings.checkpoint_every else 1
+    cuts = [stage.blocks.start for stage in found.stages][1:] or None
+    # Activations count in ``found``, and are not in the arena.
+    light = [dataclasses.replace(one, activation_bytes=0) for one in costs]
+    gradients = gradient_memory_for(settings.balance)
+    arena = fit(found.strategy, plan, light, [None] * plan.size, cuts=cuts, gradient_buffers=gradients).bytes
+    snapshots = [buffers * one for one in _snapshot_bytes(plan, found, costs)]
+    for rank, parts in enumerate(zip(arena, copies, snapshots, strict=True)):
+        if sum(parts) > memory[rank]:
+            count = "two snapshots" if buffers == 2 else "a snapshot"
+            state, free = format_size(parts[0] + parts[1]), format_size(memory[rank])
+            raise FailedPrecondition(
+                f"memory: rank {rank} needs {state} for its state and {format_size(parts[2])} for {count} of it, and "
+                f"has {free}. {enough_memory(needed)}"
+            )

@@ -130,11 +130,16 @@ def advice(fits: Sequence[Fit], needed: int) -> str:
 
     ``fits``: strategies under which it would. ``needed``: bytes of a device's memory that are enough.
     """
-    size = needed // MIB + 1
-    memory = f"With replicas and snapshots {size} MiB a device are enough: --memory {size}MiB (memory= of hoop.train)"
+    memory = enough_memory(needed)
     if not fits:
         return f"{memory}. With what they have no strategy fits; add devices, or cut the batch into more shards"
     return f"{memory}. With what they have it would fit with {', '.join(map(str, fits))}"
+
+
+def enough_memory(needed: int) -> str:
+    """The size of a device's memory that is enough for ``needed`` bytes, as advice."""
+    size = needed // MIB + 1
+    return f"With replicas and snapshots {size} MiB a device are enough: --memory {size}MiB (memory= of hoop.train)"
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -1,0 +1,40 @@
+"""The memory check counts the snapshots that a run will make, beside the state that is in the arena."""
+
+from __future__ import annotations
+
+import pytest
+
+from hoop.engine.gradient_slots import gradient_memory_for
+from hoop.engine.settings import Settings
+from hoop.engine.setup import _check_snapshots
+from hoop.errors import FailedPrecondition
+from hoop.plan.partition import Block
+from hoop.strategies.data_parallel import DataParallel
+from hoop.strategies.memory_fit import fit
+
+MIB = 1 << 20
+BLOCKS = [
+    Block("linear", 1.0, weight_bytes=4 * MIB, optimizer_bytes=8 * MIB, activation_bytes=100 * MIB, output_bytes=8)
+]
+SNAPSHOT = 12 * MIB
+
+
+@pytest.mark.parametrize(("epochs", "checkpoint_every", "buffers"), [(1, 1, 1), (3, 0, 1), (3, 1, 2), (3, 5, 1)])
+def test_snapshots_must_fit_beside_the_state(epochs: int, checkpoint_every: int, buffers: int) -> None:
+    settings = Settings(epochs=epochs, checkpoint_every=checkpoint_every)
+    strategy = DataParallel()
+    plan = strategy.plan(1, 1)
+    gradients = gradient_memory_for(settings.balance)
+    found = fit(strategy, plan, BLOCKS, [None], gradient_buffers=gradients)
+    state = found.bytes[0] - 100 * MIB  # activations are not in the arena
+
+    def check(memory: int) -> None:
+        _check_snapshots(settings, plan, found, BLOCKS, [memory], [0], needed=64 * MIB)
+
+    check(state + buffers * SNAPSHOT)
+    with pytest.raises(FailedPrecondition) as refused:
+        check(state + buffers * SNAPSHOT - 1)
+    text = str(refused.value)
+    assert text.startswith("memory: rank 0 needs ")
+    assert f"for {'two snapshots' if buffers == 2 else 'a snapshot'} of it, and has " in text
+    assert "--memory 65MiB" in text
