@@ -218,5 +218,5 @@ class CoordinatorServer:
         return address
 
     async def stop(self) -> None:
-        await self._join_check.close()
         await self.coordinator.stop()
+        await self._join_check.close()  # last: no task of the coordinator uses it any more

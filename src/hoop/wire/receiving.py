@@ -43,6 +43,8 @@ class Receiving:
         self._hurried_s, self._receive_s = hurried_s, receive_s
         self._receptions: list[_Reception] = []
         """The oldest first."""
+        self._waiting = 0
+        """Requests that wait for a slot."""
 
     @property
     def count(self) -> int:
@@ -52,14 +54,14 @@ class Receiving:
     async def receive(self, method: str, read: Callable[[], Awaitable[Message]]) -> Message:
         """Reads a request when there is room for it. Raises DeadlineExceeded if it does not arrive in time."""
         loop = asyncio.get_running_loop()
-        if self._slots.locked():
-            self._hurry_oldest(loop.time())
-        async with self._slots:
+        await self._wait_for_slot()
+        try:
             began = loop.time()
             try:
                 async with asyncio.timeout(self._receive_s) as limit:
                     reception = _Reception(began, limit)
                     self._receptions.append(reception)
+                    self._hurry()
                     try:
                         return await read()
                     finally:
@@ -70,9 +72,22 @@ class Receiving:
                     f"{method}: the request did not arrive within {loop.time() - began:.1f} s{waiting}; "
                     "send it again, or a smaller one"
                 ) from None
+        finally:
+            self._slots.release()
 
-    def _hurry_oldest(self, now: float) -> None:
-        oldest = next((one for one in self._receptions if not one.hurried), None)
-        if oldest is not None:
-            oldest.hurried = True
-            oldest.limit.reschedule(max(now, oldest.began + self._hurried_s))
+    async def _wait_for_slot(self) -> None:
+        waits = self._slots.locked()
+        self._waiting += waits
+        self._hurry()
+        try:
+            await self._slots.acquire()
+        finally:
+            self._waiting -= waits
+
+    def _hurry(self) -> None:
+        """Makes as many of the oldest receptions hurry as others wait."""
+        now = asyncio.get_running_loop().time()
+        for one in self._receptions[: self._waiting]:
+            if not one.hurried:
+                one.hurried = True
+                one.limit.reschedule(max(now, one.began + self._hurried_s))

@@ -197,7 +197,7 @@ def _handler(method: Any, answer: Callable[..., Any], receiving: Receiving, on_r
 
     async def parse_one(context: Any) -> Any:
         data = await receiving.receive(method.name, context.read)
-        if data is grpc.aio.EOF:
+        if not isinstance(data, bytes):  # the end of the stream
             raise InvalidArgument(f"{method.name}: the call ended without a {method.input_type.name}")
         return parse(data)
 
