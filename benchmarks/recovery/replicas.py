@@ -2,9 +2,10 @@
 
     python benchmarks/recovery/replicas.py
     python benchmarks/recovery/replicas.py --strategies ring,ps:bsp --turns 20 --json
+    python benchmarks/recovery/replicas.py --strategies pipeline:1f1b --devices 3 --replicas 1,2
 
 Ranks are processes of this machine that share memory, with one core each; there is no server and no coordinator. The
-same processes make both kinds of run in turns, so that other load affects both alike. A step is timed from its start to
+same processes make all kinds of run in turns, so that other load affects them alike. A step is timed from its start to
 the start of the next; CPU time, bytes and memory are sums over all ranks.
 """
 
@@ -40,7 +41,7 @@ STRATEGIES = "ps:bsp,ring,pipeline:1f1b,pipeline:gpipe,ring:async"
 SPAN = 32
 """The steps of a turn are a multiple of this: asynchronous strategies synchronize once in this many steps."""
 ARENA_BYTES = 256 << 20
-HEADER = "| strategy | without, ms | with, ms | ratio | CPU ratio | bytes a step | memory |"
+HEADER = "| strategy | replicas | without, ms | with, ms | ratio | CPU ratio | bytes a step | memory |"
 
 
 def turn(transport: ShmTransport, arena: Arena, peers: Sequence[Address], rank: int, job: str) -> Any:
@@ -118,32 +119,40 @@ def start_ranks(devices: int) -> list[Connection]:
     return links
 
 
-def measure(links: Sequence[Connection], strategy: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure one strategy, in turns."""
-    found: dict[bool, list[list[dict[str, Any]]]] = {False: [], True: []}
-    for number in range(2 * options.turns):
-        replicate = bool(number % 2) ^ bool(number // 2 % 2)  # neither kind is always first
-        print(f"\r{strategy}: turn {number + 1} of {2 * options.turns}   ", end="", file=sys.stderr, flush=True)
-        settings = {
-            "job": options.job,
-            "strategy": strategy,
-            "max_steps": options.steps,
-            "replicate": replicate,
-        }
-        settings |= {"trace_steps": 0, "evaluate_every": 0, "checkpoint_every": 0}
-        options.number += 1
-        for link in links:
-            link.send(json.dumps({"number": options.number, "settings": settings}))
-        found[replicate].append([link.recv() for link in links])
+def measure(links: Sequence[Connection], strategy: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one strategy, in turns: without replicas, and with each number of them."""
+    kinds = [0, *options.replicas]
+    found: dict[int, list[list[dict[str, Any]]]] = {replicas: [] for replicas in kinds}
+    for number in range(options.turns):
+        for replicas in kinds if number % 2 else reversed(kinds):  # none is always first
+            print(f"\r{strategy}: turn {number + 1} of {options.turns}   ", end="", file=sys.stderr, flush=True)
+            settings = {
+                "job": options.job,
+                "strategy": strategy,
+                "max_steps": options.steps,
+                "replicate": bool(replicas),
+                "replicas": max(1, replicas),
+            }
+            settings |= {"trace_steps": 0, "evaluate_every": 0, "checkpoint_every": 0}
+            options.number += 1
+            for link in links:
+                link.send(json.dumps({"number": options.number, "settings": settings}))
+            found[replicas].append([link.recv() for link in links])
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
-    result: dict[str, Any] = {"strategy": strategy}
-    for replicate, name in ((False, "without"), (True, "with")):
-        turns = found[replicate]
+    return [compare(strategy, replicas, found[0], found[replicas]) for replicas in options.replicas]
+
+
+def compare(
+    strategy: str, replicas: int, without: list[list[dict[str, Any]]], replicated: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
+    """The figures of turns with replicas beside those of turns without."""
+    result: dict[str, Any] = {"strategy": strategy, "replicas": replicas}
+    for turns, name in ((without, "without"), (replicated, "with")):
         result[f"step_s_{name}"] = statistics.median(one for ranks in turns for one in ranks[0]["seconds"])
         result[f"cpu_s_{name}"] = statistics.median(sum(one["cpu"] for one in ranks) for ranks in turns)
         result[f"bytes_{name}"] = sum(one["bytes"] for one in turns[-1])
         result[f"memory_{name}"] = sum(one["memory"] for one in turns[-1])
-    pairs = zip(found[True], found[False], strict=True)
+    pairs = zip(replicated, without, strict=True)
     ratios = [statistics.median(one[0]["seconds"]) / statistics.median(other[0]["seconds"]) for one, other in pairs]
     return result | {"ratio": statistics.median(ratios), "ratios": sorted(ratios)}
 
@@ -152,8 +161,9 @@ def row(result: dict[str, Any]) -> str:
     size = format_size(round(result["bytes_with"] - result["bytes_without"]))
     memory = format_size(result["memory_with"] - result["memory_without"])
     return (
-        f"| `{result['strategy']}` | {1000 * result['step_s_without']:.2f} | {1000 * result['step_s_with']:.2f} "
-        f"| {result['ratio']:.2f} | {result['cpu_s_with'] / result['cpu_s_without']:.2f} | +{size} | +{memory} |"
+        f"| `{result['strategy']}` | {result['replicas']} | {1000 * result['step_s_without']:.2f} "
+        f"| {1000 * result['step_s_with']:.2f} | {result['ratio']:.2f} "
+        f"| {result['cpu_s_with'] / result['cpu_s_without']:.2f} | +{size} | +{memory} |"
     )
 
 
@@ -162,15 +172,17 @@ def main() -> None:
     parser.add_argument("--strategies", default=STRATEGIES, help="separated by commas")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--job", default="mnist", choices=RECIPES)
+    parser.add_argument("--replicas", default="1", help="how many of each part; several separated by commas")
     parser.add_argument("--turns", type=int, default=6, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=3 * SPAN, help=f"of a run; a multiple of {SPAN}")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of a table")
     options = parser.parse_args()
     options.number = 0
+    options.replicas = [int(one) for one in options.replicas.split(",")]
     RECIPES[options.job].data()
     links = start_ranks(options.devices)
     load = os.getloadavg()[0]
-    found = [measure(links, strategy, options) for strategy in options.strategies.split(",")]
+    found = [one for strategy in options.strategies.split(",") for one in measure(links, strategy, options)]
     for link in links:
         link.send("")
     for _ in links:
@@ -179,7 +191,7 @@ def main() -> None:
     if options.json:
         print(json.dumps({"environment": environment, "strategies": found}))
         return
-    print(HEADER + "\n" + "|---" * 7 + "|")
+    print(HEADER + "\n" + "|---" * 8 + "|")
     print("\n".join(map(row, found)))
     print(f"\n{options.devices} devices, {options.job}, {options.turns} turns of {options.steps} steps; {environment}")
 

@@ -65,12 +65,16 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """The rank dies when it reaches the place for the n-th time; ``waits``: it waits there for a membership change."""
+    """The rank dies when it reaches the place for the n-th time; ``waits``: it waits there for a membership change.
+
+    ``others``: ranks that die at the same moment, wherever they are.
+    """
 
     rank: int
     place: str
     occurrence: int = 1
     waits: bool = False
+    others: tuple[int, ...] = ()
 
 
 @dataclass
@@ -163,6 +167,9 @@ class Parent:
                     ready.add(number)
                 if message["kind"] == "waiting":
                     waiting = True
+                if message["kind"] == "dies":
+                    for victim in (number, *message["others"]):
+                        os.kill(self._pids[victim], signal.SIGKILL)
                 if message["kind"] == "left":
                     reasons[number] = message["text"]
                 if message["kind"] == "done":
@@ -176,7 +183,7 @@ class Parent:
                 self._assign(members)
             if len(results) == len(members):
                 break
-        expected_dead = {fault.rank for fault in self._faults if not fault.waits}
+        expected_dead = {rank for fault in self._faults if not fault.waits for rank in (fault.rank, *fault.others)}
         assert expected_dead == set(self._pids) - set(members), (
             f"{expected_dead} should have died, and {members} are left"
         )
@@ -303,7 +310,9 @@ class _AssignmentReceiver:
             communicator.close()
 
 
-def _install_faults(faults: Sequence[Fault], wait_here: Callable[[], None]) -> None:
+def _install_faults(
+    faults: Sequence[Fault], wait_here: Callable[[], None], die_with: Callable[[Sequence[int]], None]
+) -> None:
     """Patches the places so that this process dies or waits there."""
     for fault in faults:
         owner, name = PLACES[fault.place]
@@ -320,6 +329,8 @@ def _install_faults(faults: Sequence[Fault], wait_here: Callable[[], None]) -> N
             if _count[0] == _fault.occurrence:
                 if _fault.waits:
                     wait_here()
+                elif _fault.others:
+                    die_with(_fault.others)
                 else:
                     os.kill(os.getpid(), signal.SIGKILL)
             return _original(*arguments, **keywords)
@@ -358,6 +369,10 @@ def _run_rank(
             send({"kind": "waiting"})
             assert receiver.membership_changed.wait(TIMEOUT_S), "the membership did not change"
 
+        def die_with(others: Sequence[int]) -> None:
+            send({"kind": "dies", "others": others})
+            threading.Event().wait(TIMEOUT_S)
+
         class ReportingTrainer(Trainer):
             """Tells the parent why it left its links, for the error message if the ranks do not finish in time."""
 
@@ -366,7 +381,7 @@ def _run_rank(
                 super()._recover(error)
 
         try:
-            _install_faults(faults, wait_here)
+            _install_faults(faults, wait_here, die_with)
             context = receiver.single_rank() if joining else receiver.next(TIMEOUT_S)
             trainer = ReportingTrainer(context, settings, job, emit, lambda: False, None, "test.", joining)
             trainer.join() if joining else trainer.train()

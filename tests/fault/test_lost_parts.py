@@ -13,7 +13,7 @@ from reported_rows import check_events
 from small_jobs import JOBS, STEPS, alone, alone_losses, settings
 from torch import Tensor, nn
 
-from hoop.engine.fault_tolerance.replication import check_memory
+from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
 from hoop.errors import FailedPrecondition
 from hoop.plan.partition import Block
 from hoop.strategies.catalog import parse
@@ -107,6 +107,53 @@ def test_replicas_over_tcp_are_updated_from_gradients() -> None:
 )
 def test_several_ranks_die(strategy: str, size: int, faults: list[Fault]) -> None:
     check_lost(strategy, size, faults)
+
+
+OWNER_AND_HOLDER = [
+    pytest.param("pipeline:1f1b", 4, Fault(1, "keeps", 4, others=(2,)), id="before replication"),
+    pytest.param("pipeline:1f1b", 4, Fault(3, "settles", 3, others=(0,)), id="committed and not updated"),
+    pytest.param("hybrid:replicas=2", 4, Fault(0, "keeps", 3, others=(2,)), id="of a hybrid"),
+    pytest.param(
+        "hybrid:replicas=2", 4, Fault(3, "meets", 3, others=(1,)), id="of its other stage", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "pipeline:zero-bubble", 3, Fault(0, "instruction", 60, others=(1,)), id="one is left", marks=pytest.mark.slow
+    ),
+    pytest.param("ring", 4, Fault(2, "keeps", 5, others=(3,)), id="of the ring", marks=pytest.mark.slow),
+    pytest.param("ps:servers=2", 4, Fault(2, "keeps", 3, others=(3,)), id="both servers", marks=pytest.mark.slow),
+]
+"""A rank and the rank that holds its only replica if there is one replica of each part."""
+
+
+@pytest.mark.parametrize(("strategy", "size", "fault"), OWNER_AND_HOLDER)
+def test_with_two_replicas_an_owner_and_its_holder_die_at_once(strategy: str, size: int, fault: Fault) -> None:
+    results = run_with_faults(size, settings(strategy, **EPOCH, replicas=2), JOBS["normed"], [fault])
+    reference = "normed", tuple(EPOCH.items())
+    check(results, alone(*reference), size - 2, alone_losses(*reference))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "size", "fault"), OWNER_AND_HOLDER)
+def test_with_one_replica_the_same_losses_end_the_run(strategy: str, size: int, fault: Fault) -> None:
+    with pytest.raises(AssertionError, match="was lost: there is no checkpoint yet"):
+        run_with_faults(size, settings(strategy, **EPOCH), JOBS["normed"], [fault])
+
+
+def test_two_replicas_over_tcp_are_updated_from_gradients() -> None:
+    changes, fault = {**EPOCH, "replicas": 2}, Fault(0, "settles", 3, others=(2,))
+    results = run_with_faults(4, settings("hybrid:replicas=2", **changes), JOBS["normed"], [fault], scheme="tcp")
+    reference = "normed", tuple(EPOCH.items())
+    check(results, alone(*reference), 2, alone_losses(*reference))
+
+
+@pytest.mark.slow
+def test_with_two_replicas_the_asynchronous_ring_rolls_back() -> None:
+    job_settings = settings("ring:async", replicas=2)
+    results = run_with_faults(4, job_settings, JOBS["flat"], [Fault(1, "instruction", 500, others=(2,))])
+    first = train("shm", 4, job_settings.replaced({"max_steps": STEPS}), JOBS["flat"])
+    rest = train("shm", 2, job_settings.replaced({"replicas": 1}), JOBS["flat"], resume=checkpoint(first))
+    losses = [loss for run in (first, rest) for result in run for loss in result.losses]
+    check(results, tensors_in(checkpoint(rest)), 2, losses)
 
 
 def test_a_lost_machine_is_recovered() -> None:
@@ -254,3 +301,44 @@ def test_the_memory_check_counts_replicas() -> None:
     capacity[1] -= 1
     with pytest.raises(FailedPrecondition, match=r"rank 1 needs 400 B, and 400 B for replicas .*--no-replicate"):
         check_memory(plan, fitted, blocks, capacity)
+
+
+def test_the_memory_check_counts_every_replica() -> None:
+    """Two replicas are twice the bytes; a hybrid keeps only those that its pipelines lack, each once."""
+    blocks = [Block(str(index), 1.0, 100, 200) for index in range(4)]
+    copies = {}
+    for spec, replicas in product(["pipeline:1f1b", "hybrid:replicas=2"], [1, 2, 3]):
+        strategy = parse(spec)
+        plan = strategy.plan(4, 4)
+        fitted = fit(strategy, plan, blocks, [None] * 4)
+        copies[spec, replicas] = copies_bytes(plan, fitted, blocks, replicas=replicas)
+        check_memory(
+            plan,
+            fitted,
+            blocks,
+            [sum(one) for one in zip(fitted.bytes, copies[spec, replicas], strict=True)],
+            replicas=replicas,
+        )
+    assert copies == {
+        ("pipeline:1f1b", 1): [400] * 4,
+        ("pipeline:1f1b", 2): [800] * 4,
+        ("pipeline:1f1b", 3): [1200] * 4,
+        ("hybrid:replicas=2", 1): [0] * 4,
+        ("hybrid:replicas=2", 2): [0, 800, 800, 0],
+        ("hybrid:replicas=2", 3): [800] * 4,
+    }
+    strategy = parse("pipeline:1f1b")
+    plan = strategy.plan(4, 4)
+    fitted = fit(strategy, plan, blocks, [None] * 4)
+    with pytest.raises(FailedPrecondition, match=r"and 800 B for replicas .*With --replicas 1 a device needs less"):
+        check_memory(plan, fitted, blocks, [needed + 400 for needed in fitted.bytes], replicas=2)
+
+
+@pytest.mark.parametrize(("spec", "own"), [("pipeline:1f1b", 300), ("hybrid:replicas=2", 600)])
+def test_the_memory_check_counts_the_copies_of_a_device_that_keeps_its_memory(spec: str, own: int) -> None:
+    """A device with ``--arena`` has its own state of the last two steps there, with any strategy."""
+    strategy, blocks = parse(spec), [Block(str(index), 1.0, 100, 200) for index in range(4)]
+    plan = strategy.plan(4, 4)
+    fitted = fit(strategy, plan, blocks, [None] * 4)
+    volatile, kept = (copies_bytes(plan, fitted, blocks, persistent_memory=persistent) for persistent in (False, True))
+    assert [more - less for more, less in zip(kept, volatile, strict=True)] == [2 * own] * 4

@@ -132,6 +132,36 @@ def test_losing_devices_does_not_change_the_weights(
     check_same(result, undisturbed())
 
 
+@pytest.mark.parametrize(
+    ("strategy", "devices", "victims", "replicas"),
+    [
+        pytest.param("pipeline", 3, [2, 3], 2, id="a stage's device and its first holder"),
+        pytest.param("hybrid:replicas=2", 4, [1, 3], 2, id="both devices of a hybrid's stage"),
+        pytest.param("pipeline", 3, [2, 3], 1, id="with one replica the run ends"),
+    ],
+)
+def test_a_device_and_the_holder_of_its_replica_are_killed_at_once(
+    tmp_path: Path, strategy: str, devices: int, victims: list[int], replicas: int
+) -> None:
+    out = tmp_path / "out"
+    with running_cluster(devices, tmp_path) as cluster:
+        running = pids(cluster)
+        options = "--strategy", strategy, "--replicas", str(replicas), "--devices", str(devices), "--out", str(out)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        run = command("train", *JOB, *SLOWDOWN, *options, "--coordinator", str(cluster.address), **pipes)
+        job = next(int(event.fields["job"]) for event in cluster.events(follow=True) if event.kind == "job_started")
+        assert any(isinstance(observed.event, ev.Steps) for observed in cluster.job(job).events())
+        for victim in victims:
+            os.kill(running[victim], signal.SIGKILL)
+        output, errors = run.communicate(timeout=TIMEOUT_S)
+    if replicas == 1:
+        assert run.returncode == 3, errors
+        assert "was lost" in errors
+        return
+    assert run.returncode == 0, errors
+    check_same({**json.loads(output), "out": str(out)}, undisturbed())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["data", "pipeline"])
 def test_a_joining_device_gets_a_rank_and_does_not_change_the_weights(tmp_path: Path, strategy: str) -> None:

@@ -73,6 +73,10 @@ class Setup:
     faults: tuple[Fault, ...] = ()
     max_delay_s: float = 0.02
     """Longest delay of a message."""
+    replicas: int = 1
+    """Replicas of each part, if partitioned."""
+    pipelines: int = 1
+    """If partitioned: pipelines of a hybrid, as long as they divide the members, else one."""
 
 
 @dataclass
@@ -347,11 +351,13 @@ class Device:
 
     def _pieces(self, members: tuple[int, ...]) -> tuple[set[SliceSpec], set[SliceSpec]]:
         """Returns its own pieces of the state in this partition, and those of which it holds a replica."""
-        partition = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, len(members))]
-        rank = members.index(self.number)
-        holders = replica_holders(len(members))
-        replicas = {piece for owner in range(len(members)) if holders[owner] == rank for piece in partition[owner]}
-        return set(partition[rank]), replicas
+        setup, size, rank = self.run.setup, len(members), members.index(self.number)
+        stages = size // setup.pipelines if size % setup.pipelines == 0 else size
+        parts = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, stages)]
+        groups = [tuple(range(stage, size, stages)) for stage in range(stages)] if stages < size else []
+        holders = replica_holders(size, (), setup.replicas, groups)
+        replicas = {piece for owner in range(size) if rank in holders[owner] for piece in parts[owner % stages]}
+        return set(parts[rank % stages]), replicas
 
     def _keep_state(self, done: int, members: tuple[int, ...]) -> None:
         """Keeps the state after this step, and discards older state that it could provide."""
@@ -990,7 +996,10 @@ KINDS = (
 
 
 def generate_setup(rng: random.Random) -> Setup:
-    """Draws a setup with up to three faults, or groups of them, all of which end within a grace period."""
+    """Draws a setup with up to three faults, or groups of them, all of which end within a grace period.
+
+    A quarter of the setups have two replicas of each part, and the loss of two devices at once among their faults.
+    """
     devices, partitioned = rng.randint(2, 5), rng.random() < 0.5
     faults: list[Fault] = []
     for _ in range(rng.randint(1, 3)):
@@ -1001,8 +1010,14 @@ def generate_setup(rng: random.Random) -> Setup:
             faults += [Fault(rng.uniform(0, 2.5), "kill", other, 0, seconds) for other in range(1, devices + 1)]
         else:
             faults.append(Fault(rng.uniform(0, 2.5), rng.choice(KINDS), device, peer, seconds))
+    arenas, max_delay_s = rng.random() < 0.8, rng.choice([0.01, 0.3, 1.0])
+    replicas, pipelines = 1, 1
+    if partitioned and devices > 2 and rng.random() < 0.5:  # two devices are killed at once
+        replicas, pipelines = 2, rng.choice([1, 1, 2])
+        at, seconds = rng.uniform(0, 2.5), rng.choice([0.5, 2.0, 8.0])
+        faults += [Fault(at, "kill", device, 0, seconds) for device in rng.sample(range(1, devices + 1), 2)]
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
-    return Setup(devices, partitioned, rng.random() < 0.8, ordered, rng.choice([0.01, 0.3, 1.0]))
+    return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines)
 
 
 def run_schedule(seed: int) -> str:

@@ -41,6 +41,10 @@ CoordinatorAddress = Annotated[
 MaxMessage = Annotated[
     str, typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read.")
 ]
+REPLICAS_HELP = (
+    "Replicas of each part, on different devices (and hosts, if there are enough): as many may be lost at once."
+)
+Replicas = Annotated[int, typer.Option(metavar="N", help=REPLICAS_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 LabDialect = Annotated[
     str,

@@ -45,6 +45,7 @@ def plan(
             "since a checkpoint.",
         ),
     ] = True,
+    replicas: options.Replicas = 1,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="How many are shown.")] = 12,
     json: options.Json = False,
 ) -> None:
@@ -72,7 +73,7 @@ def plan(
             typer.echo(f"trying {text} …", err=True)
 
     losses = Failures(per_hour=failures) if failures else None
-    found = search(priced, where, batch, losses, room, progress, replicate=replicate)
+    found = search(priced, where, batch, losses, room, progress, replicate=replicate, replicas=replicas)
     if json:
         rows = [one.to_dict() for one in found]
         typer.echo(json_module.dumps({"job": job, "costs": priced.source, "cluster": where.describe(), "rows": rows}))
@@ -94,6 +95,7 @@ def plan(
         typer.echo(
             f"the fastest that is exactly SGD: hoop train {job} --devices {where.size} --strategy {best.strategy.spec} "
             f"--shards {best.num_microbatches}{cut}{'' if replicate else ' --no-replicate'}"
+            f"{f' --replicas {replicas}' if replicas > 1 else ''}"
         )
 
 

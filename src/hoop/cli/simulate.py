@@ -67,6 +67,7 @@ def simulate(
             help="Each device's part of a model is copied to another as steps end, as hoop train does.",
         ),
     ] = True,
+    replicas: options.Replicas = 1,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of stragglers and failures.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Keep table, timelines and traces in this folder.")] = None,
     json: options.Json = False,
@@ -107,6 +108,7 @@ def simulate(
                 stragglers=chance,
                 trace=True if out is not None else None,
                 replicate=replicate,
+                replicas=replicas,
             )
         )
     good = [_goodput(one, failures, seed, replicate) for one in found]

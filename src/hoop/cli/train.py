@@ -20,6 +20,7 @@ from hoop.cli import options
 from hoop.cli.running import ENDING, not_ignored
 from hoop.config import parse_size
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.membership.replication import check_replicas
 from hoop.resources import Request, admit
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
@@ -69,6 +70,10 @@ def train(
             "--replicate/--no-replicate",
             help="Replicate each device's part of the model on another device, to survive its loss.",
         ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=options.REPLICAS_HELP, show_default="1"),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -146,6 +151,7 @@ def train(
         "keep": keep,
         "accelerator": accelerator,
         "replicate": replicate,
+        "replicas": replicas,
         "threads_per_device": threads_per_device,
         "faults": ";".join(fault) if fault else None,
     }
@@ -272,6 +278,7 @@ def _check_strategy(settings: Settings, devices: int | None, here: bool) -> None
     strategy = parse(settings.strategy)
     if here or devices:
         strategy.plan(devices or DEFAULT_DEVICES, settings.num_microbatches)
+        check_replicas(settings.replicas, devices or DEFAULT_DEVICES)
 
 
 def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, Any], int]:

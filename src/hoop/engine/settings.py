@@ -11,6 +11,7 @@ from typing import Any
 
 from hoop.engine.stage.optimizer import OPTIMIZERS, OptimizerSettings
 from hoop.errors import InvalidArgument
+from hoop.membership.replication import check_replicas
 from hoop.plan.faults import Fault, parse_faults
 from hoop.strategies.base import MAX_MICROBATCHES
 from hoop.texts import parse_json
@@ -55,6 +56,8 @@ class Settings:
     """Data parallel: give faster devices more shards, by measured speed."""
     replicate: bool = True
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
+    replicas: int = 1
+    """Replicas of each part, on different devices: as many devices may be lost at once."""
     allow_mixed: bool = False
     """Let devices take part whose versions or processors compute other bits; the weights then depend on the devices."""
     slowdown: tuple[float, ...] = ()
@@ -87,6 +90,7 @@ class Settings:
 
     def check(self) -> Settings:
         self.optimizer.check()
+        check_replicas(self.replicas, replicate=self.replicate)
         for name, (least, most) in _BOUNDS.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -171,6 +175,7 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "shards": (1, MAX_MICROBATCHES),
     "accumulate": (1, MAX_MICROBATCHES),
     "seed": (0, 2**64 - 1),
+    "replicas": (1, 1024),
     "threads_per_device": (1, 1024),
     "evaluate_every": (0, 10**9),
     "checkpoint_every": (0, 10**9),

@@ -258,6 +258,7 @@ def _partition(
     context.communicator.run(Operation("all_gather", 1, dtype("int64")), mine, free, settings.timeout_s)
     memory = [int(one) for one in free]
     replicates = settings.replicate and not strategy.replicated and context.wait_reassignment is not None
+    replicas = settings.replicas if replicates else 0
     try:
         found = fit(strategy, plan, costs, memory, cuts=settings.cut or None, gradient_buffers=gradients)
     except FailedPrecondition as error:
@@ -265,15 +266,15 @@ def _partition(
         unlimited = fit(
             strategy, plan, costs, [None] * plan.size, cuts=settings.cut or None, gradient_buffers=gradients
         )
-        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicates)
+        needed = context.arena.used + _enough_memory(context, plan, unlimited, costs, replicas)
         raise FailedPrecondition(f"{error}. {advice(others, needed)}") from None
-    if replicates:
-        check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory)
+    if replicas:
+        check_memory(plan, found, costs, memory, context.hosts, context.persistent_memory, replicas)
     if not resharding and not plan.servers:  # servers, not workers, make the snapshots of a parameter server
-        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicates)
+        needed = context.arena.used + _enough_memory(context, plan, found, costs, replicas)
         copies = [0] * plan.size
-        if replicates:
-            copies = copies_bytes(plan, found, costs, context.hosts, context.persistent_memory)
+        if replicas:
+            copies = copies_bytes(plan, found, costs, context.hosts, context.persistent_memory, replicas)
         _check_snapshots(settings, plan, found, costs, memory, copies, needed)
     bounds = [stage.blocks.start for stage in found.stages]
     for first, second in shared_parameters(blocks):
@@ -285,11 +286,11 @@ def _partition(
     return bounds, memory[context.rank] - found.bytes[context.rank]
 
 
-def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicates: bool) -> int:
+def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> int:
     """Bytes that are enough for the state of every rank, with its replicas and two snapshots of its weights."""
     copies = [0] * plan.size
-    if replicates:
-        copies = copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory)
+    if replicas:
+        copies = copies_bytes(plan, fit, costs, context.hosts, context.persistent_memory, replicas)
     snapshots = [2 * one for one in _snapshot_bytes(plan, fit, costs)]
     return max(map(sum, zip(fit.bytes, copies, snapshots, strict=True)))
 

@@ -46,6 +46,7 @@ from hoop.engine.thread_pinning import pin_threads
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerError, PeerLost, UserError
 from hoop.job_events import Emit
 from hoop.membership.recovery import NO_STATE, WHOLE, RankStatus, StateLost
+from hoop.membership.replication import check_replicas
 from hoop.plan.faults import check_reachable
 from hoop.strategies.catalog import parse
 
@@ -182,6 +183,7 @@ class Trainer:
         self._schedule = StepSchedule(settings, len(self._data.train))
         if not joining:
             check_faults(settings, context.size, len(self._data.train), context.linked)
+            check_replicas(settings.replicas, context.size)
         self._done = self._epoch_end = self._first_step = 0
         """Steps done; the newest epoch end that has been processed; steps done when this rank began."""
         self._stopped = self._reassignment_agreed = self._reassigning = False

@@ -1,11 +1,20 @@
-"""Replica placement: which rank holds the replica of which, and how many bytes it stores and receives per step.
+"""Replica placement: which ranks hold the replicas of which, and how many bytes they store and receive per step.
 
     host A: ranks 0 1    host B: ranks 2 3        0 ──▶ 2   1 ──▶ 3   2 ──▶ 0   3 ──▶ 1
 
 With ranks in the order of their hosts, a rank's holder is as many places further as the largest host has ranks, which
 is always on another host. If one host has more than half of all ranks, some of its replicas stay on it: every rank
-holds exactly one replica, because memory is checked before the first step, and a small host must not have to hold the
+holds equally many replicas, because memory is checked before the first step, and a small host must not have to hold the
 replicas of a large one.
+
+With several replicas (``--replicas 2``) each further holder is again the same number of places further for all ranks:
+the number that puts the most replicas on a host that has no other copy. It is found for all of them exactly where no
+host has more than 1 / (replicas + 1) of the ranks.
+
+    hosts A, B, C: ranks 0, 1, 2        0 ──▶ 1 2   1 ──▶ 2 0   2 ──▶ 0 1
+
+The ranks of a hybrid that hold the same stage are replicas of each other. If that is fewer copies than are wanted, the
+first of them has holders among the other ranks.
 """
 
 from __future__ import annotations
@@ -13,19 +22,98 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from hoop.errors import InvalidArgument
 from hoop.plan.partition import Block, StageCut
 from hoop.plan.plan import Plan, split_evenly
 
 
-def replica_holders(size: int, hosts: Sequence[Hashable] = ()) -> list[int]:
-    """By rank, the rank that holds its replica; the same at every rank. ``hosts``: by rank; empty: one host."""
+def check_replicas(replicas: int, devices: int | None = None, replicate: bool = True) -> None:
+    """Raises ``InvalidArgument`` if ``devices`` devices cannot hold that many replicas; None: any number of devices.
+
+    ``replicate``: whether there are replicas at all.
+    """
+    if not isinstance(replicas, int) or replicas < 1:
+        raise InvalidArgument(
+            f"replicas: {replicas!r} is not a whole number of at least 1; --no-replicate (replicate=False) switches "
+            "replicas off"
+        )
+    if replicas > 1 and not replicate:
+        raise InvalidArgument(
+            f"replicas: {replicas}, and --no-replicate (replicate=False) switches replicas off; leave one of them out"
+        )
+    if devices is not None and replicas > max(1, devices - 1):
+        fewer = f"take 1 to {devices - 1}" if devices > 2 else "take 1"
+        raise InvalidArgument(
+            f"replicas: {replicas} of each device's part need {replicas} other devices, and with {devices} there "
+            f"{'is 1' if devices == 2 else f'are {devices - 1}'}; {fewer}, or at least {replicas + 1} devices"
+        )
+
+
+def replica_holders(
+    size: int, hosts: Sequence[Hashable] = (), replicas: int = 1, groups: Sequence[Sequence[int]] = ()
+) -> list[tuple[int, ...]]:
+    """By rank, the ranks that hold its replicas; the same at every rank. As many of them as there are other ranks.
+
+    ``hosts``: by rank; empty: one host. ``groups``: see ``same_state``.
+    """
+    places = list(hosts) or [0] * size
+    if groups:
+        return _holders_beside(groups, places, replicas)
     by_host: dict[Hashable, list[int]] = {}
     for rank in range(size):
-        by_host.setdefault(hosts[rank] if hosts else 0, []).append(rank)
+        by_host.setdefault(places[rank], []).append(rank)
     order = [rank for ranks in by_host.values() for rank in ranks]
-    offset = max(map(len, by_host.values())) % size or 1
-    held_by = {rank: order[(place + offset) % size] for place, rank in enumerate(order)}
-    return [held_by[rank] for rank in range(size)]
+    in_order = [places[rank] for rank in order]
+    offsets: list[int] = []
+    for _ in range(min(replicas, size - 1)):
+        first = max(map(len, by_host.values())) % size or 1
+        offsets.append(_next_offset(in_order, offsets) if offsets else first)
+    found: list[tuple[int, ...]] = [()] * size
+    for place, rank in enumerate(order):
+        found[rank] = tuple(order[(place + offset) % size] for offset in offsets)
+    return found
+
+
+def _next_offset(hosts: Sequence[Hashable], offsets: Sequence[int]) -> int:
+    """The offset, beside these, that puts the most replicas on new hosts, then the most on hosts but the owner's."""
+    size = len(hosts)
+
+    def score(offset: int) -> tuple[int, int, int]:
+        new = other = 0
+        for place, host in enumerate(hosts):
+            holder = hosts[(place + offset) % size]
+            new += all(holder != hosts[(place + earlier) % size] for earlier in (0, *offsets))
+            other += holder != host
+        return new, other, -offset
+
+    return max((offset for offset in range(1, size) if offset not in offsets), key=score)
+
+
+def _holders_beside(groups: Sequence[Sequence[int]], hosts: Sequence[Hashable], replicas: int) -> list[tuple[int, ...]]:
+    """The holders of each group's first rank: on a new host if there is one, and the rank with the fewest replicas."""
+    size = len(hosts)
+    found: list[tuple[int, ...]] = [()] * size
+    held = [0] * size
+    for first, *others in groups:
+        copies = [first, *others]
+        while len(copies) < min(replicas + 1, size):
+            used = {hosts[rank] for rank in copies}
+            free = (rank for rank in range(size) if rank not in copies)
+            best = min(free, key=lambda rank: (hosts[rank] in used, held[rank], (rank - first) % size))
+            held[best] += 1
+            copies.append(best)
+        found[first] = tuple(copies[1 + len(others) :])
+    return found
+
+
+def same_state(plan: Plan) -> list[tuple[int, ...]]:
+    """Groups of ranks that hold the same state, as the pipelines of a hybrid do; empty if each rank has its own."""
+    if plan.servers or any(len(ranks) == 1 for ranks in plan.holders):
+        return []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(plan.size):
+        groups.setdefault(plan.held_by(rank), []).append(rank)
+    return [tuple(ranks) for stages, ranks in groups.items() if stages]
 
 
 class ReplicaShare(NamedTuple):
@@ -38,7 +126,7 @@ class ReplicaShare(NamedTuple):
 
 
 def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Block]) -> list[ReplicaShare]:
-    """The replica of each rank; empty if other ranks have its state anyway, as the replicas of a hybrid do."""
+    """What each replica of a rank's state has, if there is one (``replica_holders``)."""
     each = []
     for stage in stages:
         own = blocks[stage.blocks.start : stage.blocks.stop]
@@ -50,7 +138,7 @@ def replica_shares(plan: Plan, stages: Sequence[StageCut], blocks: Sequence[Bloc
         slices = zip(*(split_evenly(count, len(plan.servers)) for count in whole), strict=True)
         for rank, (state, change) in zip(plan.servers, slices, strict=True):
             found[rank] = ReplicaShare(len(state), len(change))
-    elif any(len(ranks) == 1 for ranks in plan.holders):
+    else:
         for rank in range(plan.size):
             held = [each[stage] for stage in plan.held_by(rank)]
             found[rank] = ReplicaShare(sum(one.state for one in held), sum(one.change for one in held))

@@ -27,6 +27,7 @@ from hoop.engine.user_code import blaming_user_code
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.files import make_folder
 from hoop.job_events import Observed
+from hoop.membership.replication import check_replicas
 from hoop.plan.faults import DISK_FULL
 from hoop.runs.result import Result
 
@@ -276,6 +277,7 @@ def train(
         job = model if isinstance(model, Job) else job_from(model, data, loss, reduction)
         name = f"inherited:{len(INHERITED)}"
     wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
+    check_replicas(wanted.replicas, devices)
     loaded = job.data()  # before the fork: devices share what is loaded now
     with blaming_user_code("calling the loss before the first step"):
         job = with_criterion(job, loaded.train, wanted.seed)

@@ -80,7 +80,7 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
     if size > MOST_INSTRUCTIONS:
         return None
     how: dict[str, Any] = {"num_microbatches": settings.num_microbatches, "cuts": settings.cut or None, "trace": False}
-    how["replicate"] = settings.replicate
+    how |= {"replicate": settings.replicate, "replicas": settings.replicas}
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
         if not strategy.replicated or not settings.balance or settings.slowdown:

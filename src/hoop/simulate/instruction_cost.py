@@ -3,7 +3,7 @@
     rank 0 ── its gradient ──▶ rank 1 ── its gradient ──▶ rank 2 ── its gradient ──▶ rank 0
 
 Replication follows ``engine/fault_tolerance/replication.py``: after each step a rank sends its summed gradient to
-the rank that holds its replica, which applies the same update when it would otherwise wait. Asynchronous strategies
+each rank that holds its replica, which applies the same update when it would otherwise wait. Asynchronous strategies
 send the whole state at each flush. State that another rank already has is not sent; data parallel training needs no
 replication.
 """
@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from hoop.collectives.shard_tree import Node, merge_plan
 from hoop.config import format_size
 from hoop.errors import FailedPrecondition
-from hoop.membership.replication import replica_holders, replica_shares
+from hoop.membership.replication import replica_holders, replica_shares, same_state
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.partition import StageCut
 from hoop.plan.plan import Plan
@@ -179,27 +179,34 @@ class ReplicationCosts:
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, stages: Sequence[StageCut], synchronous: bool, hosts: Sequence[Hashable] = ()
+        self,
+        plan: Plan,
+        costs: Costs,
+        stages: Sequence[StageCut],
+        synchronous: bool,
+        hosts: Sequence[Hashable] = (),
+        replicas: int = 1,
     ) -> None:
         self._costs, self._incremental = costs, synchronous
         self._shares = replica_shares(plan, stages, costs.partition_blocks())
-        self._holders = replica_holders(plan.size, hosts)
+        holders = replica_holders(plan.size, hosts, replicas, same_state(plan))
+        self._holders = [one if self.replica_bytes(owner) else () for owner, one in enumerate(holders)]
         self._owners: list[list[int]] = [[] for _ in range(plan.size)]
-        for owner, holder in enumerate(self._holders):
-            if self.replica_bytes(owner):
+        for owner, ranks in enumerate(self._holders):
+            for holder in ranks:
                 self._owners[holder].append(owner)
 
-    def holder(self, rank: int) -> int:
-        """The rank that holds the replica of ``rank``."""
+    def holders(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold a replica of ``rank``."""
         return self._holders[rank]
 
     def replica_bytes(self, rank: int) -> int:
-        """Bytes that the rank's replica holder needs after each span: a step's gradient, or the whole state."""
+        """Bytes that each of the rank's holders needs after each span: a step's gradient, or the whole state."""
         share = self._shares[rank]
-        return (share.change if self._incremental else share.state) if self.holder(rank) != rank else 0
+        return share.change if self._incremental else share.state
 
     def message_bytes(self, rank: int, shares_memory: bool) -> float:
-        """Size of the rank's message to its holder; in shared memory a gradient's address is enough."""
+        """Size of the rank's message to a holder; in shared memory a gradient's address is enough."""
         return _ADDRESS_BYTES if shares_memory and self._incremental else self.replica_bytes(rank)
 
     def receive_seconds(self, owner: int, shares_memory: bool) -> float:
@@ -225,6 +232,7 @@ class ReplicationCosts:
     def memory(self, own_bytes: Sequence[int], limits: Sequence[int | None]) -> list[int]:
         """Memory of each rank, replicas included; raises if a rank is too small for its replicas."""
         found = []
+        fewer = "with --replicas 1 it needs less; " if max(map(len, self._holders)) > 1 else ""
         for rank, (own, limit) in enumerate(zip(own_bytes, limits, strict=True)):
             shares = [self._shares[owner] for owner in self.owners(rank)]
             if self._incremental:
@@ -235,7 +243,7 @@ class ReplicationCosts:
             if limit is not None and own + replicas > limit:
                 raise FailedPrecondition(
                     f"memory: device {rank} needs {format_size(own)}, and {format_size(replicas)} for replicas of "
-                    f"other devices' state, and has {format_size(limit)}; without replicas (--no-replicate) it fits, "
-                    "and the loss of a device ends the run"
+                    f"other devices' state, and has {format_size(limit)}; {fewer}without replicas (--no-replicate) it "
+                    "fits, and the loss of a device ends the run"
                 )
         return found

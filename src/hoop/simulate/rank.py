@@ -298,16 +298,15 @@ class SimulatedRank:
         self._record("replicate", "update", started)
 
     def _replicate(self, replication: ReplicationCosts) -> Process:
-        """Sends this rank's state to its replica holder, and receives the state of the replicas held here."""
+        """Sends this rank's state to its replica holders, and receives the state of the replicas held here."""
         if self._replica_update_s:
             yield from self._update_replicas()
         started, idle_before, rank = self._clock.now, self._seconds[IDLE], self._rank
-        if size := replication.replica_bytes(rank):
-            holder = replication.holder(rank)
+        for holder in replication.holders(rank):
             message = replication.message_bytes(rank, self._context.network.shares_memory(rank, holder))
             overlap = self._overlap_seconds(holder, message)
             yield self._machine.message(message) - overlap
-            self._send(holder, _REPLICA, size)
+            self._send(holder, _REPLICA, replication.replica_bytes(rank))
             yield overlap
         for owner in replication.owners(rank):
             yield from self._wait_signal(_REPLICA)

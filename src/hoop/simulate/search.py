@@ -9,6 +9,7 @@ from typing import Any
 
 from hoop.config import format_size
 from hoop.errors import UserError
+from hoop.membership.replication import check_replicas
 from hoop.plan.instructions import COMMUNICATE, COMPUTE, IDLE
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
@@ -88,6 +89,7 @@ def search(
     progress: Callable[[str], None] = lambda text: None,
     wanted: Sequence[tuple[Strategy, int]] | None = None,
     replicate: bool = False,
+    replicas: int = 1,
 ) -> list[Candidate]:
     """Simulates all candidates: the fastest first, candidates that cannot run last, each with its reason.
 
@@ -96,14 +98,23 @@ def search(
     progress: called with a description of each candidate before its simulation.
     wanted: the candidates; None: ``candidates``.
     replicate: replicate parts of the model, which costs time and memory and saves steps when devices are lost.
+    replicas: replicas of each part.
     """
+    check_replicas(replicas, cluster.size, replicate)
     tried: list[Candidate] = []
     for strategy, num_microbatches in wanted or list(candidates(cluster.size, batch_size)):
         progress(f"{strategy.spec}, {num_microbatches} micro-batches")
         rows = -(-batch_size // num_microbatches)
         tried.append(
             _simulate_candidate(
-                strategy, num_microbatches, costs.with_rows(rows), cluster, failures, gradient_buffers, replicate
+                strategy,
+                num_microbatches,
+                costs.with_rows(rows),
+                cluster,
+                failures,
+                gradient_buffers,
+                replicate,
+                replicas,
             )
         )
     running = sorted((one for one in tried if one.result is not None), key=lambda one: one.seconds)
@@ -121,6 +132,7 @@ def _simulate_candidate(
     failures: Failures | None,
     gradient_buffers: GradientBuffers,
     replicate: bool,
+    replicas: int,
 ) -> Candidate:
     size = 6 * num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else ASYNC_STEPS)
     if size > MAX_INSTRUCTIONS:
@@ -136,6 +148,7 @@ def _simulate_candidate(
             gradient_buffers=gradient_buffers,
             trace=False,
             replicate=replicate,
+            replicas=replicas,
         )
     except UserError as error:
         return Candidate(strategy, num_microbatches, None, None, str(error))

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hoop.errors import InternalError, InvalidArgument
+from hoop.membership.replication import check_replicas
 from hoop.plan.instructions import IDLE
 from hoop.plan.plan import Plan
 from hoop.plan.rules import ListRule, Rule
@@ -50,6 +51,7 @@ def simulate(
     trace: bool | None = None,
     max_messages: int = MAX_EXECUTED_MESSAGES,
     replicate: bool = False,
+    replicas: int = 1,
     assumed_speeds: Sequence[float] | None = None,
 ) -> SimulationResult:
     """Step time, idle time, traffic and memory of a strategy on a cluster; raises if the model does not fit.
@@ -62,8 +64,10 @@ def simulate(
     trace: whether to keep spans; None: if the simulation has at most ``MAX_TRACED_INSTRUCTIONS``.
     max_messages: reductions with more messages use their closed-form time.
     replicate: whether ranks replicate their part of the model, as the engine does.
+    replicas: replicas of each part.
     assumed_speeds: device speeds by which shards are assigned; None: the cluster's speeds.
     """
+    check_replicas(replicas, cluster.size, replicate)
     steps = steps or (1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
@@ -89,7 +93,7 @@ def simulate(
         outages=outages,
         trace=trace,
         max_messages=max_messages,
-        replicate=replicate,
+        replicas=replicas if replicate else 0,
     )
     return Simulation(strategy, plan, fitted, costs, cluster, options).run()
 
@@ -104,7 +108,8 @@ class SimulationOptions:
     outages: Sequence[Outage]
     trace: bool
     max_messages: int
-    replicate: bool
+    replicas: int
+    """Replicas of each rank's part of the model; 0: none."""
 
 
 class Simulation:
@@ -127,9 +132,9 @@ class Simulation:
         )
         replication = None
         self._memory = fitted.bytes
-        if options.replicate and not strategy.replicated:
+        if options.replicas and not strategy.replicated:
             replication = ReplicationCosts(
-                plan, costs, fitted.stages, synchronous=strategy.synchronous, hosts=cluster.host_of
+                plan, costs, fitted.stages, strategy.synchronous, cluster.host_of, options.replicas
             )
             self._memory = replication.memory(fitted.bytes, cluster.memory)
         sum_carries_vote = plan.stages == 1 and not plan.servers

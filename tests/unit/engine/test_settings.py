@@ -26,6 +26,7 @@ def checked(**changes: Any) -> Settings:
         ("accumulate", MAX_MICROBATCHES // 8),
         ("seed", 2**64 - 1),
         ("threads_per_device", 1024),
+        ("replicas", 1024),
         ("evaluate_every", 10**9),
         ("checkpoint_every", 10**9),
         ("keep", 10**6),
@@ -53,6 +54,14 @@ def test_a_setting_above_its_upper_end_is_refused_with_the_bound(name: str, most
 def test_a_setting_below_its_lower_end_is_refused(name: str, least: int) -> None:
     with pytest.raises(InvalidArgument, match=rf"^{name}: {least - 1} is not a whole number of at least {least}$"):
         checked(**{name: least - 1})
+
+
+def test_replicas_are_at_least_1_and_not_with_replication_off() -> None:
+    with pytest.raises(InvalidArgument, match=r"^replicas: 0 is not a whole number of at least 1; --no-replicate"):
+        checked(replicas=0)
+    with pytest.raises(InvalidArgument, match=r"^replicas: 2, and --no-replicate"):
+        checked(replicas=2, replicate=False)
+    assert (checked().replicas, checked(replicas=3).replicas) == (1, 3)
 
 
 def test_every_whole_number_has_bounds() -> None:

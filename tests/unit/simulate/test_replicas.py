@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hoop.errors import FailedPrecondition
+from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.simulate.cluster import Cluster, Link
 from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
 from hoop.simulate.result import SimulationResult
@@ -18,14 +18,16 @@ BLOCK = BlockCost("b", LinearCost(1.0), LinearCost(2.0), weight_bytes=10, optimi
 COSTS = replace(Costs((BLOCK,) * 4, 1, MACHINE), update_s=0.1)
 
 
-def run(spec: str, devices: int, replicate: bool, hosts: int = 1, **host: object) -> SimulationResult:
+def run(
+    spec: str, devices: int, replicate: bool, hosts: int = 1, replicas: int = 1, **host: object
+) -> SimulationResult:
     cluster = Cluster.even(devices, devices // hosts, Link(1e30), **host)
-    return simulate(parse(spec), COSTS, cluster, num_microbatches=4, replicate=replicate)
+    return simulate(parse(spec), COSTS, cluster, num_microbatches=4, replicate=replicate, replicas=replicas)
 
 
-def replica_cost(spec: str, devices: int, hosts: int = 1) -> tuple[float, float, list[int]]:
+def replica_cost(spec: str, devices: int, hosts: int = 1, replicas: int = 1) -> tuple[float, float, list[int]]:
     """Extra seconds, bytes and memory that replicas cost."""
-    without, replicated = (run(spec, devices, replicate, hosts) for replicate in (False, True))
+    without, replicated = run(spec, devices, False, hosts), run(spec, devices, True, hosts, replicas)
     memory = [one - other for one, other in zip(replicated.memory, without.memory, strict=True)]
     return replicated.step_seconds - without.step_seconds, replicated.bytes - without.bytes, memory
 
@@ -49,6 +51,28 @@ def test_state_that_another_rank_holds_anyway_costs_nothing() -> None:
     assert replica_cost("data", 4) == (0.0, 0, [0] * 4)
 
 
+def test_each_further_replica_costs_as_much_as_the_first() -> None:
+    one, two = (replica_cost("pipeline:gpipe", 4, replicas=replicas) for replicas in (1, 2))
+    assert two[0] == pytest.approx(2 * one[0], abs=1.0)
+    assert two[1:] == (2 * 4 * 10, [2 * (30 + 10)] * 4)
+    one, two = (replica_cost("ps:asp", 3, replicas=replicas) for replicas in (1, 2))
+    assert (two[1], sum(two[2])) == (2 * one[1], sum(one[2]) + 2 * 120)
+
+
+def test_a_hybrid_sends_only_the_replicas_that_its_pipelines_lack() -> None:
+    """Two stages of two blocks each have one further copy, at a rank of the other stage."""
+    _, extra_bytes, memory = replica_cost("hybrid:replicas=2", 4, replicas=2)
+    assert extra_bytes == 2 * 20
+    assert memory == [0, 60 + 20, 60 + 20, 0]
+
+
+def test_more_replicas_than_other_devices_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"replicas: 4 of each .*with 4 there are 3"):
+        run("pipeline:gpipe", 4, True, replicas=4)
+    with pytest.raises(InvalidArgument, match="--no-replicate"):
+        run("pipeline:gpipe", 4, False, replicas=2)
+
+
 def test_a_parameter_servers_slice_is_replicated() -> None:
     _, extra_bytes, memory = replica_cost("ps:bsp", 2)
     assert extra_bytes == 40
@@ -66,3 +90,8 @@ def test_replicas_that_do_not_fit_are_rejected() -> None:
     assert run("pipeline:gpipe", 4, False, memory=memory)
     with pytest.raises(FailedPrecondition, match="--no-replicate"):
         run("pipeline:gpipe", 4, True, memory=memory)
+    assert run("pipeline:gpipe", 4, True, memory=memory + 10)
+    with pytest.raises(
+        FailedPrecondition, match=r"80 B for replicas .*with --replicas 1 it needs less; .*--no-replicate"
+    ):
+        run("pipeline:gpipe", 4, True, replicas=2, memory=memory + 10)

@@ -1,4 +1,4 @@
-"""Replication: every rank's state is also kept by another rank, its holder, so that the loss of a device loses nothing.
+"""Replication: every rank's state is also kept by other ranks, its holders, so that the loss of a device loses nothing.
 
     rank 0 ── this step's summed gradient ──▶ rank 1 ── … ──▶ rank 2 ── … ──▶ rank 0      (1) replicate
                                 all ranks synchronize                                     (2) commit
@@ -19,7 +19,9 @@ Ranks of asynchronous strategies synchronize only every ``stride`` steps, and up
 copy of its state at the last synchronization and sends its whole state at the next one, alternating between two
 replicas.
 
-State that several ranks hold anyway (the replicas of a hybrid) is not sent.
+A rank has ``settings.replicas`` holders, or one for each other rank if there are fewer. With two, a device and the
+holder of its replica may be lost at once. The pipelines of a hybrid have the same state anyway: only the replicas
+beyond these are sent, by one of them.
 
 ``ShardedStateManager`` (``manager.py``) calls this module. If the arena survives the process, the manager also keeps
 the rank's own last two states there, with commit records (``DoubleBufferedState``). Ranks are at most one step apart,
@@ -59,7 +61,7 @@ from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_up
 from hoop.engine.stage.state import StateVectors
 from hoop.errors import FailedPrecondition
 from hoop.membership.recovery import SliceSpec
-from hoop.membership.replication import replica_holders, replica_shares
+from hoop.membership.replication import replica_holders, replica_shares, same_state
 from hoop.memory.commit_record import NO_STEP
 from hoop.plan.partition import Block
 from hoop.plan.plan import Plan
@@ -196,7 +198,7 @@ class Replica:
 
 
 class Replicator:
-    """Sends this rank's state to its holder, and keeps the replicas that this rank holds.
+    """Sends this rank's state to its holders, and keeps the replicas that this rank holds.
 
     The manager makes it before the first step after each (re)partitioning, and calls:
 
@@ -212,11 +214,11 @@ class Replicator:
         """Collective: ranks exchange layouts."""
         self._endpoint, self._timeout = context.communicator.endpoint, settings.timeout_s
         self._role, self._model, self._incremental = role, model, replicates_gradients(role)
-        holders = replica_holders(context.size, context.hosts)
-        self._holder = holders[context.rank]
+        groups = same_state(role.executor.plan)
+        holders = replica_holders(context.size, context.hosts, settings.replicas, groups)
         layout, arrays = self._layout()
-        self._sends = role.needs_replication and self._holder != context.rank and bool(arrays)
-        layouts = all_gather_object(context.communicator, vars(layout) if self._sends else None, self._timeout)
+        self._holders = holders[context.rank] if arrays else ()
+        layouts = all_gather_object(context.communicator, vars(layout) if self._holders else None, self._timeout)
         self._replicas = {
             owner: [
                 Replica(
@@ -229,7 +231,7 @@ class Replicator:
                 for turn in range(1 if self._incremental else 2)
             ]
             for owner, message in enumerate(layouts)
-            if message is not None and holders[owner] == context.rank
+            if message is not None and context.rank in holders[owner]
         }
         """By owner: one replica, or two that are overwritten in turn; the newest is last."""
         arenas = self._endpoint.arenas if isinstance(self._endpoint, SharedEndpoint) else []
@@ -250,7 +252,7 @@ class Replicator:
         return replica_layout(self._role.flat_states(), counters, self._role.live_slices(self._model))
 
     def replicate(self, step: int, rate: float) -> None:
-        """Collective. Send this step's gradients to my replica holder; receive those of the replicas I hold.
+        """Collective. Send this step's gradients to my replica holders; receive those of the replicas I hold.
 
         The first call, and every call of an asynchronous strategy, sends the whole state after ``step`` instead.
         Otherwise ``step`` is the step under way, whose update with learning rate ``rate`` no rank has applied yet.
@@ -258,10 +260,12 @@ class Replicator:
         deadline = time.monotonic() + self._timeout
         gradients = self._sent_state and self._incremental
         self.apply_updates()
-        if self._sends:
-            for array in self._outgoing() if gradients else self._layout()[1]:
-                if array.nbytes:
-                    self._endpoint.send(self._holder, array.view(np.uint8).data, deadline)
+        if self._holders:
+            arrays = self._outgoing() if gradients else self._layout()[1]
+            for holder in self._holders:
+                for array in arrays:
+                    if array.nbytes:
+                        self._endpoint.send(holder, array.view(np.uint8).data, deadline)
         for owner, replicas in self._replicas.items():
             receive = partial(self._endpoint.recv_into, owner, deadline=deadline)
             if gradients:
@@ -274,11 +278,11 @@ class Replicator:
         self._sent_state = True
 
     def _outgoing(self) -> list[Array]:
-        """This step's gradients, or their offsets in this rank's arena if the holder has it mapped; then counters."""
+        """This step's gradients, or their offsets in this rank's arena if holders have it mapped; then counters."""
         totals = [one.total for one in self._role.flat_states()]
         counters = [later.contiguous().view(-1).numpy().view(np.uint8) for _, later in self._role.counters()]
         if self._arenas:
-            self._role.executor.extra_bytes_sent += sum(one.nbytes for one in totals)
+            self._role.executor.extra_bytes_sent += len(self._holders) * sum(one.nbytes for one in totals)
             start = _address(self._arenas[self._endpoint.rank])
             totals = [np.array([_address(one) - start for one in totals], np.int64)]
         return totals + ([np.concatenate(counters)] if counters else [])
@@ -349,16 +353,20 @@ def allocate_shard(vectors: StateVectors, name: str, specs: Sequence[SliceSpec])
 
 
 def copies_bytes(
-    plan: Plan, fit: Fit, blocks: Sequence[Block], hosts: Sequence[Hashable] = (), persistent_memory: bool = False
+    plan: Plan,
+    fit: Fit,
+    blocks: Sequence[Block],
+    hosts: Sequence[Hashable] = (),
+    persistent_memory: bool = False,
+    replicas: int = 1,
 ) -> list[int]:
     """Bytes of each rank's replicas of other ranks' state, and of its persistent copies of its own."""
     copies = [0] * plan.size
-    each = zip(replica_shares(plan, fit.stages, blocks), replica_holders(plan.size, hosts), strict=True)
-    for rank, (share, holder) in enumerate(each):
-        if fit.strategy.synchronous:
-            copies[holder] += (share.state + share.change) * (holder != rank)
-        else:
-            copies[holder] += 2 * share.state * (holder != rank)
+    holders = replica_holders(plan.size, hosts, replicas, same_state(plan))
+    for rank, share in enumerate(replica_shares(plan, fit.stages, blocks)):
+        for holder in holders[rank]:
+            copies[holder] += share.state + share.change if fit.strategy.synchronous else 2 * share.state
+        if not fit.strategy.synchronous:
             copies[rank] += share.state
         copies[rank] += COPIES * share.state * persistent_memory
     return copies
@@ -371,16 +379,18 @@ def check_memory(
     memory: Sequence[int],
     hosts: Sequence[Hashable] = (),
     persistent_memory: bool = False,
+    replicas: int = 1,
 ) -> None:
     """Raises ``FailedPrecondition`` if a rank's replicas and persistent copies do not fit beside its training state.
 
     ``memory``: free bytes of each rank's arena.
     """
-    copies = copies_bytes(plan, fit, blocks, hosts, persistent_memory)
+    copies = copies_bytes(plan, fit, blocks, hosts, persistent_memory, replicas)
+    fewer = "With --replicas 1 a device needs less. " if replicas > 1 else ""
     for rank, (needed, free) in enumerate(zip(fit.bytes, memory, strict=True)):
         if needed + copies[rank] > free:
             raise FailedPrecondition(
                 f"memory: rank {rank} needs {format_size(needed)}, and {format_size(copies[rank])} for replicas "
                 f"of other ranks' state, and has {format_size(free)}; give each device more (--memory, memory= of "
-                "hoop.train). Without replicas (--no-replicate) it fits, but the loss of a device ends the run"
+                f"hoop.train). {fewer}Without replicas (--no-replicate) it fits, but the loss of a device ends the run"
             )

@@ -136,11 +136,6 @@ class RankRole:
         """Return the tensors that ``restore`` loads, with their current values."""
         return tensors_of(self.executor.stage_states.values(), names_of(model))
 
-    @property
-    def needs_replication(self) -> bool:
-        """True if no other rank has this rank's state: not every stage has several holders."""
-        return not all(len(ranks) > 1 for ranks in self.executor.plan.holders)
-
     def deadline(self) -> float:
         return time.monotonic() + self.executor.settings.timeout_s
 

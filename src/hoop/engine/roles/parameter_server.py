@@ -157,10 +157,6 @@ class ServerClientRole(RankRole):
 
     # ---- for fault tolerance
 
-    @property
-    def needs_replication(self) -> bool:
-        return True
-
     def flat_states(self) -> list[FlatState]:
         return []  # the weights are a copy
 
@@ -342,10 +338,6 @@ class ParameterServerRole(RankRole):
         return _WholeState(self._layout, [torch.zeros(self._layout.trained) for _ in self._shard.moments])
 
     # ---- for fault tolerance
-
-    @property
-    def needs_replication(self) -> bool:
-        return True
 
     def flat_states(self) -> list[FlatState]:
         return [self._shard.flat_state(self._total_row)]
