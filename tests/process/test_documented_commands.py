@@ -104,6 +104,7 @@ TABLE = (
     Rule(r": hoop train ", add=SHORT),
     Rule(r": hoop chaos ", add="--faults 1 --devices 2", slow=True),
     Rule(r": python benchmarks/recovery/overload.py", add="--minutes 0.1 --busy 1 --devices 2"),
+    Rule(r": python benchmarks/recovery/replicas.py .*--strategies", add="--turns 1 --steps 40"),
     Rule(r": python benchmarks/recovery/replicas.py", add="--strategies pipeline --turns 1 --steps 40"),
     Rule(r": python benchmarks/recovery/bars.py", add="--turns 1 --only kill"),
     Rule(r": pytest ", add="--collect-only -p no:cacheprovider"),

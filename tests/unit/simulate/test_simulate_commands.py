@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from hoop.cli.commands import command_line
+from hoop.errors import InvalidArgument
 from hoop.simulate.cost_model import Costs, Machine
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,6 +45,30 @@ def test_simulate_prints_json() -> None:
     assert row["step_seconds"] > 0
     assert len(row["idle"]) == len(row["memory"]) == 4
     assert "4 devices on 2 cores of 1 host" in printed["cluster"]
+
+
+def test_simulate_counts_each_replica() -> None:
+    command = "simulate", "mnist", "-n", "3", "-s", "pipeline", "--json"
+    off, one, two = (
+        json.loads(run_cli(*command, *options))["rows"][0] for options in (("--no-replicate",), (), ("--replicas", "2"))
+    )
+    assert two["bytes_a_step"] - one["bytes_a_step"] == one["bytes_a_step"] - off["bytes_a_step"] > 0
+    assert sum(two["memory"]) - sum(one["memory"]) == sum(one["memory"]) - sum(off["memory"]) > 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "train"])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--replicas", "4"], r"replicas: 4 of each .* with 4 there are 3; take 1 to 3, or at least 5 devices"),
+        (["--replicas", "0"], r"replicas: 0 is not a whole number of at least 1; --no-replicate"),
+        (["--replicas", "2", "--no-replicate"], r"replicas: 2, and --no-replicate .* leave one of them out"),
+    ],
+)
+def test_a_wrong_number_of_replicas_is_refused(command: str, options: list[str], text: str) -> None:
+    result = CliRunner().invoke(command_line(), [command, "mnist", "-n", "4", *options])
+    assert isinstance(result.exception, InvalidArgument)
+    assert re.search(text, str(result.exception))
 
 
 def test_simulate_reads_a_costs_file(tmp_path: Path) -> None:
