@@ -323,6 +323,17 @@ class WaitingForRestart(JobEvent):
 
 
 @dataclass(frozen=True)
+class WaitingForDevice(JobEvent):
+    """The job, or a device that leaves it, waits for devices that are loading it; repeated while they do."""
+
+    kind = "waiting_for_device"
+    waiting: list[int]
+    seconds: float
+    """How long the first of them has been loading."""
+    text: str
+
+
+@dataclass(frozen=True)
 class JobEnded(JobEvent):
     """The job is over. Last event of a job; ``error`` names the class of the error it failed with, or is empty."""
 

@@ -712,7 +712,13 @@ class Run:
 
     def _view(self, participants: Sequence[int]) -> jm.JobView:
         planned = not self.setup.partitioned
-        return jm.JobView(JOB, planned=planned, restart_grace_s=GRACE_S, participants=frozenset(participants))
+        return jm.JobView(
+            JOB,
+            planned=planned,
+            restart_grace_s=GRACE_S,
+            size=len(participants),
+            participants=frozenset(participants),
+        )
 
     def _handle(self, event: jm.JobMembershipEvent) -> None:
         self._events.append(event)
@@ -862,7 +868,7 @@ class Run:
 
     def _job_ended(self, text: str) -> None:
         assert self.job is not None
-        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.abandoned else "left"
+        self.outcome = "finished" if self.job.finished else "lost" if text or not self.job.deserted else "left"
         if self.outcome == "finished":
             if not self.last_step_done:
                 raise Violation("a job finished, and no device has done its last step")

@@ -41,6 +41,7 @@ REPRESENTATIVE = ("docs/simulator.md", "hoop calibrate")
 """A command of a page of the slow tests that no other test runs by default."""
 RUN_BY_OTHER_TESTS = {
     "bench": "tests/process/test_bench.py",
+    "drain": "tests/process/test_drain.py",
     "chaos": "tests/process/test_signals.py",  # until a signal; to its end it takes minutes, in the slow tests
     "export": "tests/process/test_train.py",
 }
@@ -87,6 +88,7 @@ TABLE = (
         How.NOT,
         why="one line of a program; examples/torch_backend.py is a whole one",
     ),
+    Rule(r": hoop drain", How.NOT, why="ends a device of the tests' cluster; tests/process/test_drain.py runs it"),
     Rule(r"CONTRIBUTING.md: python block", How.NOT, why="reads the journal of the reader's cluster"),
     # Servers, and commands that never end by themselves.
     Rule(r": hoop coordinator .*etcd:.* --host 10\.0\.0\.2\b", How.STAND_BY),

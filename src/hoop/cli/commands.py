@@ -21,6 +21,7 @@ COMMANDS = (
     "up",
     "coordinator",
     "device",
+    "drain",
     "status",
     "events",
     "token",

@@ -6,13 +6,17 @@ import asyncio
 import json as json_module
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hoop.cli import options
 from hoop.config import parse_duration, parse_size
 from hoop.topology import Address, Addresses
+
+if TYPE_CHECKING:
+    from hoop.cli.running import Stopping
+    from hoop.servers.device import DeviceServer
 
 
 def device(
@@ -62,7 +66,8 @@ def device(
 ) -> None:
     """Start one device and join it to a coordinator. A job that is running takes it in.
 
-    Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0.
+    Ctrl-C or SIGTERM makes it leave: it finishes the step, hands over, and ends with code 0. If the device that takes
+    over is still loading the job, it waits for that; a second Ctrl-C or SIGTERM makes it leave at once.
     """
     from hoop.cli.running import Stopping
     from hoop.engine.entrypoint import train_rank
@@ -107,10 +112,24 @@ def device(
                 typer.echo(json_module.dumps({"device": info.device_id, "address": str(info.address)}))
             elif not quiet:
                 typer.echo(f"device {info.device_id} {info.address}")
-            await stopping.wait()
+            await stopping.wait(server.dismissed)
         finally:
-            await server.stop(hand_over=not stopping.abandoned)
+            await _stop(server, stopping)
             if address_file is not None and written:
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())
+
+
+async def _stop(server: DeviceServer, stopping: Stopping) -> None:
+    """Hands over and leaves. A second signal makes it leave at once."""
+    if not stopping.abandoned:
+        again = asyncio.ensure_future(stopping.wait_again())
+        handing_over = asyncio.ensure_future(server.hand_over())
+        await asyncio.wait([again, handing_over], return_when="FIRST_COMPLETED")
+        again.cancel()
+        handing_over.cancel()
+        await asyncio.gather(again, handing_over, return_exceptions=True)
+        if not handing_over.cancelled():
+            handing_over.result()
+    await server.stop()

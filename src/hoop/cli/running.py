@@ -80,7 +80,18 @@ class Stopping:
         """Whether standard input has ended: the process that started this one is gone or is ending."""
         return self._with_stdin and bool(select.select([sys.stdin], [], [], 0)[0])
 
-    async def wait(self) -> None:
+    async def wait(self, *others: asyncio.Event) -> None:
+        """Waits until the command is to end, or until one of the other events is set."""
+        waits = [asyncio.ensure_future(one.wait()) for one in (self._event, *others)]
+        try:
+            await asyncio.wait(waits, return_when="FIRST_COMPLETED")
+        finally:
+            for one in waits:
+                one.cancel()
+
+    async def wait_again(self) -> None:
+        """Waits for another signal after the one that ended ``wait``."""
+        self._event.clear()
         await self._event.wait()
 
     async def unless(self, work: asyncio.Future[Any]) -> bool:

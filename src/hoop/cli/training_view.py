@@ -110,7 +110,13 @@ class View(PlainView):
                 self._print(f"step {event.step}: {event.fault}, as asked")
             case ev.Damaged():
                 self._print(f"damaged on the way, and sent again: {event.text}")
-            case ev.CoordinatorLost() | ev.CoordinatorBack() | ev.WaitingForRestart() | ev.Refused():
+            case (
+                ev.CoordinatorLost()
+                | ev.CoordinatorBack()
+                | ev.WaitingForRestart()
+                | ev.WaitingForDevice()
+                | ev.Refused()
+            ):
                 self._print(event.text)
             case ev.StateLoaded():
                 self._print(f"step {event.step}: device {event.device} has its state from {event.source}")

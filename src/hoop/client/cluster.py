@@ -10,7 +10,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
 from hoop.client.handle import call
 from hoop.client.jobs import JobHandle
-from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound
+from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerLost
 from hoop.events import Event
 from hoop.signals import defer_signals
 from hoop.texts import printable
@@ -70,6 +71,21 @@ class Session:
             call, self._call = self._call, None
         if call is not None:
             call.cancel()
+
+
+@dataclass(frozen=True)
+class DrainProgress:
+    """What a drain waits for (``Cluster.drain``)."""
+
+    stage: str
+    """Of a job: ``waiting`` (no device can take over yet), ``loading`` (one loads the job), ``moving`` (the ranks go on
+    without the device), ``handed_over``. Then ``leaving`` and ``left``."""
+    job: int
+    """0: no job."""
+    devices: tuple[int, ...]
+    """``loading``: the devices that are waited for."""
+    seconds: float
+    text: str
 
 
 class Cluster:
@@ -147,6 +163,42 @@ class Cluster:
         finally:
             stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
         raise DeadlineExceeded(f"{count} devices were not all there within {timeout:g} s at {self.address}")
+
+    def drain(
+        self, device_id: int, timeout: float = 60.0, progress: Callable[[DrainProgress], None] | None = None
+    ) -> None:
+        """Move the work of a device to others and make it leave; return when it has left.
+
+        Each of its jobs moves to another device: one without work, or one that joins within ``timeout`` seconds. If
+        there is none, the job goes on with its other devices, if its strategy can. A device that is loading the job is
+        waited for. Raises, and leaves everything as it was, if a job cannot go on without this device. An exception in
+        ``progress`` (Ctrl-C, for example) cancels the drain: the device keeps its work.
+        """
+        if not 0 < device_id < 2**64:
+            raise InvalidArgument(f"device: {device_id} is no device id; hoop status lists them")
+        request = pb.DrainDeviceRequest(device_id=device_id, timeout_s=timeout)
+        with defer_signals():
+            stream = self._stub.DrainDevice(request)
+        left = False
+        try:
+            for one in stream:
+                left = one.stage == "left"
+                found = DrainProgress(
+                    printable(one.stage), one.job_id, tuple(one.device_ids), one.seconds, printable(one.text)
+                )
+                if progress is not None:
+                    progress(found)
+        except grpc.RpcError as error:
+            if unreachable(error):
+                raise PeerLost(
+                    f"the coordinator at {self.address} does not answer any more ({status_of(error)}), which ended the "
+                    f"drain of device {device_id}; drain it again if hoop status still lists it as alive"
+                ) from None
+            raise translate(error, f"the coordinator at {self.address}") from None
+        finally:
+            stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
+        if not left:
+            raise PeerLost(f"the coordinator at {self.address} ended the drain of device {device_id} without a reason")
 
     def copy(self, source: tuple[int, int | str], destination: tuple[int, int | str], size: int) -> None:
         """Copy ``size`` bytes between devices. Each end is a device id and an address or a buffer name."""

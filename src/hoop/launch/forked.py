@@ -189,13 +189,17 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
 
 
 def run_device(config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int) -> None:
-    """Run a device until ``parent_pipe`` closes. If it cannot start, writes the error as JSON to ``error_pipe``."""
+    """Run a device until ``parent_pipe`` closes or it was drained.
+
+    If it cannot start, writes the error as JSON to ``error_pipe``.
+    """
 
     async def run() -> None:
         parent_ended = _closed_event(parent_pipe)
         server = DeviceServer(config, trainer)
         await server.start()
-        await parent_ended.wait()
+        ends = [asyncio.ensure_future(one.wait()) for one in (parent_ended, server.dismissed)]
+        await asyncio.wait(ends, return_when="FIRST_COMPLETED")
         await server.stop()
 
     try:

@@ -67,6 +67,14 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Drained:
+    """A device gets no new work: no communicator, no job. ``draining`` False: it does again."""
+
+    device_id: int
+    draining: bool = True
+
+
+@dataclass(frozen=True)
 class Excused:
     """These devices may send no heartbeat before ``until``. Their lease begins then."""
 
@@ -194,6 +202,7 @@ MembershipEvent = (
     | LinkClosed
     | Probed
     | Left
+    | Drained
     | Excused
     | Tick
     | LinksChecked

@@ -18,9 +18,17 @@ The rules, in the order in which ``_decide`` applies them:
     (3) all ranks wait, and together they lack a part of the state: wait for devices that may still have it
     (4) the generation is broken (a device died, a link failed, a task is gone): assign new ranks at once
     (5) ranks wait for an unknown reason: assign new ranks, each time after twice the pause
-    (6) devices are ready to join, or want to leave: assign ranks between two steps, or at once if state is partitioned
+    (6) devices are ready to join, or may leave: assign ranks between two steps, or at once if state is partitioned
 
-Only (2) and (3) declare a job lost, and only when no device is left that may still have its state.
+Only (2) and (3) declare a job lost, and only when no device is left that may still have its state. A device that loads
+the job is waited for as long as it sends heartbeats, by (2), (3), (4) and by members that leave; ``AwaitLoading`` says
+so.
+
+A member that wants to leave may do so (``_departing``)
+
+    (a) never before another member has the state that it has
+    (b) when another device has taken its place: the job has as many ranks as it began with
+    (c) without that, when no device is loading the job, its deadline is over and the strategy allows one rank less
 """
 
 from __future__ import annotations
@@ -30,12 +38,16 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from hoop.membership.reachability import cut_off
-from hoop.membership.state import CommunicatorState, Health, State
+from hoop.membership.state import CommunicatorState, Health, Member, State
 
 MAX_BACKOFF_S = 30.0
 """The longest pause between two rebuilds without new evidence in between."""
 SETTLE = 1 / 6
 """Fraction of a lease: the pause before ranks that all wait are rebuilt. A decision on their links may come first."""
+FIRST_NOTICE_S = 1.0
+"""Seconds after which a job that waits for a device which is loading it announces that …"""
+NOTICE_S = 10.0
+"""… and seconds between two announcements."""
 
 
 class TaskStage(StrEnum):
@@ -58,6 +70,8 @@ class TaskView:
     """The text of the error by which the ranks of that generation lack state; empty: only links failed."""
     error: str = ""
     """The class of that error, by name."""
+    since: float = 0.0
+    """When it began to load the job, where the stage is ``LOADING``."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +85,19 @@ class JobView:
     """If no device was lost, ranks change between two steps: no part of the state has to move first."""
     restart_grace_s: float = 60.0
     """How long the job waits for devices that can come back, in seconds; 0: not at all."""
+    size: int = 0
+    """Number of devices that the job began with, or that it had when one was to leave, if that is less.
+
+    A device that leaves is replaced if as many remain.
+    """
+    least: int = 1
+    """The fewest devices that the strategy can use."""
     tasks: Mapping[int, TaskView] = field(default_factory=dict)
     """By device id; without tasks that have ended."""
     participants: frozenset[int] = frozenset()
     """Every device that ever had a rank."""
-    leaving: frozenset[int] = frozenset()
-    """Members that asked to leave."""
+    leaving: Mapping[int, float] = field(default_factory=dict)
+    """By device that is to leave: until when it waits for another device to take its place."""
     finding: bool = True
     """The coordinator starts the tasks, or looks for them after a restart: no rule applies before ``TasksListed``."""
     assigning: bool = False
@@ -107,7 +128,11 @@ class JobView:
     failed: bool = False
     """A task failed by its own code: a user error or a bug."""
     abandoned: bool = False
-    """A user asked to stop while no device has a rank, or all members want to leave."""
+    """A user asked to stop while no device has a rank."""
+    deserted: bool = False
+    """All members want to leave, and no device can take over."""
+    next_notice: float | None = None
+    """When to announce again that the job waits for a device which is loading it; None: it does not wait."""
     over: bool = False
 
 
@@ -211,7 +236,15 @@ class Delivered:
 
 @dataclass(frozen=True)
 class LeaveRequested:
-    """A member wants to leave."""
+    """A device is to leave. ``until``: until when it waits for another one to take its place, if none is loading."""
+
+    device_id: int
+    until: float = 0.0
+
+
+@dataclass(frozen=True)
+class LeaveCancelled:
+    """A device is not to leave after all. If it has no rank any more, it is invited again."""
 
     device_id: int
 
@@ -240,6 +273,7 @@ JobMembershipEvent = (
     | AssignFailed
     | Delivered
     | LeaveRequested
+    | LeaveCancelled
     | StopRequested
     | JobTick
 )
@@ -295,6 +329,14 @@ class Await:
 
 
 @dataclass(frozen=True)
+class AwaitLoading:
+    """Announce that the job waits for devices that are loading it, the first of them for so many seconds."""
+
+    device_ids: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class End:
     """The job is over. ``error`` (class) and ``text``: the lost state that ended it; empty if none."""
 
@@ -302,7 +344,7 @@ class End:
     text: str = ""
 
 
-JobInstruction = Assign | Move | Invite | Release | Readmit | Await | End
+JobInstruction = Assign | Move | Invite | Release | Readmit | Await | AwaitLoading | End
 Result = tuple[JobView, tuple[JobInstruction, ...]]
 
 
@@ -311,12 +353,14 @@ def advance(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
     if job.over or job.id not in cluster.communicators:
         return job, ()
     job, first = _record(job, event, cluster, now)
-    job, then = _decide(job, cluster, now)
+    job, replacements = _invite_replacement(job, cluster, now)
+    job, then = _decide(_with_desertion(job, cluster, now), cluster, now)
     for device_id in [key for key, when in job.invite_again.items() if when <= now and not job.over]:
         job = replace(job, invite_again={key: at for key, at in job.invite_again.items() if key != device_id})
-        job, more = _invite(job, cluster, device_id)
+        job, more = _invite(job, cluster, device_id, now)
         then += more
-    return job, (*first, *then)
+    job, notices = _announce_loading(job, cluster, now)
+    return job, (*first, *replacements, *then, *notices)
 
 
 # ---- recording an event
@@ -326,14 +370,14 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
     match event:
         case TaskFound(device_id, incarnation, generation):
             return _on_task_found(
-                job, cluster, device_id, TaskView(incarnation, TaskStage.LOADING), generation, now
+                job, cluster, device_id, TaskView(incarnation, TaskStage.LOADING, since=now), generation, now
             ), ()
         case TasksListed():
             return replace(job, finding=False), ()
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
             arrived = {member.info.incarnation} if member is not None else set()
-            return _invite(replace(job, refused=job.refused - arrived), cluster, device_id)
+            return _invite(replace(job, refused=job.refused - arrived), cluster, device_id, now)
         case InviteFailed(device_id, incarnation, refused):
             job = _without_task(job, device_id, incarnation)
             if refused:
@@ -345,11 +389,11 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
             if _task(job, device_id, incarnation) is None:
                 return job, ()
             task = TaskView(incarnation, TaskStage.READY)
-            return _reset_backoff(_with_task(replace(job, leaving=job.leaving - {device_id}), device_id, task)), ()
+            return _reset_backoff(_with_task(_not_leaving(job, device_id), device_id, task)), ()
         case TaskWaiting():
             return _on_waiting(job, event, cluster, now), ()
         case TaskResumed(generation):
-            return _on_resumed(job, cluster, generation)
+            return _on_resumed(job, cluster, generation, now)
         case TaskFinished(device_id, incarnation, finished, failed):
             had_rank = _stage(job, device_id, incarnation) == TaskStage.ACTIVE
             job = _without_task(job, device_id, incarnation)
@@ -360,10 +404,14 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
             return _count_attempt(replace(job, assigning=False), now), ()
         case Delivered(generation, ok):
             return _on_delivered(job, cluster, generation, ok, now)
-        case LeaveRequested(device_id):
-            leaving = job.leaving | {device_id}
-            members = set(cluster.communicator(job.id).members)
-            return replace(job, leaving=leaving, abandoned=job.abandoned or leaving >= members), ()
+        case LeaveRequested(device_id, until):
+            if device_id not in job.tasks:
+                return job, ()
+            ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+            size = job.size if job.leaving else min(job.size, ranks)  # earlier losses need no replacement now
+            return replace(job, leaving={**job.leaving, device_id: until}, size=size), ()
+        case LeaveCancelled(device_id):
+            return _invite(_not_leaving(job, device_id), cluster, device_id, now)
         case StopRequested():
             return replace(job, abandoned=job.abandoned or not active(job, cluster)), ()
         case JobTick():
@@ -384,12 +432,12 @@ def _on_task_found(
     return _with_task(replace(job, participants=participants), device_id, task)
 
 
-def _invite(job: JobView, cluster: State, device_id: int) -> Result:
+def _invite(job: JobView, cluster: State, device_id: int, now: float) -> Result:
     """Invites a device that can take part, unless it was invited already or still has its rank."""
     member = cluster.members.get(device_id)
     if (
         member is None
-        or not member.usable
+        or not _can_take_part(job, member)
         or not job.elastic
         or device_id in cluster.link_faults_of(job.id).evicted_until
         or _cut_off(job, cluster, device_id)
@@ -399,8 +447,23 @@ def _invite(job: JobView, cluster: State, device_id: int) -> Result:
     left_out = stage == TaskStage.ACTIVE and device_id not in cluster.communicator(job.id).members
     if member.info.incarnation in job.refused or (stage is not None and not left_out):
         return job, ()
-    task = TaskView(member.info.incarnation, TaskStage.LOADING)
+    task = TaskView(member.info.incarnation, TaskStage.LOADING, since=now)
     return _with_task(job, device_id, task), (Invite(device_id),)
+
+
+def _invite_replacement(job: JobView, cluster: State, now: float) -> Result:
+    """Invites a device that has no work, if a member wants to leave and no device can take its place yet."""
+    if job.finding or job.finished or _wait_of_leavers(job, cluster, now) != HandoverStage.WAITING:
+        return job, ()
+    running = (cluster.communicators[key] for key in cluster.jobs if key in cluster.communicators)
+    busy = {key for one in running for key in one.members}
+    for key in sorted(set(cluster.members) - busy - set(job.tasks)):
+        member = cluster.members[key]
+        if member.available and member.info.incarnation not in job.refused and key not in job.invite_again:
+            job, instructions = _invite(job, cluster, key, now)
+            if instructions:
+                return job, instructions
+    return job, ()
 
 
 def _on_waiting(job: JobView, event: TaskWaiting, cluster: State, now: float) -> JobView:
@@ -414,7 +477,7 @@ def _on_waiting(job: JobView, event: TaskWaiting, cluster: State, now: float) ->
     return _with_task(replace(job, waits_since=since), event.device_id, task)
 
 
-def _on_resumed(job: JobView, cluster: State, generation: int) -> Result:
+def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Result:
     one = cluster.communicator(job.id)
     if generation != one.generation:
         return job, ()
@@ -424,9 +487,10 @@ def _on_resumed(job: JobView, cluster: State, generation: int) -> Result:
         if key in job.leaving or key in cluster.link_faults_of(job.id).evicted_until:
             instructions += (Release(key, True),)
         else:
-            job, more = _invite(job, cluster, key)
+            job, more = _invite(job, cluster, key, now)
             instructions += more
-    return replace(job, leaving=job.leaving & set(one.members)), instructions
+    kept = {key: until for key, until in job.leaving.items() if key in one.members or not _had_rank(job, key)}
+    return replace(job, leaving=kept), instructions
 
 
 def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -> Result:
@@ -443,7 +507,7 @@ def _on_assigned(job: JobView, cluster: State, generation: int, planned: bool) -
     job = replace(job, tasks=tasks, participants=participants, waits_since=None)
     job = replace(job, unsettled=generation, moving=generation if planned else 0, movers=movers)
     # Not final until the new ranks run: the state of the released devices may still be needed.
-    gone = job.leaving | set(cluster.link_faults_of(job.id).evicted_until)
+    gone = {*job.leaving, *cluster.link_faults_of(job.id).evicted_until}
     return job, tuple(Release(key, False) for key in _without_rank(job, one) if key in gone)
 
 
@@ -470,24 +534,62 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if job.finished and not _finishing(job, one, working, waiting):
         return _end(job)
     if not working:
-        return _end(job) if job.abandoned else _await_devices(job, cluster, now)  # (2)
+        return _end(job) if job.abandoned or job.deserted else _await_devices(job, cluster, now)  # (2)
     if stuck and any(job.tasks[key].lacks for key in waiting):
         return _await_state(job, cluster, waiting, now)  # (3)
+    # Other devices may still hold a part of the state of a device that leaves: it stays until the ranks run again.
+    departing = _departing(job, cluster, now)
+    dispensable = departing if job.planned else ()
     if _broken(job, cluster, one, working):  # (4)
-        return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
+        if not _backoff_over(job, cluster, now) or _needs_loading(job, cluster):
+            return job, ()
+        return _rebuild(job, cluster, dispensable)
     if waiting and job.waits_since is not None:  # (5)
         pause = cluster.config.lease_s * (SETTLE if stuck else 1.0) * 2**job.attempts
         if now - job.waits_since < min(pause, MAX_BACKOFF_S):
             return job, ()
-        return _rebuild(_count_attempt(job, now), cluster)
+        return _rebuild(_count_attempt(job, now), cluster, dispensable)
     ready = _ready(job, cluster)
-    leaving = [key for key in one.members if key in job.leaving]
-    if not job.unsettled and not job.finished and (ready or (leaving and len(leaving) < len(one.members))):  # (6)
+    if not job.unsettled and not job.finished and (ready or departing):  # (6)
         if job.planned:
-            assign = Assign(tuple(ready), tuple(leaving), planned=True)
+            assign = Assign(tuple(ready), departing, planned=True)
             return replace(job, assigning=True), (assign,)
-        return _rebuild(job, cluster)
+        return _rebuild(job, cluster, departing)
     return job, ()
+
+
+def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
+    """The members that may leave with the next assignment: (a), (b), (c) of the rules at the top.
+
+    Where the state is partitioned, one at a time: the next one may hold its replica.
+    """
+    members = active(job, cluster)
+    asked = [key for key in members if key in job.leaving]
+    if len(asked) == len(members):  # (a)
+        return ()
+    ranks = len(members) + len(_ready(job, cluster))
+    replaced = max(0, ranks - job.size)
+    found = asked[:replaced]  # (b)
+    if not loading(job, cluster):
+        found += [key for key in asked[replaced:] if job.leaving[key] <= now]  # (c)
+    found = found[: max(0, ranks - job.least)]
+    return tuple(found if job.planned else found[:1])
+
+
+def _needs_loading(job: JobView, cluster: State) -> bool:
+    """Whether the strategy cannot go on with the remaining devices alone, and others are loading the job."""
+    ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+    return ranks < job.least and bool(loading(job, cluster))
+
+
+def _with_desertion(job: JobView, cluster: State, now: float) -> JobView:
+    """The job, with ``deserted`` set if all members want to leave now and no device can take over."""
+    members = active(job, cluster)
+    if job.finding or not members:
+        return job
+    leave_now = all(job.leaving.get(key, now + 1.0) <= now for key in members)
+    can_take_over = _ready(job, cluster) or loading(job, cluster)
+    return replace(job, deserted=leave_now and not can_take_over)
 
 
 def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting: list[int]) -> bool:
@@ -513,13 +615,11 @@ def _broken(job: JobView, cluster: State, one: CommunicatorState, working: list[
     return stranded or len(working) < len(one.members)
 
 
-def _rebuild(job: JobView, cluster: State) -> Result:
-    """Assigns new ranks at once, without members whose tasks are gone, that leave, or that were evicted."""
+def _rebuild(job: JobView, cluster: State, departing: tuple[int, ...] = ()) -> Result:
+    """Assigns new ranks at once, without members whose tasks are gone, that depart, or that were evicted."""
     one = cluster.communicator(job.id)
     ready, working = _ready(job, cluster), active(job, cluster)
-    gone = tuple(key for key in one.members if key in job.leaving or key not in (*working, *ready))
-    if set(gone) >= {*one.members, *ready}:  # all remaining members want to leave: no device can take over
-        gone = tuple(key for key in gone if key not in working)
+    gone = tuple(key for key in one.members if key in departing or key not in (*working, *ready))
     return replace(job, assigning=True, moving=0), (Assign(tuple(ready), gone),)
 
 
@@ -540,8 +640,9 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
 def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -> Result:
     """(3): the ranks together lack state. Another device may bring it."""
     ready, missing = _ready(job, cluster), _may_return(job, cluster)
-    if any(key in job.tasks for key in job.leaving):  # the state of a leaving device is needed
-        return _rebuild(replace(job, leaving=frozenset()), cluster)
+    needed = [key for key in _without_rank(job, cluster.communicator(job.id)) if key in job.leaving]
+    for key in needed:  # its state is needed: it does not leave, and is invited again below
+        job = _not_leaving(job, key)
     if ready:
         return _rebuild(job, cluster)
     job = _with_grace(job, now)
@@ -559,15 +660,15 @@ def _with_grace(job: JobView, now: float) -> JobView:
 
 
 def _grace_over(job: JobView, cluster: State, missing: frozenset[int], now: float) -> bool:
-    """Whether the restart grace is over. It is doubled while a device that came back loads the job."""
-    loads = any(_at_stage(job, cluster, key, TaskStage.LOADING) for key in missing)
-    return job.grace_until is not None and now >= job.grace_until + (job.restart_grace_s if loads else 0.0)
+    """Whether the restart grace is over. It does not end while a device that came back loads the job."""
+    loads = missing & set(loading(job, cluster))
+    return job.grace_until is not None and now >= job.grace_until and not loads
 
 
 def _invite_and_announce(job: JobView, cluster: State, missing: frozenset[int], now: float) -> Result:
     instructions: tuple[JobInstruction, ...] = ()
     for key in sorted(missing):  # it may have come back before its loss was noticed
-        job, more = _invite(job, cluster, key)
+        job, more = _invite(job, cluster, key, now)
         instructions += more
     if missing == job.awaited or job.grace_until is None:
         return job, instructions
@@ -579,6 +680,87 @@ def _end(job: JobView, error: str = "", text: str = "") -> Result:
     """Ends the job and releases every remaining task: none of them would end by itself."""
     releases = tuple(Release(key, True) for key in sorted(job.tasks))
     return replace(job, over=True), (*releases, End(error, text))
+
+
+# ---- devices that leave, and the wait for devices that load
+
+
+class HandoverStage(StrEnum):
+    """What a device that is to leave waits for."""
+
+    WAITING = "waiting"
+    """For another device: none can take its place yet."""
+    LOADING = "loading"
+    """For a device that is loading the job."""
+    MOVING = "moving"
+    """For the ranks to go on without it."""
+    DONE = "done"
+    """The job does not need it."""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How far a device has handed over its part of a job."""
+
+    stage: HandoverStage
+    device_ids: tuple[int, ...] = ()
+    """The devices that are loading the job."""
+    seconds: float = 0.0
+    """How long they have been loading it."""
+
+
+def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handover:
+    """How far a device that is to leave has handed over its part of the job."""
+    if job.over or job.id not in cluster.communicators:
+        return Handover(HandoverStage.DONE)
+    if job.finding:
+        return Handover(HandoverStage.MOVING)
+    if device_id not in job.tasks or device_id not in job.participants:
+        return Handover(HandoverStage.DONE)
+    members = cluster.communicator(job.id).members  # without a rank: the others have its state soon, or need it again
+    if device_id not in members or job.assigning or device_id in _departing(job, cluster, now):
+        return Handover(HandoverStage.MOVING)
+    if found := loading(job, cluster):
+        return Handover(HandoverStage.LOADING, tuple(sorted(found)), now - min(found.values()))
+    if _ready(job, cluster) or _departing(job, cluster, now) or job.unsettled or job.finished:
+        return Handover(HandoverStage.MOVING)
+    if _broken(job, cluster, cluster.communicator(job.id), active(job, cluster)):
+        return Handover(HandoverStage.MOVING)
+    return Handover(HandoverStage.WAITING)
+
+
+def loading(job: JobView, cluster: State) -> dict[int, float]:
+    """Devices that load the job and can take a rank after that, and since when they load it."""
+    out = cluster.link_faults_of(job.id).evicted_until
+    found = {key: task.since for key, task in job.tasks.items() if _at_stage(job, cluster, key, TaskStage.LOADING)}
+    return {
+        key: since
+        for key, since in found.items()
+        if _can_take_part(job, cluster.members[key]) and key not in out and key not in job.leaving
+    }
+
+
+def _wait_of_leavers(job: JobView, cluster: State, now: float) -> HandoverStage:
+    """What the members that are to leave wait for; ``DONE`` if there are none."""
+    asked = [key for key in active(job, cluster) if key in job.leaving]
+    stages = {handover(job, cluster, key, now).stage for key in asked}
+    found = (one for one in (HandoverStage.WAITING, HandoverStage.LOADING, HandoverStage.MOVING) if one in stages)
+    return next(found, HandoverStage.DONE)
+
+
+def _announce_loading(job: JobView, cluster: State, now: float) -> Result:
+    """Announces, now and then, that the job waits for devices which are loading it."""
+    found = {} if job.over else loading(job, cluster)
+    if not _needs_loading(job, cluster) and _wait_of_leavers(job, cluster, now) != HandoverStage.LOADING:
+        returned = _may_return(job, cluster) if job.grace_until is not None else frozenset()
+        found = {key: since for key, since in found.items() if key in returned}
+    seconds = now - min(found.values(), default=now)
+    if seconds < FIRST_NOTICE_S:
+        return replace(job, next_notice=None), ()
+    if job.next_notice is not None and now < job.next_notice:
+        return job, ()
+    notice = AwaitLoading(tuple(sorted(found)), seconds)
+    return replace(job, next_notice=now + NOTICE_S), (notice,)
 
 
 # ---- queries and small updates
@@ -604,8 +786,8 @@ def _ready(job: JobView, cluster: State) -> list[int]:
     out = cluster.link_faults_of(job.id).evicted_until
     found = (key for key in job.tasks if _at_stage(job, cluster, key, TaskStage.READY))
     ready: list[int] = []
-    for key in sorted(key for key in found if cluster.members[key].usable and key not in out):
-        if not _cut_off(job, cluster, key, ready):
+    for key in sorted(key for key in found if key not in out and key not in job.leaving):
+        if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
             ready.append(key)
     return ready
 
@@ -616,6 +798,11 @@ def _cut_off(job: JobView, cluster: State, device_id: int, ready: Sequence[int] 
     A device that had one may have state that the others lack, so the rules of link faults decide about its links.
     """
     return device_id not in job.participants and cut_off(cluster, device_id, (*active(job, cluster), *ready))
+
+
+def _can_take_part(job: JobView, member: Member) -> bool:
+    """Whether a device may get a rank. One that leaves may if it had one: the others may lack its state."""
+    return member.available or (member.usable and member.info.device_id in job.participants)
 
 
 def _had_rank(job: JobView, device_id: int) -> bool:
@@ -654,7 +841,11 @@ def _without_task(job: JobView, device_id: int, incarnation: str) -> JobView:
     if task is None:
         return job
     tasks = {key: one for key, one in job.tasks.items() if key != device_id}
-    return _reset_backoff(replace(job, tasks=tasks, leaving=job.leaving - {device_id}))
+    return _reset_backoff(_not_leaving(replace(job, tasks=tasks), device_id))
+
+
+def _not_leaving(job: JobView, device_id: int) -> JobView:
+    return replace(job, leaving={key: until for key, until in job.leaving.items() if key != device_id})
 
 
 def _reset_backoff(job: JobView) -> JobView:

@@ -99,10 +99,17 @@ class Member:
     reason: str = ""
     ended: bool = False
     """Its process is known to have ended, and its memory is gone. Other dead devices may only be silent."""
+    draining: bool = False
+    """It hands over its work and leaves. The journal does not store it: a drain ends with its coordinator."""
 
     @property
     def usable(self) -> bool:
         return self.health in (Health.ALIVE, Health.SUSPECT)
+
+    @property
+    def available(self) -> bool:
+        """Whether it can get new work."""
+        return self.usable and not self.draining
 
 
 @dataclass(frozen=True)
@@ -173,12 +180,12 @@ class State:
         return self.communicators[communicator_id]
 
     def usable(self) -> list[int]:
-        """Ids of usable devices: healthy ones first, then by the number of communicators that they are in."""
+        """Ids of devices that can get new work: healthy ones first, then by the number of their communicators."""
         load = dict.fromkeys(self.members, 0)
         for communicator in self.communicators.values():
             for device_id in communicator.members:
                 load[device_id] = load.get(device_id, 0) + 1
-        ready = [device_id for device_id, member in self.members.items() if member.usable]
+        ready = [device_id for device_id, member in self.members.items() if member.available]
         return sorted(ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id))
 
     def link_faults_of(self, communicator_id: int) -> LinkFaults:

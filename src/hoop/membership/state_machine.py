@@ -10,6 +10,7 @@ probe a device, abort the operations of a communicator. An event that is not all
     CallReported, LinkClosed                    a failed call or a closed stream makes a device suspect: it is probed
     Probed                                      a refused connection makes a suspect dead
     Left                                        the device is gone; its communicators are broken
+    Drained                                     the device gets no new work, or does again
     Excused                                     silence of these devices does not count until a given time
     Tick                                        expired leases make devices dead; link faults are decided on
     LinksChecked                                connections that fail, or work again, are announced (``reachability``)
@@ -80,6 +81,8 @@ def step(state: State, event: m.MembershipEvent) -> Result:
             return _on_probed(state, event)
         case m.Left():
             return _on_left(state, event)
+        case m.Drained():
+            return _on_drained(state, event)
         case m.Excused():
             return _on_excused(state, event), ()
         case m.Tick():
@@ -135,7 +138,8 @@ def _on_joined(state: State, event: m.Joined) -> Result:
     restarted = known is not None and known.info.incarnation != info.incarnation
     returned = known is not None and known.info.incarnation == info.incarnation
     text = f"{info} {'came back' if restarted else 'is here again' if returned else 'joined'}"
-    member = Member(info, HeartbeatHistory.joined(event.now, state.config))
+    draining = known is not None and returned and known.draining
+    member = Member(info, HeartbeatHistory.joined(event.now, state.config), draining=draining)
     state = _end_isolation(state, event.now).with_member(member)
     state = replace(state, unreachable=without_device(state.unreachable, info.device_id))  # it is checked again
     news = m.Announce("device_joined", text, {"device": info.device_id, "incarnation": info.incarnation})
@@ -211,6 +215,15 @@ def _on_left(state: State, event: m.Left) -> Result:
     member = replace(member, health=Health.LEFT, reason="it left", ended=True)
     state, broken = _break_communicators(state.with_member(member), event.device_id, "it left")
     return state, _records_first(lost_record(member), _device_event("device_left", member, "left"), broken)
+
+
+def _on_drained(state: State, event: m.Drained) -> Result:
+    member = state.member(event.device_id)
+    if not member.usable or member.draining == event.draining:
+        return state, ()
+    member = replace(member, draining=event.draining)
+    kind, what = ("device_draining", "gets no new work") if event.draining else ("device_kept", "may get work again")
+    return state.with_member(member), (_device_event(kind, member, what),)
 
 
 def _on_excused(state: State, event: m.Excused) -> State:
@@ -459,6 +472,8 @@ def _on_created(state: State, device_ids: tuple[int, ...], limit: int) -> Result
         member = state.member(device_id)
         if not member.usable:
             raise FailedPrecondition(f"{member.info} is {member.health}: {member.reason}")
+        if member.draining:
+            raise FailedPrecondition(f"{member.info} is being drained and gets no new work; choose another device")
     one = CommunicatorState(state.next_communicator, device_ids)
     state = replace(state.with_communicator(one), next_communicator=one.id + 1)
     return state, (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing
 
 from hoop.errors import InvalidArgument, MembershipChanged, NotFound
 from hoop.membership import events as m
@@ -18,6 +19,7 @@ from hoop.servers import lab_service
 from hoop.servers.client_reports import ClientReports
 from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
+from hoop.servers.drains import Drains
 from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
 from hoop.servers.join_check import JoinCheck
@@ -44,6 +46,7 @@ class CoordinatorService:
         self.jobs = Jobs(coordinator, operations, self.join_check)
         self._sessions = ClientSessions(coordinator)
         self._link_diagnosis = LinkDiagnosis(coordinator)
+        self._drains = Drains(coordinator, self.jobs)
 
     # ---- devices
 
@@ -68,6 +71,8 @@ class CoordinatorService:
                 except MembershipChanged:
                     yield pb.HeartbeatAnswer(known=False)
                     return
+                if self._drains.is_dismissed(heartbeat.incarnation):
+                    yield pb.HeartbeatAnswer(known=True, leave=True)
                 self._coordinator.memory[heartbeat.device_id] = heartbeat.memory
                 self._link_diagnosis.on_heartbeat(heartbeat)
         finally:
@@ -76,10 +81,14 @@ class CoordinatorService:
 
     async def leave(self, request: pb.LeaveRequest) -> pb.LeaveResponse:
         if request.planned:
-            await self.jobs.drain(request.device_id)
-        else:
-            await self._coordinator.apply_with_retry(m.Left(request.device_id, request.incarnation))
+            return pb.LeaveResponse(waits_for=await self._drains.hand_over(request.device_id, request.incarnation))
+        await self._coordinator.apply_with_retry(m.Left(request.device_id, request.incarnation))
         return pb.LeaveResponse()
+
+    async def drain_device(self, request: pb.DrainDeviceRequest) -> AsyncIterator[pb.DrainProgress]:
+        async with aclosing(self._drains.drain(request.device_id, request.timeout_s)) as progress:
+            async for one in progress:
+                yield one
 
     # ---- status
 
@@ -98,7 +107,7 @@ class CoordinatorService:
         device_id = member.info.device_id
         return pb.Member(
             device=device_message(member.info),
-            state=str(member.health),
+            state="draining" if member.draining and member.usable else str(member.health),
             reason=member.reason,
             memory=self._coordinator.memory.get(device_id) or pb.DeviceMemory(capacity=member.info.capacity),
             silent_s=max(0.0, time.monotonic() - member.heartbeats.last_heartbeat),

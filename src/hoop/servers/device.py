@@ -84,7 +84,7 @@ class DeviceServer:
         trainer: TrainFunction | None = None,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``report`` is called with a text about each of the lab's calls that is refused."""
+        """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave."""
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
         self.config = config
         self._keeps_arena = config.arena is not None
@@ -105,7 +105,8 @@ class DeviceServer:
         self._lab = lab_device.LabDevice(
             self._arena, self._runner, self._streams, config.credentials, config.lab_dialect, config.max_message
         )
-        self._reports = ClientReports(lambda text: report(f"device {self._info.device_id}: {text}"))
+        self._on_report = report
+        self._reports = ClientReports(self._report)
         self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.on_damage
         self._ports = PortCheck(config.credentials.link_key)
@@ -131,6 +132,11 @@ class DeviceServer:
     @property
     def info(self) -> DeviceInfo:
         return self._info
+
+    @property
+    def dismissed(self) -> asyncio.Event:
+        """Set when the coordinator asks this device to leave: it was drained (``hoop drain``)."""
+        return self._heartbeat_client.dismissed
 
     async def start(self) -> DeviceInfo:
         """Starts the services, joins the cluster, and starts the heartbeats. On failure it releases everything."""
@@ -177,13 +183,16 @@ class DeviceServer:
             data_address=config.advertise_data or Address(host, self._transport.address.port),
         )
 
-    async def stop(self, hand_over: bool = False) -> None:
-        """Leaves the cluster, ends all tasks and transfers, and releases everything.
+    def _report(self, text: str) -> None:
+        self._on_report(f"device {self._info.device_id}: {text}")
 
-        ``hand_over``: first waits until its jobs continue without it.
-        """
-        if hand_over and self._tasks.describe():
-            await self._heartbeat_client.hand_over()
+    async def hand_over(self) -> None:
+        """Waits until its jobs continue without it, or cannot."""
+        if self._tasks.describe():
+            await self._heartbeat_client.hand_over(self._report)
+
+    async def stop(self) -> None:
+        """Leaves the cluster, ends all tasks and transfers, and releases everything."""
         await self._heartbeat_client.leave()
         self._tasks.close()
         self._transport.close()

@@ -15,6 +15,7 @@ from typing import cast
 import grpc
 
 from hoop.errors import HoopError
+from hoop.texts import printable
 from hoop.topology import Address, Addresses, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import Backoff, channel_options
@@ -52,6 +53,8 @@ class HeartbeatClient:
         self._heartbeat_s, self._stall_s = 0.1, 0.5
         self._task: asyncio.Task[None] | None = None
         self._leaving = False
+        self.dismissed = asyncio.Event()
+        """Set when the coordinator asks this device to leave: its work was moved to other devices."""
         self.info: DeviceInfo | None = None
 
     async def join(self, info: DeviceInfo, timeout_s: float) -> DeviceInfo:
@@ -84,6 +87,8 @@ class HeartbeatClient:
                     pause = Backoff.INITIAL_S
                     if not answer.known:
                         break
+                    if answer.leave:
+                        self.dismissed.set()
                 if self._leaving:
                     return
                 self.info = await self.join(self.info, timeout_s=CALL_S)
@@ -100,14 +105,21 @@ class HeartbeatClient:
             )
             await asyncio.sleep(self._heartbeat_s)
 
-    async def hand_over(self) -> None:
-        """Asks for the jobs of this device to continue without it. Returns when they do, or cannot."""
-        if self.info is not None:
+    async def hand_over(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Asks for the jobs of this device to continue without it. Returns when they do, or cannot.
+
+        While a job waits for a device that is loading it, this waits too. ``report`` is called with a text about that.
+        """
+        waits = self.info is not None
+        while waits and self.info is not None:
             request = pb.LeaveRequest(device_id=self.info.device_id, incarnation=self.info.incarnation, planned=True)
             try:
-                await self._stub.Leave(request, timeout=HAND_OVER_S)
+                answer = await self._stub.Leave(request, timeout=HAND_OVER_S)
             except grpc.RpcError as error:
                 log.debug("cannot hand over, the coordinator does not answer: %s", error.details())
+                return
+            if waits := bool(answer.waits_for):
+                report(printable(answer.waits_for))
 
     async def leave(self) -> None:
         """Leaves the cluster, and stops the heartbeats."""

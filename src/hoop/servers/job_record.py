@@ -18,7 +18,7 @@ from hoop.events import Event, EventLog
 from hoop.job_events import JobEnded, JobEvent, Ready
 from hoop.membership.state import CommunicatorState
 from hoop.servers.tasks import PINNED_EVENTS
-from hoop.strategies.catalog import parse
+from hoop.strategies.catalog import min_devices, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
 from hoop.topology import DeviceInfo
@@ -69,6 +69,14 @@ class JobRecord:
             return parse(str(self._settings.get("strategy", DataParallel.name))).replicated
         except InvalidArgument:
             return False
+
+    @property
+    def min_devices(self) -> int:
+        """The fewest devices that its strategy can use."""
+        try:
+            return min_devices(parse(str(self._settings.get("strategy", DataParallel.name))))
+        except InvalidArgument:
+            return 1
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -19,10 +19,10 @@ A device joins, or asks to leave: preparation comes first, and the ranks wait on
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from hoop import job_events as ev
 from hoop.errors import HoopError, PeerError, error_from_name
@@ -40,6 +40,7 @@ from hoop.wire.service import device_message
 
 START_S = 30.0
 LOADING_S = 30.0
+"""How long a device that loads a job may be silent: no other thread runs while it loads a library of PyTorch."""
 ASSIGN_S = 10.0
 
 
@@ -60,12 +61,18 @@ class JobSupervisor:
         self._coordinator, self.record, self._watch_task = coordinator, record, watch_task
         self._events: deque[jm.JobMembershipEvent] = deque()
         self._busy = False
+        self._loading: set[int] = set()
+        """Devices that may be silent because they load the job."""
+        self._began = time.monotonic()
+        self._next_notice = self._began + jm.NOTICE_S
         self.over = asyncio.Event()
         self.view = jm.JobView(
             record.id,
             elastic=record.elastic,
             planned=record.moves,
             restart_grace_s=coordinator.config.restart_grace_s,
+            size=len(participants or record.communicator.members),
+            least=record.min_devices,
             participants=frozenset(participants),
         )
         self._unsubscribe = [
@@ -92,8 +99,10 @@ class JobSupervisor:
 
     def _on_cluster_change(self) -> None:
         """The cluster's state changed, or time passed."""
+        self._excuse_again()
         if not self.view.over:
             self.handle(jm.JobTick())
+            self._announce_first_load(time.monotonic())
 
     def _on_cluster_event(self, event: Event) -> None:
         """A device joined the cluster, its eviction ended, or others can connect to it: the job may invite it."""
@@ -136,16 +145,19 @@ class JobSupervisor:
     def has_rank(self, device_id: int) -> bool:
         return device_id in jm.active(self.view, self._coordinator.state)
 
-    def drain(self, device_id: int) -> list[Coroutine[Any, Any, None]]:
-        """Asks the job to continue without a member. Returns what the caller waits for until it has, if it can."""
-        member = self._coordinator.state.members.get(device_id)
-        if not self.view.elastic or member is None or device_id not in self.record.communicator.members:
-            return []
-        watch = self.record.watches.get(member.info.incarnation)
-        self.handle(jm.LeaveRequested(device_id))
-        if watch is None or self.view.abandoned:
-            return []
-        return [_wait_either(watch, self.over)]
+    def request_leave(self, device_id: int, until: float) -> None:
+        """Asks the job to go on without a device. ``until``: how long it waits for another one to take its place.
+
+        A job that could not do without the state of the device has forgotten the request, and gives the device a rank
+        again: then the request is repeated.
+        """
+        earlier = until < self.view.leaving.get(device_id, math.inf)
+        if self.view.elastic and earlier and self.has_rank(device_id):
+            self.handle(jm.LeaveRequested(device_id, until))
+
+    def handover(self, device_id: int) -> jm.Handover:
+        """How far the job goes on without a device for which ``request_leave`` was called."""
+        return jm.handover(self.view, self._coordinator.state, device_id, time.monotonic())
 
     def close(self) -> None:
         """Stops receiving events of the cluster."""
@@ -172,6 +184,8 @@ class JobSupervisor:
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
                 self._announce_wait(device_ids, seconds)
+            case jm.AwaitLoading(device_ids, seconds):
+                self._announce_loading(device_ids, seconds)
             case jm.End(error, text):
                 if text:
                     self.record.failures.append(error_from_name(error, text))
@@ -264,9 +278,32 @@ class JobSupervisor:
     def excuse(self, device_ids: Sequence[int], seconds: float = LOADING_S) -> None:
         """Excuses devices from heartbeats while they load PyTorch and data, which may block Python for long.
 
-        ``seconds`` 0: they have loaded. Each has a full lease from now on, as its last heartbeat may be old.
+        Each heartbeat excuses a device for as long again: on a loaded machine loading may take minutes. ``seconds`` 0:
+        they have loaded. Each has a full lease from now on, as its last heartbeat may be old.
         """
+        self._loading = self._loading | set(device_ids) if seconds else self._loading - set(device_ids)
         self._coordinator.apply(m.Excused(tuple(device_ids), time.monotonic() + seconds))
+
+    def _excuse_again(self) -> None:
+        """Excuses the devices that still load the job, from their last heartbeat on."""
+        if not self.view.finding:
+            self._loading &= set(self.view.tasks)
+        for device_id in self._loading & self._coordinator.state.members.keys():
+            heartbeats = self._coordinator.state.members[device_id].heartbeats
+            until = heartbeats.last_heartbeat + LOADING_S
+            if until > heartbeats.excused_until:
+                self._coordinator.apply(m.Excused((device_id,), until))
+
+    def _announce_first_load(self, now: float) -> None:
+        """Announces, now and then, that the first ranks load the job: the first step needs all of them."""
+        if now >= self._next_notice and (found := sorted(filter(self.has_rank, self._loading))):
+            self._next_notice = now + jm.NOTICE_S
+            self._announce_loading(found, now - self._began)
+
+    def _announce_loading(self, device_ids: Sequence[int], seconds: float) -> None:
+        text = f"job {self.record.id} waits: {loading_text(device_ids, seconds)}"
+        self._coordinator.events.publish("job_waiting_for_device", text, job=self.record.id)
+        self.record.emit(ev.WaitingForDevice(list(device_ids), seconds, text))
 
     def _announce_wait(self, device_ids: Sequence[int], seconds: float) -> None:
         devices = ", ".join(f"device {key}" for key in device_ids)
@@ -282,10 +319,8 @@ def _devices_of(event: Event) -> list[int]:
     return [int(event.fields["device"]), *(int(one) for one in event.fields["sources"].split() if int(one))]
 
 
-async def _wait_either(watch: asyncio.Task[None], over: asyncio.Event) -> None:
-    """Returns when a task's watch has ended, or the job is over."""
-    ended = asyncio.ensure_future(over.wait())
-    try:
-        await asyncio.wait([watch, ended], return_when="FIRST_COMPLETED")
-    finally:
-        ended.cancel()
+def loading_text(device_ids: Sequence[int], seconds: float) -> str:
+    """``device 5 is loading the job (12 s)``."""
+    devices = ", ".join(map(str, device_ids))
+    one = len(device_ids) == 1
+    return f"device{'' if one else 's'} {devices} {'is' if one else 'are'} loading the job ({seconds:.0f} s)"

@@ -36,8 +36,6 @@ from hoop.wire.job_settings import job_name
 from hoop.wire.service import translate, unreachable
 
 STOP_S = 5.0
-DRAIN_S = 10.0
-"""How long a device that leaves waits for the other ranks to continue without it: about one step."""
 LAST_EVENTS_S = 5.0
 """How long the coordinator waits for the last events of a job that is over."""
 
@@ -362,13 +360,15 @@ class Jobs:
             )
         return found
 
-    async def drain(self, device_id: int) -> None:
-        """Returns when no job needs this device, no other device can take over, or after ``DRAIN_S`` seconds."""
-        waits = []
-        for supervisor in list(self._supervisors.values()):
-            waits += supervisor.drain(device_id)
-        if waits:
-            await asyncio.wait([asyncio.ensure_future(one) for one in waits], timeout=DRAIN_S)
+    @property
+    def supervisors(self) -> list[JobSupervisor]:
+        """Of all running jobs."""
+        return list(self._supervisors.values())
+
+    @property
+    def starting(self) -> bool:
+        """Whether a job is being started, which may be on any device."""
+        return self._starting > 0
 
     async def stop(self, job_id: int) -> None:
         """Asks every rank to stop; the ranks agree on the last step. A job without any rank ends at once."""

@@ -71,11 +71,15 @@ class Task:
     stop_reason: str = "its generation is over"
     """Why the coordinator stopped the last generation."""
     run: str = ""
+    joining: bool = False
+    """It was started while the job ran."""
     close_links: Callable[[], None] = lambda: None
     """Closes the links of the assignment in use."""
     links: TaskLinks | None = None
     """The links of the assignment in use."""
     thread: threading.Thread | None = None
+    loaded: bool = False
+    """It has loaded the job's code and data."""
     finished: bool = False
     """It reached the end of the training, or a step at which all ranks agreed to stop."""
     _sent: int = 0
@@ -89,6 +93,7 @@ class Task:
     # ---- events
 
     def emit(self, event: JobEvent) -> None:
+        self.loaded = self.loaded or isinstance(event, ev.Loaded)
         self.log.publish(event.kind, event.to_json())
 
     def mark_sent(self, sequence: int) -> None:
@@ -258,7 +263,7 @@ class Tasks:
             buffer = self._arena.buffer(request.resume)
             resume = self._arena.read(buffer.address, buffer.size)
             self._arena.free(request.resume)
-        task = Task(run=request.run)
+        task = Task(run=request.run, joining=request.joining)
         self._free_stale_buffers(request.job_id, request.joining)
         context = self._open_assignment(request.job_id, task, request.assignment, request.joining)
 
@@ -295,7 +300,12 @@ class Tasks:
                 self._arena.free(buffer.name)
 
     def _rejoin(self, task: Task) -> None:
-        """The device was declared dead, and other devices continued without it: it waits for a rank like a new one."""
+        """The device was declared dead, and other devices continued without it: it waits for a rank like a new one.
+
+        A task that joins and still loads the job emits ``ready`` itself, when it has loaded it.
+        """
+        if task.joining and not task.loaded:
+            return
         task.update_ranks(ranks.rejoined)
         task.close_links()
         task.emit(ev.Loaded())

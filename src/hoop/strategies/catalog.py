@@ -33,6 +33,11 @@ def adapt_to_devices(strategy: Strategy, devices: int) -> Strategy:
     return strategy
 
 
+def min_devices(strategy: Strategy) -> int:
+    """The fewest devices to which the strategy can be adapted."""
+    return 2 if isinstance(strategy, ParameterServer) else 1
+
+
 def plan_for_devices(strategy: Strategy, devices: int, num_microbatches: int, blocks: int) -> tuple[Strategy, Plan]:
     """The adapted strategy and its plan on as many devices as it can use; the remaining ranks are standby ranks.
 

@@ -21,6 +21,7 @@ class Role(StrEnum):
 _TABLE = """
     hoop.v1.Coordinator     device       Join SendHeartbeats Leave
     hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob KeepSession
+    hoop.v1.Coordinator     client       DrainDevice
     hoop.v1.Coordinator     client       CreateCommunicator GetCommunicator RebuildCommunicator DestroyCommunicator
     gpu_sim.GPUCoordinator  client       CommInit CommDestroy CommFinalize GetCommStatus GroupStart GroupEnd
     gpu_sim.GPUCoordinator  client       AllReduceRing NaiveAllReduce AllReduce CommRemoveDevice Memcpy

@@ -146,9 +146,13 @@ def test_the_job_waits_beyond_the_grace_for_a_device_that_loads_missing_state() 
     job.state = after(job.state, m.Joined(replace(device(2, "b"), keeps_memory=True), NOW + 59.0))
     assert jm.Invite(2) in job.handle(jm.DeviceArrived(2))
     job.now = NOW + 61.0
-    assert job.handle(jm.JobTick()) == ()
-    job.now = NOW + 121.0
-    assert job.handle(jm.JobTick())[-1] == jm.End("PeerLost", "second was lost")
+    assert job.handle(jm.JobTick()) == (jm.AwaitLoading((2,), 61.0),)
+    job.now = NOW + 1000.0
+    assert job.handle(jm.JobTick()) == (jm.AwaitLoading((2,), 1000.0),), "as long as it sends heartbeats"
+    job.handle(jm.TaskLost(2, "b"))
+    job.state = after(job.state, m.Probed(2, "b", "connection refused"))
+    assert jm.Await((2,), 60.0) not in job.handle(jm.JobTick())
+    assert job.view.over
 
 
 def test_a_job_without_devices_waits_for_those_with_persistent_arenas() -> None:

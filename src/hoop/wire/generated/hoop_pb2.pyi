@@ -458,10 +458,12 @@ class Stall(_message.Message):
     def __init__(self, job_id: _Optional[int] = ..., communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., connecting: bool = ...) -> None: ...
 
 class HeartbeatAnswer(_message.Message):
-    __slots__ = ("known",)
+    __slots__ = ("known", "leave")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     known: bool
-    def __init__(self, known: bool = ...) -> None: ...
+    leave: bool
+    def __init__(self, known: bool = ..., leave: bool = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("device_id", "incarnation", "planned")
@@ -474,8 +476,32 @@ class LeaveRequest(_message.Message):
     def __init__(self, device_id: _Optional[int] = ..., incarnation: _Optional[str] = ..., planned: bool = ...) -> None: ...
 
 class LeaveResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("waits_for",)
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    waits_for: str
+    def __init__(self, waits_for: _Optional[str] = ...) -> None: ...
+
+class DrainDeviceRequest(_message.Message):
+    __slots__ = ("device_id", "timeout_s")
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    device_id: int
+    timeout_s: float
+    def __init__(self, device_id: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class DrainProgress(_message.Message):
+    __slots__ = ("stage", "job_id", "device_ids", "seconds", "text")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    job_id: int
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    seconds: float
+    text: str
+    def __init__(self, stage: _Optional[str] = ..., job_id: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., seconds: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -639,6 +639,11 @@ class CoordinatorStub(object):
                 request_serializer=hoop__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=hoop__pb2.LeaveResponse.FromString,
                 )
+        self.DrainDevice = channel.unary_stream(
+                '/hoop.v1.Coordinator/DrainDevice',
+                request_serializer=hoop__pb2.DrainDeviceRequest.SerializeToString,
+                response_deserializer=hoop__pb2.DrainProgress.FromString,
+                )
         self.GetStatus = channel.unary_unary(
                 '/hoop.v1.Coordinator/GetStatus',
                 request_serializer=hoop__pb2.GetStatusRequest.SerializeToString,
@@ -727,6 +732,14 @@ class CoordinatorServicer(object):
 
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainDevice(self, request, context):
+        """Moves the work of a device to others, then makes the device leave. Ends when it has left. If the caller goes away
+        before, the drain is cancelled: the device keeps its work.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -833,6 +846,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=hoop__pb2.LeaveRequest.FromString,
                     response_serializer=hoop__pb2.LeaveResponse.SerializeToString,
+            ),
+            'DrainDevice': grpc.unary_stream_rpc_method_handler(
+                    servicer.DrainDevice,
+                    request_deserializer=hoop__pb2.DrainDeviceRequest.FromString,
+                    response_serializer=hoop__pb2.DrainProgress.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -959,6 +977,23 @@ class Coordinator(object):
         return grpc.experimental.unary_unary(request, target, '/hoop.v1.Coordinator/Leave',
             hoop__pb2.LeaveRequest.SerializeToString,
             hoop__pb2.LeaveResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def DrainDevice(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/hoop.v1.Coordinator/DrainDevice',
+            hoop__pb2.DrainDeviceRequest.SerializeToString,
+            hoop__pb2.DrainProgress.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -385,6 +385,14 @@ class CoordinatorStub:
         hoop_pb2.LeaveResponse,
     ]
 
+    DrainDevice: grpc.UnaryStreamMultiCallable[
+        hoop_pb2.DrainDeviceRequest,
+        hoop_pb2.DrainProgress,
+    ]
+    """Moves the work of a device to others, then makes the device leave. Ends when it has left. If the caller goes away
+    before, the drain is cancelled: the device keeps its work.
+    """
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         hoop_pb2.GetStatusRequest,
         hoop_pb2.GetStatusResponse,
@@ -476,6 +484,14 @@ class CoordinatorAsyncStub:
         hoop_pb2.LeaveRequest,
         hoop_pb2.LeaveResponse,
     ]
+
+    DrainDevice: grpc.aio.UnaryStreamMultiCallable[
+        hoop_pb2.DrainDeviceRequest,
+        hoop_pb2.DrainProgress,
+    ]
+    """Moves the work of a device to others, then makes the device leave. Ends when it has left. If the caller goes away
+    before, the drain is cancelled: the device keeps its work.
+    """
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         hoop_pb2.GetStatusRequest,
@@ -574,6 +590,16 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: hoop_pb2.LeaveRequest,
         context: _ServicerContext,
     ) -> typing.Union[hoop_pb2.LeaveResponse, collections.abc.Awaitable[hoop_pb2.LeaveResponse]]: ...
+
+    @abc.abstractmethod
+    def DrainDevice(
+        self,
+        request: hoop_pb2.DrainDeviceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[hoop_pb2.DrainProgress], collections.abc.AsyncIterator[hoop_pb2.DrainProgress]]:
+        """Moves the work of a device to others, then makes the device leave. Ends when it has left. If the caller goes away
+        before, the drain is cancelled: the device keeps its work.
+        """
 
     @abc.abstractmethod
     def GetStatus(
