@@ -17,6 +17,7 @@ from hoop.cli import options
 from hoop.cli.output import plain
 from hoop.errors import InvalidArgument
 from hoop.files import make_folder
+from hoop.launch.processes import hoop_command
 
 if TYPE_CHECKING:
     from hoop.lab.papers.catalog import Study
@@ -121,7 +122,7 @@ def _each(names: list[str]) -> None:
     if "--out" in " ".join(given):
         raise InvalidArgument("--out: of all studies each has a folder of its own, runs/papers/NAME")
     for one in names:
-        with subprocess.Popen([sys.executable, "-m", "hoop", "reproduce", one, *given]) as child:
+        with subprocess.Popen(hoop_command("reproduce", one, *given)) as child:
             try:
                 code = child.wait()
             except BaseException:  # Ctrl-C: the child got the signal too, and cleans up

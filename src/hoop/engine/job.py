@@ -226,14 +226,15 @@ def _module(where: str, name: str) -> Any:
 
 
 def _from_file(path: Path) -> Any:
-    """Executes a file as a module, again on every call, so that a running device sees changes to the file."""
+    """Executes a file as a module, again on every call, so that a running device sees changes to the file.
+
+    It may import its neighbours, now and later. They come last, so that none replaces an installed module.
+    """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # the file may import its neighbours
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec.loader.exec_module(module)
     return module

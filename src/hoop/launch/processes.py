@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from hoop.memory.storage import default_directory
@@ -13,9 +14,16 @@ LEAVE_WITH_STDIN = "--leave-with-stdin"
 """Option of Hoop's servers: the process leaves when its stdin closes."""
 
 
+def python_module(name: str) -> list[str]:
+    """The command that runs a module of Hoop in this Python, without the current folder in its import path."""
+    source = Path(__file__).resolve().parents[2]
+    # A Hoop that is not installed is imported from the current folder.
+    return [sys.executable, *([] if Path.cwd() == source else ["-P"]), "-m", name]
+
+
 def hoop_command(*arguments: str) -> list[str]:
     """The command line of ``hoop ARGUMENTS`` in this Python."""
-    return [sys.executable, "-m", "hoop", *arguments]
+    return [*python_module("hoop"), *arguments]
 
 
 def start_process(

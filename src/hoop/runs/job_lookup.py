@@ -24,8 +24,8 @@ def job_named(name: str, load: bool = True) -> Job:
 
     With ``load`` it reads the data, and imports meanwhile what devices need.
     """
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # as python -m does: modules of the current directory can be imported
+    if ":" in name and "" not in sys.path:
+        sys.path.append("")  # modules of the current folder can be imported; last, so that none replaces another
     with blaming_user_code(f"loading {name}"):
         job = find_job(name, RECIPES)
         if load:

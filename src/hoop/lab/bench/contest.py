@@ -20,6 +20,7 @@ import numpy as np
 from hoop.collectives.registry import CATALOG
 from hoop.errors import InvalidArgument, PeerLost
 from hoop.lab.bench.links import fork_child
+from hoop.launch.processes import python_module
 from hoop.resources import STARTED, Request, admit
 
 NATIVE = ("arena", "shm", "tcp")
@@ -102,7 +103,7 @@ class Contest:
 
 def _processes(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hoop.lab.bench.rank"]
+    command = python_module("hoop.lab.bench.rank")
     processes = [
         subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         for _ in range(ranks)
