@@ -1,7 +1,7 @@
 """All-reduces on three devices through the lab's own protocol (gpu_sim).
 
     python examples/lab_client.py                            starts a cluster here, uses it, ends it
-    python examples/lab_client.py --coordinator HOST:PORT    uses one that is running (hoop up)
+    python examples/lab_client.py --coordinator HOST:PORT    uses one that is running (hoop up --lab)
 
 Every device gets a vector of its own. After an all-reduce every device must hold the same sum, maximum and so on, which
 NumPy computes for comparison. The exit code is 0 only if every device held the right values.
@@ -172,7 +172,7 @@ def own_cluster(devices: int, count: int, count_unit: str) -> Iterator[str]:
         address, log = Path(folder, "address"), Path(folder, "log")
         memory = max(16 << 20, 8 * count * (devices + 2))  # vectors are at a different offset on each device
         command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", str(memory)]
-        command += ["--count-unit", count_unit, "--address-file", str(address)]
+        command += ["--lab", "--count-unit", count_unit, "--address-file", str(address)]
         with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
             try:
                 deadline = time.monotonic() + TIMEOUT_S

@@ -1,7 +1,7 @@
 """The lab's training in six steps, by a client that knows only its protocol (gpu_sim).
 
     python examples/lab_training.py                            starts a cluster here, uses it, ends it
-    python examples/lab_training.py --coordinator HOST:PORT    uses one that is running (hoop up)
+    python examples/lab_training.py --coordinator HOST:PORT    uses one that is running (hoop up --lab)
 
     (1) load        images, a batch for each device
     (2) Memcpy      the weights into every device's memory

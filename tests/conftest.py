@@ -35,6 +35,10 @@ os.environ[MARK] = str(os.getpid())
 os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
 atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+# Tokens of the coordinators that tests start: not in the user's own runtime directory.
+os.environ["XDG_RUNTIME_DIR"] = _runtime = tempfile.mkdtemp(prefix="tests-runtime-")
+atexit.register(shutil.rmtree, _runtime, ignore_errors=True)
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Unpacks MNIST once for all workers: to decompress the package's file takes each process a second."""

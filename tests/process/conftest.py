@@ -27,7 +27,6 @@ from hoop.wire.channels import channel_options
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 LAB = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 
 
@@ -101,10 +100,10 @@ def await_event() -> Callable[..., Event]:
     def wait(address: str, kind: str, within: float = END_S, after: int = 0, **fields: object) -> Event:
         wanted = {name: str(value) for name, value in fields.items()}
         seen = []
-        with grpc.insecure_channel(address, options=channel_options()) as channel:
+        with hoop.connect(address, connect_timeout=within) as cluster:
             request = pb.WatchEventsRequest(after=after, follow=True)
             try:
-                for event in Stub(channel, SERVICE).WatchEvents(request, timeout=within, wait_for_ready=True):
+                for event in cluster._stub.WatchEvents(request, timeout=within, wait_for_ready=True):
                     seen.append(f"{event.sequence} {event.kind}: {event.text}")
                     if event.kind == kind and wanted.items() <= dict(event.fields).items():
                         return Event(event.sequence, event.time, event.kind, event.text, dict(event.fields))
@@ -118,7 +117,7 @@ def await_event() -> Callable[..., Event]:
 
 @pytest.fixture
 def comm_status() -> Callable[[str, int], lab.GetCommStatusResponse]:
-    """The answer of the lab's GetCommStatus."""
+    """The answer of the lab's GetCommStatus, which the coordinator has opened with ``--lab``."""
 
     def query(address: str, communicator_id: int) -> lab.GetCommStatusResponse:
         with grpc.insecure_channel(address, options=channel_options()) as channel:

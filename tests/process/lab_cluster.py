@@ -63,11 +63,15 @@ class Cluster:
 
 @contextlib.contextmanager
 def hoop_up(devices: int = 3, *options: str, check_log: bool = True) -> Iterator[Cluster]:
-    """Runs ``hoop up``; at the end it must exit at SIGINT, and its log have no stack trace."""
+    """Runs ``hoop up``; at the end it must exit at SIGINT, and its log have no stack trace.
+
+    The lab's calls need no token, unless ``options`` say otherwise.
+    """
     with tempfile.TemporaryDirectory(prefix="lab-cluster-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
         command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "64MiB"]
         command += ["--address-file", str(address), *options]
+        command += [] if {"--token-file", "--tls", "--insecure"}.intersection(options) else ["--lab"]
         with log.open("wb") as out, interruptible(command, stdout=out, stderr=out) as process:
             try:
                 wait_for(lambda: address.exists() or process.poll() is not None, "hoop up", START_S)

@@ -27,7 +27,7 @@ from hoop.cli.commands import COMMANDS
 if TYPE_CHECKING:
     from background import Running
 
-UP = ("--devices", "3", "--memory", "64MiB")
+UP = ("--devices", "3", "--memory", "64MiB", "--lab")
 SHORT = "--epochs 1 --set max_steps=3"
 BY_DEFAULT = ("README.md", "SECURITY.md")
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").iterdir() if path.is_file())

@@ -31,7 +31,7 @@ LARGE = 4_000_000
 @pytest.fixture
 def three_devices(start: Callable[..., Running]) -> Running:
     """``hoop up`` with three devices, for one test."""
-    return start("up", "--devices", 3, "--memory", "64MiB")
+    return start("up", "--devices", 3, "--memory", "64MiB", "--lab")
 
 
 def vectors(count: int, ranks: int) -> list[Any]:

@@ -89,12 +89,15 @@ def restartable(start: Start, run_hoop: Run, tmp_path: Path) -> Callable[[Path],
     """Start a coordinator on a journal and one device; return the coordinator and a function that restarts it."""
 
     def start_cluster(journal: Path) -> tuple[Running, Callable[[], Running]]:
-        first = start("coordinator", "--journal", journal)
-        start("device", "--join", first.address, "--memory", "64MiB", "--jobs", DRIVER.parent).first_line  # noqa: B018
+        first = start("coordinator", "--insecure", "--journal", journal)
+        options = ("--join", first.address, "--memory", "64MiB", "--jobs", DRIVER.parent)
+        start("device", "--insecure", *options).first_line  # noqa: B018 - it starts
 
         def restart() -> Running:
             first.kill()
-            second = start("coordinator", "--journal", journal, "--port", first.address.rpartition(":")[2])
+            second = start(
+                "coordinator", "--insecure", "--journal", journal, "--port", first.address.rpartition(":")[2]
+            )
             assert second.address == first.address
             return second
 
@@ -198,7 +201,7 @@ def test_an_old_journal_with_hostile_jobs_is_read(start: Start, run_hoop: Run, t
     data += old_communicator_line(7, reason="device \ud800 is gone\x07", broken_by=1)
     journal = tmp_path / "journal"
     journal.write_bytes(data)
-    coordinator = start("coordinator", "--journal", journal)
+    coordinator = start("coordinator", "--insecure", "--journal", journal)
     check_cluster_works(coordinator.address, run_hoop, [1, *invalid, 6])
     status = json.loads(run_hoop("status", "--coordinator", coordinator.address, "--json").stdout)
     assert [record["id"] for record in status["communicators"]] == [7]
@@ -216,7 +219,7 @@ def test_an_old_journal_with_hostile_jobs_is_read(start: Start, run_hoop: Run, t
 
 
 def test_invalid_names_in_requests_are_refused(start: Start) -> None:
-    coordinator = start("coordinator")
+    coordinator = start("coordinator", "--insecure")
     with channel_to(coordinator.address, max_send_message_length=64 << 20) as channel:
         stub = Stub(channel, COORDINATOR)
         for session in ("x" * (50 << 20), "0123456789abcde", "0123456789ABCDEF"):

@@ -100,7 +100,7 @@ def devices_of(cluster: Cluster) -> Iterator[list[Device]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with hoop_up(3) as cluster:
+    with hoop_up(3, "--insecure") as cluster:
         yield cluster
 
 
@@ -359,7 +359,7 @@ def test_send_to_a_rank_of_a_named_communicator(cluster: Cluster, comm: LabClien
 
 def test_a_transfer_fails_when_the_other_device_dies() -> None:
     """Sender and receiver report the failure long before their timeout."""
-    with hoop_up(3) as cluster, channel_to(cluster.address) as channel, devices_of(cluster) as devices:
+    with hoop_up(3, "--insecure") as cluster, channel_to(cluster.address) as channel, devices_of(cluster) as devices:
         LabClient(channel, 3)
         sender, receiver, dead = devices
         sending = sender.begin_send(sender.low, 8, to=2)

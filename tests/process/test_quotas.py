@@ -36,6 +36,7 @@ def test_an_exceeded_limit_is_refused_with_the_option_that_raises_it(
         coordinator.address,
         "--memory",
         "8MiB",
+        "--lab",
         "--max-streams",
         1,
         "--max-message",

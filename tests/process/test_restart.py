@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ def test_the_coordinator_is_restarted_on_its_journal(
     with open(journal, "ab") as file:
         file.write(b'1f3a5c77 {"kind":"communica')  # a torn last line
 
-    second = start("coordinator", "--journal", journal, "--port", port)
+    second = start("coordinator", "--journal", journal, "--port", port, "--lab")
     assert second.address == first.address
     for device_id in ids[1:]:
         await_event(second.address, "device_recovered", LONG_S, device=device_id)
@@ -203,6 +204,40 @@ def test_operations_of_the_killed_coordinator_do_not_mix_with_new_ones(
             np.testing.assert_array_equal(buffer.read(rank), np.full(count, 2 * value, "float32"))
 
 
+def test_devices_live_on_over_a_coordinator_that_ends_in_order(
+    start: Start, connect: Connect, await_event: Wait, tmp_path: Path
+) -> None:
+    """SIGTERM, and a restart on the same port: the devices have the token of the first, and so has the second."""
+    options = ("--journal", tmp_path / "journal")
+    for more in ((), options):
+        first = start("coordinator", *more)
+        device = start("device", "--join", first.address, "--memory", "1MiB", "--id", 7)
+        assert device.id == 7
+        first.signal(signal.SIGTERM)
+        assert first.wait() == 0
+        second = start("coordinator", *more, "--port", first.address.rpartition(":")[2])
+        await_event(second.address, "device_recovered" if more else "device_joined", LONG_S, device=7)
+        check_all_reduce(connect(second.address).communicator([7]))
+        device.signal(signal.SIGTERM)
+        assert device.wait() == 0
+
+
+def test_a_journal_keeps_its_token_for_a_coordinator_at_another_port(
+    start: Start, connect: Connect, await_event: Wait, tmp_path: Path
+) -> None:
+    """A device that knows both addresses, as with a standby, is accepted by the coordinator at the second."""
+    first = start("coordinator", "--journal", tmp_path / "journal")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    device = start("device", "--join", f"{first.address},127.0.0.1:{port}", "--memory", "1MiB", "--id", 7)
+    assert device.id == 7
+    first.kill()
+    second = start("coordinator", "--journal", tmp_path / "journal", "--port", port)
+    await_event(second.address, "device_recovered", LONG_S, device=7)
+    check_all_reduce(connect(second.address).communicator([7]))
+
+
 def test_without_a_journal_devices_join_again(start: Start, connect: Connect, await_event: Wait) -> None:
     """A coordinator without a journal gets its devices back with their ids, but no communicators."""
     first = start("coordinator")
@@ -252,8 +287,13 @@ def test_hoop_up_recovers_from_its_state_folder(start: Start, connect: Connect, 
     comm.buffer("weights", 100).fill(x)
     first.signal(signal.SIGINT)
     assert first.wait() == 0
-    assert sorted(path.name for path in state.iterdir()) == ["device-1.arena", "device-2.arena", "journal"]
-    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.iterdir())] == ["0o0"] * 4
+    assert sorted(path.name for path in state.iterdir()) == [
+        "device-1.arena",
+        "device-2.arena",
+        "journal",
+        "journal.token",
+    ]
+    assert [oct(path.stat().st_mode & 0o077) for path in (state, *state.iterdir())] == ["0o0"] * 5
 
     second = start(*options)
     cluster = connect(second.address)

@@ -29,11 +29,18 @@ def configure(
     insecure: bool,
     token_file: Path | None,
     tls: Path | None,
+    lab: bool,
+    lab_dialect: str | None,
 ) -> CoordinatorConfig:
-    """Builds and checks a coordinator's configuration from its options."""
+    """Builds and checks a coordinator's configuration from its options.
+
+    On loopback without credentials and without ``insecure`` it makes a token, which its user's processes find.
+    """
     from hoop.membership.failure_detector import DetectorConfig
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
-    from hoop.wire.auth import find_credentials
+    from hoop.topology import Address
+    from hoop.wire.auth import Credentials, find_credentials
+    from hoop.wire.local_token import LocalToken
     from hoop.wire.roles import Role
 
     if count_unit not in COUNT_UNITS:
@@ -41,6 +48,11 @@ def configure(
     seconds = parse_duration(timeout, "--timeout")
     if not seconds:
         raise InvalidArgument("--timeout: an operation needs more than 0 s")
+    credentials, local_token = find_credentials(Role.COORDINATOR, token_file=token_file, tls=tls), None
+    dialect, lab = options.check_dialect(lab_dialect), lab or lab_dialect is not None
+    if Address(host, port).is_loopback and not credentials.required and not insecure:
+        local_token = LocalToken.obtain(port, journal if journal is None or isinstance(journal, Path) else str(journal))
+        credentials = Credentials(Role.COORDINATOR, local_token.token)
     return CoordinatorConfig(
         host=host,
         port=port,
@@ -49,7 +61,10 @@ def configure(
         timeout_s=seconds,
         detector=DetectorConfig(lease_s=parse_duration(lease, "--lease")),
         insecure=insecure,
-        credentials=find_credentials(Role.COORDINATOR, token_file=token_file, tls=tls),
+        credentials=credentials,
+        local_token=local_token,
+        lab=lab,
+        lab_dialect=dialect,
     )
 
 
@@ -73,7 +88,8 @@ def coordinator(
         Path | None,
         typer.Option(help="etcd over TLS: a folder with ca.pem and, if etcd asks for them, cert.pem and key.pem."),
     ] = None,
-    lab_dialect: options.LabDialect = "starter",
+    lab: options.Lab = False,
+    lab_dialect: options.LabDialect = None,
     count_unit: options.CountUnit = "dialect",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
@@ -103,8 +119,7 @@ def coordinator(
         journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls) if journal else None
     )
     config = replace(
-        configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls),
-        lab_dialect=options.check_dialect(lab_dialect),
+        configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls, lab, lab_dialect),
         restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
@@ -125,6 +140,7 @@ def coordinator(
             if address_file is not None:
                 write_address_file(address_file, address)
                 written = True
+            options.warn_of_open_lab(config)
             typer.echo(json_module.dumps({"coordinator": str(address)}) if json else f"coordinator {address}")
             await stopping.unless(asyncio.ensure_future(server.coordinator.wait_leadership_lost()))
         finally:

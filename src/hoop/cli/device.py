@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,7 +43,7 @@ def device(
     id: Annotated[  # noqa: A002 - the option's name
         int, typer.Option(metavar="N", min=0, help="This device's id; 0: the id in the arena, or a new one.")
     ] = 0,
-    jobs: options.Jobs = Path("."),
+    jobs: options.Jobs = None,
     address_file: options.AddressFile = None,
     advertise: Annotated[
         str | None, typer.Option(help="Address at which others reach this device, if not the one it listens on.")
@@ -51,7 +52,8 @@ def device(
     checksums: Annotated[
         bool, typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices.")
     ] = True,
-    lab_dialect: options.LabDialect = "starter",
+    lab: options.Lab = False,
+    lab_dialect: options.LabDialect = None,
     max_streams: options.MaxStreams = 4096,
     max_message: options.MaxMessage = "64MiB",
     connect_timeout: Annotated[str, typer.Option(help="How long to try to reach the coordinator.")] = "30s",
@@ -72,10 +74,12 @@ def device(
     from hoop.cli.running import Stopping
     from hoop.engine.entrypoint import train_rank
     from hoop.servers.device import DeviceConfig, DeviceServer
+    from hoop.servers.device_token import wait_for_token
     from hoop.servers.grpc_server import write_address_file
-    from hoop.wire.auth import find_credentials
+    from hoop.wire.auth import Credentials, find_credentials
     from hoop.wire.roles import Role
 
+    folder = options.check_jobs(jobs)
     config = DeviceConfig(
         coordinator=Addresses.parse(join, "--join"),
         memory=parse_size(memory, "--memory"),
@@ -90,15 +94,25 @@ def device(
         join_timeout_s=parse_duration(connect_timeout, "--connect-timeout"),
         max_message=parse_size(max_message, "--max-message"),
         max_streams=max_streams,
+        lab=lab or lab_dialect is not None,
         lab_dialect=options.check_dialect(lab_dialect),
         insecure=insecure,
         credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )
+    local = Address(host, port).is_loopback and all(one.is_loopback for one in Addresses.parse(join).addresses)
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
+        credentials = config.credentials
+        if local and not credentials.required and not insecure:
+            finding = asyncio.ensure_future(wait_for_token(Addresses.parse(join), config.join_timeout_s))
+            if not await stopping.unless(finding):
+                return
+            credentials = Credentials(Role.DEVICE, finding.result())
         server = DeviceServer(
-            config, partial(train_rank, jobs=jobs.resolve()), report=lambda text: typer.echo(text, err=True)
+            replace(config, credentials=credentials),
+            partial(train_rank, jobs=folder),
+            report=lambda text: typer.echo(text, err=True),
         )
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hoop.errors import InvalidArgument
 
+if TYPE_CHECKING:
+    from hoop.servers.coordinator import CoordinatorConfig
+
+OPEN_LAB = "every user of this machine can make the lab's calls, which read and write the devices' memory"
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
 Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
 Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
 Jobs = Annotated[
-    Path, typer.Option(help="Folder with the code of jobs: my_job:job is FOLDER/my_job.py, or an installed module.")
+    Path | None,
+    typer.Option(
+        show_default="the current folder",
+        help="Folder with the code of jobs, in which no other user can write: my_job:job is FOLDER/my_job.py, or an "
+        "installed module.",
+    ),
 ]
 AddressFile = Annotated[Path | None, typer.Option(help="File to write host:port to, once everything is up.")]
 Insecure = Annotated[
     bool,
     typer.Option(
-        "--insecure", help="Allow listening beyond loopback without a token or certificates: anyone can then call."
+        "--insecure",
+        help="Use no token unless one is given: every user of this machine can call, and everyone on the network if "
+        "--host is not loopback.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(help="The cluster's token, from hoop token; or set HOOP_TOKEN_FILE, or HOOP_TOKEN to the token."),
+    typer.Option(
+        help="The cluster's token, from hoop token; or set HOOP_TOKEN_FILE, or HOOP_TOKEN to the token. Without one, "
+        "your processes on this machine share one that the coordinator makes."
+    ),
 ]
 Tls = Annotated[
     Path | None, typer.Option(help="The folder with this process's certificate, from hoop certs; or set HOOP_TLS.")
@@ -46,10 +60,16 @@ REPLICAS_HELP = (
 )
 Replicas = Annotated[int, typer.Option(metavar="N", help=REPLICAS_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Lab = Annotated[
+    bool,
+    typer.Option("--lab", help="Open the lab's calls (gpu_sim), which have no token, to every user of this machine."),
+]
 LabDialect = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="Dialect of the lab's clients: starter (SUM is 0), nil-first (NIL is 0, SUM is 1), or auto: found out."
+        show_default="starter",
+        help="Dialect of the lab's clients: starter (SUM is 0), nil-first (NIL is 0, SUM is 1), or auto: found out. "
+        "It implies --lab.",
     ),
 ]
 CountUnit = Annotated[
@@ -68,11 +88,32 @@ Lease = Annotated[str, typer.Option(help="Lease of a device: it is dead after th
 Timeout = Annotated[str, typer.Option(help="Default timeout of an operation.")]
 
 
-def check_dialect(text: str) -> str:
-    """The value of ``--lab-dialect``, if it is valid."""
+def check_dialect(text: str | None) -> str:
+    """The value of ``--lab-dialect``, if it is valid; None: the default."""
     from hoop.servers.lab_dialect import AUTO, Dialect
 
     known = (*Dialect, AUTO)
+    if text is None:
+        return Dialect.STARTER
     if text not in known:
         raise InvalidArgument(f"--lab-dialect: {text!r} is not one of {', '.join(known)}")
     return text
+
+
+def check_jobs(folder: Path | None) -> Path:
+    """The value of ``--jobs``, or the current folder. One that was given must not be writable by other users.
+
+    The current folder is checked when a job is taken from it: most clusters take none.
+    """
+    from hoop.engine.job_source import check_writers
+
+    if folder is None:
+        return Path.cwd()
+    check_writers(folder, "--jobs")
+    return folder.resolve()
+
+
+def warn_of_open_lab(config: CoordinatorConfig) -> None:
+    """Says on standard error that the lab's calls are open, if they are."""
+    if config.lab:
+        typer.echo(f"--lab: {OPEN_LAB}", err=True)

@@ -21,12 +21,13 @@ def up(
     memory: options.Memory = "256MiB",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
-    jobs: options.Jobs = Path("."),
+    jobs: options.Jobs = None,
     address_file: options.AddressFile = None,
     state: Annotated[
         Path | None, typer.Option(help="Keep arenas and journal in this folder, and start from them if they are there.")
     ] = None,
-    lab_dialect: options.LabDialect = "starter",
+    lab: options.Lab = False,
+    lab_dialect: options.LabDialect = None,
     count_unit: options.CountUnit = "dialect",
     lease: options.Lease = "1.5s",
     timeout: options.Timeout = "60s",
@@ -44,8 +45,9 @@ def up(
 ) -> None:
     """Start a coordinator and its devices here, until Ctrl-C.
 
-    It prints [bold]coordinator HOST:PORT[/bold]: Hoop's clients and programs that speak the lab's gpu_sim protocol
-    connect there. Ctrl-C ends all processes and removes their files.
+    It prints [bold]coordinator HOST:PORT[/bold]: your Hoop commands and clients connect there, and with
+    [bold]--lab[/bold] programs that speak the lab's gpu_sim protocol. Ctrl-C ends all processes and removes their
+    files.
     """
     from hoop.cli.running import Stopping
     from hoop.launch.local import LocalCluster, LocalConfig
@@ -56,8 +58,7 @@ def up(
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
     journal = state and state / "journal"
     coordinator = replace(
-        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls),
-        lab_dialect=options.check_dialect(lab_dialect),
+        configure(host, port, count_unit, lease, timeout, journal, insecure, token_file, tls, lab, lab_dialect),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,
         max_message=parse_size(max_message, "--max-message"),
@@ -65,8 +66,9 @@ def up(
     )
     # Paths, never a secret: every user of the machine can read a command's arguments.
     more = [
-        *("--jobs", str(jobs)),
-        *("--lab-dialect", lab_dialect),
+        *(["--jobs", str(options.check_jobs(jobs))] if jobs else []),
+        *(["--lab"] if lab else []),
+        *(["--lab-dialect", lab_dialect] if lab_dialect else []),
         *("--max-streams", str(max_streams)),
         *("--max-message", max_message),
         *(["--token-file", str(token_file)] if token_file else []),
@@ -83,6 +85,7 @@ def up(
             started = await stopping.unless(asyncio.ensure_future(cluster.start(address_file)))
             if not started:
                 return
+            options.warn_of_open_lab(coordinator)
             if json:
                 typer.echo(json_module.dumps({"coordinator": str(cluster.address), "devices": devices}))
             else:

@@ -22,7 +22,7 @@ from hoop.client.communicator import Communicator
 from hoop.client.device import Device, location
 from hoop.client.handle import call
 from hoop.client.jobs import JobHandle
-from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerLost
+from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PeerLost, Unauthenticated
 from hoop.events import Event
 from hoop.signals import defer_signals
 from hoop.texts import printable
@@ -31,6 +31,7 @@ from hoop.wire.auth import Credentials, find_credentials
 from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.local_token import find_token
 from hoop.wire.roles import Role
 from hoop.wire.service import device_info, status_of, translate, unreachable
 
@@ -287,7 +288,8 @@ def connect(
     ``connect_timeout``: seconds to wait for the coordinator's first answer. ``timeout``: seconds of each later call.
 
     A cluster that listens beyond this machine authenticates its callers: give ``token``, or ``tls``, a folder made by
-    ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE (SECURITY.md).
+    ``hoop certs``. The default is HOOP_TLS, HOOP_TOKEN or HOOP_TOKEN_FILE, then the token that your own coordinator on
+    this machine has made for itself (SECURITY.md).
 
     >>> with hoop.connect("127.0.0.1:4021") as cluster:
     ...     comm = cluster.communicator(3)
@@ -295,6 +297,19 @@ def connect(
     """
     address = Addresses.parse(address) if isinstance(address, str) else address
     credentials = credentials or find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None)
+    if credentials.required:
+        return _open(address, connect_timeout, timeout, credentials)
+    found = find_token(address)
+    try:
+        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, found))
+    except Unauthenticated:
+        newer = find_token(address)  # a coordinator that has started meanwhile has written it
+        if newer is None or newer == found:
+            raise
+        return _open(address, connect_timeout, timeout, Credentials(Role.CLIENT, newer))
+
+
+def _open(address: Address | Addresses, connect_timeout: float, timeout: float, credentials: Credentials) -> Cluster:
     cluster = Cluster(address, timeout, credentials)
     try:
         cluster.wait_ready(connect_timeout)

@@ -19,6 +19,7 @@ PUBLIC = (
     "gradient_slots",
     "fault_tolerance.checkpoint",
     "job",
+    "job_source",
     "loss_reduction",
     "recipes",
     "settings",

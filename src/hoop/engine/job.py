@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from hoop.data.dataset import Splits
+from hoop.engine.job_source import check_declared, check_declared_in_spec, check_path_writers, find_spec
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import LOSSES, MEAN, REDUCTIONS, SUM, Criterion, Loss, loss_named
 from hoop.errors import InvalidArgument, NotFound
@@ -155,7 +156,8 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
     """Resolves a job's name on a device: a recipe, or ``module:name`` of code that is on this machine already.
 
     The name comes over the network, so no path in it is opened. The module must be installed, or be in ``folder``,
-    which the user that started this device chose. Only a ``Job`` in it is used, or a function annotated to return one.
+    which the user that started this device chose and no other user can write to. It is executed only if it declares the
+    ``Job``, or a function annotated to return one (``job_source``).
     """
     if name in recipes or name.startswith("inherited:"):
         return find_job(name, recipes)
@@ -169,21 +171,31 @@ def job_for_a_device(name: str, recipes: Mapping[str, Job], folder: Path | None)
     if where.partition(".")[0] in sys.stdlib_module_names or "__main__" in where.split("."):
         raise InvalidArgument(f"job: {where} is a module of Python's own, or a program; rename your file")
     path = folder.joinpath(*where.split(".")).with_suffix(".py") if folder is not None else None
-    if path is not None and path.is_file():
-        found = getattr(_from_file(path), attribute, None)
+    if path is not None and folder is not None and path.is_file():
+        neighbours = check_path_writers(folder, path, f"job: {name}")
+        check_declared(path, attribute, name)
+        found = getattr(_from_file(path, neighbours), attribute, None)
     else:
+        spec = find_spec(where)
+        if spec is None:
+            raise _not_here(name, where, path, f"No module named {where!r}")
+        check_declared_in_spec(spec, attribute, name)
         try:
             found = getattr(importlib.import_module(where), attribute, None)
         except ImportError as error:
-            raise NotFound(
-                f"job: {name}: {where} is not on this machine ({error}): there is no {path}; put your file there, or "
-                "start devices with --jobs FOLDER"
-            ) from None
+            raise _not_here(name, where, path, str(error)) from None
     if isinstance(found, Job):
         return found
     if getattr(found, "__annotations__", {}).get("return") not in (Job, "Job", "hoop.Job"):
         raise InvalidArgument(f"job: {name} is neither a hoop.Job nor a function that says '-> hoop.Job'")
     return _build(found, name)
+
+
+def _not_here(name: str, where: str, path: Path | None, reason: str) -> NotFound:
+    return NotFound(
+        f"job: {name}: {where} is not on this machine ({reason}): there is no {path}; put your file there, or start "
+        "devices with --jobs FOLDER"
+    )
 
 
 def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
@@ -225,16 +237,16 @@ def _module(where: str, name: str) -> Any:
     return _from_file(path)
 
 
-def _from_file(path: Path) -> Any:
+def _from_file(path: Path, neighbours: bool = True) -> Any:
     """Executes a file as a module, again on every call, so that a running device sees changes to the file.
 
-    It may import its neighbours, now and later. They come last, so that none replaces an installed module.
+    With ``neighbours`` it may import them, now and later. They come last, so that none replaces an installed module.
     """
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a .py file has a loader"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
+    if neighbours and str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     spec.loader.exec_module(module)
     return module

@@ -38,6 +38,7 @@ from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
+from hoop.wire.local_token import LocalToken
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, environment_value
 
@@ -184,6 +185,8 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
         os.close(address_pipe)
         await parent_ended.wait()
         await server.stop()
+        if config.local_token is not None:  # no device lives on
+            config.local_token.withdraw()
 
     asyncio.run(run())
 
@@ -233,21 +236,28 @@ class ForkedConfig:
     memory: int
     """Bytes of each device's arena."""
     trainer: TrainFunction
-    coordinator: CoordinatorConfig = field(
-        default_factory=lambda: CoordinatorConfig(
-            detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, own_token())
-        )
-    )
+    coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
+
+    @property
+    def client_credentials(self) -> Credentials:
+        """The credentials of a client of this cluster in a process forked from this one."""
+        return Credentials(Role.CLIENT, self.coordinator.credentials.token)
 
 
-def own_token() -> Token | None:
-    """The join token in HOOP_TOKEN, which keeps other users of this machine out of the job; None if there is none.
+def own_coordinator() -> CoordinatorConfig:
+    """A coordinator whose token keeps other users of this machine out: the join token in HOOP_TOKEN, or a new one.
 
-    HOOP_TOKEN may hold a client's token for another cluster; that one is not used here.
+    The other processes are forked and have it. HOOP_TOKEN may hold a client's token for another cluster; that one is
+    not used here.
     """
     text = environment_value("HOOP_TOKEN")
-    token = Token.parse(text, "HOOP_TOKEN") if text else None
-    return token if token is not None and token.is_join else None
+    token, local = (Token.parse(text, "HOOP_TOKEN") if text else None), None
+    if token is None or not token.is_join:
+        local = LocalToken(required=False)
+        token = local.token
+    return CoordinatorConfig(
+        detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, token), local_token=local
+    )
 
 
 class ForkedCluster:

@@ -127,5 +127,6 @@ class LocalCluster:
                 process.kill()
                 await exited
             remove_arenas(process.pid)
+        ended = set(self._devices)
         self._devices.clear()
-        await self._server.stop()
+        await self._server.stop(ended)

@@ -134,7 +134,7 @@ class Training:
 
         def head(address: Address, send: Callable[[dict[str, Any]], None], on_stop: OnStop) -> None:
             """Runs in the head process; ``send`` writes to this process."""
-            for observed in self._follow(address, devices, on_stop):
+            for observed in self._follow(address, devices, on_stop, config.client_credentials):
                 send(observed.to_fields())
 
         preload()
@@ -143,7 +143,8 @@ class Training:
                 "this process has been connected to a cluster, and devices cannot be forked from it any more; "
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
-        forked = ForkedCluster(ForkedConfig(devices, launch.memory, train_rank), head)
+        config = ForkedConfig(devices, launch.memory, train_rank)
+        forked = ForkedCluster(config, head)
         try:
             self._on_stop(forked.stop)
             yield from map(Observed.from_fields, forked.events())
@@ -161,7 +162,7 @@ class Training:
             # Not in the signal handler: it may have interrupted another call.
             self._on_stop(lambda: threading.Thread(target=request_stop, daemon=True).start())
 
-        return self._follow(address, self._launch.devices, on_stop)
+        return self._follow(address, self._launch.devices, on_stop, self._launch.credentials)
 
     def _on_stop(self, stop: Callable[[], None]) -> None:
         """``stop`` may be called from now on; it is called at once if a stop was requested before."""
@@ -169,16 +170,14 @@ class Training:
         if self._stop_requested:
             stop()
 
-    def _follow(self, address: Address | Addresses, devices: int | None, on_stop: OnStop) -> Iterator[Observed]:
-        from hoop.launch.forked import own_token
+    def _follow(
+        self, address: Address | Addresses, devices: int | None, on_stop: OnStop, credentials: Credentials | None
+    ) -> Iterator[Observed]:
         from hoop.runs.job_follower import COORDINATOR_TIMEOUT_S, JobFollower
         from hoop.servers.grpc_server import write_address_file
-        from hoop.wire.auth import Credentials
-        from hoop.wire.roles import Role
 
         launch = self._launch
-        own = Credentials(Role.CLIENT, own_token()) if launch.coordinator is None else None
-        with connect(address, credentials=own or launch.credentials) as cluster:
+        with connect(address, credentials=credentials) as cluster:
             if launch.coordinator is None and devices:
                 cluster.wait_for_devices(devices)
             if launch.address_file is not None:

@@ -4,5 +4,14 @@ What a device trains is given to it as a function (``engine.entrypoint.train_ran
 May import: memory wire transport collectives membership strategies.
 """
 
-PUBLIC = ("coordinator", "coordinator_service", "device", "grpc_server", "journal_store", "lab_dialect", "tasks")
+PUBLIC = (
+    "coordinator",
+    "coordinator_service",
+    "device",
+    "device_token",
+    "grpc_server",
+    "journal_store",
+    "lab_dialect",
+    "tasks",
+)
 """Modules that other rooms may import."""

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -36,8 +36,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
+from hoop.wire.local_token import LocalToken, forget
 from hoop.wire.roles import Role
-from hoop.wire.service import status_of, translate, unreachable
+from hoop.wire.service import OnRefused, status_of, translate, unreachable
 
 log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
@@ -80,13 +81,17 @@ class CoordinatorConfig:
     """Limit of jobs that run at the same time."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.COORDINATOR))
+    local_token: LocalToken | None = None
+    """The token in ``credentials``, if the coordinator made it: where other processes of its user find it."""
+    lab: bool = False
+    """Whether the lab's calls are open to callers without a token."""
 
 
 class Coordinator:
     """The membership state, the connections to devices, and the loop that checks their leases."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
+        check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
         self.config = config
         self.address = Address(config.host, config.port)
         self.events = EventLog(max_bytes=MAX_TEXT_BYTES)
@@ -255,18 +260,38 @@ class Coordinator:
         assert self._leadership_error is not None, "set before the event"
         raise self._leadership_error
 
-    async def start(self, services: tuple[Any, ...]) -> Address:
+    async def start(self, services: tuple[Any, ...], on_lab_refused: OnRefused) -> Address:
         for one in list(self.state.communicators.values()):
             # Launches of the previous coordinator may still run. A new generation keeps their messages apart from those
             # of new launches. Jobs are not launched from here: they go on.
             if not one.broken_by and one.id not in self.state.jobs:
                 self.apply(m.Rebuilt(one.id))
         self._server, self.address = await serve(
-            self.address, services, self.config.max_message, self.config.credentials
+            self.address,
+            services,
+            self.config.max_message,
+            self.config.credentials,
+            self.config.lab,
+            on_lab_refused,
+            self._publish_token,
         )
         self.in_background(self._tick_forever())
         self.events.publish("coordinator_started", f"coordinator at {self.address}, pid {os.getpid()}")
         return self.address
+
+    def _publish_token(self, address: Address) -> None:
+        """Writes the token for this user's commands, or removes the one of an earlier coordinator at this port."""
+        if self.config.local_token is not None:
+            self.config.local_token.publish(address.port)
+        elif address.is_loopback:
+            forget(address.port)
+
+    def _withdraw_token(self, ended: Collection[int]) -> None:
+        """Removes the token's file. It stays if devices live on that only a successor with this token may call."""
+        local = self.config.local_token
+        living = [key for key, one in self.state.members.items() if one.usable and key not in ended]
+        if local is not None and (local.kept or not living):
+            local.withdraw()
 
     async def _tick_forever(self) -> None:
         while True:
@@ -287,7 +312,9 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def stop(self) -> None:
+    async def stop(self, ended: Collection[int] = ()) -> None:
+        """``ended``: devices that may have had no time to leave, but whose processes have ended."""
+        self._withdraw_token(ended)
         if self._server is not None:
             await self._server.stop(grace=0.2)
         tasks = list(self._tasks)

@@ -211,7 +211,7 @@ class CoordinatorServer:
         service = CoordinatorService(self.coordinator, operations, groups)
         self._jobs, self._join_check = service.jobs, service.join_check
         events = self.coordinator.events
-        reports = ClientReports(lambda text: events.publish("lab_call_reported", text))
+        self._reports = reports = ClientReports(lambda text: events.publish("lab_call_reported", text))
         lab = lab_service.LabCoordinator(self.coordinator, operations, groups, reports)
         receiving = Receiving()
         self._services = (
@@ -222,10 +222,11 @@ class CoordinatorServer:
     async def start(self) -> Address:
         await self.coordinator.open()
         self._jobs.resume()
-        address = await self.coordinator.start(self._services)
+        address = await self.coordinator.start(self._services, self._reports.refused)
         self._join_check.start()
         return address
 
-    async def stop(self) -> None:
-        await self.coordinator.stop()
+    async def stop(self, ended: Collection[int] = ()) -> None:
+        """``ended``: devices whose processes have ended."""
+        await self.coordinator.stop(ended)
         await self._join_check.close()  # last: no task of the coordinator uses it any more

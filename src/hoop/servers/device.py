@@ -73,6 +73,8 @@ class DeviceConfig:
     """The dialect of the lab's clients, or ``auto``."""
     insecure: bool = False
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
+    lab: bool = False
+    """Whether the lab's calls are open to callers without a token."""
 
 
 class DeviceServer:
@@ -85,7 +87,7 @@ class DeviceServer:
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave."""
-        check_exposure(Address(config.host, config.port), config.credentials, config.insecure)
+        check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
@@ -103,7 +105,13 @@ class DeviceServer:
         self._runner = OperationRunner(self._arena, self._transport, self._shared)
         self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
         self._lab = lab_device.LabDevice(
-            self._arena, self._runner, self._streams, config.credentials, config.lab_dialect, config.max_message
+            self._arena,
+            self._runner,
+            self._streams,
+            config.credentials,
+            config.lab_dialect,
+            config.max_message,
+            config.lab,
         )
         self._on_report = report
         self._reports = ClientReports(self._report)
@@ -152,7 +160,9 @@ class DeviceServer:
                 services,
                 self.config.max_message,
                 self.config.credentials,
-                lambda: (self._service.info or self._info).address,
+                self.config.lab,
+                self._reports.refused,
+                advertised=lambda: (self._service.info or self._info).address,
             )
             info = await self._advertised(address)
             self._service.info = info

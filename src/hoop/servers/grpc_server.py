@@ -14,19 +14,35 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
 from hoop.resources import descriptor_limit, raise_descriptor_limit
 from hoop.topology import Address, Addresses
-from hoop.wire.auth import Credentials
+from hoop.wire.auth import LAB_SERVICES, Credentials
 from hoop.wire.channels import server_options
+from hoop.wire.proofs import COORDINATOR_TARGET
+from hoop.wire.service import OnRefused
 
 log = logging.getLogger("hoop.servers")
 OPEN_FILES = 65536
 """A server raises its soft limit of open files if it is below this."""
 
 
-def check_exposure(address: Address, credentials: Credentials, insecure: bool) -> None:
-    """Raises if other hosts could call without authentication, unless ``insecure`` allows it (then it warns)."""
-    if address.is_loopback or credentials.required:
+def check_exposure(address: Address, credentials: Credentials, insecure: bool, lab: bool = False) -> None:
+    """Raises if other hosts could call without authentication, unless ``insecure`` allows it (then it warns).
+
+    ``lab``: the lab's calls need no authentication.
+    """
+    if lab and credentials.certificates is not None:
+        raise InvalidArgument("--lab: with certificates no caller connects without one; leave out --lab, or --tls")
+    if address.is_loopback or (credentials.required and not lab):
         return
     where = f"{address.host} can be reached from other machines"
+    if credentials.required:
+        if not insecure:
+            raise InvalidArgument(
+                f"--lab: {where}, and the lab's calls read and write devices' memory without a token; use 127.0.0.1, "
+                "leave out --lab (the lab's programs then send a client's token), or add --insecure on a network you "
+                "trust"
+            )
+        log.warning("insecure: %s, and callers of the lab's protocol are not authenticated (SECURITY.md)", where)
+        return
     if not insecure:
         raise InvalidArgument(
             f"host: {where}, and any caller can run jobs here; authenticate callers with a token "
@@ -41,6 +57,9 @@ async def serve(
     services: Sequence[Any],
     max_message: int,
     credentials: Credentials,
+    lab: bool = False,
+    on_lab_refused: OnRefused | None = None,
+    on_bound: Callable[[Address], None] = lambda _: None,
     advertised: Callable[[], Address] | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Starts a server. Returns it and its address; port 0 picks a free port.
@@ -48,12 +67,18 @@ async def serve(
     ``advertised``: the address of a device by which callers know it, as soon as it is known.
 
     Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
-    links and files need.
+    links and files need. ``lab``: the lab's calls need no token. ``on_lab_refused`` is called for those that are
+    refused for want of one; ``on_bound`` with the address when the port is this process's, before the first call is
+    answered.
     """
     raise_descriptor_limit(OPEN_FILES)
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
-    interceptors = credentials.interceptors(*([] if advertised is None else [lambda: str(advertised())]))
+    interceptors = credentials.interceptors(
+        (lambda: COORDINATOR_TARGET) if advertised is None else (lambda: str(advertised())),
+        LAB_SERVICES if lab else frozenset[str](),
+        on_lab_refused,
+    )
     server = grpc.aio.server(options=options, interceptors=interceptors)
     server.add_generic_rpc_handlers(tuple(services))
     try:
@@ -62,8 +87,14 @@ async def serve(
         raise FailedPrecondition(
             f"cannot listen on {address}: the port is in use or not ours; choose another, or 0 for any"
         ) from None
+    bound = dataclasses.replace(address, port=port)
+    try:
+        on_bound(bound)
+    except BaseException:
+        await server.stop(None)
+        raise
     await server.start()
-    return server, dataclasses.replace(address, port=port)
+    return server, bound
 
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:

@@ -24,7 +24,7 @@ from hoop.wire.channels import Options
 from hoop.wire.proofs import COORDINATOR_TARGET, SCHEME, Prover, Verdict, Verifier, digest
 from hoop.wire.proved_channel import CHALLENGE_KEY, HEADER, ProvedChannel
 from hoop.wire.roles import ALLOWED, Role
-from hoop.wire.service import ERROR_CLASS_KEY
+from hoop.wire.service import ERROR_CLASS_KEY, OnRefused, host_of
 from hoop.wire.tls import Certificates, certificate_name
 from hoop.wire.tokens import Token, environment_value
 
@@ -32,6 +32,9 @@ _AUTH_HELP = (
     "give the cluster's with --token-file FILE or HOOP_TOKEN; other programs send the metadata "
     "'authorization: Bearer TOKEN' with what `hoop token FILE --role client` wrote (SECURITY.md)"
 )
+LAB_SERVICES = frozenset({"gpu_sim.GPUCoordinator", "gpu_sim.GPUDevice"})
+"""The lab's protocol, which has no tokens: ``--lab`` opens it to callers without one."""
+_LAB_HELP = "; or open the lab's calls, and no others, to every caller with --lab (hoop up, coordinator, device)"
 
 
 _DIGEST: ContextVar[str] = ContextVar("hoop-digest")
@@ -41,10 +44,22 @@ _DIGEST: ContextVar[str] = ContextVar("hoop-digest")
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """A server interceptor that checks every call against the table of roles."""
 
-    def __init__(self, token: Token | None, role: Role, target: Callable[[], str]) -> None:
-        """``token`` None: callers are identified by their certificate. ``role`` and ``target`` are the server's."""
+    def __init__(
+        self,
+        token: Token | None,
+        role: Role,
+        target: Callable[[], str],
+        open_services: frozenset[str] = frozenset(),
+        on_refused: OnRefused | None = None,
+    ) -> None:
+        """``token`` None: callers are identified by their certificate. ``role`` and ``target`` are the server's.
+
+        ``open_services`` need no token. ``on_refused`` is called for every call of the lab's that is refused.
+        """
         self._token = token
         self._verifier = Verifier(token, role, target) if token is not None else None
+        self._open_services = open_services
+        self._on_refused = on_refused
         self._checking: dict[str, Any] = {}
         """Handlers of single requests, by method, that check the digest first."""
 
@@ -53,6 +68,9 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         if self._token is None or self._verifier is None:
             return _with_certificate(details.method, await continuation(details))
+        of_lab = _service(details.method) in LAB_SERVICES
+        if _service(details.method) in self._open_services:
+            return await continuation(details)
         found = [str(value) for key, value in details.invocation_metadata or () if key == HEADER]
         scheme, _, presented = (found or [""])[0].partition(" ")
         verdict, role = Verdict(problem="this token is not of this cluster"), None
@@ -64,10 +82,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             if role is None:
                 problem = verdict.problem if found else "no token came with this call"
-                raise Unauthenticated(f"{details.method}: {problem}; {_AUTH_HELP}")
+                lab = _LAB_HELP if of_lab and not found else ""
+                raise Unauthenticated(f"{details.method}: {problem}; {_AUTH_HELP}{lab}")
             check_permission(details.method, role)
         except HoopError as error:
-            return _rejecting_handler(error, ((CHALLENGE_KEY, verdict.challenge),) if verdict.challenge else ())
+            if verdict.challenge:
+                return _rejecting_handler(error, details.method, None, ((CHALLENGE_KEY, verdict.challenge),))
+            return _rejecting_handler(error, details.method, self._on_refused if of_lab else None)
         handler = await continuation(details)
         if verdict.proof is None or handler is None or handler.request_streaming:
             return handler
@@ -75,6 +96,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if details.method not in self._checking:
             self._checking[details.method] = _with_digest(details.method, handler)
         return self._checking[details.method]
+
+
+def _service(method: str) -> str:
+    return method.removeprefix("/").partition("/")[0]
 
 
 def check_permission(method: str, role: Role) -> None:
@@ -85,8 +110,12 @@ def check_permission(method: str, role: Role) -> None:
         raise PermissionDenied(f"{method}: a {role} may not call this, {callers} may")
 
 
-def _rejecting_handler(error: HoopError, metadata: tuple[tuple[str, str], ...]) -> Any:
+def _rejecting_handler(
+    error: HoopError, method: str, on_refused: OnRefused | None, metadata: tuple[tuple[str, str], ...] = ()
+) -> Any:
     async def reject(_: Any, context: Any) -> None:
+        if on_refused is not None:
+            on_refused(method.rpartition("/")[2], host_of(context.peer()), error.code, str(error))
         await _abort(context, error, metadata)
 
     # A stream-stream handler reads no message before it answers, whatever the caller sends.
@@ -200,11 +229,17 @@ class Credentials:
 
     # ---- server side
 
-    def interceptors(self, target: Callable[[], str] = lambda: COORDINATOR_TARGET) -> tuple[Guard, ...]:
-        """Interceptors for a server of this process; ``target``: a device's advertised address."""
+    def interceptors(
+        self,
+        target: Callable[[], str] = lambda: COORDINATOR_TARGET,
+        open_services: frozenset[str] = frozenset(),
+        on_refused: OnRefused | None = None,
+    ) -> tuple[Guard, ...]:
+        """Interceptors for a server of this process; ``target``: a device's advertised address; others as ``Guard``."""
         if not self.required:
             return ()
-        return (Guard(None if self.certificates is not None else self.token, self.role, target),)
+        token = None if self.certificates is not None else self.token
+        return (Guard(token, self.role, target, open_services, on_refused),)
 
     def add_port(self, server: grpc.aio.Server, address: Address) -> int:
         """Open a server port and return its number; with certificates the port uses TLS."""

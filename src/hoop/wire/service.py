@@ -100,10 +100,10 @@ _CALLER: ContextVar[str] = ContextVar("hoop-caller", default="")
 
 def calling_host() -> str:
     """Host of the caller that the current handler serves, without the port; empty outside a handler."""
-    return _host(_CALLER.get())
+    return host_of(_CALLER.get())
 
 
-def _host(peer: str) -> str:
+def host_of(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
@@ -145,7 +145,7 @@ class _ServiceHandler(grpc.ServiceRpcHandler):  # type: ignore[type-arg]
     def _refusing_handler(self, method: str) -> Any:
         async def refuse(_: Any, context: Any) -> None:
             text = f"{method} is not a call of {self._service} here; it has {', '.join(sorted(self._table))}"
-            self._on_refused(method, _host(context.peer()), grpc.StatusCode.UNIMPLEMENTED.name, text)
+            self._on_refused(method, host_of(context.peer()), grpc.StatusCode.UNIMPLEMENTED.name, text)
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
 
         # A stream-stream handler reads no message before it answers, whatever the caller sends.

@@ -220,10 +220,11 @@ class Experiment:
                 trained.events.append(event)
 
     @contextlib.contextmanager
-    def cluster(self, devices: int, memory: str = "64MiB", lease: str = "1.5s") -> Iterator[str]:
-        """Run a cluster with ``hoop up``; yields the coordinator's address."""
+    def cluster(self, devices: int, memory: str = "64MiB", lease: str = "1.5s", lab: bool = False) -> Iterator[str]:
+        """Run a cluster with ``hoop up``; yields the coordinator's address. ``lab``: open the lab's calls."""
         admit(Request(devices, parse_size(memory, "memory"), STARTED))
-        options = "--devices", str(devices), "--memory", memory, "--lease", lease, LEAVE_WITH_STDIN
+        options = ["--devices", str(devices), "--memory", memory, "--lease", lease, LEAVE_WITH_STDIN]
+        options += ["--lab"] if lab else []
         process = start_process("up", *options, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         try:
             assert process.stdout is not None

@@ -166,7 +166,7 @@ def _measured(experiment: Experiment, findings: Findings) -> None:
     table: list[dict[str, Any]] = []
     for devices in (DEVICES,) if experiment.quick else (2, 4, 8):
         experiment.log(f"ring against naive: an all-reduce of the gradient on {devices} devices")
-        with experiment.cluster(devices) as address, connect(address) as client:
+        with experiment.cluster(devices, lab=True) as address, connect(address) as client:
             variants = AllReduceVariants(client, devices, GRADIENT)
             row: dict[str, Any] = {"devices": devices}
             for name, call in variants.variants().items():
