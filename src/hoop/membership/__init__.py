@@ -16,6 +16,7 @@ PUBLIC = (
     "failure_detector",
     "job_membership",
     "journal",
+    "reachability",
     "recovery",
     "replication",
     "state",

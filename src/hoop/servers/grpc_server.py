@@ -16,7 +16,6 @@ from hoop.resources import descriptor_limit, raise_descriptor_limit
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import LAB_SERVICES, Credentials
 from hoop.wire.channels import server_options
-from hoop.wire.proofs import COORDINATOR_TARGET
 from hoop.wire.service import OnRefused
 
 log = logging.getLogger("hoop.servers")
@@ -75,7 +74,7 @@ async def serve(
     limit = descriptor_limit()
     options = server_options(max_message, None if limit is None else limit // 2)
     interceptors = credentials.interceptors(
-        (lambda: COORDINATOR_TARGET) if advertised is None else (lambda: str(advertised())),
+        None if advertised is None else lambda: str(advertised()),
         LAB_SERVICES if lab else frozenset[str](),
         on_lab_refused,
     )

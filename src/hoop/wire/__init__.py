@@ -5,5 +5,16 @@ A call's meaning is the servers' business.
 May import: nothing but the modules directly in hoop.
 """
 
-PUBLIC = ("auth", "channels", "frames", "job_settings", "local_token", "roles", "service", "tls", "tokens")
+PUBLIC = (
+    "auth",
+    "channels",
+    "frames",
+    "job_settings",
+    "local_token",
+    "receiving",
+    "roles",
+    "service",
+    "tls",
+    "tokens",
+)
 """Modules that other rooms may import."""

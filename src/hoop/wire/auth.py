@@ -231,15 +231,18 @@ class Credentials:
 
     def interceptors(
         self,
-        target: Callable[[], str] = lambda: COORDINATOR_TARGET,
+        target: Callable[[], str] | None = None,
         open_services: frozenset[str] = frozenset(),
         on_refused: OnRefused | None = None,
     ) -> tuple[Guard, ...]:
-        """Interceptors for a server of this process; ``target``: a device's advertised address; others as ``Guard``."""
+        """Interceptors for a server of this process; the parameters are those of ``Guard``.
+
+        ``target``: the advertised address of a device; None for a coordinator.
+        """
         if not self.required:
             return ()
         token = None if self.certificates is not None else self.token
-        return (Guard(token, self.role, target, open_services, on_refused),)
+        return (Guard(token, self.role, target or (lambda: COORDINATOR_TARGET), open_services, on_refused),)
 
     def add_port(self, server: grpc.aio.Server, address: Address) -> int:
         """Open a server port and return its number; with certificates the port uses TLS."""
