@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ import grpc
 from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
-from hoop.wire.proofs import COORDINATOR_TARGET, SCHEME, Prover, Verdict, Verifier, digest
+from hoop.wire.proofs import COORDINATOR_TARGET, SCHEME, Prover, Verdict, Verifier
 from hoop.wire.proved_channel import CHALLENGE_KEY, HEADER, ProvedChannel
 from hoop.wire.roles import ALLOWED, Role
-from hoop.wire.service import ERROR_CLASS_KEY, OnRefused, host_of
+from hoop.wire.service import ERROR_CLASS_KEY, PROVED_DIGEST, OnRefused, host_of
 from hoop.wire.tls import Certificates, certificate_name
 from hoop.wire.tokens import Token, environment_value
 
@@ -35,10 +34,6 @@ _AUTH_HELP = (
 LAB_SERVICES = frozenset({"gpu_sim.GPUCoordinator", "gpu_sim.GPUDevice"})
 """The lab's protocol, which has no tokens: ``--lab`` opens it to callers without one."""
 _LAB_HELP = "; or open the lab's calls, and no others, to every caller with --lab (hoop up, coordinator, device)"
-
-
-_DIGEST: ContextVar[str] = ContextVar("hoop-digest")
-"""The digest of the request in the proof of the call that is served."""
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -60,8 +55,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._verifier = Verifier(token, role, target) if token is not None else None
         self._open_services = open_services
         self._on_refused = on_refused
-        self._checking: dict[str, Any] = {}
-        """Handlers of single requests, by method, that check the digest first."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], details: grpc.HandlerCallDetails
@@ -89,13 +82,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             if verdict.challenge:
                 return _rejecting_handler(error, details.method, None, ((CHALLENGE_KEY, verdict.challenge),))
             return _rejecting_handler(error, details.method, self._on_refused if of_lab else None)
-        handler = await continuation(details)
-        if verdict.proof is None or handler is None or handler.request_streaming:
-            return handler
-        _DIGEST.set(verdict.proof.digest)  # the handler runs in the same context
-        if details.method not in self._checking:
-            self._checking[details.method] = _with_digest(details.method, handler)
-        return self._checking[details.method]
+        PROVED_DIGEST.set(verdict.proof.digest if verdict.proof is not None else None)
+        return await continuation(details)
 
 
 def _service(method: str) -> str:
@@ -128,8 +116,10 @@ async def _abort(context: Any, error: HoopError, metadata: tuple[tuple[str, str]
 
 def _with_certificate(method: str, handler: Any) -> Any:
     """Wrap ``handler`` so that it first checks the role in the caller's certificate."""
+    if handler is None:
+        return None
 
-    async def check_certificate(_: Any, context: Any) -> None:
+    async def check_certificate(context: Any) -> None:
         names = [name.decode(errors="replace") for name in context.auth_context().get("x509_common_name", ())]
         try:
             if len(names) != 1 or names[0] not in list(Role):
@@ -138,33 +128,15 @@ def _with_certificate(method: str, handler: Any) -> Any:
         except HoopError as error:
             await _abort(context, error)
 
-    return _checking_handler(handler, check_certificate)
-
-
-def _with_digest(method: str, handler: Any) -> Any:
-    """Wrap ``handler`` so that it first compares the request with its digest in the proof."""
-    assert handler.request_deserializer is None, "requests are bytes here"
-
-    async def check_digest(request: bytes, context: Any) -> None:
-        if digest(request) != _DIGEST.get():
-            await _abort(context, Unauthenticated(f"{method}: the request is not the one that its proof is for"))
-
-    return _checking_handler(handler, check_digest)
-
-
-def _checking_handler(handler: Any, check: Callable[[Any, Any], Awaitable[None]]) -> Any:
-    """A handler that calls ``check``, which aborts the call or returns, and then ``handler``."""
-    if handler is None:
-        return None
     kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
     inner = getattr(handler, kind)
 
     async def unary(request: Any, context: Any) -> Any:
-        await check(request, context)
+        await check_certificate(context)
         return await inner(request, context)
 
     async def streaming(request: Any, context: Any) -> AsyncIterator[Any]:
-        await check(request, context)
+        await check_certificate(context)
         async for response in inner(request, context):
             yield response
 
