@@ -13,7 +13,7 @@ import pytest
 
 from hoop.errors import InvalidArgument
 from hoop.lab.chaos.fault_actions import FaultOutcome
-from hoop.lab.chaos.run import Chaos, ChaosConfig, _violation, table, verdict
+from hoop.lab.chaos.run import Chaos, ChaosConfig, table, verdict, violation
 from hoop.lab.chaos.schedule import KINDS, draw_schedule
 from hoop.report.metrics import read_metrics
 from hoop.runs.ledger import NAME, Ledger, lines
@@ -54,19 +54,19 @@ def test_a_missing_step_or_a_different_loss_is_a_violation(tmp_path: Path) -> No
     command = [sys.executable, "-m", "hoop", "train", job, "--devices=1", "--epochs=1", f"--out={complete}"]
     subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     steps = len(read_metrics(complete / "metrics.jsonl")) - 1
-    assert _violation(complete, complete, steps) == ""
-    assert "the ledger has 7 of 8 steps" in _violation(complete, complete, steps + 1)
+    assert violation(complete, complete, steps) == ""
+    assert "the ledger has 7 of 8 steps" in violation(complete, complete, steps + 1)
     shutil.copytree(complete, incomplete)
     ledger = Ledger(incomplete / NAME)
     for line in lines(complete / NAME):
         if line.entry.get("step") != 3:
             ledger.append([line.entry])
     ledger.close()
-    assert "step 4 follows step 2" in _violation(incomplete, complete, steps)
+    assert "step 4 follows step 2" in violation(incomplete, complete, steps)
     shutil.copytree(complete, changed)
     text = (changed / "metrics.jsonl").read_text().replace('"loss":', '"loss":1', 1)
     (changed / "metrics.jsonl").write_text(text)
-    assert "at place 1 are (1, 1" in _violation(changed, complete, steps)
+    assert "at place 1 are (1, 1" in violation(changed, complete, steps)
 
 
 @pytest.mark.slow

@@ -6,15 +6,15 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
-import namespaces
 import numpy as np
 import pytest
 from trainings import ENV, HOOP, TIMEOUT_S
 
 import hoop
+from hoop.lab.chaos.network import private_network, unavailable_reason
 from hoop.wire.tokens import new_token, write_private
 
-pytestmark = pytest.mark.skipif(bool(namespaces.unavailable_reason()), reason=namespaces.unavailable_reason())
+pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason())
 HOSTS = (1, 2)
 
 
@@ -22,7 +22,7 @@ def test_devices_that_listen_everywhere_reach_each_other(tmp_path: Path) -> None
     secret, token = new_token(), tmp_path / "cluster.token"
     write_private(token, secret)
     with ExitStack() as cleanup:
-        network = cleanup.enter_context(namespaces.network(len(HOSTS)))
+        network = cleanup.enter_context(private_network(len(HOSTS)))
         address = f"{network.address(1)}:4021"
 
         def command(host: int, *arguments: str) -> list[str]:

@@ -104,6 +104,7 @@ TABLE = (
     Rule(r": hoop train .*--fault", add="--epochs 1 --set max_steps=10", slow=True),
     Rule(r": hoop train examples/", add=SHORT, slow=True),
     Rule(r": hoop train ", add=SHORT),
+    Rule(r": hoop chaos .*--runs", add="--runs 1 --devices 2 --steps 40 --faults kill --strategies data", slow=True),
     Rule(r": hoop chaos ", add="--faults 1 --devices 2", slow=True),
     Rule(r": python benchmarks/recovery/overload.py", add="--minutes 0.1 --busy 1 --devices 2"),
     Rule(r": python benchmarks/recovery/replicas.py .*--strategies", add="--turns 1 --steps 40"),

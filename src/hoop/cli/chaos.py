@@ -10,12 +10,29 @@ import typer
 
 from hoop.cli import options
 from hoop.config import parse_duration
-from hoop.errors import InternalError
+from hoop.errors import InternalError, InvalidArgument
 from hoop.files import make_folder, write_text
+
+DEFAULT_FAULTS = 20
 
 
 def chaos(
-    faults: Annotated[int, typer.Option(metavar="N", min=0, help="Number of faults.")] = 20,
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="Number of faults; with --runs: kinds of faults, like kill,disk-full.", show_default="20, or all"
+        ),
+    ] = "",
+    runs: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Run this many short trainings, one fault each.", show_default=False)
+    ] = 0,
+    strategies: Annotated[
+        str, typer.Option(help="With --runs: strategies to draw from.", show_default="all synchronous")
+    ] = "",
+    steps: Annotated[int, typer.Option(metavar="N", min=30, help="With --runs: steps of each training.")] = 200,
+    keep: Annotated[
+        Path | None, typer.Option(help="With --runs: folder for journal, logs and files of runs that fail.")
+    ] = None,
     seed: Annotated[
         int, typer.Option(metavar="N", min=0, help="Seed of the kinds, times and victims of the faults.")
     ] = 0,
@@ -44,16 +61,26 @@ def chaos(
     any fault, and the ledger is audited: exit code 0 means that they are equal to the bit and the audit holds. The same
     seed gives the same faults. Goodput is the share of the time in which steps went on as usual: it depends on how
     often something happens (--every 15s).
+
+    With --runs it is a series of short trainings instead, on a cluster each: strategy, fault, moment and victims are
+    drawn from seed, seed + 1, … Besides the faults above there are kills of several processes at once, in the first
+    second, in the last step and during a checkpoint, deleted arenas, full disks, lost packets, cut links, and 30 jobs
+    on one cluster. Each run must end with the same weights, or with code 3 where its state is lost and the same weights
+    after --resume, and leave no process, port or file. docs/chaos.md has the list.
     """
+    if runs:
+        _scenarios(runs, seed, _names(faults), _names(strategies), devices, steps, keep, out, markdown, json)
+        return
+    count = _fault_count(faults)
     from hoop.lab.chaos.run import ChaosConfig, table, verdict
     from hoop.lab.chaos.run import chaos as run
     from hoop.strategies.catalog import parse
 
     parse(strategy)
-    wanted = [kind.strip() for kind in kinds.split(",") if kind.strip()]
+    wanted = _names(kinds)
     if out is not None:
         make_folder(out.parent, "--out")
-    config = ChaosConfig(faults, seed, job, strategy, devices, pace, wanted, parse_duration(every, "--every"))
+    config = ChaosConfig(count, seed, job, strategy, devices, pace, wanted, parse_duration(every, "--every"))
     found = run(config, lambda text: typer.echo(text, err=True))
     if out is not None:
         write_text(out, json_module.dumps(found.as_dict(), indent=2) + "\n")
@@ -72,3 +99,52 @@ def chaos(
         raise InternalError("the weights are not those of the undisturbed run")
     if found.violation:
         raise InternalError(f"the weights are those of the undisturbed run, the record is not: {found.violation}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _fault_count(text: str) -> int:
+    if text and not text.isdecimal():
+        raise InvalidArgument(f"--faults: {text!r} is not a number of faults; kinds of faults need --runs N")
+    return int(text or DEFAULT_FAULTS)
+
+
+def _scenarios(
+    runs: int,
+    seed: int,
+    faults: list[str],
+    strategies: list[str],
+    devices: int,
+    steps: int,
+    keep: Path | None,
+    out: Path | None,
+    markdown: bool,
+    json: bool,
+) -> None:
+    """``hoop chaos --runs N``: prints a line a run to stderr, and the summary."""
+    from hoop.lab.chaos.campaign import Campaign, CampaignConfig, run_campaign, summary, tables
+
+    for folder in (keep, out.parent if out is not None else None):
+        if folder is not None:
+            make_folder(folder, "--keep" if folder is keep else "--out")
+    found = Campaign(CampaignConfig(runs, seed, faults, strategies, devices, steps, keep))
+    try:
+        run_campaign(found.config, lambda text: typer.echo(text, err=True), found)
+    finally:  # after Ctrl-C too: the runs so far
+        if out is not None:
+            write_text(out, json_module.dumps(found.as_dict(), indent=2) + "\n")
+        if found.outcomes and not json:
+            for table in tables(found):
+                if markdown:
+                    typer.echo(table.markdown())
+                else:
+                    from rich.console import Console
+
+                    Console().print(table.rich())
+            typer.echo(summary(found))
+    if json:
+        typer.echo(json_module.dumps(found.as_dict()))
+    if found.failures:
+        raise InternalError(f"{len(found.failures)} of {len(found.outcomes)} runs failed")

@@ -3,5 +3,13 @@
 May import: every room above it.
 """
 
-PUBLIC = ("bench.contest", "bench.links", "chaos.run", "papers.catalog", "papers.experiment", "papers.findings")
+PUBLIC = (
+    "bench.contest",
+    "bench.links",
+    "chaos.campaign",
+    "chaos.run",
+    "papers.catalog",
+    "papers.experiment",
+    "papers.findings",
+)
 """Modules that other rooms may import."""

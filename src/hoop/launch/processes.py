@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,14 +31,16 @@ def start_process(
     stdout: int | None = None,
     stderr: int | IO[Any] | None = None,
     env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
     """Start ``hoop ARGUMENTS`` in its own session, so that Ctrl-C reaches only this process.
 
     With ``LEAVE_WITH_STDIN`` among the arguments its stdin is a pipe from this process: the child leaves when this
-    process ends, however it ends.
+    process ends, however it ends. ``prefix``: a command that executes its arguments in its own place, such as
+    ``ip netns exec NAME``.
     """
     return subprocess.Popen(
-        hoop_command(*arguments),
+        [*prefix, *hoop_command(*arguments)],
         text=True,
         env=env,
         stdin=subprocess.PIPE if LEAVE_WITH_STDIN in arguments else subprocess.DEVNULL,

@@ -38,6 +38,8 @@ class JobWatch:
     def __init__(self, cluster: Cluster, ranks: int) -> None:
         self.ranks = ranks
         """World size, according to the latest event."""
+        self.job = 0
+        """The number of the job; 0 before it is known."""
         self.step = 0
         self.repeated = 0
         """Steps that were reported and then repeated."""
@@ -52,7 +54,10 @@ class JobWatch:
         reason = "the job has ended"
         try:
             started = next(one for one in cluster.events(follow=True) if one.kind == "job_started")
-            job = cluster.job(int(started.fields["job"]))
+            with self._changed:
+                self.job = int(started.fields["job"])
+                self._changed.notify_all()
+            job = cluster.job(self.job)
             for observed in job.events(coordinator_timeout=PATIENCE_S):
                 with self._changed:
                     self._note(observed)

@@ -119,7 +119,7 @@ def chaos(config: ChaosConfig, log: Log) -> Chaos:
             return found
         log(f"the same {found.steps} steps, undisturbed …")
         found.undisturbed = _undisturbed(found, Path(scratch) / "undisturbed")
-        found.violation = _violation(Path(scratch) / "disturbed", Path(scratch) / "undisturbed", found.steps)
+        found.violation = violation(Path(scratch) / "disturbed", Path(scratch) / "undisturbed", found.steps)
     return found
 
 
@@ -203,7 +203,7 @@ def _undisturbed(found: Chaos, out: Path) -> str:
     return str(json.loads(output)["weights_sha256"])
 
 
-def _violation(disturbed: Path, undisturbed: Path, steps: int) -> str:
+def violation(disturbed: Path, undisturbed: Path, steps: int) -> str:
     """The first violation in the ledger or the losses of the run under faults; empty if there is none."""
     audited = audit(disturbed)
     if audited.violation is not None:

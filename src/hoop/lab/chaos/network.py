@@ -1,0 +1,121 @@
+"""A private network on this machine: a bridge, and one network namespace for the coordinator and for each device.
+
+Packets that nftables drops there vanish as with a pulled cable: no process gets an error, no connection is reset. Needs
+root, ``ip`` and ``nft``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+PREFIX = "hoop"
+"""Of the names of bridges, links and namespaces; the id of the process that made them follows."""
+NO_RULES = "add table inet hoop\ndelete table inet hoop\n"
+RULES = """
+table inet hoop {{
+  chain came {{ type filter hook input priority 0; {came} }}
+  chain left {{ type filter hook output priority 0; {left} }}
+}}
+"""
+
+
+def unavailable_reason() -> str:
+    """Returns why network namespaces cannot be used on this machine; empty if they can."""
+    if os.geteuid():
+        return "namespaces need root"
+    missing = [tool for tool in ("ip", "nft", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not installed (Debian: iproute2, nftables, util-linux)"
+    probe = subprocess.run(["unshare", "--net", "nft", "list", "ruleset"], capture_output=True, check=False)
+    return "" if probe.returncode == 0 else "namespaces, or nftables in them, are not allowed here"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+class Network:
+    """Hosts numbered from 1, each with its own address; the process that makes it is an additional host."""
+
+    def __init__(self, hosts: int, cleanup: ExitStack) -> None:
+        self._name = f"{PREFIX}{os.getpid()}"
+        self._subnet = f"10.251.{os.getpid() % 256}"
+        ip("link", "add", self._name, "type", "bridge")
+        cleanup.callback(ip, "link", "del", self._name)
+        ip("addr", "add", f"{self._subnet}.254/24", "dev", self._name)
+        ip("link", "set", self._name, "up")
+        for host in range(1, hosts + 1):
+            namespace, veth = self._namespace(host), f"{self._name}-{host}"
+            ip("netns", "add", namespace)
+            cleanup.callback(ip, "netns", "del", namespace)
+            ip("link", "add", veth, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+            cleanup.callback(ip, "link", "del", veth)
+            ip("link", "set", veth, "master", self._name, "up")
+            ip("-n", namespace, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            ip("-n", namespace, "link", "set", "eth0", "up")
+            ip("-n", namespace, "link", "set", "lo", "up")
+
+    def _namespace(self, host: int) -> str:
+        return f"{self._name}-{host}"
+
+    def address(self, host: int) -> str:
+        return f"{self._subnet}.{host}"
+
+    def exec_prefix(self, host: int) -> list[str]:
+        """Returns the prefix of a command that is to run on this host."""
+        return ["ip", "netns", "exec", self._namespace(host)]
+
+    def cut(self, host: int, incoming: str = "", outgoing: str = "") -> None:
+        """Drops packets on this host from ``incoming`` and to ``outgoing``: an address, ``all``, or empty for none."""
+        came, left = (
+            "" if not address else "counter drop;" if address == "all" else f"ip {field} {address} counter drop;"
+            for field, address in (("saddr", incoming), ("daddr", outgoing))
+        )
+        self._set_rules(host, came, left)
+
+    def lose(self, host: int, percent: int) -> None:
+        """Drops ``percent`` of a hundred packets that reach this host, and of those that leave it, at random."""
+        rule = f"numgen random mod 100 < {percent} counter drop;"
+        self._set_rules(host, rule, rule)
+
+    def heal(self, host: int) -> None:
+        """Drops nothing on this host any more."""
+        self._nft(host, NO_RULES)
+
+    def dropped(self, host: int) -> int:
+        """How many packets the present rules of this host have dropped."""
+        listed = subprocess.run(
+            [*self.exec_prefix(host), "nft", "--json", "list", "ruleset"], stdout=subprocess.PIPE, text=True, check=True
+        )
+        rules = [one["rule"]["expr"] for one in json.loads(listed.stdout)["nftables"] if "rule" in one]
+        return sum(int(part["counter"]["packets"]) for rule in rules for part in rule if "counter" in part)
+
+    def _set_rules(self, host: int, came: str, left: str) -> None:
+        self._nft(host, NO_RULES + RULES.format(came=came, left=left))
+
+    def _nft(self, host: int, rules: str) -> None:
+        subprocess.run([*self.exec_prefix(host), "nft", "-f", "-"], input=rules, text=True, check=True)
+
+
+@contextmanager
+def private_network(hosts: int) -> Iterator[Network]:
+    """A network that exists within the block. Networks of processes that were killed are removed first."""
+    _remove_stale()
+    with ExitStack() as cleanup:
+        yield Network(hosts, cleanup)
+
+
+def _remove_stale() -> None:
+    """Removes the networks of processes that exist no more."""
+    for folder, remove in ((Path("/run/netns"), ("netns", "del")), (Path("/sys/class/net"), ("link", "del"))):
+        for path in folder.glob(f"{PREFIX}*"):
+            found = re.fullmatch(rf"{PREFIX}(\d+)(-\d+)?", path.name)
+            if found and not Path(f"/proc/{found[1]}").exists():
+                subprocess.run(["ip", *remove, path.name], capture_output=True, check=False)  # another may be faster
