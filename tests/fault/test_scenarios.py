@@ -91,6 +91,19 @@ def test_unknown_names_are_refused() -> None:
     assert "kinds of faults need --runs N" in str(invoked.exception)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--runs", "1", "--kinds", "kill"], "--kinds: it has no effect with --runs; use --faults"),
+        (["--runs", "1", "-s", "ring"], "--strategy: it has no effect with --runs; use --strategies"),
+        (["--runs", "1", "--pace", "8"], "--pace: it has no effect with --runs"),
+        (["--keep", "failed"], "--keep: it has no effect without --runs"),
+    ],
+)
+def test_options_without_effect_are_refused(options: list[str], text: str) -> None:
+    assert str(CliRunner().invoke(command_line(), ["chaos", *options]).exception) == text
+
+
 # ---- what is reported
 
 
@@ -257,6 +270,7 @@ def check(found: dict[str, object], runs: int) -> None:
         assert one["leftovers"] == []
 
 
+@pytest.mark.timeout(1200)
 def test_two_disturbed_runs_end_with_the_same_weights() -> None:
     """The short mode: a fault of one process, and of two at once."""
     options = "--runs", "2", "--seed", "4", "--devices", "2", "--steps", "40", "--strategies", "pipeline:1f1b"

@@ -16,7 +16,14 @@ from hoop.files import make_folder, write_text
 DEFAULT_FAULTS = 20
 
 
+ONE_LONG_RUN = {"strategy": "--strategies", "kinds": "--faults", "job": "", "pace": "", "every": ""}
+"""Options without effect with --runs, each with the one to use instead."""
+SHORT_RUNS = ("strategies", "steps", "keep")
+"""Options without effect without --runs."""
+
+
 def chaos(
+    context: typer.Context,
     faults: Annotated[
         str,
         typer.Option(
@@ -68,6 +75,7 @@ def chaos(
     on one cluster. Each run must end with the same weights, or with code 3 where its state is lost and the same weights
     after --resume, and leave no process, port or file. docs/chaos.md has the list.
     """
+    _check_options(context, runs)
     if runs:
         _scenarios(runs, seed, _names(faults), _names(strategies), devices, steps, keep, out, markdown, json)
         return
@@ -99,6 +107,19 @@ def chaos(
         raise InternalError("the weights are not those of the undisturbed run")
     if found.violation:
         raise InternalError(f"the weights are those of the undisturbed run, the record is not: {found.violation}")
+
+
+def _check_options(context: typer.Context, runs: int) -> None:
+    """Raises InvalidArgument if an option was given that has no effect."""
+    given = {name for name in (*ONE_LONG_RUN, *SHORT_RUNS) if _was_given(context, name)}
+    for name in sorted(given & set(ONE_LONG_RUN) if runs else given & set(SHORT_RUNS)):
+        instead = f"; use {ONE_LONG_RUN[name]}" if runs and ONE_LONG_RUN[name] else ""
+        raise InvalidArgument(f"--{name}: it has no effect {'with' if runs else 'without'} --runs{instead}")
+
+
+def _was_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _names(text: str) -> list[str]:
