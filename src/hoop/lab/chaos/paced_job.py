@@ -2,7 +2,7 @@
 
 Each block sleeps in its forward, so that a run lasts long enough for a fault and for the devices that come back, also
 on an idle machine. The environment variable ``HOOP_CHAOS_PACE`` has the seconds a block and shard; without it the job
-runs as fast as it can, to the same weights.
+runs as fast as it can, to the same weights. While the file that ``HOOP_CHAOS_HOLD`` names exists, it sleeps longer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from hoop.engine.job import Job
 from hoop.lab.chaos.scenario import SHARDS
 
 NAME = "hoop.lab.chaos.paced_job:job"
-PACE = "HOOP_CHAOS_PACE"
+PACE, HOLD = "HOOP_CHAOS_PACE", "HOOP_CHAOS_HOLD"
+HELD_S = 0.1
+"""Seconds a block and shard while the job is held."""
 WIDTH, CLASSES, BLOCKS = 32, 4, 8
 SAMPLES, BATCH = 1600, 64
 STEPS_AN_EPOCH = SAMPLES // BATCH
@@ -31,11 +33,12 @@ class Paced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seconds = float(os.environ.get(PACE, "0"))
+        self._seconds, self._hold = float(os.environ.get(PACE, "0")), os.environ.get(HOLD, "")
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        if self._seconds:
-            time.sleep(self._seconds)
+        seconds = HELD_S if self._hold and os.path.exists(self._hold) else self._seconds
+        if seconds:
+            time.sleep(seconds)
         return values
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, InternalError, PeerLost
-from hoop.job_events import DeviceLost, SnapshotTaken
+from hoop.job_events import DeviceLost, Recovered, Resized, SnapshotTaken
 from hoop.lab.chaos.fault_actions import COORDINATOR_DOWN_S, PAUSE_S, RUN_S, SLOW_S
 from hoop.lab.chaos.job_watch import JobWatch
 from hoop.lab.chaos.network import Network
@@ -27,7 +27,24 @@ LOST_PERCENT = 20
 LOSS_STEPS, LOSS_S = 15, 20.0
 """Packets are lost until this many more steps are done, at most this long."""
 CUT_S = 5.0
+RETURN_S = 150.0
+"""For devices that were started to be in the job; the training is slowed down meanwhile."""
 _PERIOD_S = 0.001
+
+
+RESTARTING = frozenset(
+    (
+        "kill",
+        "join",
+        "kill-two",
+        "kill-all",
+        "coordinator-and-device",
+        "first-second",
+        "arena-deleted",
+        "arena-disk-full",
+    )
+)
+"""Faults after which devices are started, in the middle of the training."""
 
 
 class FaultMissed(FailedPrecondition):
@@ -44,6 +61,8 @@ class RunningScenario:
     client: subprocess.Popen[str]
     """``hoop train``."""
     out: Path
+    hold: Path
+    """While this file exists the job is slow, so that devices that load PyTorch find it still running."""
     network: Network | None = None
     disk: SmallDisk | None = None
 
@@ -54,15 +73,42 @@ class ScenarioFaults:
     def __init__(self, running: RunningScenario) -> None:
         self._running, self._scenario = running, running.scenario
         self._processes, self._watch = running.processes, running.watch
+        self._started: list[int] = []
+        """Devices that were started by the fault in the middle of the training."""
+        self._before_start = 0
+        """Number of events before that."""
 
     def inject(self) -> str:
         """Inject the fault at its moment; returns the evidence that it happened.
 
-        Devices and a coordinator that were killed are started again, without waiting for them. Raises FaultMissed if
-        the training was over before.
+        Devices and a coordinator that were killed are started again; the job is held until the devices are in it, or
+        it has ended. Raises FaultMissed if the training was over before.
         """
         inject: Callable[[], str] = getattr(self, "_" + self._scenario.fault.replace("-", "_"))
-        return inject()
+        try:
+            evidence = inject()
+            return evidence + self._wait_for_started() if self._started else evidence
+        finally:
+            self._running.hold.unlink(missing_ok=True)
+
+    def _wait_for_started(self) -> str:
+        """Wait until the devices that were started are in the job; returns when, or that they did not come."""
+        wanted = max(self._scenario.devices, *self._started)
+        began, before = time.monotonic(), self._before_start
+
+        def complete() -> bool:
+            changes = (one.event for one in self._watch.events[before:])
+            return any(isinstance(one, Recovered | Resized) and one.ranks >= wanted for one in changes)
+
+        try:
+            self._watch.wait_until(complete, f"{wanted} devices in the job", RETURN_S)
+        except PeerLost:
+            if self._scenario.fault == "join":
+                raise FaultMissed("the training was over before the device had joined") from None
+            return "; the job ended before it had all its devices again"
+        except DeadlineExceeded:
+            return f"; the job did not have {wanted} devices within {RETURN_S:g} s"
+        return f"; {wanted} devices in the job after {time.monotonic() - began:.1f} s"
 
     # ---- moments
 
@@ -80,7 +126,14 @@ class ScenarioFaults:
     def _at_step(self) -> str:
         """Wait for the drawn step; returns it as text."""
         self._wait_for_step(self._scenario.step)
+        self._hold()
         return f"at step {self._watch.step}"
+
+    def _hold(self) -> None:
+        """Slow the job down from now on, until the fault has been injected and the devices are back."""
+        self._before_start = len(self._watch.events)
+        if self._scenario.fault in RESTARTING:
+            self._running.hold.touch()
 
     # ---- processes
 
@@ -103,6 +156,7 @@ class ScenarioFaults:
     def _restart_devices(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._processes.start_device(number)
+            self._started.append(number)
 
     def _all_numbers(self) -> list[int]:
         return list(range(1, self._scenario.devices + 1))
@@ -134,7 +188,7 @@ class ScenarioFaults:
     def _join(self) -> str:
         moment = self._at_step()
         number = self._scenario.devices + 1
-        self._processes.start_device(number)
+        self._restart_devices([number])
         return f"device {number} joins {moment}"
 
     def _leave(self) -> str:
@@ -198,6 +252,7 @@ class ScenarioFaults:
 
     def _first_second(self) -> str:
         self._wait(lambda: self._watch.job > 0, "the job is accepted")
+        self._hold()
         threading.Event().wait(self._scenario.moment)
         moment = f"{self._scenario.moment:.2f} s after the job was accepted"
         if self._scenario.variant < 0.25:
@@ -215,11 +270,11 @@ class ScenarioFaults:
             process = self._processes.numbered[number]
             if (code := process.wait(PATIENCE_S)) != -signal.SIGKILL:
                 raise FaultMissed(f"device {number} ended with code {code}")
-            self._restart_devices([number])
+            self._processes.start_device(number)
             return f"device {number} killed in step {steps}"
         self._wait_for_step(steps)
         self._kill_devices([number])
-        self._restart_devices([number])
+        self._processes.start_device(number)
         return f"device {number} killed after step {steps} was reported"
 
     # ---- files
@@ -230,7 +285,7 @@ class ScenarioFaults:
             before, number = len(self._watch.events), self._scenario.victims[0]
             self._wait(lambda: self._has_event(SnapshotTaken, before), "a snapshot")
             self._kill_devices([number])
-            self._restart_devices([number])
+            self._processes.start_device(number)
             return f"device {number} killed at the first snapshot after step {self._scenario.step}"
         folder, deadline = self._running.out / "checkpoints", time.monotonic() + PATIENCE_S
         while not (found := list(folder.glob(".*.part"))):
@@ -281,7 +336,7 @@ class ScenarioFaults:
         if (code := refused.wait(PATIENCE_S)) != 2:
             raise InternalError(f"a device whose arena does not fit on the disk ended with code {code}, not 2")
         disk.free()
-        self._processes.start_device(number)
+        self._restart_devices([number])
         return f"disk full {moment} ({filled} bytes); device {number} refused with code 2, then started with room"
 
     # ---- packets

@@ -188,7 +188,13 @@ class _Run:
         self.temporary = scratch / "tmp"
         """The temporary folder of the run's processes."""
         self.temporary.mkdir()
-        self._environment = {**self.footprint.environment, "TMPDIR": str(self.temporary), paced_job.PACE: str(PACE_S)}
+        self._hold = scratch / "hold"
+        self._environment = {
+            **self.footprint.environment,
+            "TMPDIR": str(self.temporary),
+            paced_job.PACE: str(PACE_S),
+            paced_job.HOLD: str(self._hold),
+        }
         self._out = scratch / ("disk/run" if scenario.kind.disk == "out" else "run")
 
     def run(self) -> None:
@@ -238,7 +244,7 @@ class _Run:
             cluster.wait_for_devices(scenario.devices, PATIENCE_S)
             client = processes.start("train", *self._train_options(str(processes.address)))
             watch = JobWatch(cluster, scenario.devices)
-            running = RunningScenario(scenario, processes, watch, client, self._out, network, disk)
+            running = RunningScenario(scenario, processes, watch, client, self._out, self._hold, network, disk)
             fault_error: HoopError | None = None
             try:
                 outcome.fired = ScenarioFaults(running).inject()
