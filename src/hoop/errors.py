@@ -128,6 +128,10 @@ class PeerLost(PeerError, ConnectionError):
     """A peer died, or closed the link."""
 
 
+class TrainingStateLost(PeerLost):
+    """With the lost devices went state of the model that no other device holds; the text names it and the remedy."""
+
+
 class DeadlineExceeded(PeerError, TimeoutError):
     """A peer did not answer in time."""
 

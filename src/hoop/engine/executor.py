@@ -222,7 +222,14 @@ class PlanExecutor:
         )
 
     def close(self) -> None:
-        """Stop the threads of the reducers."""
+        """Stop the threads of the reducers, and drop the handlers.
+
+        They refer to this object: with them, an ended job's model and data would stay until a garbage collection.
+        """
+        self._close_reducers()
+        self._handlers, self._batched = {}, None
+
+    def _close_reducers(self) -> None:
         for one in self._reducers.values():
             one.close()
 
@@ -243,7 +250,7 @@ class PlanExecutor:
         deadline = time.monotonic() + self.settings.timeout_s
         self.plan = plan
         self.extra_bytes_sent += sum(one.bytes_moved for one in self._reducers.values())
-        self.close()
+        self._close_reducers()
         for stage, stage_state in sorted(self.stage_states.items()):
             ranks = plan.holders[stage]
             if holdings is None:

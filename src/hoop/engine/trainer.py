@@ -206,6 +206,8 @@ class Trainer:
                 arena_shards=self._late_join.arena_shards,
             )
         )
+        self._opened: PlanExecutor | None = None
+        """``executor``, once there is one: a device that joins may get it in its first recovery."""
         self._setup_error: PeerError | None = None
         if joining and self._sharded is not None:
             return  # the first recovery decides which part of the model this rank holds
@@ -244,6 +246,7 @@ class Trainer:
 
     def _use_setup(self, setup: TrainingSetup) -> None:
         self._setup, self.executor, self._role = setup, setup.executor, setup.role
+        self._opened = setup.executor
         self._role.attach_provenance(self._provenance)
         self._balancer = load_balancer_for(
             setup.strategy, setup.plan, self._settings.balance, self._context.oversubscription
@@ -509,7 +512,9 @@ class Trainer:
         self._progress.add(self._done, [float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
 
     def close(self) -> None:
-        """Frees the arena's memory, except the last snapshots, which a client may still read."""
+        """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""
+        if self._opened is not None:
+            self._opened.close()
         self._vectors.free() if self._sharded is None else self._sharded.close()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hoop.environment import mismatch
-from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, UserError
+from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, TrainingStateLost, UserError
 from hoop.events import Event, EventLog
 from hoop.job_events import JobEnded, JobEvent, Ready
 from hoop.membership.state import CommunicatorState
@@ -120,9 +120,10 @@ class JobRecord:
 
     def outcome(self) -> HoopError | None:
         """The failure that explains the rest, or None if the job succeeded."""
-        if not self.ended:
-            self.failures += self.losses
-        return min([*self.failures, *self.losses], key=_weight) if self.failures else None
+        if self.ended and not self.failures:
+            return None
+        # The newest loss first: the job went on after the losses before it.
+        return min([*self.failures, *reversed(self.losses)], key=_weight, default=None)
 
 
 def is_over(event: Event) -> bool:
@@ -131,11 +132,13 @@ def is_over(event: Event) -> bool:
 
 
 def _weight(error: HoopError) -> int:
-    """Sort key, root cause first: a user error, a bug, a lost device, then link errors of its neighbours."""
+    """Sort key, most telling first: a user error, a bug, lost state, a lost device, then links of its neighbours."""
     if isinstance(error, UserError):
         return 0
+    if isinstance(error, TrainingStateLost):
+        return 2
     if isinstance(error, PeerLost):
-        return 2 if error.cause is PeerCause.DEVICE_LOST else 3
+        return 3 if error.cause is PeerCause.DEVICE_LOST else 4
     return 1
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from hoop.engine.job import names_of
 from hoop.engine.stage.state import StateLayout
-from hoop.errors import FailedPrecondition, PeerLost
+from hoop.errors import FailedPrecondition, TrainingStateLost
 from hoop.job_events import Emit, SnapshotTaken
 from hoop.memory import Arena
 
@@ -199,9 +199,9 @@ class SnapshotPublisher:
             )
         )
 
-    def state_lost(self, what: str) -> PeerLost:
+    def state_lost(self, what: str) -> TrainingStateLost:
         """The error for a run that cannot continue because ``what`` was lost; it tells the user what to do."""
-        return PeerLost(f"{what} was lost: {self.remedy}")
+        return TrainingStateLost(f"{what} was lost: {self.remedy}")
 
     @property
     def remedy(self) -> str:
