@@ -13,6 +13,7 @@
     │   └── PermissionDenied         the caller's role may not make this call
     ├── PeerError                another process or a link failed: rebuild and continue
     │   ├── PeerLost                 it died, or closed the link
+    │   │   └── TrainingStateLost        and state of the model went with it
     │   ├── DeadlineExceeded         it did not answer in time
     │   └── LinkCorrupted            the received bytes differ from the sent bytes
     │       └── WrongLength              a message has another length than its receiver expects

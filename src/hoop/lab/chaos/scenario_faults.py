@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hoop.errors import DeadlineExceeded, FailedPrecondition, InternalError, PeerLost
+from hoop.errors import DeadlineExceeded, InternalError, PeerLost
 from hoop.job_events import DeviceLost, Recovered, Resized, SnapshotTaken
 from hoop.lab.chaos.fault_actions import COORDINATOR_DOWN_S, PAUSE_S, RUN_S, SLOW_S
 from hoop.lab.chaos.job_watch import JobWatch
@@ -47,7 +47,7 @@ RESTARTING = frozenset(
 """Faults after which devices are started, in the middle of the training."""
 
 
-class FaultMissed(FailedPrecondition):
+class FaultMissed(Exception):
     """The training was over before the fault could be injected."""
 
 
