@@ -245,10 +245,10 @@ class _Run:
             client = processes.start("train", *self._train_options(str(processes.address)))
             watch = JobWatch(cluster, scenario.devices)
             running = RunningScenario(scenario, processes, watch, client, self._out, self._hold, network, disk)
-            fault_error: HoopError | None = None
+            fault_error: HoopError | FaultMissed | None = None
             try:
                 outcome.fired = ScenarioFaults(running).inject()
-            except HoopError as error:  # the training may go on, and what comes of it is reported too
+            except (HoopError, FaultMissed) as error:  # the training may go on, and what comes of it is reported too
                 fault_error = error
             self.footprint.observe(processes.pids)
             if client.returncode is not None and client.returncode < 0:  # it was killed
