@@ -124,7 +124,8 @@ class Scenario:
             return not self.arenas and not parse(self.strategy).replicated
         if self.fault == "kill-all":  # a data parallel state is torn if the kill comes within an update
             return not self.arenas or parse(self.strategy).replicated
-        return self.fault == "arena-deleted" and self.variant >= 0.5 and parse(self.strategy).replicated
+        # Replicas are in memory: if all are killed, the part whose arena is deleted is nowhere.
+        return self.fault == "arena-deleted" and self.variant >= 0.5
 
     def command(self) -> str:
         """The command that repeats it."""
