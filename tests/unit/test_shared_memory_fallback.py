@@ -14,7 +14,7 @@ import pytest
 from hoop.errors import OutOfMemory, ResourceExhausted
 from hoop.memory import Arena, storage
 from hoop.servers import device
-from hoop.servers.device import DeviceConfig, _open_arena
+from hoop.servers.device import DeviceConfig, open_arena
 from hoop.topology import Address
 from hoop.transport.semaphore import Semaphore
 from hoop.transport.shm_listener import open_shm_transport
@@ -38,13 +38,13 @@ def test_an_arena_that_does_not_fit_in_shared_memory_is_a_temporary_file(
 
     monkeypatch.setattr(storage.BackingFile, "reserve", full)
     config = DeviceConfig(Address("127.0.0.1", 1), memory=4096)
-    arena = _open_arena(config, "one.arena")
-    assert arena.path == elsewhere / "one.arena"
+    arena = open_arena(config)
+    assert arena.path.parent == elsewhere
     assert "no space left. The arena is in" in caplog.text
     assert list(shared.iterdir()) == []
     arena.close(delete=True)
     with pytest.raises(OutOfMemory):  # a file that the user named is never replaced by another
-        _open_arena(dataclasses.replace(config, arena=shared / "given.arena"), "two.arena")
+        open_arena(dataclasses.replace(config, arena=shared / "given.arena"))
 
 
 def test_a_device_that_promises_more_memory_than_there_is_is_refused(
@@ -54,18 +54,18 @@ def test_a_device_that_promises_more_memory_than_there_is_is_refused(
     monkeypatch.setattr(device, "in_memory", lambda folder: folder == tmp_path)
     given = DeviceConfig(Address("127.0.0.1", 1), memory=2 << 20, arena=tmp_path / "given.arena")
     with pytest.raises(ResourceExhausted) as refused:
-        _open_arena(given, "")
+        open_arena(given)
     assert str(refused.value) == (
         f"memory: an arena of 2 MiB in {tmp_path}, and 1 MiB of memory is available on this machine; choose a smaller "
         "--memory, or a file on a disk with --arena"
     )
     assert not (tmp_path / "given.arena").exists()
     monkeypatch.setattr(device, "in_memory", lambda folder: False)
-    arena = _open_arena(given, "")  # a file on a disk can be larger than memory
+    arena = open_arena(given)  # a file on a disk can be larger than memory
     assert "training will read and write the disk all the time" in caplog.text
     arena.close()
     caplog.clear()
-    _open_arena(given, "").close()  # it exists: its bytes are not needed once more
+    open_arena(given).close()  # it exists: its bytes are not needed once more
     assert not caplog.text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json as json_module
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,7 @@ def device(
     """
     from hoop.cli.running import Stopping
     from hoop.engine.entrypoint import train_rank
-    from hoop.servers.device import DeviceConfig, DeviceServer
+    from hoop.servers.device import DeviceConfig, DeviceServer, open_arena
     from hoop.servers.device_token import wait_for_token
     from hoop.servers.grpc_server import write_address_file
     from hoop.wire.auth import Credentials, find_credentials
@@ -104,16 +105,21 @@ def device(
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
         credentials = config.credentials
-        if local and not credentials.required and not insecure:
-            finding = asyncio.ensure_future(wait_for_token(Addresses.parse(join), config.join_timeout_s))
-            if not await stopping.unless(finding):
-                return
-            credentials = Credentials(Role.DEVICE, finding.result())
-        server = DeviceServer(
-            replace(config, credentials=credentials),
-            partial(train_rank, jobs=folder),
-            report=lambda text: typer.echo(text, err=True),
-        )
+        with ExitStack() as opened:
+            arena = open_arena(config)  # a mistake in --arena or --memory is refused before the wait for a token
+            opened.callback(arena.close, delete=config.arena is None)
+            if local and not credentials.required and not insecure:
+                finding = asyncio.ensure_future(wait_for_token(Addresses.parse(join), config.join_timeout_s))
+                if not await stopping.unless(finding):
+                    return
+                credentials = Credentials(Role.DEVICE, finding.result())
+            server = DeviceServer(
+                replace(config, credentials=credentials),
+                partial(train_rank, jobs=folder),
+                report=lambda text: typer.echo(text, err=True),
+                arena=arena,
+            )
+            opened.pop_all()
         if not await stopping.unless(asyncio.ensure_future(server.start())):
             return
         info = server.info

@@ -85,15 +85,17 @@ class DeviceServer:
         config: DeviceConfig,
         trainer: TrainFunction | None = None,
         report: Callable[[str], None] = lambda _: None,
+        arena: Arena | None = None,
     ) -> None:
-        """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave."""
+        """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave.
+
+        ``arena``: of ``open_arena``, which is called here without it. The device closes it.
+        """
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
-        self._arena = _open_arena(config, f"hoop-{os.getpid()}-{incarnation}.arena")
-        if not self._keeps_arena and sys.platform == "linux":
-            self._arena.unlink()  # other systems can share it with peers only by its name
+        self._arena = open_arena(config) if arena is None else arena
         try:
             self._transport = TcpTransport(
                 Address(config.host, config.data_port), config.checksums, config.credentials.link_key
@@ -216,7 +218,7 @@ class DeviceServer:
         self._arena.close(delete=not self._keeps_arena)
 
 
-def _open_arena(config: DeviceConfig, name: str) -> Arena:
+def open_arena(config: DeviceConfig) -> Arena:
     """The arena in the given file, else a new one: in /dev/shm, or where that fails in the temporary directory.
 
     Devices that start at the same time all see the same free space in /dev/shm, and it may not be enough for all.
@@ -226,14 +228,18 @@ def _open_arena(config: DeviceConfig, name: str) -> Arena:
             _check_memory(config.memory, config.arena.parent)
         return Arena.open_or_create(config.arena, config.memory)
     _check_memory(config.memory, default_directory(config.memory))
+    name = f"hoop-{os.getpid()}-{secrets.token_hex(8)}.arena"
     folder, other = default_directory(config.memory), Path(tempfile.gettempdir())
     try:
-        return Arena.open_or_create(folder / name, config.memory)
+        arena = Arena.open_or_create(folder / name, config.memory)
     except (OutOfMemory, FailedPrecondition) as error:
         if folder == other:
             raise
         log.warning("%s. The arena is in %s instead", error, other)
-        return Arena.open_or_create(other / name, config.memory)
+        arena = Arena.open_or_create(other / name, config.memory)
+    if sys.platform == "linux":
+        arena.unlink()  # other systems can share it with peers only by its name
+    return arena
 
 
 def _check_memory(size: int, folder: Path) -> None:
