@@ -207,6 +207,8 @@ def tame(request: Message) -> Message:
     """
     if isinstance(request, pb.AssignRankRequest | pb.LaunchRequest) and request.assignment.communicator_id:
         request.assignment.communicator_id = 2**40 + (request.assignment.communicator_id + next(serial)) % 2**40
+    if isinstance(request, pb.DrainDeviceRequest) and 0 < request.device_id < 1000:
+        request.device_id += 1000  # a device that is drained leaves
     if isinstance(request, pb.LaunchRequest) and request.timeout_s > 0.05:
         request.timeout_s = 0.05 if request.timeout_s <= 3600 else request.timeout_s
     return request

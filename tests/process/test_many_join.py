@@ -11,6 +11,7 @@ from hoop.servers.heartbeat import HeartbeatClient
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.local_token import find_token
 from hoop.wire.roles import Role
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Start = Callable[..., Running]
 
 DEVICES = 200
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def device_info(number: int) -> DeviceInfo:
@@ -30,7 +31,7 @@ def device_info(number: int) -> DeviceInfo:
 
 async def join_and_leave(address: Address) -> list[int]:
     """Join over one connection per device, send heartbeats, leave; return the device ids."""
-    credentials = Credentials(Role.DEVICE)
+    credentials = Credentials(Role.DEVICE, find_token(address))
     clients = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), credentials) for _ in range(DEVICES)]
     joins = (client.join(device_info(number), TIMEOUT_S) for number, client in enumerate(clients))
     ids = [info.device_id for info in await asyncio.gather(*joins)]

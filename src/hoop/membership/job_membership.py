@@ -330,7 +330,7 @@ class Await:
 
 @dataclass(frozen=True)
 class AwaitLoading:
-    """Announce that the job waits for devices that are loading it, the first of them for so many seconds."""
+    """Announce that the job waits for devices that are loading it, and how long the first of them has been loading."""
 
     device_ids: tuple[int, ...]
     seconds: float

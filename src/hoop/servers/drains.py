@@ -5,8 +5,8 @@
     device ◀── leave ─────────── coordinator      … in the answer to a heartbeat, when no job needs the device
 
 From then on the device gets no new work. ``membership.job_membership`` decides when each of its jobs goes on without
-it. A drain lives as long as the call of its client: if that ends before the device was told to leave, the device keeps
-its work.
+it. A drain lives as long as the call of its client: if that ends before the device is asked to leave, the device
+keeps its work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hoop.wire.generated import hoop_pb2 as pb
 HAND_OVER_S = 10.0
 """How long a device that leaves by itself waits for the other ranks to continue without it: about one step."""
 LOADING_S = 5.0
-"""How often it is told that a job waits for a device which is loading it."""
+"""How often it gets the text that a job waits for a device which is loading it."""
 PROGRESS_S = 1.0
 MAX_TIMEOUT_S = 7 * 86400.0
 HANDED_OVER, LEAVING, LEFT = "handed_over", "leaving", "left"
