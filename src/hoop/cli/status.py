@@ -12,10 +12,13 @@ from hoop.cli.output import plain
 from hoop.config import format_size, parse_duration
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from hoop.wire.generated import hoop_pb2 as pb
 
+WHY = "why"
+"""The key of a row's reason."""
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
 
 
@@ -104,38 +107,47 @@ def _print(found: pb.GetStatusResponse) -> None:
             "address": member.device.address,
             "pid": f"{member.device.pid}@{member.device.host}",
             "versions": version if len(set(versions)) > 1 else "",
-            "why": "; ".join(filter(None, (member.reason, member.unreachable))),
+            WHY: "; ".join(filter(None, (member.reason, member.unreachable))),
         }
         for member, version in zip(found.devices, versions, strict=True)
     ]
-    console.print(_table(rows) if rows else "no devices yet")
+    _print_table(console, rows, "no devices yet")
     rows = [
         {
             "communicator": str(one.id),
             "generation": str(one.generation),
             "devices": " ".join(str(member.device_id) for member in one.members),
             "status": one.status,
-            "why": one.reason,
+            WHY: one.reason,
         }
         for one in found.communicators
     ]
-    console.print(_table(rows) if rows else "no communicators")
+    _print_table(console, rows, "no communicators")
     rows = [
         {
             "job": str(one.id),
             "of": one.name,
             "devices": " ".join(map(str, one.device_ids)),
             "status": one.status,
-            "why": one.reason,
+            WHY: one.reason,
         }
         for one in found.jobs
     ]
     if rows:
-        console.print(_table(rows))
+        _print_table(console, rows, "")
 
 
 def _versions(device: pb.DeviceDescription) -> str:
     return f"hoop {device.hoop_version}, torch {device.torch_version or 'none'}, python {device.python_version}"
+
+
+def _print_table(console: Console, rows: list[dict[str, str]], otherwise: str) -> None:
+    """Print a table, and below it each row's reason: a terminal of 80 columns has no room for it in the table."""
+    console.print(_table(rows) if rows else otherwise)
+    for row in rows:
+        if row[WHY]:
+            name, *_ = row
+            console.print(plain(f"{name} {row[name]}: {row[WHY]}"))
 
 
 def _table(rows: list[dict[str, str]]) -> Table:
@@ -144,9 +156,9 @@ def _table(rows: list[dict[str, str]]) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    names = [name for name in rows[0] if any(row[name] for row in rows)]
+    names = [name for name in rows[0] if name != WHY and any(row[name] for row in rows)]
     for name in names:
-        table.add_column(name, overflow="fold", no_wrap=name != "why")
+        table.add_column(name, overflow="fold", no_wrap=True)
     for row in rows:
         table.add_row(*(plain(row[name], _COLOURS.get(row[name], "") if name == "state" else "") for name in names))
     return table
