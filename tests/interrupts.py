@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import preloaded
+
 
 @contextmanager
 def interrupts(ignored: bool = False) -> Iterator[None]:
@@ -25,7 +27,7 @@ def interrupts(ignored: bool = False) -> Iterator[None]:
         signal.signal(signal.SIGHUP, hangup)
 
 
-def interruptible(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+def interruptible(command: list[str], real_start: bool = False, **options: Any) -> subprocess.Popen[Any]:
     """Starts a process that SIGINT ends by default; for every child to which a test sends SIGINT."""
     with interrupts():
-        return subprocess.Popen(command, **options)
+        return (subprocess.Popen if real_start else preloaded.Popen)(command, **options)

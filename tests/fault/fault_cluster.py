@@ -9,13 +9,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import UnionType
 from typing import Any
+
+import preloaded
 
 import hoop
 from hoop.client.cluster import Cluster
@@ -36,8 +37,8 @@ def undisturbed(*options: str) -> dict[str, Any]:
     """Returns the result of the same job on one device without faults; ``out`` is its run folder, deleted at exit."""
     folder = tempfile.mkdtemp(prefix="undisturbed-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    run = subprocess.run(
-        [sys.executable, "-m", "hoop", "train", *JOB, *options, "--devices", "1", "--out", folder, "--json"],
+    run = preloaded.run(
+        [*preloaded.HOOP, "train", *JOB, *options, "--devices", "1", "--out", folder, "--json"],
         stdout=subprocess.PIPE,
         text=True,
         env=ENV,
@@ -59,8 +60,8 @@ class ClusterProcesses:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         with open(self.folder / f"{arguments[0]}.err", "ab") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hoop", *arguments],
+            process = preloaded.Popen(
+                [*preloaded.HOOP, *arguments],
                 text=True,
                 env=ENV,
                 stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from hoop.errors import InvalidArgument
@@ -51,8 +52,8 @@ def test_a_missing_step_or_a_different_loss_is_a_violation(tmp_path: Path) -> No
     """``hoop chaos`` fails on a violation, as it does on different weights."""
     complete, incomplete, changed = (tmp_path / name for name in ("whole", "holed", "other"))
     job = f"{Path(__file__).parents[1] / 'process' / 'train_driver.py'}:job"
-    command = [sys.executable, "-m", "hoop", "train", job, "--devices=1", "--epochs=1", f"--out={complete}"]
-    subprocess.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+    command = [*preloaded.HOOP, "train", job, "--devices=1", "--epochs=1", f"--out={complete}"]
+    preloaded.run(command, check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
     steps = len(read_metrics(complete / "metrics.jsonl")) - 1
     assert violation(complete, complete, steps) == ""
     assert "the ledger has 7 of 8 steps" in violation(complete, complete, steps + 1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import preloaded
 import pytest
 from fault_cluster import result_of, wait_for_event, wait_for_job, wait_for_step
 from reported_rows import check_same
@@ -105,7 +106,7 @@ def check_eviction_keeps_weights(
     with ExitStack() as cleanup:
         out = folder / "disturbed"
         train = ["train", *JOB, *SLOWDOWN, *COLLECTIVE_TIMEOUT, "--strategy", strategy, "--coordinator", address]
-        run = subprocess.Popen([*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE)
+        run = preloaded.Popen([*HOOP, *train, "--json", "--out", str(out)], text=True, env=ENV, stdout=subprocess.PIPE)
         cleanup.callback(run.wait, TIMEOUT_S)
         cleanup.callback(run.kill)
         with hoop.connect(address) as cluster:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
+import preloaded
 import pytest
 from reported_rows import check_same
 from trainings import DRIVER, ENV, HOOP, TIMEOUT_S, hoop_train, run_driver, tcp_cluster
@@ -62,12 +62,12 @@ IMPOSSIBLE = {
 
 def refused_output(*arguments: str) -> str:
     """Returns the error output of ``hoop train``, which must exit with code 2 before the training starts."""
-    completed = subprocess.run(
+    completed = preloaded.run(
         [*HOOP, "train", *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, env=ENV, check=False
     )
     assert completed.returncode == 2, completed.stderr
     assert "parameters on" not in completed.stderr, "the training started"
-    return completed.stderr
+    return str(completed.stderr)
 
 
 def test_an_impossible_fault_is_refused(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from fault_cluster import undisturbed
 from interrupts import interruptible
@@ -29,7 +29,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    return interruptible([sys.executable, "-m", "hoop", *arguments], text=True, env=ENV, **options)
+    return interruptible([*preloaded.HOOP, *arguments], text=True, env=ENV, **options)
 
 
 @contextmanager

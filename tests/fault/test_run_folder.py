@@ -8,13 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 from reported_rows import check_run
 from typer.testing import CliRunner
@@ -29,13 +29,13 @@ TIMEOUT_S = 400.0
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "hoop", *map(str, arguments)]
+    return [*preloaded.HOOP, *map(str, arguments)]
 
 
 @contextlib.contextmanager
 def training(out: Path, *options: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Starts ``hoop train``; kills it on exit."""
-    with subprocess.Popen(
+    with preloaded.Popen(
         command("train", JOB, "--out", out, *options, "--json"),
         text=True,
         stdout=subprocess.PIPE,
@@ -65,7 +65,7 @@ def result_of(run: subprocess.Popen[str]) -> dict[str, Any]:
 
 def undisturbed(*limit: object) -> str:
     """Returns the digest of the weights of a run on one device without faults."""
-    with subprocess.Popen(command("train", JOB, "-n", 1, *limit, "--json"), text=True, stdout=subprocess.PIPE) as run:
+    with preloaded.Popen(command("train", JOB, "-n", 1, *limit, "--json"), text=True, stdout=subprocess.PIPE) as run:
         return str(result_of(run)["weights_sha256"])
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import preloaded
 import pytest
 from typer.testing import CliRunner
 
@@ -252,7 +253,7 @@ def test_lost_packets_are_counted_and_the_network_is_removed() -> None:
 
 
 def chaos(*options: str) -> dict[str, object]:
-    run = subprocess.run(
+    run = preloaded.run(
         [*HOOP, "chaos", *options, "--json"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert run.returncode == 0, run.stderr

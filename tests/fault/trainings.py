@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 TIMEOUT_S = 400.0
 DRIVER = Path(__file__).parents[1] / "process" / "train_driver.py"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -21,7 +23,7 @@ HOOP = [sys.executable, "-m", "hoop"]
 
 def hoop_train(*arguments: str, out: Path, prefix: Sequence[str] = ()) -> dict[str, Any]:
     """Runs ``hoop train`` and returns its result, with the run folder as ``out``."""
-    completed = subprocess.run(
+    completed = preloaded.run(
         [*prefix, *HOOP, "train", *arguments, "--out", str(out), "--json"],
         stdout=subprocess.PIPE,
         text=True,
@@ -58,7 +60,7 @@ def tcp_cluster(devices: int) -> Iterator[str]:
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
-        started.append(subprocess.Popen([*HOOP, *arguments], text=True, stdout=subprocess.PIPE, env=ENV))
+        started.append(preloaded.Popen([*HOOP, *arguments], text=True, stdout=subprocess.PIPE, env=ENV))
         assert started[-1].stdout is not None
         return started[-1].stdout.readline()
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import preloaded
 from interrupts import interrupts
 
 HOOP = (sys.executable, "-m", "hoop")
@@ -32,14 +33,19 @@ _serial = itertools.count(1)
 class Running:
     """A command in the background. A stack trace in its standard error fails the test."""
 
-    def __init__(self, arguments: tuple[object, ...], folder: Path, ignore_sigint: bool = False) -> None:
-        """``ignore_sigint``: start it with SIGINT ignored, as a shell starts a background job."""
+    def __init__(
+        self, arguments: tuple[object, ...], folder: Path, ignore_sigint: bool = False, real_start: bool = False
+    ) -> None:
+        """``ignore_sigint``: start it with SIGINT ignored, as a shell starts a background job.
+
+        ``real_start``: start Python and import all, instead of a fork with the imports (``tests/preloaded.py``).
+        """
         self.arguments = tuple(map(str, arguments))
         self._log = folder / f"{next(_serial)}-{self.arguments[0]}.err"
         self._unread = b""
         with open(self._log, "wb") as errors, interrupts(ignored=ignore_sigint):
             # In its own session, so that a signal to its process group acts like Ctrl-C in a terminal.
-            self.process = subprocess.Popen(
+            self.process = (subprocess.Popen if real_start else preloaded.Popen)(
                 [*HOOP, *self.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -130,8 +136,8 @@ def background_processes(folder: Path) -> Iterator[Callable[..., Running]]:
     """A function that starts commands. At the end those still running are terminated, last started first."""
     with ExitStack() as stack:
 
-        def start(*arguments: object, ignore_sigint: bool = False) -> Running:
-            running = Running(arguments, folder, ignore_sigint)
+        def start(*arguments: object, ignore_sigint: bool = False, real_start: bool = False) -> Running:
+            running = Running(arguments, folder, ignore_sigint, real_start)
             stack.callback(running.end)
             return running
 

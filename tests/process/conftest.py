@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import preloaded
 import pytest
 from background import END_S, HOOP, START_S, Running, background_processes
 from descriptor_stub import Stub
@@ -31,10 +33,10 @@ LAB = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Starts ``hoop …`` in the background for one test."""
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts ``hoop …`` in the background for one test; a real start if the module has ``REAL_START = True``."""
     with background_processes(tmp_path) as start_process:
-        yield start_process
+        yield functools.partial(start_process, real_start=getattr(request.module, "REAL_START", False))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def run_hoop() -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *arguments: object, environment: Mapping[str, str] | None = None, within: float = START_S
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return preloaded.run(
             [*HOOP, *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             capture_output=True,

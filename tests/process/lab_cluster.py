@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+import preloaded
 import pytest
 from interrupts import interruptible
 
@@ -46,8 +47,8 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         """The output of ``hoop status --json``."""
-        command = [sys.executable, "-m", "hoop", "status", "--json", "--coordinator", self.address]
-        done = subprocess.run(command, capture_output=True, timeout=CALL_S, check=True)
+        command = [*preloaded.HOOP, "status", "--json", "--coordinator", self.address]
+        done = preloaded.run(command, capture_output=True, timeout=CALL_S, check=True)
         return dict(json.loads(done.stdout))
 
     def pids(self) -> dict[str, int]:
@@ -62,17 +63,17 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def hoop_up(devices: int = 3, *options: str, check_log: bool = True) -> Iterator[Cluster]:
+def hoop_up(devices: int = 3, *options: str, check_log: bool = True, real_start: bool = False) -> Iterator[Cluster]:
     """Runs ``hoop up``; at the end it must exit at SIGINT, and its log have no stack trace.
 
-    The lab's calls need no token, unless ``options`` say otherwise.
+    The lab's calls need no token, unless ``options`` say otherwise. ``real_start``: not forked with its imports.
     """
     with tempfile.TemporaryDirectory(prefix="lab-cluster-") as folder:
         address, log = Path(folder, "address"), Path(folder, "log")
-        command = [sys.executable, "-m", "hoop", "up", "--devices", str(devices), "--memory", "64MiB"]
+        command = [*preloaded.HOOP, "up", "--devices", str(devices), "--memory", "64MiB"]
         command += ["--address-file", str(address), *options]
         command += [] if {"--token-file", "--tls", "--insecure"}.intersection(options) else ["--lab"]
-        with log.open("wb") as out, interruptible(command, stdout=out, stderr=out) as process:
+        with log.open("wb") as out, interruptible(command, real_start, stdout=out, stderr=out) as process:
             try:
                 wait_for(lambda: address.exists() or process.poll() is not None, "hoop up", START_S)
                 assert address.exists(), log.read_text()

@@ -21,6 +21,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import preloaded
 import pytest
 from lab_cluster import Cluster, check_refusal, hoop_up, resident_bytes
 from lab_target import DEVICE, LAB_DEVICE, METHODS
@@ -76,7 +77,7 @@ class SecureCluster:
 @contextmanager
 def secure_cluster(folder: Path, *options: object) -> Iterator[SecureCluster]:
     """``hoop up`` with two devices and these options."""
-    with hoop_up(2, *map(str, options)) as running:
+    with hoop_up(2, *map(str, options), real_start=True) as running:
         with hoop.connect(running.address, credentials=load_credentials(options, Role.CLIENT)) as cluster:
             member = cluster.status().devices[0].device
         device = {"address": member.address, "data_address": member.data_address, "pid": member.pid}
@@ -103,7 +104,7 @@ def with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster
     if shutil.which("openssl") is None:
         pytest.skip("hoop certs needs the openssl command")
     folder = tmp_path_factory.mktemp("tls")
-    subprocess.run([sys.executable, "-m", "hoop", "certs", folder / "certs"], timeout=CALL_S, check=True)
+    preloaded.run([*preloaded.HOOP, "certs", str(folder / "certs")], timeout=CALL_S, check=True)
     with secure_cluster(folder, "--tls", folder / "certs") as cluster:
         yield cluster
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import preloaded
 import pytest
 
 QUICK = ["--ranks", "2", "--seconds", "10ms"]
 
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hoop", "bench", *QUICK, *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    command = [*preloaded.HOOP, "bench", *QUICK, *options]
+    return preloaded.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_rows_name_the_algorithm_that_ran(tmp_path: Path) -> None:

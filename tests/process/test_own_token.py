@@ -157,7 +157,7 @@ def fresh_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 def test_hoop_up_shares_a_token_with_its_user_s_commands(
     start: Callable[..., Any], run_hoop: Callable[..., Any], fresh_runtime: Path
 ) -> None:
-    up = start("up", "--devices", 1, "--memory", "1MiB", "--lab")
+    up = start("up", "--devices", 1, "--memory", "1MiB", "--lab", real_start=True)
     assert up.first_line.startswith("coordinator ")
     assert "every user of this machine can make the lab's calls" in up.errors
     (path,) = fresh_runtime.iterdir()

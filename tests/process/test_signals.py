@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Start = Callable[..., Running]
     GetStatus = Callable[[str], dict[str, Any]]
 
+REAL_START = True
+"""Python's own start decides which signals are ignored."""
 UP = ("--devices", "1", "--memory", "64MiB")
 SLOW = f"{Path(__file__).with_name('train_driver.py')}:slow"
 TIMEOUT_S = 60.0

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded
 import pytest
 import safetensors.numpy
 
@@ -33,8 +33,8 @@ UP = ("--devices", "2", "--memory", "64MiB", "--jobs", DRIVER.parent)
 
 
 def hoop(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hoop", *map(str, arguments)],
+    return preloaded.run(
+        [*preloaded.HOOP, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -164,7 +164,7 @@ def test_the_second_signal_stops_at_once(start: Start, status: GetStatus, tmp_pa
 
 
 def test_ctrl_c_during_startup(start: Start, tmp_path: Path) -> None:
-    running = start("train", SLOW, "-n", 2)
+    running = start("train", SLOW, "-n", 2, real_start=True)
     wait_until(lambda: "loading" in running.errors, lambda: running.errors)
     running.signal(signal.SIGINT)
     assert running.wait(within=40) == 130, running.errors

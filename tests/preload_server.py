@@ -1,0 +1,272 @@
+"""Forks ``python -m hoop …`` from a process that has imported Hoop, gRPC and PyTorch already. Linux only.
+
+    pytest ── request ──▶ this process ── fork ──▶ the command ("started PID")
+    pytest ◀── status pipe: "ended STATUS" ── this process, which waits for the command
+
+``tests/preloaded.py`` starts it, one for each pytest process. A request is JSON, with the descriptors of the command's
+standard streams and of its status pipe. At the end of the control socket this process exits. It never opens gRPC, runs
+PyTorch or starts a thread: none of them survives a fork.
+
+``hoop up`` starts its devices in the same way: from a fork of this process that was made before it opened gRPC.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+LEFT_OUT = ("hoop.__main__", "hoop.lab.", "hoop.torch_backend")
+"""Modules that act when they are imported, or that few commands need."""
+LATE = ("grpc.aio", "grpc.experimental", "typer._adapters", "pydantic.type_adapter")
+"""What packages import at the first use, where they have it."""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+# ---- requests
+
+
+def send(
+    control: socket.socket,
+    arguments: list[str],
+    cwd: Any,
+    environment: Mapping[Any, Any] | None,
+    start_new_session: bool,
+    streams: list[int],
+) -> int:
+    """Requests a command that inherits from this process as a child does; returns the read end of its status pipe."""
+    given = os.environ if environment is None else environment
+    request = {
+        "arguments": arguments,
+        "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
+        "env": {os.fsdecode(name): os.fsdecode(text) for name, text in given.items()},
+        "start_new_session": start_new_session,
+        "ignored": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+    }
+    text = json.dumps(request).encode()
+    status, theirs = os.pipe()
+    try:
+        socket.send_fds(control, [struct.pack("<I", len(text))], [*streams, theirs])
+        control.sendall(text)
+    finally:
+        os.close(theirs)
+    return status
+
+
+def report(status: int) -> str:
+    """The next line of a status pipe."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(status, 1)
+        if not data:
+            raise RuntimeError("the server that forks commands has ended: see tests/preload_server.py")
+        line += data
+    return line.decode().strip()
+
+
+def started(status: int) -> int:
+    """Waits until the command has what it inherits; returns its pid."""
+    kind, _, number = report(status).partition(" ")
+    if kind != "started":
+        raise RuntimeError(f"a command did not start; its status: {number}")
+    return int(number)
+
+
+def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next request and its descriptors: stdin, stdout, stderr, status pipe. None at the end."""
+    header, descriptors, _, _ = socket.recv_fds(control, 4, 4)
+    if not header:
+        return None
+    (length,) = struct.unpack("<I", header)
+    text = b""
+    while len(text) < length:
+        text += control.recv(length - len(text))
+    return json.loads(text), descriptors
+
+
+# ---- the server
+
+
+def load() -> None:
+    """Imports what commands import."""
+    os.environ["GRPC_VERBOSITY"] = "NONE"  # as hoop.cli.main, before gRPC reads it
+    import hoop
+    from hoop.engine.entrypoint import LATE_IMPORT
+
+    for module in pkgutil.walk_packages(hoop.__path__, "hoop."):
+        if not module.name.startswith(LEFT_OUT):
+            importlib.import_module(module.name)
+    importlib.import_module(LATE_IMPORT)
+    for name in LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise SystemExit("an import has started a thread: no process can be forked from here")
+    gc.collect()
+    gc.freeze()
+
+
+def serve(control: socket.socket, reparent: bool = False) -> list[str] | None:
+    """Forks children. Returns in a child, with the arguments of its command; in this process None, at the end.
+
+    ``reparent``: they become children of this process's parent, which waits for them itself.
+    """
+    poll, children = select.poll(), dict[int, tuple[int, int]]()
+    poll.register(control, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in children:
+                pid, status = children.pop(ready)
+                poll.unregister(ready)
+                os.close(ready)
+                _, ended = os.waitpid(pid, 0)
+                if not reparent:
+                    with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                        os.write(status, f"ended {ended}\n".encode())
+                os.close(status)
+            elif (received := receive(control)) is None:
+                return None
+            else:
+                request, descriptors = received
+                signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the child has its own handlers
+                if not (pid := os.fork()):
+                    if reparent:
+                        _leave_parent()
+                    control.detach()
+                    return become(request, descriptors)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+                for descriptor in descriptors[:3]:
+                    os.close(descriptor)
+                process = os.pidfd_open(pid)
+                children[process] = pid, descriptors[3]
+                poll.register(process, select.POLLIN)
+
+
+def _leave_parent() -> None:
+    """Goes on in a child whose parent exits; Linux gives it the nearest ancestor that adopts orphans."""
+    before = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == before:
+        time.sleep(0.001)
+
+
+# ---- a command
+
+
+def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
+    """Gives this forked process what the command would have inherited; returns the command's arguments."""
+    if request["start_new_session"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    tempfile.tempdir = None
+    for number in SIGNALS:
+        default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else default)
+    *streams, status = descriptors
+    for stream, descriptor in enumerate(streams):
+        os.dup2(descriptor, stream)
+    os.write(status, f"started {os.getpid()}\n".encode())
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    arguments: list[str] = request["arguments"]
+    if arguments[:1] == ["up"]:
+        _fork_devices()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return arguments
+
+
+def _fork_devices() -> None:
+    """Forks a server for this command: the Hoop processes that it starts are forked there, and are its children."""
+    ours, theirs = socket.socketpair()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if not (server := os.fork()):
+        ours.close()
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # else it would keep the command's pipes open
+            os.dup2(nothing, stream)
+        arguments = serve(theirs, reparent=True)
+        if arguments is not None:
+            run(arguments)
+        os._exit(0)
+    theirs.close()
+    start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_child(self: Any, args: Any, *others: Any) -> None:
+        words = [word for word in map(os.fsdecode, args) if word != "-P"] if isinstance(args, list | tuple) else []
+        if words[:3] != [sys.executable, "-m", "hoop"]:
+            start(self, args, *others)
+            return
+        _, _, _, _, cwd, environment, _, _, _, *pipes, _, _, _, _, _, start_new_session, _ = others
+        status = send(ours, words[3:], cwd, environment, start_new_session, inherited(pipes))
+        self._close_pipe_fds(*pipes)
+        self.pid = started(status)
+        self._child_created = True
+        os.close(status)
+
+    subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
+
+    @atexit.register
+    def end() -> None:
+        ours.close()
+        os.waitpid(server, 0)
+
+
+def inherited(pipes: list[int]) -> list[int]:
+    """The standard streams of a child, from ``subprocess``'s six descriptors: -1 is this process's own stream."""
+    return [number if given == -1 else given for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+
+
+def run(arguments: list[str]) -> None:
+    """Runs the command and exits as Python does, but leaves the destruction of all modules, 0.3 s, to the kernel."""
+    sys.argv = ["hoop", *arguments]
+    code = 0
+    try:
+        runpy.run_module("hoop", run_name="__main__", alter_sys=True)
+    except SystemExit as left:
+        if not isinstance(left.code, int | None):
+            raise
+        code = left.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        sys.exit(code)
+    os._exit(code & 0xFF)
+
+
+def main() -> None:
+    for number in SIGNALS:  # Ctrl-C is for pytest
+        signal.signal(number, signal.SIG_IGN)
+    load()
+    arguments = serve(socket.socket(fileno=int(sys.argv[1])))
+    if arguments is not None:
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()
