@@ -100,9 +100,7 @@ def devices_of(cluster: Cluster) -> Iterator[list[Device]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # A receiver that refuses a long stream early can leave the sender an INTERNAL error of gRPC instead of the reason;
-    # with forked devices it does so more often.
-    with hoop_up(3, "--insecure", real_start=True) as cluster:
+    with hoop_up(3, "--insecure") as cluster:
         yield cluster
 
 

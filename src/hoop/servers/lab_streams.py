@@ -12,6 +12,7 @@ BeginSend and BeginReceive announce a transfer, StreamSend carries it, GetStream
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -41,6 +42,8 @@ MAX_OPEN = 4096
 MAX_REMEMBERED = 16384
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 """Received bytes that may wait for their BeginReceive; a single message may exceed it. Hoop's devices send none."""
+DISCARD_SECONDS, MAX_DISCARDED_BYTES = 5.0, 64 << 20
+"""How much is read of a transfer that is refused, and for how long."""
 MATCH_SECONDS = 30.0
 """How long a sender waits for its BeginReceive, and a receive for its sender."""
 
@@ -154,6 +157,7 @@ class StreamTable:
             stream.end()
         except HoopError as error:
             stream.end(str(error))
+            await _discard(chunks)
             raise
         except (Exception, asyncio.CancelledError) as error:
             stream.end(f"the sender vanished: {error or type(error).__name__}")
@@ -260,3 +264,17 @@ class StreamTable:
         if len(table) > MAX_REMEMBERED:
             ended = next(key for key, one in table.items() if one.ended.is_set())
             del table[ended]
+
+
+async def _discard(chunks: AsyncIterator[lab.DataChunk]) -> None:
+    """Reads what a sender still sends, before its call is refused.
+
+    gRPC may lose the refusal if the sender is writing: the sender would then see INTERNAL instead of the reason.
+    """
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            async for chunk in chunks:
+                size += len(chunk.data)
+                if size > MAX_DISCARDED_BYTES:
+                    return
