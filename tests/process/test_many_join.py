@@ -33,13 +33,15 @@ async def join_and_leave(address: Address) -> list[int]:
     """Join over one connection per device, send heartbeats, leave; return the device ids."""
     credentials = Credentials(Role.DEVICE, find_token(address))
     clients = [HeartbeatClient(address, lambda: pb.DeviceMemory(capacity=4096), credentials) for _ in range(DEVICES)]
-    joins = (client.join(device_info(number), TIMEOUT_S) for number, client in enumerate(clients))
-    ids = [info.device_id for info in await asyncio.gather(*joins)]
-    for client in clients:
-        client.start()
-    await asyncio.sleep(0)
+
+    async def join(number: int, client: HeartbeatClient) -> int:
+        info = await client.join(device_info(number), TIMEOUT_S)
+        client.start()  # as a device does, without waiting for the other joins
+        return info.device_id
+
+    ids = await asyncio.gather(*(join(number, client) for number, client in enumerate(clients)))
     await asyncio.gather(*(client.leave() for client in clients))
-    return ids
+    return list(ids)
 
 
 def test_two_hundred_devices_join_at_once(start: Start, connect: Callable[..., hoop.Cluster]) -> None:
