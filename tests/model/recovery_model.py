@@ -20,7 +20,7 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from hoop.errors import HoopError, MembershipChanged
@@ -87,6 +87,19 @@ class Operation:
     entered: dict[int, Any] = field(default_factory=dict)
     waiting: dict[int, Callable[[dict[int, Any] | None], None]] = field(default_factory=dict)
     failed: bool = False
+
+
+@cache
+def pieces_of_rank(
+    rank: int, size: int, pipelines: int, replicas: int
+) -> tuple[frozenset[SliceSpec], frozenset[SliceSpec]]:
+    """The rank's own pieces of a partitioned state, and those of which it holds a replica."""
+    stages = size // pipelines if size % pipelines == 0 else size
+    parts = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, stages)]
+    groups = [tuple(range(stage, size, stages)) for stage in range(stages)] if stages < size else []
+    holders = replica_holders(size, (), replicas, groups)
+    held = (piece for owner in range(size) if rank in holders[owner] for piece in parts[owner % stages])
+    return frozenset(parts[rank % stages]), frozenset(held)
 
 
 class Device:
@@ -351,13 +364,9 @@ class Device:
 
     def _pieces(self, members: tuple[int, ...]) -> tuple[set[SliceSpec], set[SliceSpec]]:
         """Returns its own pieces of the state in this partition, and those of which it holds a replica."""
-        setup, size, rank = self.run.setup, len(members), members.index(self.number)
-        stages = size // setup.pipelines if size % setup.pipelines == 0 else size
-        parts = [[SliceSpec(f"p{n}", 0, 1, 1) for n in part] for part in split_evenly(PIECES, stages)]
-        groups = [tuple(range(stage, size, stages)) for stage in range(stages)] if stages < size else []
-        holders = replica_holders(size, (), setup.replicas, groups)
-        replicas = {piece for owner in range(size) if rank in holders[owner] for piece in parts[owner % stages]}
-        return set(parts[rank % stages]), replicas
+        setup = self.run.setup
+        own, replicas = pieces_of_rank(members.index(self.number), len(members), setup.pipelines, setup.replicas)
+        return set(own), set(replicas)
 
     def _keep_state(self, done: int, members: tuple[int, ...]) -> None:
         """Keeps the state after this step, and discards older state that it could provide."""

@@ -33,7 +33,7 @@ A member that wants to leave may do so (``_departing``)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -565,7 +565,7 @@ def _departing(job: JobView, cluster: State, now: float) -> tuple[int, ...]:
     """
     members = active(job, cluster)
     asked = [key for key in members if key in job.leaving]
-    if len(asked) == len(members):  # (a)
+    if not asked or len(asked) == len(members):  # (a)
         return ()
     ranks = len(members) + len(_ready(job, cluster))
     replaced = max(0, ranks - job.size)
@@ -588,8 +588,8 @@ def _with_desertion(job: JobView, cluster: State, now: float) -> JobView:
     if job.finding or not members:
         return job
     leave_now = all(job.leaving.get(key, now + 1.0) <= now for key in members)
-    can_take_over = _ready(job, cluster) or loading(job, cluster)
-    return replace(job, deserted=leave_now and not can_take_over)
+    deserted = leave_now and not (_ready(job, cluster) or loading(job, cluster))
+    return job if deserted == job.deserted else replace(job, deserted=deserted)
 
 
 def _finishing(job: JobView, one: CommunicatorState, working: list[int], waiting: list[int]) -> bool:
@@ -732,16 +732,17 @@ def handover(job: JobView, cluster: State, device_id: int, now: float) -> Handov
 def loading(job: JobView, cluster: State) -> dict[int, float]:
     """Devices that load the job and can take a rank after that, and since when they load it."""
     out = cluster.link_faults_of(job.id).evicted_until
-    found = {key: task.since for key, task in job.tasks.items() if _at_stage(job, cluster, key, TaskStage.LOADING)}
     return {
-        key: since
-        for key, since in found.items()
+        key: job.tasks[key].since
+        for key in _at_stage(job, cluster, job.tasks, TaskStage.LOADING)
         if _can_take_part(job, cluster.members[key]) and key not in out and key not in job.leaving
     }
 
 
 def _wait_of_leavers(job: JobView, cluster: State, now: float) -> HandoverStage:
     """What the members that are to leave wait for; ``DONE`` if there are none."""
+    if not job.leaving:
+        return HandoverStage.DONE
     asked = [key for key in active(job, cluster) if key in job.leaving]
     stages = {handover(job, cluster, key, now).stage for key in asked}
     found = (one for one in (HandoverStage.WAITING, HandoverStage.LOADING, HandoverStage.MOVING) if one in stages)
@@ -751,12 +752,12 @@ def _wait_of_leavers(job: JobView, cluster: State, now: float) -> HandoverStage:
 def _announce_loading(job: JobView, cluster: State, now: float) -> Result:
     """Announces, now and then, that the job waits for devices which are loading it."""
     found = {} if job.over else loading(job, cluster)
-    if not _needs_loading(job, cluster) and _wait_of_leavers(job, cluster, now) != HandoverStage.LOADING:
+    if found and not _needs_loading(job, cluster) and _wait_of_leavers(job, cluster, now) != HandoverStage.LOADING:
         returned = _may_return(job, cluster) if job.grace_until is not None else frozenset()
         found = {key: since for key, since in found.items() if key in returned}
     seconds = now - min(found.values(), default=now)
     if seconds < FIRST_NOTICE_S:
-        return replace(job, next_notice=None), ()
+        return job if job.next_notice is None else replace(job, next_notice=None), ()
     if job.next_notice is not None and now < job.next_notice:
         return job, ()
     notice = AwaitLoading(tuple(sorted(found)), seconds)
@@ -778,13 +779,13 @@ def _stage(job: JobView, device_id: int, incarnation: str) -> TaskStage | None:
 
 def active(job: JobView, cluster: State) -> list[int]:
     """The members of the newest generation whose tasks run."""
-    return [key for key in cluster.communicator(job.id).members if _at_stage(job, cluster, key, TaskStage.ACTIVE)]
+    return _at_stage(job, cluster, cluster.communicator(job.id).members, TaskStage.ACTIVE)
 
 
 def _ready(job: JobView, cluster: State) -> list[int]:
     """Devices that wait for their first rank and can get one."""
     out = cluster.link_faults_of(job.id).evicted_until
-    found = (key for key in job.tasks if _at_stage(job, cluster, key, TaskStage.READY))
+    found = _at_stage(job, cluster, job.tasks, TaskStage.READY)
     ready: list[int] = []
     for key in sorted(key for key in found if key not in out and key not in job.leaving):
         if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
@@ -815,9 +816,17 @@ def _without_rank(job: JobView, one: CommunicatorState) -> list[int]:
     return [key for key in sorted(job.tasks) if _had_rank(job, key) and key not in one.members]
 
 
-def _at_stage(job: JobView, cluster: State, device_id: int, stage: TaskStage) -> bool:
-    member = cluster.members.get(device_id)
-    return member is not None and _stage(job, device_id, member.info.incarnation) == stage
+def _at_stage(job: JobView, cluster: State, device_ids: Iterable[int], stage: TaskStage) -> list[int]:
+    """Those of these devices whose task is at this stage, and was started by their present process."""
+    tasks, members = job.tasks, cluster.members
+    return [
+        key
+        for key in device_ids
+        if key in tasks
+        and tasks[key].stage == stage
+        and key in members
+        and tasks[key].incarnation == members[key].info.incarnation
+    ]
 
 
 def _may_return(job: JobView, cluster: State) -> frozenset[int]:
@@ -845,12 +854,14 @@ def _without_task(job: JobView, device_id: int, incarnation: str) -> JobView:
 
 
 def _not_leaving(job: JobView, device_id: int) -> JobView:
+    if device_id not in job.leaving:
+        return job
     return replace(job, leaving={key: until for key, until in job.leaving.items() if key != device_id})
 
 
 def _reset_backoff(job: JobView) -> JobView:
     """Resets the backoff: after evidence or progress, the next rebuild does not wait."""
-    return replace(job, attempts=0)
+    return replace(job, attempts=0) if job.attempts else job
 
 
 def _count_attempt(job: JobView, now: float) -> JobView:

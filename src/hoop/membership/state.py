@@ -51,6 +51,7 @@ class LinkFaults:
         return bool(generations) and (generations[-1] >= self.working_generation or len(generations) >= MAX_RELINKS)
 
 
+NO_LINK_FAULTS = LinkFaults()
 COORDINATOR = 0
 """The source of the coordinator's own connections; no device has this id."""
 
@@ -189,7 +190,7 @@ class State:
         return sorted(ready, key=lambda device_id: (self.members[device_id].health, load[device_id], device_id))
 
     def link_faults_of(self, communicator_id: int) -> LinkFaults:
-        return self.link_faults.get(communicator_id, LinkFaults())
+        return self.link_faults.get(communicator_id, NO_LINK_FAULTS)
 
     def with_member(self, member: Member) -> State:
         return replace(self, members={**self.members, member.info.device_id: member})
