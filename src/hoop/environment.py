@@ -8,6 +8,7 @@ numeric probe, under the key ``arithmetic`` (``hoop.engine.numeric_probe``).
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -24,12 +25,17 @@ _NAMES = {"hoop": "Hoop", "torch": "PyTorch", "python": "Python", "arithmetic": 
 def versions() -> dict[str, str]:
     """The versions of Hoop, PyTorch and Python. Does not load PyTorch; a package that is not installed is left out."""
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}"}
-    for package in ("hoop", "torch"):
-        try:
-            found[package] = metadata.version(package).partition("+")[0]  # 2.13.0+cpu: the probe compares the builds
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {package: _installed_version(package) for package in ("hoop", "torch")}
+    return found | {package: version for package, version in installed.items() if version}
+
+
+@functools.cache  # to find and read a package's metadata takes 20 ms, and a process keeps what it has loaded
+def _installed_version(package: str) -> str:
+    """Empty: it is not installed."""
+    try:
+        return metadata.version(package).partition("+")[0]  # 2.13.0+cpu: the probe compares the builds
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def differing(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

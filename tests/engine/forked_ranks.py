@@ -8,6 +8,7 @@ There is no device server and no coordinator: only the engine is tested.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import tempfile
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,8 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hoop import environment
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.rank_context import RankContext
+from hoop.engine.entrypoint import LATE_IMPORT
 from hoop.engine.fault_tolerance.checkpoint import MOMENT, deserialize, serialize
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
@@ -69,6 +72,14 @@ class Outcome:
         return [name for name, category, _, _ in spans if name != "wait" and category != "recv"]
 
 
+@cache
+def import_for_ranks() -> None:
+    """Loads, before the first fork, what every rank would otherwise load by itself: up to 0.7 s each."""
+    for name in (LATE_IMPORT, "numpy.ctypeslib", "numpy.random"):
+        importlib.import_module(name)
+    environment.versions()
+
+
 def train(
     scheme: str,
     size: int,
@@ -81,6 +92,7 @@ def train(
 ) -> list[Outcome]:
     """Runs a job on ``size`` forked ranks. ``stop_at``: rank 0 requests a stop after this many polls."""
     torch.set_num_threads(1)
+    import_for_ranks()
     job.data()
     pipes: list[Connection] = []
     pids: list[int] = []
