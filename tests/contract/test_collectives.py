@@ -290,9 +290,11 @@ def compare(case: Case, rank: int) -> None:
 @over_every_transport
 @every_algorithm
 def test_matches_the_oracle(ranks: Ranks, collective: str, algorithm: str) -> None:
-    # All cases over one transport. The arithmetic does not depend on the transport, so the others run a quarter of
-    # the element types per operation and count, a different quarter for each count.
-    batch = list(cases(collective, algorithm, ranks.size, thinned=ranks.scheme != "inproc"))
+    # All cases over one transport, with up to three ranks. The arithmetic depends neither on the transport nor on the
+    # number of ranks, so the others run a quarter of the element types per operation and count, a different quarter
+    # for each count, with every root and peer. The rest is slow.
+    thinned = ranks.scheme != "inproc" or ranks.size > 3
+    batch = list(cases(collective, algorithm, ranks.size, thinned))
     assert batch
     run(ranks, batch)
 
@@ -300,6 +302,21 @@ def test_matches_the_oracle(ranks: Ranks, collective: str, algorithm: str) -> No
 @over_transports(SHARED_MEMORY, *SIZES)
 @every_shared_algorithm
 def test_matches_the_oracle_in_shared_memory(ranks: Ranks, collective: str, algorithm: str) -> None:
+    run(ranks, list(cases(collective, algorithm, ranks.size, thinned=ranks.size > 2)))
+
+
+@pytest.mark.slow
+@over_transports(["inproc"], 4, 5)
+@every_algorithm
+def test_every_combination_matches_the_oracle(ranks: Ranks, collective: str, algorithm: str) -> None:
+    """Also those that are left out above, with more than three ranks."""
+    run(ranks, list(cases(collective, algorithm, ranks.size, thinned=False)))
+
+
+@pytest.mark.slow
+@over_transports(SHARED_MEMORY, 3, 4, 5)
+@every_shared_algorithm
+def test_every_combination_matches_the_oracle_in_shared_memory(ranks: Ranks, collective: str, algorithm: str) -> None:
     run(ranks, list(cases(collective, algorithm, ranks.size, thinned=False)))
 
 
