@@ -7,6 +7,7 @@ Every import counts: at the top of a file, inside a function, under ``TYPE_CHECK
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -105,6 +106,13 @@ def imported_modules(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, s
                 yield node.lineno, name
 
 
+@functools.cache
+def imports_in(path: Path, src: Path) -> tuple[tuple[int, str], ...]:
+    """``imported_modules`` of a file under ``src``."""
+    package = list(path.relative_to(src).parts[:-1])
+    return tuple(imported_modules(ast.parse(path.read_text("utf-8"), str(path)), package))
+
+
 def forbidden_imports(src: Path) -> list[str]:
     """Every import under ``src/hoop`` that the table does not allow."""
     errors = []
@@ -115,7 +123,7 @@ def forbidden_imports(src: Path) -> list[str]:
         if allowed is None:
             errors.append(f"{path}:1: {room} is not in the table of {Path(__file__).name}")
             continue
-        for line, module in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
+        for line, module in imports_in(path, src):
             top = module.split(".")[0]
             target = room_of(module, src) if top == "hoop" else None
             where = f"{path}:{line}: {room} imports {module}"
@@ -283,8 +291,7 @@ def import_graph(src: Path) -> dict[str, set[str]]:
     paths_by_module = {module_of(path, src): path for path in paths}
     imports: dict[str, set[str]] = {module: set() for module in paths_by_module}
     for module, path in paths_by_module.items():
-        parts = list(path.relative_to(src).with_suffix("").parts)
-        for _, name in imported_modules(ast.parse(path.read_text("utf-8"), str(path)), parts[:-1]):
+        for _, name in imports_in(path, src):
             target = name if name in paths_by_module else name.rpartition(".")[0]
             if target in paths_by_module and target != module:
                 imports[module].add(target)

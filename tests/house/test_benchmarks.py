@@ -24,15 +24,23 @@ def test_scripts_are_found() -> None:
 
 
 HELP_OF_EACH = """
-import os, runpy, sys
+import os, runpy, sys, traceback
 import torch, hoop  # loaded once: each script runs in a forked child
 
 codes = {}
 for script in sys.argv[1:]:
     if not (child := os.fork()):
         sys.argv, sys.path[0] = [script, "--help"], os.path.dirname(script)
-        runpy.run_path(script, run_name="__main__")
-        sys.exit(0)
+        code = 1
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if code else 0)  # without taking down PyTorch's modules, which takes longer than the script
     codes[script] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 sys.exit(f"failed: {[script for script, code in codes.items() if code]}" if any(codes.values()) else 0)
 """
