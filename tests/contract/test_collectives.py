@@ -178,6 +178,11 @@ def inputs(rng: np.random.Generator, op: str, dtype: DType, size: int) -> Array:
     return as_dtype(rng.integers(0 if dtype.name == "uint8" else -8, 9, size), dtype)
 
 
+def needed_inputs(rng: np.random.Generator, operation: Operation, n: int) -> list[Array]:
+    """For each rank as many values as the operation reads there: large vectors take long to draw."""
+    return [inputs(rng, operation.op, operation.dtype, operation.extents(n, rank)[0]) for rank in range(n)]
+
+
 def prepare(case: Case, sources: list[Array]) -> Case:
     """Copies the sources into buffers with guards, and the oracle's results into copies of the buffers."""
     operation, n = case.operation, len(sources)
@@ -335,8 +340,7 @@ def test_stepping_round_by_round_gives_the_same_result(ranks: Ranks, collective:
 def check_large_vectors(ranks: Ranks, collective: str, algorithm: str) -> None:
     count = 1_000_003 if collective != "barrier" else 0
     operation = Operation(collective, count, algorithm=algorithm, root=1, peer=2)
-    rng = np.random.default_rng(2)
-    sources = [inputs(rng, "sum", operation.dtype, ranks.size * count) for _ in range(ranks.size)]
+    sources = needed_inputs(np.random.default_rng(2), operation, ranks.size)
     run(ranks, [prepare(Case(operation), sources)])
     if collective != "all_to_all":
         run(ranks, [prepare(Case(operation, in_place=True), sources)])

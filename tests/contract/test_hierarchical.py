@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from exchange import Waiter, receive, send_and_flush, wait_until_running
 from ranks import COMMUNICATOR, LONG_S, PROMPT_S, Ranks, deadline_in, endpoints_of, outcomes, uri_of
-from test_collectives import Case, cases, check_large_vectors, inputs, prepare, run
+from test_collectives import Case, cases, check_large_vectors, inputs, needed_inputs, prepare, run
 from test_failures import run_or_close
 
 from hoop.collectives.communicator import Communicator, Report
@@ -350,8 +350,7 @@ def test_pending_sends_progress_while_a_rank_waits_on_the_other_transport(ranks:
     algorithm = "pairwise" if collective == "all_to_all" else "ring"
     count = 6_000_000 if collective == "all_reduce" else 1_500_000
     operation = Operation(collective, count, algorithm=algorithm)
-    rng = np.random.default_rng(4)
-    sources = [inputs(rng, "sum", operation.dtype, ranks.size * count) for _ in range(ranks.size)]
+    sources = needed_inputs(np.random.default_rng(4), operation, ranks.size)
     run(ranks, [prepare(Case(operation), sources)])
 
 
