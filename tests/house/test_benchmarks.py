@@ -34,6 +34,7 @@ for script in sys.argv[1:]:
         code = 1
         try:
             runpy.run_path(script, run_name="__main__")
+            code = 0
         except SystemExit as end:
             code = end.code
         except BaseException:
