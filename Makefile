@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# With it every process of the tests would compile Hoop again, and every worker of pytest all tests: 8 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s  %s\n", $$1, $$2 }' Makefile
