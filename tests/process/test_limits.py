@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded
 import pytest
 
 import hoop
@@ -70,14 +71,14 @@ def test_hoop_train_refuses_too_much_memory_before_it_forks() -> None:
         "try:\n    hoop.train('mnist', devices=500, memory='1TiB')\n"
         "except hoop.HoopError as error:\n    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    done = preloaded.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.startswith("ResourceExhausted memory: 500 of 1 TiB cannot fit on this machine")
 
 
 def test_the_soft_limit_of_open_files_is_raised(start: Start) -> None:
     """Each of two devices needs more than 40 open files; children inherit the limit of the command."""
     script = 'ulimit -S -n 40; exec "$0" "$@"'
-    command = [sys.executable, "-m", "hoop", "train", "mnist", "-n", "2", "--memory", "8MiB", "--epochs", "0"]
+    command = [sys.executable, "-m", "hoop", "train", SLOW, "-n", "2", "--memory", "8MiB", "--epochs", "0"]
     done = subprocess.run(["sh", "-c", script, *command], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
 
