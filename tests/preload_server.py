@@ -8,8 +8,8 @@ the command's standard streams and of its status pipe. Several processes may sen
 end of the control socket this process exits. It never opens gRPC, runs PyTorch or starts a thread: none of them
 survives a fork.
 
-``hoop up`` and ``hoop chaos`` start their processes in the same way: from a fork of this process that was made before
-they opened gRPC.
+``hoop up`` and others (``STARTERS``) start their processes in the same way: from a fork of this process that
+was made before they opened gRPC.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ CLONE_NEWNET = 0x40000000
 NETNS = ["ip", "netns", "exec"]
 """A command in a network namespace begins so; its name follows."""
 STARTERS = (["-m", "hoop", "up"], ["-m", "hoop", "chaos"])
-"""How commands begin that start Hoop processes."""
+STARTING_FILES = ("examples/lab_client.py", "examples/lab_training.py")
+"""Commands and files that start Hoop processes."""
 
 
 # ---- requests
@@ -214,7 +215,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
     if request["netns"]:
         _enter(request["netns"])
     arguments: list[str] = request["arguments"]
-    if arguments[:3] in STARTERS:
+    if arguments[:3] in STARTERS or arguments[0].endswith(STARTING_FILES):
         _fork_devices()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return arguments

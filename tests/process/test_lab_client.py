@@ -107,7 +107,7 @@ def test_the_example_prints_the_error(cluster: Cluster) -> None:
 
 def test_the_example_leaves_nothing_behind_after_sigterm() -> None:
     command = [sys.executable, str(EXAMPLES / "lab_client.py"), "--count", "1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as example:
+    with preloaded.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as example:
         assert example.stdout is not None
         assert example.stdout.readline().startswith("coordinator ")
         example.send_signal(signal.SIGTERM)
