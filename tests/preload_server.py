@@ -1,13 +1,15 @@
-"""Forks ``python -m hoop …`` from a process that has imported Hoop, gRPC and PyTorch already. Linux only.
+"""Forks ``python …`` from a process that has imported Hoop, gRPC and PyTorch already. Linux only.
 
     pytest ── request ──▶ this process ── fork ──▶ the command ("started PID")
     pytest ◀── status pipe: "ended STATUS" ── this process, which waits for the command
 
-``tests/preloaded.py`` starts it, one for each pytest process. A request is JSON, with the descriptors of the command's
-standard streams and of its status pipe. At the end of the control socket this process exits. It never opens gRPC, runs
-PyTorch or starts a thread: none of them survives a fork.
+``tests/preloaded.py`` starts it, one for each pytest process. A request is one message of JSON, with the descriptors of
+the command's standard streams and of its status pipe. Several processes may send (``tests/preload_client.py``). At the
+end of the control socket this process exits. It never opens gRPC, runs PyTorch or starts a thread: none of them
+survives a fork.
 
-``hoop up`` starts its devices in the same way: from a fork of this process that was made before it opened gRPC.
+``hoop up`` and others (``STARTERS``) start their processes in the same way: from a fork of this process that
+was made before they opened gRPC.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -36,9 +37,16 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 LEFT_OUT = ("hoop.__main__", "hoop.lab.", "hoop.torch_backend")
 """Modules that act when they are imported, or that few commands need."""
-LATE = ("grpc.aio", "grpc.experimental", "typer._adapters", "pydantic.type_adapter")
+LATE = ("grpc.aio", "grpc.experimental", "numpy.random", "resource", "typer._adapters", "pydantic.type_adapter")
 """What packages import at the first use, where they have it."""
 PR_SET_CHILD_SUBREAPER = 36
+REQUEST_BYTES = 1 << 20
+CLONE_NEWNET = 0x40000000
+NETNS = ["ip", "netns", "exec"]
+"""A command in a network namespace begins so; its name follows."""
+STARTERS = (["-m", "hoop", "up"], ["-m", "hoop", "chaos"])
+STARTING_FILES = ("examples/lab_client.py", "examples/lab_training.py")
+"""Commands and files that start Hoop processes."""
 
 
 # ---- requests
@@ -46,29 +54,46 @@ PR_SET_CHILD_SUBREAPER = 36
 
 def send(
     control: socket.socket,
-    arguments: list[str],
+    words: list[str],
     cwd: Any,
     environment: Mapping[Any, Any] | None,
     start_new_session: bool,
     streams: list[int],
 ) -> int:
-    """Requests a command that inherits from this process as a child does; returns the read end of its status pipe."""
+    """Requests a command that inherits from this process as a child does; returns the read end of its status pipe.
+
+    ``words``: what ``forkable`` accepts.
+    """
     given = os.environ if environment is None else environment
+    netns = words[3] if words[:3] == NETNS else ""
     request = {
-        "arguments": arguments,
+        "arguments": _python_arguments(words),
+        "netns": netns,
         "cwd": os.path.abspath(os.fsdecode(cwd or ".")),
         "env": {os.fsdecode(name): os.fsdecode(text) for name, text in given.items()},
         "start_new_session": start_new_session,
         "ignored": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
     }
-    text = json.dumps(request).encode()
     status, theirs = os.pipe()
     try:
-        socket.send_fds(control, [struct.pack("<I", len(text))], [*streams, theirs])
-        control.sendall(text)
+        socket.send_fds(control, [json.dumps(request).encode()], [*streams, theirs])
     finally:
         os.close(theirs)
     return status
+
+
+def _python_arguments(words: list[str]) -> list[str]:
+    words = words[4:] if words[:3] == NETNS else words
+    return [word for place, word in enumerate(words[1:]) if (place, word) != (0, "-P")]
+
+
+def forkable(words: list[str]) -> bool:
+    """Whether it is a command of this Python: ``-m hoop``, ``-c CODE`` or ``FILE.py``, possibly in a namespace."""
+    program = words[4:5] if words[:3] == NETNS else words[:1]
+    first, second, *_ = *_python_arguments(words), "", ""
+    return program == [sys.executable] and (
+        (first, second) == ("-m", "hoop") or first == "-c" or (first.endswith(".py") and first[0] != "-")
+    )
 
 
 def report(status: int) -> str:
@@ -92,14 +117,13 @@ def started(status: int) -> int:
 
 def receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """The next request and its descriptors: stdin, stdout, stderr, status pipe. None at the end."""
-    header, descriptors, _, _ = socket.recv_fds(control, 4, 4)
-    if not header:
-        return None
-    (length,) = struct.unpack("<I", header)
-    text = b""
-    while len(text) < length:
-        text += control.recv(length - len(text))
-    return json.loads(text), descriptors
+    text, descriptors, _, _ = socket.recv_fds(control, REQUEST_BYTES, 4)
+    return (json.loads(text), descriptors) if text else None
+
+
+def control_sockets() -> tuple[socket.socket, socket.socket]:
+    """A pair that keeps the messages of several senders apart."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 # ---- the server
@@ -173,7 +197,7 @@ def _leave_parent() -> None:
 
 
 def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
-    """Gives this forked process what the command would have inherited; returns the command's arguments."""
+    """Gives this forked process what the command would have inherited; returns the arguments of its Python."""
     if request["start_new_session"]:
         os.setsid()
     os.chdir(request["cwd"])
@@ -188,16 +212,24 @@ def become(request: dict[str, Any], descriptors: list[int]) -> list[str]:
         os.dup2(descriptor, stream)
     os.write(status, f"started {os.getpid()}\n".encode())
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    if request["netns"]:
+        _enter(request["netns"])
     arguments: list[str] = request["arguments"]
-    if arguments[:1] == ["up"]:
+    if arguments[:3] in STARTERS or arguments[0].endswith(STARTING_FILES):
         _fork_devices()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return arguments
 
 
+def _enter(netns: str) -> None:
+    with open(f"/run/netns/{netns}", "rb") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns: network namespace {netns}")
+
+
 def _fork_devices() -> None:
     """Forks a server for this command: the Hoop processes that it starts are forked there, and are its children."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = control_sockets()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not (server := os.fork()):
         ours.close()
@@ -215,12 +247,12 @@ def _fork_devices() -> None:
     start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute_child(self: Any, args: Any, *others: Any) -> None:
-        words = [word for word in map(os.fsdecode, args) if word != "-P"] if isinstance(args, list | tuple) else []
-        if words[:3] != [sys.executable, "-m", "hoop"]:
+        words = list(map(os.fsdecode, args)) if isinstance(args, list | tuple) else []
+        if not forkable(words):
             start(self, args, *others)
             return
         _, _, _, _, cwd, environment, _, _, _, *pipes, _, _, _, _, _, start_new_session, _ = others
-        status = send(ours, words[3:], cwd, environment, start_new_session, inherited(pipes))
+        status = send(ours, words, cwd, environment, start_new_session, inherited(pipes))
         self._close_pipe_fds(*pipes)
         self.pid = started(status)
         self._child_created = True
@@ -241,10 +273,17 @@ def inherited(pipes: list[int]) -> list[int]:
 
 def run(arguments: list[str]) -> None:
     """Runs the command and exits as Python does, but leaves the destruction of all modules, 0.3 s, to the kernel."""
-    sys.argv = ["hoop", *arguments]
     code = 0
     try:
-        runpy.run_module("hoop", run_name="__main__", alter_sys=True)
+        if arguments[0] == "-m":
+            sys.argv = ["hoop", *arguments[2:]]
+            runpy.run_module("hoop", run_name="__main__", alter_sys=True)
+        elif arguments[0] == "-c":
+            sys.argv, sys.path[:0] = ["-c", *arguments[2:]], [""]
+            exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[:0] = arguments, [os.path.dirname(os.path.abspath(arguments[0]))]
+            runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as left:
         if not isinstance(left.code, int | None):
             raise

@@ -1,13 +1,15 @@
-"""``python -m hoop …`` as a process that is forked with its imports, which take 0.5 s, and 3 s with PyTorch.
+"""``python …`` as a process that is forked with its imports, which take 0.5 s, and 3 s with PyTorch.
 
-``Popen`` and ``run`` have the parameters of ``subprocess``'s. A command that is not ``python -m hoop``, or whose
-environment changes what an import does, is started by ``subprocess`` as usual. So is every command on a system without
-``pidfd_open``. A test of the start itself calls ``subprocess``.
+``Popen`` and ``run`` have the parameters of ``subprocess``'s. The commands are ``python -m hoop``, ``python -c CODE``
+and ``python FILE.py``, each possibly after ``ip netns exec NAME``. Another command, or one whose environment changes
+what an import does, is started by ``subprocess`` as usual. So is every command on a system without ``pidfd_open``. A
+test of the start itself calls ``subprocess``.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import select
 import socket
@@ -18,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from preload_server import inherited, report, send, started
+from preload_server import control_sockets, forkable, inherited, report, send, started
 
-PROGRAM = Path(__file__).with_name("preload_server.py")
+PROGRAM, CLIENT = (Path(__file__).with_name(name) for name in ("preload_server.py", "preload_client.py"))
 HOOP = [sys.executable, "-m", "hoop"]
 READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "GRPC_", "TORCH", "CUDA_", "LANG", "LC_", "HOOP_LOG")
 """Beginnings of the names of environment variables that are read by Python's start or by an import."""
@@ -47,7 +49,15 @@ class Server:
         with self._lock:
             if self._owner != os.getpid():
                 self._start()
-        return _read_at_import(environment) == self._environment
+        return read_at_import(environment) == self._environment
+
+    def program(self, environment: Mapping[str, str]) -> tuple[list[str], tuple[int, ...]]:
+        """``python`` for a shell, forked where it can be, and the descriptors that it must inherit."""
+        if not hasattr(os, "pidfd_open") or not self.serves(environment):
+            return [sys.executable], ()
+        assert self._control is not None
+        given = json.dumps({"control": self._control.fileno(), "environment": self._environment})
+        return [sys.executable, "-I", "-S", str(CLIENT), given], (self._control.fileno(),)
 
     def start_command(self, *request: Any) -> tuple[int, int]:
         """The pid of a new command, and the read end of its status pipe; ``request``: see ``preload_server.send``."""
@@ -60,8 +70,8 @@ class Server:
         self._owner = os.getpid()
         # Hoop's settings are a test's, and in the environment of its command.
         kept = {name: text for name, text in os.environ.items() if name[:5] != "HOOP_" or name == "HOOP_TEST_SESSION"}
-        self._environment = _read_at_import(kept)
-        self._control, theirs = socket.socketpair()
+        self._environment = read_at_import(kept)
+        self._control, theirs = control_sockets()
         with theirs:
             command = [sys.executable, "-P", str(PROGRAM), str(theirs.fileno())]
             nothing = subprocess.DEVNULL
@@ -74,7 +84,8 @@ class Server:
             process.wait()
 
 
-def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that must be the server's."""
     return {name: text for name, text in environment.items() if name.startswith(READ_AT_IMPORT)}
 
 
@@ -94,14 +105,14 @@ class Popen(subprocess.Popen[Any]):
         unusual = executable is not None or preexec_fn is not None or pass_fds or shell or not hasattr(os, "pidfd_open")
         streams = inherited(pipes)
         if (
-            words[:3] != HOOP
+            not forkable(words)
             or unusual
             or any(map(os.isatty, streams))
             or not SERVER.serves(os.environ if env is None else env)
         ):
             super()._execute_child(args, executable, preexec_fn, close_fds, *others)  # type: ignore[misc]
             return
-        self.pid, self._status = SERVER.start_command(words[3:], cwd, env, start_new_session, streams)
+        self.pid, self._status = SERVER.start_command(words, cwd, env, start_new_session, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -139,12 +150,15 @@ def run(
     check: bool = False,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run`` without ``input``."""
+    """``subprocess.run``."""
+    given = options.pop("input", None)
+    if given is not None:
+        options["stdin"] = subprocess.PIPE
     if capture_output:
         options["stdout"] = options["stderr"] = subprocess.PIPE
     with Popen(command, **options) as process:
         try:
-            out, errors = process.communicate(timeout=timeout)
+            out, errors = process.communicate(given, timeout=timeout)
         except BaseException:
             process.kill()
             raise

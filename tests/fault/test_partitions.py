@@ -37,7 +37,7 @@ def network(tmp_path: Path) -> Iterator[Network]:
         def start(host: int, *arguments: str) -> None:
             listen_options = "--host", network.address(host), "--port", PORT, "--insecure"
             with open(tmp_path / "errors", "ab") as errors:
-                process = subprocess.Popen(
+                process = preloaded.Popen(
                     [*network.exec_prefix(host), *HOOP, *arguments, *listen_options],
                     text=True,
                     env=ENV,

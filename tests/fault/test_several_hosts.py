@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 from trainings import ENV, HOOP, TIMEOUT_S
 
@@ -29,11 +30,12 @@ def test_devices_that_listen_everywhere_reach_each_other(tmp_path: Path) -> None
             return [*network.exec_prefix(host), *HOOP, *arguments, "--token-file", str(token)]
 
         def start(host: int, *arguments: str) -> str:
-            process = subprocess.Popen(command(host, *arguments), text=True, env=ENV, stdout=subprocess.PIPE)
+            process = preloaded.Popen(command(host, *arguments), text=True, env=ENV, stdout=subprocess.PIPE)
             cleanup.callback(process.communicate, timeout=TIMEOUT_S)
             cleanup.callback(process.terminate)
             assert process.stdout is not None
-            return process.stdout.readline()
+            line: str = process.stdout.readline()
+            return line
 
         assert start(1, "coordinator", "--host", "0.0.0.0", "--port", "4021")
         for host in HOSTS:
@@ -46,7 +48,7 @@ def test_devices_that_listen_everywhere_reach_each_other(tmp_path: Path) -> None
             for total in comm.all_reduce([np.ones(1000), np.arange(1000.0)]):
                 np.testing.assert_array_equal(total, np.arange(1000.0) + 1)
         # The default is loopback: at the second host nobody else could reach it.
-        refused = subprocess.run(
+        refused = preloaded.run(
             command(2, "device", "--join", address),
             text=True,
             env=ENV,

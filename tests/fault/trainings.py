@@ -40,7 +40,7 @@ def run_driver(driver: Path, jobs: list[dict[str, Any]], folder: Path) -> list[d
     ``folder``: parent of the run folders.
     """
     outs = [str(folder / f"run{number}") for number in range(len(jobs))]
-    completed = subprocess.run(
+    completed = preloaded.run(
         [sys.executable, str(driver)],
         input=json.dumps([{**job, "out": out} for job, out in zip(jobs, outs, strict=True)]),
         capture_output=True,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,16 +20,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import preloaded
 from interrupts import interrupts
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_S, COMMAND_S, END_S = 60.0, 300.0, 20.0
 PROGRAMS = {
-    "hoop": "-m hoop",
-    "python": "",
-    "python3": "",
-    "pytest": "-m pytest",
-    "torchrun": "-m torch.distributed.run",
+    "hoop": ["-m", "hoop"],
+    "python": [],
+    "python3": [],
+    "pytest": ["-m", "pytest"],
+    "torchrun": ["-m", "torch.distributed.run"],
 }
 """The programs of the environment that a reader has activated, as arguments of this Python."""
 LINKED = ("benchmarks", "docs", "scripts", "tests", "pyproject.toml")
@@ -42,7 +44,9 @@ ETCD = re.compile(r"etcd://[^/\s]+")
 class Terminal:
     """A command that runs until Ctrl-C."""
 
-    def __init__(self, command: str, folder: Path, environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, command: str, folder: Path, environment: dict[str, str], inherited: tuple[int, ...], log: Path
+    ) -> None:
         self._command, self._log, self._unread = command, log, b""
         with log.open("wb") as errors, interrupts():
             self._process = subprocess.Popen(
@@ -52,6 +56,7 @@ class Terminal:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                pass_fds=inherited,
                 start_new_session=True,
             )
 
@@ -85,7 +90,7 @@ class Terminal:
 class Shell:
     """One bash, which executes command after command: folder, variables and background jobs stay."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], inherited: tuple[int, ...], log: Path) -> None:
         self._log = log
         self._codes, codes = os.pipe()
         self._report = f'printf "%s\\n" "$?" >&{codes}\n'
@@ -97,7 +102,7 @@ class Shell:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=(codes,),
+                pass_fds=(codes, *inherited),
                 start_new_session=True,
             )
         os.close(codes)
@@ -135,13 +140,16 @@ class Shell:
 class PageSession:
     """A folder with what a reader has there, and the servers that the page has started."""
 
-    def __init__(self, folder: Path, stack: ExitStack, etcd: str = "") -> None:
-        """``etcd``: the address of a server that takes the place of those in the page."""
+    def __init__(self, folder: Path, stack: ExitStack, etcd: str = "", real_start: bool = False) -> None:
+        """``etcd``: the address of a server that takes the place of those in the page.
+
+        ``real_start``: every command starts Python, instead of a fork with the imports (``tests/preloaded.py``).
+        """
         self.folder, self._stack, self._etcd = folder / "hoop", stack, etcd
         self._logs = folder
         self._addresses: dict[str, str] = {}
         """Addresses of running coordinators by the port in the page: ``4021``, or ``PORT`` for any."""
-        self._environment = _environment(folder)
+        self._environment, self._inherited = _environment(folder, real_start)
         self._serial = 0
         self.folder.mkdir()
         shutil.copytree(ROOT / "examples", self.folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -168,7 +176,7 @@ class PageSession:
 
     @contextmanager
     def shell(self) -> Iterator[Shell]:
-        shell = Shell(self.folder, self._environment, self._log())
+        shell = Shell(self.folder, self._environment, self._inherited, self._log())
         try:
             yield shell
         finally:
@@ -181,7 +189,7 @@ class PageSession:
         """
         port = PORT.search(command)
         shown = " 2>&1" if stands_by else ""
-        terminal = Terminal(self.filled(command) + shown, self.folder, self._environment, self._log())
+        terminal = Terminal(self.filled(command) + shown, self.folder, self._environment, self._inherited, self._log())
 
         def end() -> None:
             code = terminal.interrupt()
@@ -198,7 +206,7 @@ class PageSession:
 
     def follow(self, command: str) -> None:
         """Runs a command that would go on for ever until it has printed a line, and ends it: exit code 130."""
-        terminal = Terminal(command, self.folder, self._environment, self._log())
+        terminal = Terminal(command, self.folder, self._environment, self._inherited, self._log())
         try:
             terminal.first_line()
         finally:
@@ -206,20 +214,24 @@ class PageSession:
         assert code == 130, f"exit code {code} after Ctrl-C"
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """This process's environment without Hoop's settings, and with ``hoop``, ``python`` … of this Python first."""
+def _environment(folder: Path, real_start: bool) -> tuple[dict[str, str], tuple[int, ...]]:
+    """This process's environment without Hoop's settings, and with ``hoop``, ``python`` … of this Python first.
+
+    Also the descriptors that these programs inherit.
+    """
+    kept = {"HOOP_DATA", "HOOP_TEST_SESSION"}
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("HOOP_") or name in kept}
+    python, descriptors = ([sys.executable], ()) if real_start else preloaded.SERVER.program(rest)
     (folder / "bin").mkdir()
     for name, arguments in PROGRAMS.items():
         program = folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {shlex.join([*python, *arguments])} "$@"\n')
         program.chmod(0o755)
-    kept = {"HOOP_DATA", "HOOP_TEST_SESSION"}
-    rest = {name: value for name, value in os.environ.items() if not name.startswith("HOOP_") or name in kept}
-    return {**rest, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    return {**rest, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}, descriptors
 
 
 @contextmanager
-def page_session(folder: Path, etcd: str = "") -> Iterator[PageSession]:
+def page_session(folder: Path, etcd: str = "", real_start: bool = False) -> Iterator[PageSession]:
     """At the end its servers are ended by Ctrl-C, the last started first."""
     with ExitStack() as stack:
-        yield PageSession(folder, stack, etcd)
+        yield PageSession(folder, stack, etcd, real_start)

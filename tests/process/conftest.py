@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
@@ -33,10 +32,10 @@ LAB = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]
 
 
 @pytest.fixture
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    """Starts ``hoop …`` in the background for one test; a real start if the module has ``REAL_START = True``."""
+def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
+    """Starts ``hoop …`` in the background for one test."""
     with background_processes(tmp_path) as start_process:
-        yield functools.partial(start_process, real_start=getattr(request.module, "REAL_START", False))
+        yield start_process
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,8 @@ class SecureCluster:
 @contextmanager
 def secure_cluster(folder: Path, *options: object) -> Iterator[SecureCluster]:
     """``hoop up`` with two devices and these options."""
-    with hoop_up(2, *map(str, options), real_start=True) as running:
+    needs_own_command_line = "--token-file" in options
+    with hoop_up(2, *map(str, options), real_start=needs_own_command_line) as running:
         with hoop.connect(running.address, credentials=load_credentials(options, Role.CLIENT)) as cluster:
             member = cluster.status().devices[0].device
         device = {"address": member.address, "data_address": member.data_address, "pid": member.pid}
@@ -306,7 +307,7 @@ def test_the_memory_of_a_killed_client_is_freed(secured: SecureCluster) -> None:
     """The coordinator's role allows the calls for it: ListBuffers and Free."""
     kind, path = map(str, secured.options)
     environment = {**os.environ, {"--tls": "HOOP_TLS", "--token-file": "HOOP_TOKEN_FILE"}[kind]: path}
-    client = subprocess.Popen(
+    client = preloaded.Popen(
         [sys.executable, "-c", CLIENT_WITH_MEMORY, secured.running.address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

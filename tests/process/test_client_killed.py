@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import preloaded
+
 import hoop
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def test_memory_and_communicators_of_a_killed_client_are_freed(
     comm = cluster.communicator(2)
     comm.buffer("weights", 10)
     command = [sys.executable, "-c", CLIENT, up.address]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+    with preloaded.Popen(command, stdout=subprocess.PIPE, text=True) as client:
         try:
             assert client.stdout is not None
             killed_client_comm_id = int(client.stdout.readline())

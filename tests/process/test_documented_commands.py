@@ -203,7 +203,7 @@ def test_every_command_of_a_page_runs(page: str, up: Running, tmp_path: Path) ->
         etcd = ""
         if PROGRAM is not None and any(NEEDS_ETCD.search(one.command) for block in typed(page) for one in block):
             etcd = stack.enter_context(running_etcd(tmp_path)).address
-        session = stack.enter_context(page_session(tmp_path, etcd))
+        session = stack.enter_context(page_session(tmp_path, etcd, real_start=True))
         found = failures(session, page, whole=True, shared=up.address)
         assert not found, "\n" + "\n".join(found)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -21,7 +22,7 @@ NOT_RUN_HERE = {"lab_client.py", "gpu_sim_messages.py"}
 
 
 def run(name: str, *options: str) -> str:
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, str(EXAMPLES / name), *options],
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -31,7 +32,7 @@ def run(name: str, *options: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def test_every_example_is_run() -> None:

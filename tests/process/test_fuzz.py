@@ -1,7 +1,8 @@
 """Fuzzing of every method of all four services: random messages built from descriptors, and mutated message bytes.
 
 Each call must return an answer or an allowed status within its timeout; the servers must survive, and the next valid
-all-reduce be correct. ``HOOP_FUZZ_EXAMPLES=5000`` runs more examples, with a new seed each time.
+all-reduce be correct. By default a method gets a few examples, always the same, and in the slow tests many.
+``HOOP_FUZZ_EXAMPLES=5000`` runs as many, with a new seed each time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from lab_target import METHODS, Target, running_target
 from hoop.collectives.registry import CATALOG
 from hoop.wire.generated import hoop_pb2 as pb
 
-EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("HOOP_FUZZ_EXAMPLES", "20"))
+FEW_AND_MANY = [EXAMPLES, pytest.param(5 * EXAMPLES, marks=pytest.mark.slow)]
+"""Examples of a method, per test."""
 DEADLINE_S = 10.0
 CODES = (
     "INVALID_ARGUMENT",
@@ -49,7 +52,6 @@ WAITING_CALL_TIMEOUTS_S = {
 }
 
 fuzz_settings = settings(
-    max_examples=EXAMPLES,
     deadline=None,
     database=None,
     derandomize="HOOP_FUZZ_EXAMPLES" not in os.environ,
@@ -257,12 +259,13 @@ def judge(target: Target, name: str, call: Callable[[float], Any]) -> None:
         target.call("Coordinator.DestroyCommunicator", pb.DestroyCommunicatorRequest(id=created))
 
 
+@pytest.mark.parametrize("examples", FEW_AND_MANY)
 @pytest.mark.parametrize("name", METHODS)
-def test_random_messages(target: Target, name: str) -> None:
+def test_random_messages(target: Target, name: str, examples: int) -> None:
     method = METHODS[name]
     strategies = MessageStrategies(plausible_values(target))
 
-    @fuzz_settings
+    @settings(fuzz_settings, max_examples=examples)
     @given((strategies.stream if method.client_streaming else strategies.message)(method.input_type))
     def attack(request: Any) -> None:
         for one in request if method.client_streaming else [request]:
@@ -272,12 +275,13 @@ def test_random_messages(target: Target, name: str) -> None:
     attack()
 
 
+@pytest.mark.parametrize("examples", FEW_AND_MANY)
 @pytest.mark.parametrize("name", METHODS)
-def test_random_bytes(target: Target, name: str) -> None:
+def test_random_bytes(target: Target, name: str, examples: int) -> None:
     method = METHODS[name]
     data = MessageStrategies(plausible_values(target)).bytes(method.input_type)
 
-    @settings(fuzz_settings, max_examples=max(1, EXAMPLES // 3))
+    @settings(fuzz_settings, max_examples=max(1, examples // 3))
     @given(st.lists(data, min_size=1, max_size=3 if method.client_streaming else 1))
     def attack(request: list[bytes]) -> None:
         for at, one in enumerate(request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import preloaded
 import pytest
 
 import hoop
@@ -24,8 +26,25 @@ if TYPE_CHECKING:
     GetStatus = Callable[[str], dict[str, Any]]
 
 SLOW = f"{Path(__file__).with_name('train_driver.py')}:slow"
-FEW_FILES = 'ulimit -n 1000; exec "$0" "$@"'
+LIMITED = """
+import resource, runpy, sys
+soft, hard = map(int, sys.argv[1:3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+sys.argv[:] = ["hoop", *sys.argv[3:]]
+runpy.run_module("hoop", run_name="__main__", alter_sys=True)
+"""
+"""``hoop …`` after ``ulimit -S -n SOFT -H -n HARD``."""
 TIMEOUT_S = 60.0
+
+
+def run_limited(soft: int, hard: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run(
+        [sys.executable, "-c", LIMITED, str(soft), str(hard), *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,13 +54,7 @@ TIMEOUT_S = 60.0
 )
 def test_more_devices_than_the_open_file_limit_allows_are_refused(arguments: list[str]) -> None:
     """Independent of the machine: the limit is set to 1000 open files, and a process needs 2064."""
-    done = subprocess.run(
-        ["sh", "-c", FEW_FILES, sys.executable, "-m", "hoop", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    done = run_limited(1000, 1000, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("hoop: --devices: 500 of ")
     assert "a process needs 2064 open files, and may have 1000 (ulimit -Hn)" in done.stderr
@@ -70,15 +83,14 @@ def test_hoop_train_refuses_too_much_memory_before_it_forks() -> None:
         "try:\n    hoop.train('mnist', devices=500, memory='1TiB')\n"
         "except hoop.HoopError as error:\n    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+    done = preloaded.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
     assert done.stdout.startswith("ResourceExhausted memory: 500 of 1 TiB cannot fit on this machine")
 
 
-def test_the_soft_limit_of_open_files_is_raised(start: Start) -> None:
-    """Each of two devices needs more than 40 open files; children inherit the limit of the command."""
-    script = 'ulimit -S -n 40; exec "$0" "$@"'
-    command = [sys.executable, "-m", "hoop", "train", "mnist", "-n", "2", "--memory", "8MiB", "--epochs", "0"]
-    done = subprocess.run(["sh", "-c", script, *command], capture_output=True, text=True, timeout=TIMEOUT_S)
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    """Each of two devices needs more than 20 open files; children inherit the limit of the command."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    done = run_limited(20, hard, "train", SLOW, "-n", "2", "--memory", "8MiB", "--epochs", "0")
     assert done.returncode == 0, done.stderr
 
 

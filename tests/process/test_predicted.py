@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from hoop.simulate.cost_model import FREE_MACHINE, BlockCost, Costs, LinearCost
@@ -25,7 +25,7 @@ def train(strategy: str, *options: str) -> dict[str, float]:
         *options,
     ]
     command += ["--set=max_steps=12", "--set=evaluate_every=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = preloaded.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     result: dict[str, float] = json.loads(done.stdout)
     return result

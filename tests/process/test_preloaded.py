@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import preloaded
 import pytest
 from interrupts import interrupts
+
+import hoop
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="commands are forked on Linux only")
 
@@ -71,6 +75,55 @@ def test_a_killed_command_and_its_devices_are_waited_for(
     running.kill()
     assert running.process.returncode == -signal.SIGKILL
     wait_for_exit(second)
+
+
+PROGRAM = """
+import json, os, sys
+print(json.dumps([__name__, sys.argv, sys.path[0], os.getcwd(), sys.stdin.read()]))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["-c", "a file"])
+def test_a_program_gets_what_python_gives_it(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, *(["-c", PROGRAM] if kind == "-c" else ["program.py"]), "one", "-P"]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "cwd": tmp_path, "timeout": TIMEOUT_S}
+    forked = preloaded.run(command, input="given", **options)
+    real = subprocess.run(command, input="given", check=False, **options)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
+    assert real.returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 0, id="handled"), pytest.param(signal.SIGKILL, -signal.SIGKILL, id="killed")],
+)
+def test_a_command_of_a_shell_is_forked_and_ends_the_shell_s_process(
+    number: signal.Signals, code: int, wait_for_exit: Callable[..., None]
+) -> None:
+    """tests/preload_client.py passes Ctrl-C on, and dies as the command dies."""
+    python, inherited = preloaded.SERVER.program(os.environ)
+    shell = ["sh", "-c", 'exec "$@"', "sh", *python, "-m", "hoop", "coordinator", "--json"]
+    with interrupts(), subprocess.Popen(shell, stdout=subprocess.PIPE, pass_fds=inherited) as running:
+        assert running.stdout is not None
+        address = json.loads(running.stdout.readline())["coordinator"]
+        with hoop.connect(address) as cluster:
+            pid = cluster.status().pid
+        assert pid != running.pid, "it was not forked from the server"
+        os.kill(running.pid if number == signal.SIGINT else pid, number)
+        assert running.wait(TIMEOUT_S) == code
+        wait_for_exit(pid)
+
+
+def test_a_command_of_a_shell_that_cannot_be_forked_is_executed() -> None:
+    python, inherited = preloaded.SERVER.program(os.environ)
+    for environment, arguments in (({"HOOP_LOG": "info"}, ["-m", "hoop", "--version"]), ({}, ["--version"])):
+        with subprocess.Popen(
+            [*python, *arguments], stdout=subprocess.PIPE, env={**os.environ, **environment}, pass_fds=inherited
+        ) as running:
+            assert running.communicate(timeout=TIMEOUT_S)[0]
+        assert running.returncode == 0
 
 
 @pytest.mark.parametrize("variable", ["HOOP_LOG", "PYTHONPATH"])

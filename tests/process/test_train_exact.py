@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 
 DRIVER = Path(__file__).with_name("train_driver.py")
@@ -46,7 +46,7 @@ UNUSUAL_SETTINGS: dict[str, dict[str, Any]] = {
 
 def train(jobs: list[dict[str, Any]], environment: dict[str, str] | None = None) -> list[dict[str, Any]]:
     """The result of each job, in order."""
-    completed = subprocess.run(
+    completed = preloaded.run(
         [sys.executable, str(DRIVER)],
         input=json.dumps([{**JOB, **job} for job in jobs]),
         capture_output=True,
