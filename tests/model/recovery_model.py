@@ -57,7 +57,7 @@ class Fault:
 
     at: float
     kind: str
-    """kill, pause, cut, deaf, mute, coordinator_kill, coordinator_pause, coordinator_cut, link, leave, join"""
+    """kill, pause, cut, deaf, mute, coordinator_kill, coordinator_pause, coordinator_cut, link, slow, leave, join"""
     device: int = 0
     peer: int = 0
     seconds: float = 1.0
@@ -77,6 +77,8 @@ class Setup:
     """Replicas of each part, if partitioned."""
     pipelines: int = 1
     """If partitioned: pipelines of a hybrid, as long as they divide the members, else one."""
+    loading_s: float = 0.0
+    """If partitioned: how long the first ranks load the job, at most. They have no state before all have loaded it."""
 
 
 @dataclass
@@ -208,9 +210,25 @@ class Device:
             return
         self.task = tm.took(self.task, generation)
         self.done, self.survived, self.fresh_start = 0, True, True
-        self._keep_state(0, members)
         self.assignment = generation, members
         self.working = True
+        if self.run.setup.partitioned and self.run.setup.loading_s:
+            self._set_up(members)
+        else:
+            self._begin(members)
+
+    def _set_up(self, members: tuple[int, ...]) -> None:
+        """The ranks partition the model together, each when it has loaded the job."""
+        fence = self.fence
+
+        def loaded() -> None:
+            if fence == self.fence and self.working:
+                self._enter("set up", None, lambda _: self._begin(members))
+
+        self.run_after(self.run.random.uniform(0, self.run.setup.loading_s), loaded)
+
+    def _begin(self, members: tuple[int, ...]) -> None:
+        self._keep_state(0, members)
         self._train()
 
     def reassign(self, generation: int, members: tuple[int, ...], planned: bool) -> bool:
@@ -292,6 +310,7 @@ class Device:
             [(step, sorted(pieces)) for step, pieces in self.live.items()],
             reshard_count=self.reshard_count,
             fresh_start=self.fresh_start,
+            first_size=self.run.setup.devices if self.fresh_start else 0,
         )
         self._enter("agree", mine, self._agreed)
 
@@ -892,9 +911,9 @@ class Run:
         for done, pieces in held.items():
             if {piece.name for piece in pieces} >= set(whole):
                 raise Violation(f"a job was declared lost ({text}), and step {done} is whole: {self._describe()}")
-        fresh = [device for device in self.devices.values() if device.alive and device.fresh_start and device.done == 0]
-        if fresh and len(fresh) == len([device for device in self.devices.values() if device.alive]):
-            raise Violation("a job that had only begun was declared lost")
+        first = [self.devices[number] for number in range(1, self.setup.devices + 1)]
+        if all(device.alive and device.fresh_start and device.done == 0 for device in first):
+            raise Violation(f"a job that had only begun was declared lost ({text}): {self._describe()}")
 
     # ---- faults
 
@@ -914,6 +933,8 @@ class Run:
                 self.cut(directions, max(fault.seconds, 0.1))
             case "link":
                 self.cut([(fault.device, fault.peer)], max(fault.seconds, 0.1))
+            case "slow":
+                self._accuse(fault.device, fault.peer, self.now + fault.seconds)
             case "mute":
                 self.cut([(fault.device, 0)], max(fault.seconds, 0.1))
             case "deaf":
@@ -934,6 +955,14 @@ class Run:
             case "coordinator_cut":
                 directions = [direction for key in self.devices for direction in ((0, key), (key, 0))]
                 self.cut(directions, max(fault.seconds, 0.1))
+
+    def _accuse(self, number: int, peer: int, until: float) -> None:
+        """A busy machine: bytes take so long that a device takes the link to its peer for broken, which it is not."""
+        device = self.devices[number]
+        if device.alive and device.working and device.task is not None and peer in device.members:
+            self.send(number, 0, partial(self._link_reported, device.task.taken, number, peer))
+        if self.now < until:
+            self.schedule(0.5, lambda: self._accuse(number, peer, until))
 
     def _kill(self, device: Device, seconds: float) -> None:
         if not device.alive:
@@ -1031,8 +1060,12 @@ def generate_setup(rng: random.Random) -> Setup:
         replicas, pipelines = 2, rng.choice([1, 1, 2])
         at, seconds = rng.uniform(0, 2.5), rng.choice([0.5, 2.0, 8.0])
         faults += [Fault(at, "kill", device, 0, seconds) for device in rng.sample(range(1, devices + 1), 2)]
+    loading_s = rng.choice([0.0, 0.0, 2.0])
+    if rng.random() < 0.3:  # a busy machine
+        device, peer = rng.sample(range(1, devices + 1), 2)
+        faults.append(Fault(rng.uniform(0, 2.5), "slow", device, peer, rng.choice([0.5, 2.0, 8.0])))
     ordered = tuple(sorted(faults, key=lambda fault: fault.at))
-    return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines)
+    return Setup(devices, partitioned, arenas, ordered, max_delay_s, replicas, pipelines, loading_s)
 
 
 def run_schedule(seed: int) -> str:

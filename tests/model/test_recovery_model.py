@@ -22,6 +22,7 @@ def test_generated_schedules(first: int) -> None:
 
 TIMES = [0.05, 0.4, 0.8, 1.2, 1.7]
 DEVICE_FAULTS = ["kill", "pause", "cut", "link", "mute", "deaf", "leave", "join"]
+SILENCES = ["pause", "mute", "slow"]
 COORDINATOR_FAULTS = ["coordinator_kill", "coordinator_pause", "coordinator_cut"]
 
 
@@ -89,6 +90,16 @@ def test_a_third_loss_with_two_replicas_loses_nothing_that_an_arena_or_a_replica
             ordered = tuple(sorted(faults, key=lambda fault: fault.at))
             setup = Setup(4, True, arenas, ordered, replicas=2, pipelines=pipelines)
             assert not find_violation(setup, 7), setup
+
+
+@pytest.mark.parametrize("loading_s", [0.0, 2.0])
+def test_a_hybrid_loses_nothing_by_a_link_that_is_cut_one_way(loading_s: float) -> None:
+    """Another device is silent, or is taken for unreachable by a busy peer: no process ends, so no state is lost."""
+    for (device, peer), kind, at in itertools.product(itertools.permutations(range(1, 5), 2), SILENCES, TIMES):
+        faults = (Fault(0.5, "link", device, peer, 20.0), Fault(at, kind, device % 4 + 1, device, 2.0))
+        ordered = tuple(sorted(faults, key=lambda fault: fault.at))
+        setup = Setup(4, True, False, ordered, pipelines=2, loading_s=loading_s)
+        assert Run(setup, Random(7)).run_to_end() == "finished", setup
 
 
 def test_a_run_without_faults_does_every_step_once() -> None:
@@ -170,6 +181,29 @@ REGRESSIONS = {
             Fault(1.1200250359816668, "coordinator_cut", 1, 2, 4.4),
         ),
         0.3,
+    ),
+    "every first rank of a hybrid is left out before it has state": Setup(
+        4,
+        True,
+        False,
+        (
+            Fault(0.4, "link", 3, 1, 30.0),
+            Fault(1.145, "cut", 2, 0, 1.8),
+            Fault(2.4375, "cut", 4, 0, 4.4),
+            Fault(3.842, "cut", 3, 0, 4.4),
+            Fault(4.6266, "cut", 1, 0, 4.4),
+        ),
+        0.01,
+        pipelines=2,
+        loading_s=8.0,
+    ),
+    "both first ranks are left out before they have state, and a third device joins": Setup(
+        2,
+        True,
+        False,
+        (Fault(0.6, "mute", 1, 2, 2.5), Fault(0.6, "pause", 2, 1, 1.8), Fault(1.1, "join")),
+        0.01,
+        loading_s=2.0,
     ),
 }
 """Schedules that once broke an invariant, shrunk to as few faults as possible."""

@@ -219,7 +219,7 @@ class Trainer:
         tensors, metadata = deserialize(resume) if resume is not None else ({}, {"steps": 0})
         self._done = self._epoch_end = self._first_step = int(metadata["steps"])
         if self._sharded is not None:
-            self._sharded.start(tensors, self._done)
+            self._sharded.start(tensors, self._done, context.size)
         try:
             setup = prepare(context, settings, job, self._data, self._vectors)
         except PeerError as error:
@@ -403,7 +403,7 @@ class Trainer:
                     self._reshard(context, self._sharded)
                 break
             except StateLost as lost:
-                obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}")
+                obstacle = self._snapshots.state_lost(f"with the devices that are gone {lost}", lost.found)
             except RECOVERABLE as another:
                 error, obstacle = another, None
             except HoopError as refused:

@@ -4,10 +4,10 @@
     (2) each rank computes the same ``RecoveryPlan`` from them, with ``agree``
 
 The plan continues at the newest step whose state is complete and that a survivor knows to be done by all ranks; if
-there is none, at another step whose state is complete. A slice is a whole tensor or a part of one. In data parallel
-every rank has the whole state, which is one slice, ``WHOLE``. Later steps are run again on the same samples. A step's
-result depends neither on the partition of the model nor on which rank computes a shard, so the weights are those of an
-undisturbed run.
+there is none, at another step whose state is complete. Before the first step it is the initial model. A slice is a
+whole tensor or a part of one. In data parallel every rank has the whole state, which is one slice, ``WHOLE``. Later
+steps are run again on the same samples. A step's result depends neither on the partition of the model nor on which rank
+computes a shard, so the weights are those of an undisturbed run.
 
 Pure: no torch, no links. ``engine/fault_tolerance/recovery.py`` exchanges the statuses and moves the slices;
 ``tests/model/recovery_model.py`` runs the same function in virtual time.
@@ -24,6 +24,8 @@ NO_STATE = -1
 OWN_ARENA = "its own arena"
 _MAX_NAMES = 3
 """Missing tensors that an error names, at most."""
+_MAX_RANKS = 16
+"""Ranks that an error describes, at most."""
 
 
 class SliceSpec(NamedTuple):
@@ -45,6 +47,11 @@ WHOLE = SliceSpec("", 0, 1, 0)
 
 class StateLost(Exception):
     """No step's state is complete at the ranks that take part in the agreement. The text names missing tensors."""
+
+    def __init__(self, what: str, found: str) -> None:
+        """``found``: what each rank has, for the user's error."""
+        super().__init__(what)
+        self.found = found
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class RankStatus:
     """How often this rank has taken part in such an agreement."""
     fresh_start: bool = False
     """The run began with the initial model, not with a checkpoint: before the first step no state can be lost."""
+    first_size: int = 0
+    """Number of ranks that the run began with, if this rank is one of them; else 0."""
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any]) -> RankStatus:
@@ -76,6 +85,18 @@ class RankStatus:
 
     def offered(self, step: int) -> list[SliceSpec]:
         return [spec for one, slices in self.offers if one == step for spec in slices]
+
+    def describe(self) -> str:
+        """What this rank has, for an error."""
+        counts = ((len(slices), step) for step, slices in self.offers)
+        found = ", ".join(f"{count} slice{'' if count == 1 else 's'} of step {step}" for count, step in counts)
+        if found:
+            found += "" if self.survived else " from before it was left out or restarted"
+        elif self.fresh_start and self.first_size:
+            found = "no state: it began with the run, and never got its part of the model"
+        else:
+            found = f"no state{': it was being overwritten' if self.survived else ''}"
+        return f"device {self.device} has {found}"
 
 
 @dataclass(frozen=True)
@@ -136,9 +157,9 @@ def agree(statuses: Sequence[RankStatus], whole: Mapping[str, int]) -> RecoveryP
     ``whole``: number of elements of each tensor of the state.
     """
     survivors = [one for one in statuses if one.survived and one.done != NO_STATE]
-    old = survivors or [one for one in statuses if one.offers]
+    old = survivors or [one for one in statuses if one.offers] or _first_ranks_without_state(statuses)
     if not old:
-        raise StateLost("everything")
+        raise StateLost("everything", _describe(statuses))
     newest = max(one.done for one in survivors or statuses)
     steps = {step for one in statuses for step, _ in one.offers}
     lost = list(whole)
@@ -151,7 +172,22 @@ def agree(statuses: Sequence[RankStatus], whole: Mapping[str, int]) -> RecoveryP
     if all(one.fresh_start for one in old) and (0 in steps or not steps):
         return _make_plan(statuses, old, 0, {})
     more = f" and {len(lost) - _MAX_NAMES} more" if len(lost) > _MAX_NAMES else ""
-    raise StateLost((", ".join(lost[:_MAX_NAMES]) or "everything") + more)
+    raise StateLost((", ".join(lost[:_MAX_NAMES]) or "everything") + more, _describe(statuses))
+
+
+def _first_ranks_without_state(statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """The ranks that the run began with, if all are here and none of them ever had state; else none.
+
+    Then no rank has done a step: a generation that does steps contains a first rank, which has state as long as its
+    task runs. If a first rank is absent, it may be the one that has state.
+    """
+    first = [one for one in statuses if one.fresh_start and one.first_size and not one.offers]
+    return first if first and len(first) == first[0].first_size else []
+
+
+def _describe(statuses: Sequence[RankStatus]) -> str:
+    more = [f"{len(statuses) - _MAX_RANKS} more devices"] if len(statuses) > _MAX_RANKS else []
+    return "; ".join([*(one.describe() for one in statuses[:_MAX_RANKS]), *more])
 
 
 def _preferred(steps: Iterable[int], newest: int) -> list[int]:

@@ -117,6 +117,47 @@ def test_a_run_before_its_first_step_loses_no_state() -> None:
     assert (plan.step, plan.sources) == (0, {})
 
 
+def first_rank(device: int, *slices: SliceSpec) -> RankStatus:
+    """One of three ranks that the run began with; the others continued without it. No slices: it never had state."""
+    return RankStatus(device, 0, 0, False, [(0, slices)] if slices else [], fresh_start=True, first_size=3)
+
+
+def test_a_run_whose_first_ranks_were_all_left_out_before_they_had_state_begins_again() -> None:
+    """No step was done: a rank that does one has state. A device that joins changes nothing."""
+    joined = RankStatus(4, NO_STATE, 0, False, [])
+    for statuses in (
+        [first_rank(1), first_rank(2), first_rank(3)],
+        [first_rank(1), joined, first_rank(2), first_rank(3)],
+    ):
+        plan = agree(statuses, PARTS)
+        assert (plan.step, plan.sources, plan.all_restarted) == (0, {}, True)
+
+
+def test_a_first_rank_that_is_absent_may_have_state() -> None:
+    """It may have done steps while the others were left out: the coordinator waits for it."""
+    with pytest.raises(StateLost, match=r"^everything$"):
+        agree([first_rank(1), first_rank(3)], PARTS)
+
+
+def test_a_lost_state_is_explained_by_what_each_rank_has() -> None:
+    joined = RankStatus(4, NO_STATE, 0, False, [])
+    with pytest.raises(StateLost) as raised:
+        agree([first_rank(1), joined], PARTS)
+    assert raised.value.found == (
+        "device 1 has no state: it began with the run, and never got its part of the model; device 4 has no state"
+    )
+    with pytest.raises(StateLost) as raised:
+        agree([holds(5, FIRST), holds(4, FIRST, stayed=False), *[joined] * 20], PARTS)
+    assert raised.value.found.startswith(
+        "device 105 has 1 slice of step 5; "
+        "device 104 has 1 slice of step 4 from before it was left out or restarted; device 4 has no state; "
+    )
+    assert raised.value.found.endswith("; 6 more devices")
+    with pytest.raises(StateLost) as raised:
+        agree_on_whole_state(returned(NO_STATE), stayed(NO_STATE))
+    assert raised.value.found == "device 199 has no state; device 99 has no state: it was being overwritten"
+
+
 def test_slices_cover_a_tensor_together() -> None:
     low, high, gap = SliceSpec("first", 0, 3, 12), SliceSpec("first", 3, 5, 20), SliceSpec("first", 4, 4, 16)
     assert uncovered({"first": 8}, [high, low]) == []

@@ -199,9 +199,12 @@ class SnapshotPublisher:
             )
         )
 
-    def state_lost(self, what: str) -> TrainingStateLost:
-        """The error for a run that cannot continue because ``what`` was lost; it tells the user what to do."""
-        return TrainingStateLost(f"{what} was lost: {self.remedy}")
+    def state_lost(self, what: str, found: str = "") -> TrainingStateLost:
+        """The error for a run that cannot continue because ``what`` was lost; it tells the user what to do.
+
+        ``found``: what the devices still have.
+        """
+        return TrainingStateLost(f"{what} was lost: {self.remedy}{f'. Found: {found}' if found else ''}")
 
     @property
     def remedy(self) -> str:

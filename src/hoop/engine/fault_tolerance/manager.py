@@ -65,6 +65,8 @@ class ShardedStateManager:
         self._saved = list(arena_shards)
         """Consistent versions of state that this rank can offer, in private memory."""
         self._fresh_start, self._joining, self._left_out, self._reshard_count = False, True, False, 0
+        self._first_size = 0
+        """Number of ranks that the run began with; 0 if this rank joined later."""
 
     @property
     def reshard_count(self) -> int:
@@ -73,9 +75,12 @@ class ShardedStateManager:
 
     # ---- steps
 
-    def start(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Called at the start of a run: with a checkpoint's tensors and step, or with none for the initial model."""
-        self._fresh_start, self._joining = not tensors, False
+    def start(self, tensors: Mapping[str, Tensor], step: int, size: int) -> None:
+        """Called at the start of a run: with a checkpoint's tensors and step, or with none for the initial model.
+
+        ``size``: number of ranks that the run begins with.
+        """
+        self._fresh_start, self._joining, self._first_size = not tensors, False, size
         if tensors:
             self._saved = [shard_of_tensors(tensors, step)]
 
@@ -179,6 +184,7 @@ class ShardedStateManager:
             stopped=stopped,
             reshard_count=self._reshard_count,
             fresh_start=self._fresh_start,
+            first_size=self._first_size,
         )
         whole = whole_state(setup.model, settings.optimizer.num_moments)
         plan = agree_on_recovery(context.communicator, status, whole, timeout)
