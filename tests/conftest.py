@@ -212,12 +212,6 @@ SLOW_FIRST = (
 """The slowest files and folders. They start first, so that all workers are busy until the end."""
 
 
-def pytest_collection_finish() -> None:
-    """Later collections pass over what the imports have made, 0.2 s with PyTorch; ``left_behind`` collects often."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as slow where their ``slow_if`` condition holds, and puts the slowest folders first.
 
