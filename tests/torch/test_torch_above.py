@@ -84,6 +84,10 @@ def pipeline(rank: int) -> list[float]:
     return gradient.flatten().tolist()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="pipelining of PyTorch 2.9 begins with 8 bytes sent to a receive of 4, at which Gloo aborts too",
+)
 def test_a_pipeline(run_ranks: RunRanks) -> None:
     run_ranks(2, pipeline)
 
