@@ -26,6 +26,9 @@ quick: install ## Lint, types, house rules and unit tests
 everything: install ## All tests, also those that take long and repeat what shorter ones show
 	@$(BIN)/python -m pytest $(PARALLEL) -m ''
 
+gpu: install ## The tests that need a CUDA GPU; make test skips them where there is none
+	@$(BIN)/python -m pytest -m gpu tests/engine
+
 coverage: install ## Coverage of src/hoop by the tests that run in one process, with a floor
 	@$(BIN)/python -m pytest $(PARALLEL) --cov --cov-fail-under=65 tests/unit tests/contract tests/engine tests/model
 
@@ -58,4 +61,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
-.PHONY: help install train test quick everything coverage nightly check format proto clean
+.PHONY: help install train test quick everything gpu coverage nightly check format proto clean

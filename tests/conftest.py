@@ -7,6 +7,7 @@ is not counted.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import re
@@ -212,12 +213,21 @@ SLOW_FIRST = (
 """The slowest files and folders. They start first, so that all workers are busy until the end."""
 
 
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.device_count())
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests as slow where their ``slow_if`` condition holds, and puts the slowest folders first.
 
     A slow test repeats at length what a shorter one shows; ``make everything`` runs it.
     """
     for item in items:
+        if item.get_closest_marker("gpu") is not None and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if any(mark.kwargs["when"](params) for mark in item.iter_markers("slow_if")):
             item.add_marker(pytest.mark.slow)

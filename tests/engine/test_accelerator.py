@@ -25,7 +25,6 @@ STRATEGIES = [
 ]
 REPRESENTATIVES = [("data", 3), ("pipeline:1f1b", 2), ("ps:bsp", 3)]
 """One of each family; the others are slow."""
-CUDA = pytest.mark.skipif(not torch.cuda.device_count(), reason="no CUDA GPU here")
 
 
 def final_state(job: str, strategy: str, devices: int, **changes: object) -> dict[str, Tensor]:
@@ -51,6 +50,25 @@ def test_emulated_with_several_versions_of_the_weights() -> None:
     assert_same(emulated, cpu)
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_emulated_with_momentum_clipping_and_micro_batches(scheme: str) -> None:
+    """Over TCP the rows are copied to the host and summed there."""
+    changes = {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "clip": 0.5, "shards": 4, "accumulate": 2}
+    expected = tensors_in(checkpoint(train("shm", 1, settings("data", **changes), JOBS["convolved"])))
+    emulated = settings("data", accelerator="emulated", **changes)
+    assert_same(tensors_in(checkpoint(train(scheme, 3, emulated, JOBS["convolved"]))), expected)
+
+
+def test_channels_last_gives_the_same_bits_on_any_number_of_devices() -> None:
+    """Filters are stored in another order on the GPU: the checkpoint has the model's."""
+    expected, found = (
+        final_state("convolved", "data", devices, accelerator="emulated", channels_last=True) for devices in (1, 3)
+    )
+    assert_same(found, expected)
+    for name, tensor in alone("convolved").items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.1, atol=0.01)
+
+
 def test_emulated_with_jointly_computed_shards() -> None:
     assert_same(final_state("mlp", "data", 2, accelerator="emulated"), alone("mlp"))
 
@@ -71,7 +89,7 @@ def test_without_a_gpu() -> None:
         Settings(accelerator="gpu").check()
 
 
-@CUDA
+@pytest.mark.gpu
 @pytest.mark.parametrize("job", ["normed", "convolved", "mlp"])
 def test_on_cuda_every_strategy_gives_the_same_bits(job: str) -> None:
     expected = final_state(job, "data", 1, accelerator="cuda")
@@ -80,7 +98,7 @@ def test_on_cuda_every_strategy_gives_the_same_bits(job: str) -> None:
             assert_same(final_state(job, strategy, devices, accelerator="cuda"), expected)
 
 
-@CUDA
+@pytest.mark.gpu
 def test_cuda_graphs_change_no_bit_and_the_gpu_agrees_with_the_cpu() -> None:
     changes: dict[str, Any] = {"optimizer": "sgd", "lr": 0.05}  # Adam would turn rounding differences into full steps
     with_graphs = final_state("convolved", "data", 1, accelerator="cuda", **changes)
@@ -89,3 +107,21 @@ def test_cuda_graphs_change_no_bit_and_the_gpu_agrees_with_the_cpu() -> None:
     assert with_graphs.keys() == expected.keys()
     for name in expected:
         assert torch.allclose(with_graphs[name], expected[name], rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_on_cuda_devices_that_share_a_gpu_sum_to_the_same_bits(devices: int, scheme: str) -> None:
+    """Through CUDA IPC, and through host memory; with clipping, and a last batch with empty shards."""
+    changes: dict[str, Any] = {"accelerator": "cuda", "clip": 0.5}
+    expected = final_state("convolved", "data", 1, **changes)
+    found = train(scheme, devices, settings("data", **changes), JOBS["convolved"])
+    assert_same(tensors_in(checkpoint(found)), expected)
+
+
+@pytest.mark.gpu
+def test_on_cuda_bfloat16_and_channels_last_give_the_same_bits_on_any_number_of_devices() -> None:
+    changes: dict[str, Any] = {"accelerator": "cuda", "precision": "bfloat16", "channels_last": True}
+    expected, found = (final_state("convolved", "data", devices, **changes) for devices in (1, 3))
+    assert_same(found, expected)

@@ -34,6 +34,16 @@ def test_faults_at_any_instruction_do_not_change_the_weights(tmp_path: Path) -> 
     assert undisturbed["faults"] == []
 
 
+def test_faults_while_the_state_is_on_an_emulated_gpu(tmp_path: Path) -> None:
+    """Steps are launched in strides; the survivors bring the state to the host, and the same bits come out."""
+    faults = [*FAULTS[1:4], "stop@rank=1,step=4,seconds=0.5,instruction=forward; kill@rank=0,step=13"]
+    jobs = [{**JOB, "devices": 3, "accelerator": "emulated", "faults": one} for one in faults]
+    undisturbed, *results = run_driver(DRIVER, [{**JOB, "devices": 1}, *jobs], tmp_path)
+    for fault, result in zip(faults, results, strict=True):
+        assert len(result.get("faults", [])) == fault.count("@"), f"{fault}: {result}"
+        check_same(result, undisturbed)
+
+
 @pytest.mark.slow
 def test_a_lost_stage_does_not_change_the_weights(tmp_path: Path) -> None:
     job = [f"{DRIVER}:job", "--epochs", "1", "--strategy", "pipeline", "--devices", "3"]

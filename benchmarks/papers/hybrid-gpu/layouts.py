@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from hoop.engine.stage.gpu import Accelerator
+from hoop.engine.stage.accelerator import Accelerator
 from hoop.models.mobilenet import mobilenetv2
 
 CONFIGURATIONS = {

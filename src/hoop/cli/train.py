@@ -80,7 +80,11 @@ def train(
         typer.Option("--set", help="Any other setting, name=value; e.g. momentum=0.9. All are in docs/training.md"),
     ] = None,
     accelerator: Annotated[
-        str | None, typer.Option(help="cpu, cuda (devices share the GPUs there are), or auto.", show_default="cpu")
+        str | None,
+        typer.Option(
+            help="cpu, cuda (devices share the GPUs there are), or auto: cuda if every device has it.",
+            show_default="auto",
+        ),
     ] = None,
     memory: options.Memory = "256MiB",
     threads_per_device: Annotated[

@@ -121,6 +121,11 @@ class ImageData:
     def classes(self) -> int:
         return int(self.labels.max()) + 1
 
+    @property
+    def normalisation(self) -> tuple[Floats, Floats]:
+        """What is subtracted from a pixel, and the factor that follows; each is a scalar, or one value a channel."""
+        return self._mean, self._scale
+
     @functools.cached_property
     def checksum(self) -> str:
         """sha256 of the stored images and labels, before augmentation."""

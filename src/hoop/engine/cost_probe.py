@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.object_collectives import any_rank
 from hoop.data.dataset import Batch, Dataset
+from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
-from hoop.engine.stage.gpu import Accelerator
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint

@@ -25,6 +25,11 @@ class Position:
     """Number of steps before it, over all epochs."""
 
 
+def microbatch_seed(seed: int, done: int, micro: int) -> int:
+    """Random seed of a micro-batch in the step after ``done`` steps."""
+    return (seed * 1_000_003 + done) * 65_537 + micro
+
+
 class DataFeed:
     """One rank's samples of the current step.
 
@@ -75,7 +80,7 @@ class DataFeed:
 
     def seed(self, micro: int) -> int:
         """Random seed of a micro-batch: a function of (seed, step, micro-batch), whatever rank computes it."""
-        return (self._seed * 1_000_003 + self._position.done) * 65_537 + micro
+        return microbatch_seed(self._seed, self._position.done, micro)
 
     def inputs(self, micro: int) -> Tensor:
         return self._batch(micro)[0]

@@ -45,7 +45,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
                 if rank != executor.rank:
                     continue
                 if stage == 0:
-                    value = data.batch(samples, epoch=0, seed=0, out=out)[0]
+                    value = executor.stage_states[0].read_inputs(data, samples, out)
                 elif chain[stage - 1] != rank:
                     arriving = Instruction(InstructionKind.RECV_INPUT, stage, chunk, chain[stage - 1])
                     value = executor.channel.expect(arriving, deadline)

@@ -26,11 +26,13 @@ from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.gradient_slots import max_gradient_slots
 from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.settings import Settings
-from hoop.engine.stage.autograd import Criterion, Objective
+from hoop.engine.stage.accelerator import Accelerator
+from hoop.engine.stage.autograd import CPU, Criterion, Objective
 from hoop.engine.stage.batched_shards import BatchedShards, agree_max_batched_shards, group_shards
-from hoop.engine.stage.gpu import Accelerator, stage_state_factory
+from hoop.engine.stage.gpu import stage_state_factory
 from hoop.engine.stage.gradient_reduction import GradientNorm, GradientReducer
 from hoop.engine.stage.linear_chain import layers_of
+from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import NO_METRICS, ShardMetrics, StageState, StateVectors
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
@@ -138,8 +140,12 @@ class PlanExecutor:
         criterion: Criterion,
         vectors: StateVectors,
         accelerator: Accelerator | None = None,
+        resident: bool = False,
     ) -> None:
-        """``cut``: the first block of each stage. ``vectors``: allocates the state in the arena."""
+        """``cut``: the first block of each stage. ``vectors``: allocates the state in the arena.
+
+        ``resident``: the state stays on the accelerator, and ``ResidentRole`` runs the steps.
+        """
         self.context, self.settings, self.criterion, self.rank = context, settings, criterion, context.rank
         self.profiler, self.last_stage = InstructionProfiler(), plan.stages - 1
         self.deferred_updates = DeferredUpdates(self.profiler)
@@ -150,7 +156,11 @@ class PlanExecutor:
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.stage_states: dict[int, StageState] = {}
         """The stages that this rank holds, by number."""
-        make_stage_state = stage_state_factory(accelerator, plan, settings)
+        make_stage_state = (
+            partial(ResidentStageState, accelerator)
+            if accelerator is not None and resident
+            else stage_state_factory(accelerator, plan, settings)
+        )
         for stage in plan.held_by(context.rank):
             low, high = bounds[stage], bounds[stage + 1]
             self.stage_states[stage] = make_stage_state(
@@ -163,8 +173,10 @@ class PlanExecutor:
                 chain=chain,
             )
         self._first_stage = min(self.stage_states, default=0)
-        self._norm = GradientNorm(context, settings, blocks, bounds)
-        self._objective = Objective(criterion)
+        self.update_device = accelerator.device if accelerator is not None else CPU
+        """Where the updates of the weights are computed."""
+        self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
+        self.objective = Objective(criterion)
         self._reducers: dict[int, GradientReducer] = {}
         self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.LOAD: self.activations.load,
@@ -192,10 +204,12 @@ class PlanExecutor:
         """Shards of the current step whose gradients are in their slots, in the order of computation."""
         self.steps_updated = -1
         """Number of steps whose update was made or submitted; -1 before the first."""
+        self.instruction_hooks: list[Callable[[int, Instruction], None]] = []
+        """Called with the step and each instruction, before it is executed."""
         self._batched: BatchedShards | None = None
         self.max_batched_shards = 1
         """How many shards may be computed as one batch."""
-        if plan.stages == 1 and self._objective.by_hand is not None:
+        if plan.stages == 1 and self.objective.by_hand is not None and not resident:
             whole = self.stage_states.get(0)
             self.max_batched_shards = agree_max_batched_shards(context, whole, rows, settings.timeout_s)
             if self.max_batched_shards > 1 and whole is not None:
@@ -228,6 +242,8 @@ class PlanExecutor:
         """
         self._close_reducers()
         self._handlers, self._batched = {}, None
+        for stage_state in self.stage_states.values():
+            stage_state.close()
 
     def _close_reducers(self) -> None:
         for one in self._reducers.values():
@@ -253,6 +269,8 @@ class PlanExecutor:
         self._close_reducers()
         for stage, stage_state in sorted(self.stage_states.items()):
             ranks = plan.holders[stage]
+            if stage_state.resident:  # ``ResidentRole`` sums its gradients
+                continue
             if holdings is None:
                 holdings = [merge_plan(plan.computed_by(rank, stage), plan.num_microbatches) for rank in ranks]
             mine: MergePlan = holdings[ranks.index(self.rank)]
@@ -310,6 +328,7 @@ class PlanExecutor:
 
         self._handlers = {kind: partial(hooked, handler) for kind, handler in self._handlers.items()}
         self._batched = None
+        self.instruction_hooks.append(hook)
 
     def set_position(self, position: Position) -> None:
         """Set the step of the next instructions, for instruction hooks; ``begin`` also does."""
@@ -334,7 +353,7 @@ class PlanExecutor:
     def _compute_loss(self, micro: int, outputs: Tensor) -> None:
         """Compute the loss of a micro-batch, and the gradient with which its backward starts."""
         targets = self.stage_states[self.last_stage].to_device(self.feed.targets(micro))
-        loss, gradient = self._objective(outputs, targets, self.feed.batch_size)
+        loss, gradient = self.objective(outputs, targets, self.feed.batch_size)
         self._metrics[micro] = (loss, 0.0, float(len(targets)))
         self.activations.output_gradients[self.last_stage, micro] = gradient
 

@@ -37,7 +37,7 @@ class Settings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     precision: str = "float32"
     """Precision of the forward, one of ``PRECISIONS``; weights, gradients and updates are always float32."""
-    accelerator: str = "cpu"
+    accelerator: str = "auto"
     """``cpu``, ``cuda``, or ``auto``: cuda if all devices have it. (``emulated``, for tests: GPU code on the CPU.)"""
     graphs: bool = True
     """GPU: record forward and backward as CUDA graphs and replay them, where that gives the same result."""
@@ -82,6 +82,10 @@ class Settings:
     @property
     def num_microbatches(self) -> int:
         return self.shards * self.accumulate
+
+    @property
+    def may_use_cuda(self) -> bool:
+        return self.accelerator in ("cuda", "auto")
 
     @property
     def parsed_faults(self) -> tuple[Fault, ...]:

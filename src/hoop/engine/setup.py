@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from hoop.collectives.object_collectives import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.config import format_size
-from hoop.data.dataset import Dataset, Splits
+from hoop.data.dataset import Batch, Dataset, Splits
 from hoop.engine.cost_probe import measure_communication, measure_costs, profile_blocks
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
@@ -30,9 +31,10 @@ from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.roles.base import RankRole, StandbyRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE, ParameterServerRole, ServerClientRole
+from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.roles.ring import AsynchronousRingRole, RingRole
 from hoop.engine.settings import Settings
-from hoop.engine.stage.gpu import select_accelerator
+from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StateVectors, shared_parameters
 from hoop.environment import mismatch
@@ -153,19 +155,40 @@ def prepare(
     _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
     rows = -(-settings.batch_size // settings.num_microbatches)
     sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
-    found = profile_blocks(blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator)
+    found = _profile(blocks, sample, settings, accelerator)
     costs = _broadcast_costs(context, settings, found)
     bounds, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
-    executor = PlanExecutor(context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator)
+    resident = accelerator is not None and strategy.replicated
+    executor = PlanExecutor(
+        context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
+    )
     if strategy.replicated and layers_of(blocks) is not None:
         executor.feed.cache_bytes = free
-    role = make_role(executor, strategy, blocks, data.train, vectors)
+    if resident:
+        role: RankRole = ResidentRole(executor, data.train, vectors, sum(one.seconds for one in costs))
+    else:
+        role = make_role(executor, strategy, blocks, data.train, vectors)
     if context.inject_faults is not None:
         context.inject_faults(executor)
     setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role)
     if not resharding:  # the run is predicted once, when it starts
         setup.step_costs = _measure_step_costs(context, settings, job, data, setup)
     return setup
+
+
+def _profile(
+    blocks: list[nn.Module], sample: Batch, settings: Settings, accelerator: Accelerator | None
+) -> list[Block]:
+    """Measure the blocks. On a GPU this also finds out whether all their kernels are deterministic."""
+    try:
+        return profile_blocks(blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator)
+    except RuntimeError as error:
+        if accelerator is None or not accelerator.cuda:
+            raise
+        accelerator.allow_nondeterministic()
+        found = profile_blocks(blocks, sample, settings.optimizer, settings.num_microbatches, accelerator=accelerator)
+        warnings.warn(f"accelerator: the weights may differ between runs and numbers of devices: {error}", stacklevel=2)
+        return found
 
 
 def _measure_step_costs(

@@ -239,7 +239,8 @@ class Trainer:
             vectors=self._vectors,
             arena_shards=self._late_join.arena_shards,
             resumed=bool(tensors),
-            persistent_memory=context.persistent_memory,
+            # State on a GPU changes without the arena: a restarted device gets it from another one, or a snapshot.
+            persistent_memory=context.persistent_memory and not setup.executor.stage_states[0].resident,
         )
         self._done = self._in_place.load_newest() if joining else self._in_place.commit(self._done)
         self._epoch_end = self._schedule.last_epoch_end(self._done) if joining else self._done
@@ -461,8 +462,9 @@ class Trainer:
         executor, settings, schedule = self.executor, self._settings, self._schedule
         executor.set_context(context)
         self._context = context
-        if executor.steps_updated > self._done > NO_STATE:
-            self._count_finished_step()  # the failure came after the update and before the step was counted
+        if self._done > NO_STATE:
+            for loss in self._role.settle(self._done):
+                self._count_step(loss)
         self._late_join.joining = self._late_join.joining or context.left_out
         status = RankStatus(
             context.device,
@@ -475,6 +477,7 @@ class Trainer:
         plan = synchronize_replicas(
             self._in_place, context, status, schedule.rate, settings.timeout_s, self._forget_state
         )
+        self._role.on_state_change()
         if context.rank in plan.behind:
             self._count_finished_step()
         self._done, executor.computed = plan.step, list(plan.computed[context.rank])
@@ -508,12 +511,16 @@ class Trainer:
     def _count_finished_step(self) -> None:
         """Counts a step that was finished outside of ``_train_steps``."""
         tail = self.executor.stage_states[0].tail
+        self._count_step(float(tail[LOSS]) / float(tail[SAMPLES]))
+
+    def _count_step(self, loss: float) -> None:
         self._done += 1
-        self._progress.add(self._done, [float(tail[LOSS]) / float(tail[SAMPLES])], 0.0)
+        self._progress.add(self._done, [loss], 0.0)
 
     def close(self) -> None:
         """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""
         if self._opened is not None:
+            self._role.close()
             self._opened.close()
         self._vectors.free() if self._sharded is None else self._sharded.close()
 

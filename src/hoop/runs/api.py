@@ -125,6 +125,7 @@ class Training:
 
     def _run_locally(self) -> Iterator[Observed]:
         from hoop.launch.forked import ForkedCluster, ForkedConfig
+        from hoop.launch.mps import shared_gpus
         from hoop.runs.job_lookup import preload
 
         launch = self._launch
@@ -144,14 +145,17 @@ class Training:
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
         config = ForkedConfig(devices, launch.memory, train_rank)
-        forked = ForkedCluster(config, head)
-        try:
-            self._on_stop(forked.stop)
-            yield from map(Observed.from_fields, forked.events())
-        finally:
-            forked.close()
-            if launch.address_file is not None:  # a head process that was killed could not remove it
-                launch.address_file.unlink(missing_ok=True)
+        with shared_gpus(devices if launch.settings.may_use_cuda else 0) as warning:
+            if warning:
+                yield Observed(ev.Warned(warning))
+            forked = ForkedCluster(config, head)
+            try:
+                self._on_stop(forked.stop)
+                yield from map(Observed.from_fields, forked.events())
+            finally:
+                forked.close()
+                if launch.address_file is not None:  # a head process that was killed could not remove it
+                    launch.address_file.unlink(missing_ok=True)
 
     def _run_on(self, address: Address | Addresses) -> Iterator[Observed]:
         def on_stop(stop: Callable[[], None]) -> None:

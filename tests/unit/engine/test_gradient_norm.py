@@ -11,6 +11,7 @@ from torch import nn
 
 from hoop.collectives.communicator import Communicator
 from hoop.engine.settings import Settings
+from hoop.engine.stage.autograd import CPU
 from hoop.engine.stage.gradient_reduction import GradientNorm
 from hoop.topology import Address
 from hoop.transport.inproc import InprocTransport
@@ -29,7 +30,7 @@ def scale(blocks: list[nn.Module], bounds: list[int], norms: list[float]) -> flo
         own, rest = rest[:trained], rest[trained:]
         stages[stage] = SimpleNamespace(squared_norms=lambda own=own: own)
     plan: Any = SimpleNamespace(holders=[(0,)] * len(stages))
-    return GradientNorm(context, settings, blocks, bounds).scale(stages, plan)
+    return GradientNorm(context, settings, blocks, bounds, CPU).scale(stages, plan)
 
 
 def test_frozen_parameters_do_not_change_the_order_of_the_sum() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from hoop.engine.fault_tolerance.replication import Replica, ReplicaLayout, replica_layout
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
+from hoop.engine.stage.autograd import CPU
 from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
 from hoop.engine.stage.state import StateVectors
 from hoop.memory import Arena
@@ -40,7 +41,7 @@ def test_a_replica_that_repeats_the_updates_has_the_same_bits(tmp_path: Path, op
     update = make_update(settings, torch.from_numpy(weights[:TRAINED]), moments)
     with Arena.create(tmp_path / "arena", 1 << 20) as arena:
         replica = Replica(
-            ReplicaLayout.from_json(vars(layout)), StateVectors(arena, "test."), "replicate", settings, True
+            ReplicaLayout.from_json(vars(layout)), StateVectors(arena, "test."), "replicate", settings, True, CPU
         )
         incoming = iter([one for one in arrays if one.nbytes])
 

@@ -138,9 +138,18 @@ class Replica:
     """Another rank's state, kept at this rank, with at most one received update that is not applied yet."""
 
     def __init__(
-        self, layout: ReplicaLayout, vectors: StateVectors, name: str, optimizer: OptimizerSettings, incremental: bool
+        self,
+        layout: ReplicaLayout,
+        vectors: StateVectors,
+        name: str,
+        optimizer: OptimizerSettings,
+        incremental: bool,
+        device: torch.device,
     ) -> None:
-        """``incremental``: gradients will come, and updates are repeated here; otherwise whole states will come."""
+        """``incremental``: gradients will come, and updates are repeated here; otherwise whole states will come.
+
+        ``device``: where updates are computed.
+        """
         self._layout = layout
         self._data: Bytes = vectors.new(name, layout.size // 4).view(np.uint8)
         specs, offsets = [one for one, _ in layout.slices], [offset for _, offset in layout.slices]
@@ -153,7 +162,7 @@ class Replica:
             assert len(weights) == elements, "the owner's layout is consistent"
             self.totals.append(vectors.new(f"{name}.total{number}", elements))
             moments = [torch.from_numpy(self._vector(first + 1 + one)) for one in range(optimizer.num_moments)]
-            update = make_update(optimizer, torch.from_numpy(weights[:trained]), moments)
+            update = make_update(optimizer, torch.from_numpy(weights[:trained]), moments, device)
             self._updates.append((update, weights, trained))
         self.counters: Bytes = np.empty(sum(count for _, count in layout.counters), np.uint8)
         """… and the counters after the step."""
@@ -227,6 +236,7 @@ class Replicator:
                     f"replica{owner}.{turn}",
                     settings.optimizer,
                     self._incremental,
+                    role.executor.update_device,
                 )
                 for turn in range(1 if self._incremental else 2)
             ]

@@ -1,6 +1,7 @@
 """The role of a rank in a job: how it runs steps, and which state it has for checkpoints and replication.
 
 RankRole              holds stages and runs the plan's list            data parallel, pipelines, hybrids
+ResidentRole          data parallel with the state on a GPU            resident.py
 StandbyRole           holds nothing, ready to replace a lost rank
 RingRole              holds stages and follows a rule                  ring.py
 AsynchronousRingRole  the same without a flush between steps           ring.py
@@ -25,7 +26,7 @@ from hoop.engine.fault_tolerance.checkpoint import restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.stage.provenance import Provenance
-from hoop.engine.stage.state import LOSS
+from hoop.engine.stage.state import LOSS, SAMPLES
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,22 @@ class RankRole:
             if last is not None:
                 losses.append(float(last.tail[LOSS]) / len(work.samples))
         return losses
+
+    def settle(self, done: int) -> list[float]:
+        """Called before a recovery: make the state in the arena that after the last finished step.
+
+        ``done``: the steps that the trainer has counted. Returns the mean losses of the steps finished since.
+        """
+        if self.executor.steps_updated <= done:
+            return []
+        tail = self.executor.stage_states[0].tail  # the failure came after the update and before the step was counted
+        return [float(tail[LOSS]) / float(tail[SAMPLES])]
+
+    def on_state_change(self) -> None:
+        """Called after a recovery, which may have changed the state in the arena."""
+
+    def close(self) -> None:
+        """The job is over."""
 
     def refresh(self) -> None:
         """Update copies of weights that other ranks own. Collective; called before evaluations and checkpoints."""

@@ -38,9 +38,9 @@ from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.roles.base import RankRole, StepWork
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
-from hoop.engine.stage.gradient_reduction import clip_scale, squared_norms
+from hoop.engine.stage.gradient_reduction import clip_scale
 from hoop.engine.stage.optimizer import OptimizerSettings, apply_update, make_update
-from hoop.engine.stage.state import LOSS, PAD, TAIL, StateLayout, StateVectors
+from hoop.engine.stage.state import LOSS, PAD, TAIL, StateLayout, StateVectors, squared_norms
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import split_evenly
 from hoop.strategies.base import Strategy
@@ -190,7 +190,9 @@ class ParameterServerRole(RankRole):
         self._rows, self._row_merges, self._total_row = _assign_rows(executor) if strategy.synchronous else ({}, [], 0)
         rows = sum(len(one) for one in self._rows.values()) or 1
         optimizer = executor.settings.optimizer
-        self._shard = ServerShard(vectors, self._layout, self._slices[self._number], optimizer, rows)
+        self._shard = ServerShard(
+            vectors, self._layout, self._slices[self._number], optimizer, rows, executor.update_device
+        )
         self._pending_gives: list[PendingSend] = []
         self._pushes: Counter[int] = Counter()
         """Pushes received from each worker since the last synchronisation point."""
@@ -279,7 +281,10 @@ class ParameterServerRole(RankRole):
                 pending.detach()  # copies the unsent bytes: the receiver gets the weights before this update
         self._pending_gives.clear()
         shard, clip = self._shard, self.executor.settings.optimizer.clip
-        scale = clip_scale(squared_norms(self._layout, shard.rows[self._total_row]), clip) if clip else 1.0
+        scale = 1.0
+        if clip:
+            gradient = torch.from_numpy(shard.rows[self._total_row]).to(self.executor.update_device)
+            scale = float(clip_scale(squared_norms(self._layout.views_trained(gradient)), clip))
         shard.scale_gradient(self._total_row, scale)
         rate = self._works[self._step].rate
         self.executor.deferred_updates.submit(
@@ -447,9 +452,15 @@ class ServerShard:
     """The state of one server in the arena: its slice of the weights, optimizer state, and rows for gradients."""
 
     def __init__(
-        self, vectors: StateVectors, layout: StateLayout, part: ServerSlice, optimizer: OptimizerSettings, rows: int
+        self,
+        vectors: StateVectors,
+        layout: StateLayout,
+        part: ServerSlice,
+        optimizer: OptimizerSettings,
+        rows: int,
+        device: torch.device,
     ) -> None:
-        """``rows``: number of gradients that it holds at a time."""
+        """``rows``: number of gradients that it holds at a time. ``device``: where updates are computed."""
         self.part = part
         self.weights: Array = vectors.new("slice.weights", part.weights)
         self._trained = torch.from_numpy(self.weights[: part.trained])
@@ -458,7 +469,7 @@ class ServerShard:
             for index in range(optimizer.num_moments)
         ]
         self.rows: Array = vectors.new("slice.gradients", rows * part.width).reshape(rows, part.width)
-        self._update = make_update(optimizer, self._trained, self.moments)
+        self._update = make_update(optimizer, self._trained, self.moments, device)
         self.load_weights(layout)
 
     def load_weights(self, layout: StateLayout) -> None:

@@ -148,19 +148,20 @@ class CrossEntropy:
     """Cross-entropy of class scores (batch, classes) with a hand-written gradient: half the time of autograd."""
 
     def __init__(self) -> None:
-        self._minus_ones = torch.empty(0, 1)
+        self._minus_ones, self._one_hot = torch.empty(0, 1), torch.empty(0, 0)
 
     def __call__(self, outputs: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return the loss of each sample, and ``scale`` times the gradient of their sum."""
         logs = torch.log_softmax(outputs, 1)
         loss = F.nll_loss(logs, targets, reduction="none")
         gradient = logs.exp_()
-        if len(self._minus_ones) != len(targets):
-            self._minus_ones = torch.full((len(targets), 1), -1.0)
         if gradient.is_cuda:  # scatter_add_ is not deterministic on CUDA
-            classes = torch.arange(gradient.shape[1], device=gradient.device)
-            gradient.sub_((classes == targets.unsqueeze(1)).float())
+            if len(self._one_hot) != gradient.shape[1]:
+                self._one_hot = torch.eye(gradient.shape[1], device=gradient.device)
+            gradient.sub_(self._one_hot.index_select(0, targets))
         else:
+            if len(self._minus_ones) != len(targets):
+                self._minus_ones = torch.full((len(targets), 1), -1.0)
             gradient.scatter_add_(1, targets.unsqueeze(1), self._minus_ones)
         return loss, gradient.mul_(scale)
 
@@ -371,8 +372,9 @@ class AutogradStage(Stage):
 def _copy_gradients(gradients: Sequence[Tensor | None], into: Views) -> None:
     """Copy gradients into the views; the gradient of an unused parameter is 0."""
     pairs = [(view, one) for view, one in zip(into, gradients, strict=False) if one is not None]
-    if pairs:
-        torch._foreach_copy_([view for view, _ in pairs], [one for _, one in pairs])
+    for dtype in {one.dtype for _, one in pairs}:  # one kernel copies tensors of one type
+        same = [(view, one) for view, one in pairs if one.dtype == dtype]
+        torch._foreach_copy_([view for view, _ in same], [one for _, one in same])
     for view, one in zip(into, gradients, strict=False):
         if one is None:
             view.zero_()

@@ -1,11 +1,4 @@
-"""Stages on a GPU: selection of the GPU, deterministic kernels, CUDA graphs, and a stage state with a device copy.
-
-**Accelerator.** The setting ``accelerator`` selects it:
-
-    cpu      none
-    cuda     the GPUs of the host, distributed over the job's devices on it; several devices may share a GPU
-    auto     cuda if every device of the job has it, otherwise none: all ranks compute on the same kind
-    emulated the same code path as for a GPU, with the device copy in host memory: for tests without a GPU
+"""Stages on a GPU whose state stays in host memory: CUDA graphs, and a stage state with a device copy.
 
 **CudaGraphStage.** A model of some hundred small kernels takes the CPU longer to launch than the GPU to compute. A CUDA
 graph launches them as one. A graph computes at fixed addresses, so each micro-batch in flight has a lane:
@@ -32,7 +25,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,10 +34,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hoop.collectives.rank_context import RankContext
-from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan, SlotMerge
 from hoop.engine.settings import Settings
+from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import AutogradStage, OnSegment, Stage, Views
 from hoop.engine.stage.provenance import mark
 from hoop.engine.stage.state import (
@@ -61,91 +52,8 @@ from hoop.engine.stage.state import (
     bind_tensors,
     make_stage,
 )
-from hoop.errors import FailedPrecondition
-from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import InstructionKind
 from hoop.plan.plan import Plan
-
-
-class Accelerator:
-    """The GPU that a rank computes on; sets up deterministic kernels when it is made."""
-
-    def __init__(self, device: torch.device, tf32: bool = False) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-        if self.cuda:
-            torch.cuda.set_device(device)  # for this thread
-            _enable_determinism(tf32)
-            self._upload_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        """Return a copy on the GPU. The caller may overwrite the original at once; does not wait for computations."""
-        if tensor.device == self.device:
-            return tensor
-        if not self.cuda:
-            return tensor.to(self.device)
-        with torch.cuda.stream(self._upload_stream):
-            copy = tensor.to(self.device)
-        compute_stream = torch.cuda.current_stream(self.device)
-        compute_stream.wait_stream(self._upload_stream)
-        copy.record_stream(compute_stream)
-        return copy
-
-    def pinned_buffer(self, count: int) -> Tensor:
-        """Allocate pinned host memory, which the GPU copies from and to asynchronously."""
-        return torch.zeros(count, pin_memory=self.cuda)
-
-    def synchronize(self) -> None:
-        """Wait until all computations and copies are done."""
-        if self.cuda:
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-def select_accelerator(context: RankContext, settings: Settings) -> Accelerator | None:
-    """Select the accelerator of this rank. Collective: all ranks get the same kind, or the same error."""
-    if settings.accelerator == "cpu":
-        return None
-    if settings.accelerator == "emulated":
-        return Accelerator(torch.device("cpu"))
-    problem = _cuda_problem()
-    mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)
-    context.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, gathered, settings.timeout_s)
-    without = [rank for rank, has_problem in enumerate(gathered.tolist()) if has_problem]
-    if without and settings.accelerator == "auto":
-        return None
-    if without:
-        raise FailedPrecondition(
-            f"accelerator: cuda was asked for, and rank {', '.join(map(str, without))} of {context.size} has none"
-            f"{f': {problem}' if problem else ''}; or use --accelerator auto or cpu"
-        )
-    index, _ = context.local_rank_and_size
-    return Accelerator(torch.device("cuda", index % torch.cuda.device_count()), settings.tf32)
-
-
-def _cuda_problem() -> str:
-    """Return why this process cannot use CUDA, with a remedy; empty if it can."""
-    if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is built without CUDA; install one that is built with it (pytorch.org)"
-    if torch.cuda._is_in_bad_fork():
-        return "this program used CUDA before its devices were forked; train first, or in another process"
-    if not torch.cuda.device_count():
-        return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        return f"CUDA does not start ({error}); look at nvidia-smi"
-    return ""
-
-
-def _enable_determinism(tf32: bool) -> None:
-    """Select deterministic kernels: the same for the same shapes, without atomic sums. Others only warn."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is initialised
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.deterministic = True
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-
 
 _KNOWN_MODULES = ("torch.nn.", "hoop.models.")
 _TRIAL = -1
@@ -298,7 +206,7 @@ class GpuStageState(StageState):
         """``use_graphs``: forward and backward may be captured as CUDA graphs. The rest is as for ``StageState``."""
         twins = copy.deepcopy(nn.ModuleList(blocks)).to(accelerator.device)
         settings = dataclasses.replace(settings, bucket_bytes=0)  # a gradient is downloaded in one copy
-        super().__init__(vectors, blocks, first_block, settings, name, updates, chain)
+        super().__init__(vectors, blocks, first_block, settings, name, updates, chain, accelerator.device)
         self._accelerator, device = accelerator, accelerator.device
         self._channels_last = settings.channels_last
         self._modules = list(zip(nn.ModuleList(blocks).modules(), twins.modules(), strict=True))
@@ -308,7 +216,7 @@ class GpuStageState(StageState):
         self._device_buffers = self._device_state[twin.trained :]
         self._device_buffers_at_start = self._device_buffers.clone()
         self._device_buffer_deltas: dict[int, Tensor] = {}
-        self._counts, self._counts_at_start, self._counts_added = _flat_counters(twin, device)
+        self._counts, self._counts_at_start, self._counts_added = flatten_counters(twin, device)
         self.stage, _ = make_stage(list(twins), first_block, twin, settings, chain, device)
         if use_graphs and isinstance(self.stage, AutogradStage) and accelerator.cuda and capturable(twins):
             rows = -(-settings.batch_size // settings.num_microbatches)
@@ -343,7 +251,7 @@ class GpuStageState(StageState):
         np.copyto(self._upload_buffer.numpy(), self.state_array)
         self._device_state.copy_(self._upload_buffer, non_blocking=True)
         if len(self._counts):
-            counts = torch.cat([one.reshape(-1) for one in _counters(self.layout)])
+            counts = torch.cat([one.reshape(-1) for one in batch_counters(self.layout)])
             self._counts.copy_(counts, non_blocking=True)
         while self._frozen:
             own, twin = self._frozen.pop()
@@ -433,20 +341,20 @@ class GpuStageState(StageState):
         self._pending.clear()
 
     def counter_increments(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(_counters(self.layout), self._counts_added.cpu(), strict=True))
+        return list(zip(batch_counters(self.layout), self._counts_added.cpu(), strict=True))
 
 
-def _counters(layout: StateLayout) -> list[Tensor]:
+def batch_counters(layout: StateLayout) -> list[Tensor]:
     """Return batch norm's counters of batches; other integer buffers (masks) do not change."""
     return [one for one in layout.counters if one.dtype == torch.int64 and one.numel() == 1]
 
 
-def _flat_counters(twin: StateLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def flatten_counters(twin: StateLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Make the counters of the device copy views of one vector.
 
     Returns that vector, and vectors for their values at the start of a step and for the increments of a shard.
     """
-    counters = _counters(twin)
+    counters = batch_counters(twin)
     counts, start, added = torch.zeros(3, len(counters), dtype=torch.int64, device=device)
     for index, one in enumerate(counters):
         one.data = counts[index : index + 1].view(one.shape)

@@ -16,30 +16,33 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.rank_context import RankContext
-from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan
 from hoop.engine.settings import Settings
-from hoop.engine.stage.state import StageState, StateLayout
+from hoop.engine.stage.state import StageState
 from hoop.memory.dtypes import dtype
 from hoop.plan.plan import Plan
-
-SquaredNorms = npt.NDArray[np.float64]
-"""The squared norm of each parameter's gradient, in the order of the model."""
 
 
 class GradientNorm:
     """Computes the clipping factor from the norm over all stages, of which each rank knows a part."""
 
-    def __init__(self, context: RankContext, settings: Settings, blocks: Sequence[nn.Module], bounds: Sequence[int]):
-        self._context, self._settings = context, settings
+    def __init__(
+        self,
+        context: RankContext,
+        settings: Settings,
+        blocks: Sequence[nn.Module],
+        bounds: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """``device``: where updates are computed."""
+        self._context, self._settings, self._device = context, settings, device
         # Only trained parameters: numpy adds by position, so the place of a frozen one must not shift the others.
         counts = [sum(one.requires_grad for one in nn.ModuleList(blocks[:bound]).parameters()) for bound in bounds]
         *self._first_parameters, self._num_parameters = counts
@@ -64,21 +67,17 @@ class GradientNorm:
         self._context.group(holders).run(
             Operation("all_reduce", len(squared), dtype("float64")), squared, squared, self._settings.timeout_s
         )
-        return clip_scale(squared, self._settings.optimizer.clip)
+        return float(clip_scale(torch.from_numpy(squared).to(self._device), self._settings.optimizer.clip))
 
 
-def squared_norms(layout: StateLayout, gradient: Array) -> SquaredNorms:
-    """Return the squared norms of a gradient of the whole model, one for each trained parameter."""
-    found = np.zeros(len(layout.parameters), np.float64)
-    views = layout.views(torch.from_numpy(gradient))[: len(layout.parameters)]
-    for index, view in enumerate(views):
-        found[index] = float(torch.dot(view.reshape(-1), view.reshape(-1)))
-    return found
+def clip_scale(squared: Tensor, clip: float) -> Tensor:
+    """Return the factor that reduces the norm of the gradient to at most ``clip``, from all parameters' squared norms.
 
-
-def clip_scale(squared: SquaredNorms, clip: float) -> float:
-    """Return the factor that reduces the norm of the gradient to at most ``clip``."""
-    return min(1.0, clip / (float(np.sqrt(squared.sum())) + 1e-6))
+    A scalar on the device of ``squared``, without waiting for it.
+    """
+    if not squared.is_cuda:
+        return torch.tensor(min(1.0, clip / (float(np.sqrt(squared.numpy().sum())) + 1e-6)), dtype=torch.float64)
+    return (clip / (squared.sum().sqrt() + 1e-6)).clamp(max=1.0)
 
 
 class GradientReducer:

@@ -178,6 +178,10 @@ class ChainStage(Stage):
 def _forward_layer(layer: Layer, value: Tensor) -> Tensor:
     if layer.weight is None:
         return value.relu()
+    if value.is_cuda and layer.bias is not None:  # bias and ReLU in the kernel of the product
+        if layer.relu:
+            return torch._addmm_activation(layer.bias, value, layer.weight.t())
+        return torch.addmm(layer.bias, value, layer.weight.t())
     if len(value) >= _MIN_ROWS and len(layer.weight) <= _MAX_OUTPUTS:
         out = torch.mm(layer.weight, value.t()).t().contiguous()
     else:

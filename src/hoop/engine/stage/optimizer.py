@@ -106,11 +106,41 @@ def apply_update(update: Update, weights: Array, trained: int, total: Array, rat
     weights[trained:] += total[trained : len(weights)]
 
 
-def make_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> Update:
-    """Make the update function of these weights; ``state`` are the optimizer's moments."""
+CPU = torch.device("cpu")
+
+
+def make_update(
+    settings: OptimizerSettings, weights: Tensor, state: list[Tensor], device: torch.device = CPU
+) -> Update:
+    """Make the update function of these weights, in host memory; ``state`` are the optimizer's moments.
+
+    ``device``: where updates are computed. The kernels of a GPU round otherwise than those of the CPU, so all updates
+    of a job are computed on one kind of device, wherever the weights are.
+    """
+    if device.type != "cpu":
+        return _staged_update(settings, weights, state, device)
+    tensors = make_tensor_update(settings, weights, state)
+    count = torch.zeros(())
+
+    def update(gradient: Tensor, rate: float, step: int) -> None:
+        count.fill_(step + 1)
+        tensors(gradient, rate, count, step == 0)
+
+    return update
+
+
+TensorUpdate = Callable[[Tensor, Tensor | float, Tensor, bool], None]
+"""``update(gradient, rate, count, first)``: the number of the step, from 1 on, is in ``count``.
+
+``first``: it is the first step. On a GPU ``rate`` is a tensor, and ``first`` may always be False: moments begin at 0.
+"""
+
+
+def make_tensor_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor]) -> TensorUpdate:
+    """Make the update function of weights and moments that are on one device. A CUDA graph can record its calls."""
     if settings.name == "sgd":
 
-        def sgd(gradient: Tensor, rate: float, step: int) -> None:
+        def sgd(gradient: Tensor, rate: Tensor | float, count: Tensor, first: bool) -> None:
             with torch.no_grad():
                 torch._fused_sgd_(
                     [weights],
@@ -122,22 +152,20 @@ def make_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor
                     weight_decay=settings.weight_decay,
                     nesterov=settings.nesterov,
                     maximize=False,
-                    is_first_step=step == 0,
+                    is_first_step=first,
                 )
 
         return sgd
     kernel = torch._fused_adam_ if settings.name == "adam" else torch._fused_adamw_
-    first, second = state
-    count = torch.zeros(())
+    first_moment, second_moment = state
 
-    def adam(gradient: Tensor, rate: float, step: int) -> None:
-        count.fill_(step + 1)
+    def adam(gradient: Tensor, rate: Tensor | float, count: Tensor, first: bool) -> None:
         with torch.no_grad():
             kernel(
                 [weights],
                 [gradient],
-                [first],
-                [second],
+                [first_moment],
+                [second_moment],
                 [],
                 [count],
                 lr=rate,
@@ -150,3 +178,25 @@ def make_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor
             )
 
     return adam
+
+
+def _staged_update(settings: OptimizerSettings, weights: Tensor, state: list[Tensor], device: torch.device) -> Update:
+    """An update of vectors in host memory on a GPU: they are copied there and back."""
+    on_device, moments = (
+        torch.empty_like(weights, device=device),
+        [torch.empty_like(one, device=device) for one in state],
+    )
+    rate_and_count = torch.zeros(2, device=device)
+    update = make_tensor_update(settings, on_device, moments)
+
+    def staged(gradient: Tensor, rate: float, step: int) -> None:
+        on_device.copy_(weights)
+        for one, host in zip(moments, state, strict=True):
+            one.copy_(host)
+        rate_and_count.copy_(torch.tensor([rate, step + 1]))
+        update(gradient.to(device), rate_and_count[0], rate_and_count[1], False)
+        weights.copy_(on_device)
+        for one, host in zip(moments, state, strict=True):
+            host.copy_(one)
+
+    return staged

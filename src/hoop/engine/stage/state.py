@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import MergePlan, SlotMerge
+from hoop.data.dataset import Batch, Dataset, Indices
 from hoop.engine.settings import Settings
 from hoop.engine.stage.autograd import CPU, AutogradStage, Segments, Stage
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
@@ -202,8 +203,11 @@ class StageState:
         on_total                    the all-reduce is done: ``total`` holds the sum over all shards and replicas
         apply_update                the optimizer updates the weights
 
-    On a GPU ``GpuStageState`` (``gpu.py``) takes its place.
+    On a GPU ``ResidentStageState`` (``resident_state.py``) or ``GpuStageState`` (``gpu.py``) takes its place.
     """
+
+    resident = False
+    """The state stays on a GPU, and ``ResidentRole`` runs the steps there."""
 
     def __init__(
         self,
@@ -214,12 +218,13 @@ class StageState:
         name: str,
         updates: bool = True,
         chain: bool = True,
+        update_device: torch.device = CPU,
     ) -> None:
         """``name``: begins the names of its vectors. ``first_block``: number of the stage's first block in the model.
 
         ``updates``: this rank updates the weights; False if parameter servers do, and this rank has a copy. ``chain``:
         the whole model is a chain of Linear and ReLU. It decides for all stages alike whether they are computed
-        without autograd; otherwise the cut would change the bits.
+        without autograd; otherwise the cut would change the bits. ``update_device``: where updates are computed.
         """
         self.blocks = list(blocks)
         self.first_block = first_block
@@ -243,7 +248,10 @@ class StageState:
         self._rotations = 0
         self.total: Array = self.total_buffer
         """The total of the step: ``total_buffer``, or a slot, if that already holds the sum over all shards."""
-        self.update: Update = make_update(settings.optimizer, self.trained, self.moments) if updates else reject_update
+        self.update_device = update_device
+        self.update: Update = (
+            make_update(settings.optimizer, self.trained, self.moments, update_device) if updates else reject_update
+        )
         self.stage, self.buckets = make_stage(blocks, first_block, layout, settings, chain)
         self.slots: Array = np.empty((0, layout.total), np.float32)
         """The gradient slots, one a row."""
@@ -290,6 +298,10 @@ class StageState:
 
     def sync_device_weights(self) -> None:
         """Copy the weights from the arena to the device that computes the stage; on the CPU there is no copy."""
+
+    def read_inputs(self, data: Dataset, samples: Indices, out: Batch) -> Tensor:
+        """Return the inputs of these samples for ``evaluate``; ``out`` is memory for a batch in host memory."""
+        return data.batch(samples, epoch=0, seed=0, out=out)[0]
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Run a forward without a backward, after ``sync_device_weights``."""
@@ -396,8 +408,20 @@ class StageState:
 
     def squared_norms(self) -> list[float]:
         """Return the squared norm of each parameter's gradient, in order. Their sum does not depend on the cut."""
-        views = self.layout.views(torch.from_numpy(self.total))[: len(self.layout.parameters)]
-        return [float(torch.dot(view.reshape(-1), view.reshape(-1))) for view in views]
+        views = self.layout.views_trained(torch.from_numpy(self.total).to(self.update_device))
+        return squared_norms(views).tolist()
+
+    def close(self) -> None:
+        """Release what is not in the arena."""
+
+
+def squared_norms(views: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of each tensor, as float64. The bits depend on the kind of device."""
+    if not views:
+        return torch.zeros(0, dtype=torch.float64)
+    if views[0].is_cuda:
+        return torch.stack(torch._foreach_norm(list(views))).double().square()
+    return torch.tensor([float(torch.dot(one.reshape(-1), one.reshape(-1))) for one in views], dtype=torch.float64)
 
 
 def reject_update(gradient: Tensor, rate: float, step: int) -> None:

@@ -32,7 +32,9 @@ class WeightVersions:
         self._states: list[Tensor] = [torch.from_numpy(one) for one in arrays]
         self._views = [layout.views(one) for one in self._states]
         self._updates = [
-            make_update(optimizer, one[: layout.trained], stage_state.moments) if index else stage_state.update
+            make_update(optimizer, one[: layout.trained], stage_state.moments, stage_state.update_device)
+            if index
+            else stage_state.update
             for index, one in enumerate(self._states)
         ]
         self._newest = 0

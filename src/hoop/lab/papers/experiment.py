@@ -183,8 +183,7 @@ class Experiment:
         if isinstance(job, Job):
             INHERITED.append(job)
         found = find_job(name, RECIPES)
-        if (accelerator or self.accelerator) != "cpu":
-            settings["accelerator"] = accelerator or self.accelerator
+        settings["accelerator"] = accelerator or self.accelerator
         checked = found.defaults(name).replaced({**settings, "strategy": strategy}).check()
         found.data()  # before the fork: the devices share the loaded data
         trained = TrainingRun({})

@@ -1,0 +1,274 @@
+"""The role of a data parallel rank whose state stays on a GPU: steps are launched there, ahead of the host.
+
+A stride of steps is run between two synchronisation points. Within it the host prepares a step while the GPU computes
+the one before, and waits for the GPU only to meet the other ranks:
+
+    host    load 0 | launch 0 | load 1 | launch 1 | load 2 | …        read the tails of all steps, once
+    GPU            | step 0            | step 1            | …
+
+Losses, votes and provenance are in the tails, as on the CPU; they arrive together at the end of the stride.
+
+If a rank is lost, each other rank has finished a number of steps, and no two differ by more than one, because ranks
+meet in every step. ``settle`` brings the state and the tails of the finished steps to the host, and recovery goes on
+there as on the CPU. Shards of the step under way are computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hoop.collectives.shard_tree import MergePlan, merge_plan
+from hoop.data.dataset import Dataset, Indices
+from hoop.data.sampler import shard
+from hoop.engine.data_feed import microbatch_seed
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.profiler import now
+from hoop.engine.roles.base import RankRole, StepWork
+from hoop.engine.stage.peer_rows import SETS, PeerRows, open_peer_rows
+from hoop.engine.stage.provenance import mark, sample_fingerprint
+from hoop.engine.stage.resident_state import ResidentStageState
+from hoop.engine.stage.resident_step import BatchLoader, ResidentStep, StepInputs
+from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, TAIL, StateVectors
+from hoop.plan.instructions import Instruction, InstructionKind
+from hoop.plan.plan import Plan
+
+log = logging.getLogger("hoop.engine")
+MAX_STRIDE = 64
+STRIDE_S = 0.25
+"""Seconds that a stride should take: as long as a request to stop may wait."""
+MAX_SLEEP_S = 2.0
+"""A process that was stopped (SIGSTOP) did not compute all the time."""
+LOADED_BYTES = 256 << 20
+"""Host memory for the batches of a stride, where the dataset is not resident."""
+
+
+def stride_for(step_s: float, batch_bytes: int) -> int:
+    """The stride for steps of this duration and batches of this size: a power of two."""
+    stride = 1
+    while stride < MAX_STRIDE and 2 * stride * step_s <= STRIDE_S and 2 * stride * batch_bytes <= LOADED_BYTES:
+        stride *= 2
+    return stride
+
+
+class ResidentRole(RankRole):
+    """A rank of data parallel training on a GPU."""
+
+    def __init__(self, executor: PlanExecutor, data: Dataset, vectors: StateVectors, step_s: float) -> None:
+        """``step_s``: estimated seconds of a step, equal at all ranks."""
+        super().__init__(executor)
+        state = executor.stage_states[0]
+        assert isinstance(state, ResidentStageState), "setup.py makes both or none"
+        self._state, self._vectors, self._data = state, vectors.child("resident."), data
+        settings, accelerator = executor.settings, state.accelerator
+        sample_bytes = sum(one.nbytes for one in data.allocate(1))
+        self.stride = stride_for(step_s, settings.batch_size * sample_bytes)
+        self._inputs = StepInputs(accelerator, state.layout.total - state.layout.state, self.stride)
+        self._loader = BatchLoader(data, state, settings.seed, self.stride, settings.batch_size)
+        self._upload_stream = torch.cuda.Stream(accelerator.device) if accelerator.cuda else None  # type: ignore[no-untyped-call]
+        self._plan: Plan | None = None
+        """The plan that the following are for."""
+        self._merge_plan = MergePlan((), (), (), 0)
+        self._rows = self._total = torch.zeros(0)
+        self._peers: PeerRows | None = None
+        self._steps: dict[int, ResidentStep] = {}
+        """By number of samples in the global batch."""
+        self._before_reduce: list[Instruction] = []
+        self._compute, self._reduce = (
+            Instruction(kind, 0) for kind in (InstructionKind.FORWARD, InstructionKind.REDUCE)
+        )
+        self._works: Sequence[StepWork] = ()
+        self._finished = 0
+        """Steps of the stride under way whose update was launched."""
+        self._meetings = 0
+
+    # ---- plans
+
+    def _use_plan(self) -> None:
+        """Collective, when the plan or the generation has changed: share memory with the other ranks."""
+        executor, state = self.executor, self._state
+        if executor.plan is self._plan:
+            return
+        plan, context, settings = executor.plan, executor.context, executor.settings
+        self._drop_steps()
+        deadline = time.monotonic() + settings.timeout_s
+        shards, ranks = plan.num_microbatches, range(plan.size)
+        plans = [merge_plan(plan.computed_by(rank, 0), shards) for rank in ranks]
+        self._merge_plan = plans[executor.rank]
+        total = state.layout.total
+        if context.size > 1:
+            self._peers = open_peer_rows(
+                context.communicator, plans, shards, state, self._vectors, deadline, settings.timeout_s
+            )
+            self._rows, self._total = self._peers.own, state.accelerator.vector("total", total)
+        else:
+            self._rows = state.accelerator.vector("rows", shards * total).view(1, shards, total)
+            self._total = self._rows[0, 0]
+        self._before_reduce = [
+            one for one in plan.ranks[executor.rank] if one.kind not in (InstructionKind.REDUCE, InstructionKind.UPDATE)
+        ]
+        self._plan, self._meetings = plan, 0
+
+    def _drop_steps(self) -> None:
+        self._state.accelerator.synchronize()
+        self._steps.clear()
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+        self._plan = None
+
+    def _step_for(self, batch: int) -> ResidentStep:
+        """The step for global batches of this size. It is recorded when it is first used."""
+        found = self._steps.get(batch)
+        if found is None:
+            settings = self.executor.settings
+            found = ResidentStep(
+                self._state,
+                self._loader,
+                self._inputs,
+                self.executor.objective,
+                settings.optimizer.clip,
+                batch,
+                self._merge_plan,
+                self.executor.plan.num_microbatches,
+                settings.accumulate,
+                self._rows,
+                self._total,
+                self._peers,
+            )
+            if settings.graphs:
+                began = now()
+                found.capture()
+                refusal = found.graph_refusal
+                log.info(
+                    "a step of %d samples %s, after %.2f s",
+                    batch,
+                    f"runs without a CUDA graph: {refusal}" if refusal else "is recorded as a CUDA graph",
+                    now() - began,
+                )
+            self._steps[batch] = found
+        return found
+
+    # ---- steps
+
+    def advance(self, works: Sequence[StepWork], stop: bool) -> list[float]:
+        state, executor = self._state, self.executor
+        self._use_plan()
+        state.upload()
+        state.sync_modes()
+        self._works, self._finished = works, 0
+        self._inputs.begin()
+        steps = [self._step_for(len(work.samples)) for work in works]
+        state.on_device_steps()
+        self._load(0, stop)
+        for index, (work, step) in enumerate(zip(works, steps, strict=True)):
+            executor.rate = work.rate
+            if self._upload_stream is not None:
+                torch.cuda.current_stream(state.accelerator.device).wait_stream(self._upload_stream)
+            if self._inputs.exact_rate is not None:
+                self._inputs.exact_rate = work.rate
+            done = work.position.done
+            step.seeds = [microbatch_seed(executor.settings.seed, done, micro) for micro in self._merge_plan.order]
+            started = now()
+            self._call_hooks(done, self._before_reduce)
+            if self._peers is None:
+                step.whole()
+                self._load(index + 1, stop)
+                executor.profiler.record(self._compute, started, now())
+            else:
+                number = self._meetings % SETS
+                step.compute(number)
+                self._load(index + 1, stop)
+                self._meet_and_finish(step, self._peers, number, done, started)
+            self._finished += 1
+            executor.steps_updated = done + 1
+            if executor.extra_slowdown:
+                self._slow_down(started)
+        return self._read_tails()
+
+    def _meet_and_finish(self, step: ResidentStep, peers: PeerRows, number: int, done: int, started: float) -> None:
+        executor = self.executor
+        self._call_hooks(done, [self._reduce])
+        self._state.accelerator.synchronize()
+        computed = now()
+        executor.profiler.record(self._compute, started, computed)
+        waited = peers.meet(number, time.monotonic() + executor.settings.timeout_s)
+        self._meetings += 1
+        self._call_hooks(done, [Instruction(InstructionKind.UPDATE, 0)])
+        step.finish(number)
+        executor.profiler.record(self._reduce, computed, now(), waited)
+        executor.extra_bytes_sent += peers.bytes_per_step
+
+    def _slow_down(self, started: float) -> None:
+        """For experiments and fault injection: make the step that began at ``started`` take longer."""
+        self._state.accelerator.synchronize()
+        time.sleep(min(self.executor.extra_slowdown * (now() - started), MAX_SLEEP_S))
+
+    def _call_hooks(self, done: int, instructions: Sequence[Instruction]) -> None:
+        for hook in self.executor.instruction_hooks:
+            for instruction in instructions:
+                hook(done + 1, instruction)
+
+    def _load(self, index: int, stop: bool) -> None:
+        """Bring samples, learning rate and this rank's tail of a step of the stride to the GPU."""
+        if index >= len(self._works):
+            return
+        work, shards = self._works[index], self.executor.plan.num_microbatches
+        parts = [shard(work.samples, micro, shards) for micro in self._merge_plan.order]
+        tail = self._inputs.load(index, work.rate, work.position.done)
+        tail[:] = 0
+        tail[SAMPLES] = sum(map(len, parts))
+        tail[STOP], tail[MOVE] = float(stop), float(self.executor.context.reassignment_ready())
+        for micro, part in zip(self._merge_plan.order, parts, strict=True):
+            if len(part):
+                mark(tail[TAIL:], micro % shards, self._state.device_id, sample_fingerprint(part))
+        stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._upload_stream is not None:
+            stream = torch.cuda.stream(self._upload_stream)
+        with stream:
+            samples: Indices = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+            self._loader.load(index, samples, work.position.epoch)
+            self._inputs.send(index)
+
+    def _read_tails(self) -> list[float]:
+        """Wait for the launched steps, and read their tails; returns the mean losses."""
+        state = self._state
+        started = now()
+        tails = self._inputs.totals[: self._finished].cpu().numpy()
+        self.executor.profiler.record(self._compute, started, now())
+        works, self._works, self._finished = self._works[: self._finished], (), 0
+        for work, tail in zip(works, tails, strict=True):
+            self.provenance.record(work.position.done, tail[TAIL:])
+        if len(tails):
+            state.total = state.total_buffer
+            state.tail[:] = tails[-1]
+        return [float(tail[LOSS]) / len(work.samples) for work, tail in zip(works, tails, strict=True)]
+
+    # ---- the host's copy
+
+    def settle(self, done: int) -> list[float]:
+        losses = self._read_tails()
+        self._state.download()
+        self._drop_steps()
+        return losses
+
+    def on_state_change(self) -> None:
+        self._state.on_arena_change()
+
+    def refresh(self) -> None:
+        self._state.download()
+
+    def restore(self, model: nn.Module, tensors: Mapping[str, Tensor], done: int) -> None:
+        self._state.download()
+        super().restore(model, tensors, done)
+        self._state.on_arena_change()
+
+    def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # after a CUDA error every call fails with it
+            self._drop_steps()

@@ -1,0 +1,165 @@
+"""The GPU that a rank computes on: its selection, and deterministic kernels.
+
+The setting ``accelerator`` selects it:
+
+    cpu      none
+    cuda     the GPUs of the host, distributed over the job's devices on it; several devices may share a GPU
+    auto     cuda if every device of the job has it, otherwise none: all ranks compute on the same kind
+    emulated the same code path as for a GPU, with the device copy in host memory: for tests without a GPU
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hoop.collectives.rank_context import RankContext
+from hoop.collectives.registry import Operation
+from hoop.engine.settings import Settings
+from hoop.errors import FailedPrecondition, HoopError
+from hoop.memory.cuda_arena import CudaArena
+from hoop.memory.dtypes import dtype
+
+log = logging.getLogger("hoop.engine")
+
+
+class _CudaVector:
+    """Memory on a GPU in the form that PyTorch makes a tensor of, without a copy."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "<f4",
+            "data": (address if count else 0, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+class Accelerator:
+    """The GPU that a rank computes on; sets up deterministic kernels when it is made."""
+
+    def __init__(self, device: torch.device, tf32: bool = False, capacity: int = 0) -> None:
+        """``capacity``: bytes of the arena on a GPU, which is allocated when it is first used."""
+        self.device = device
+        self.arena: CudaArena | None = None
+        """The device's memory on the GPU; None before it is used."""
+        self._capacity = capacity
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.set_device(device)  # for this thread
+            _enable_determinism(tf32)
+            self._upload_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU. The caller may overwrite the original at once; does not wait for computations."""
+        if tensor.device == self.device:
+            return tensor
+        if not self.cuda:
+            return tensor.to(self.device)
+        with torch.cuda.stream(self._upload_stream):
+            copy = tensor.to(self.device)
+        compute_stream = torch.cuda.current_stream(self.device)
+        compute_stream.wait_stream(self._upload_stream)
+        copy.record_stream(compute_stream)
+        return copy
+
+    def pinned_buffer(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Allocate pinned host memory, which the GPU copies from and to asynchronously."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.cuda)
+
+    def vector(self, name: str, count: int) -> Tensor:
+        """Allocate a float32 vector of zeros on the device: on a GPU a named buffer of its arena.
+
+        An earlier vector of that name is freed.
+        """
+        if not self.cuda:
+            return torch.zeros(count)
+        if self.arena is None:
+            torch.cuda.synchronize(self.device)  # gives this thread a CUDA context
+            self.arena = CudaArena.create(self._capacity)
+        if name in self.arena:
+            self.arena.free(name)
+        buffer = self.arena.allocate(name, 4 * max(count, 1))
+        return self.tensor_at(buffer.address, count).zero_()
+
+    def tensor_at(self, address: int, count: int) -> Tensor:
+        """A float32 vector at an address of a ``CudaArena``, which must stay open while it is used."""
+        return torch.as_tensor(_CudaVector(address, count), device=self.device)
+
+    def close(self) -> None:
+        """Free the arena. Tensors in it must not be used afterwards."""
+        if self.arena is not None:
+            arena, self.arena = self.arena, None
+            with contextlib.suppress(RuntimeError, HoopError):  # after a CUDA error every call fails with it
+                self.synchronize()
+                arena.close()
+
+    def free_bytes(self) -> int:
+        """Memory of the GPU that no process has allocated; emulated, that of the host."""
+        if not self.cuda:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free)
+
+    def allow_nondeterministic(self) -> None:
+        """Let operations run that have no deterministic kernel; PyTorch warns of each."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def synchronize(self) -> None:
+        """Wait until all computations and copies are done."""
+        if self.cuda:
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def select_accelerator(context: RankContext, settings: Settings) -> Accelerator | None:
+    """Select the accelerator of this rank. Collective: all ranks get the same kind, or the same error."""
+    if settings.accelerator == "cpu":
+        return None
+    if settings.accelerator == "emulated":
+        return Accelerator(torch.device("cpu"))
+    problem = _cuda_problem()
+    mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)
+    context.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, gathered, settings.timeout_s)
+    without = [rank for rank, has_problem in enumerate(gathered.tolist()) if has_problem]
+    if without and settings.accelerator == "auto":
+        if problem and torch.version.cuda is not None and torch.cuda.device_count():
+            log.warning("trains on the CPU, although there is a GPU: %s", problem)
+        return None
+    if without:
+        raise FailedPrecondition(
+            f"accelerator: cuda was asked for, and rank {', '.join(map(str, without))} of {context.size} has none"
+            f"{f': {problem}' if problem else ''}; or use --accelerator auto or cpu"
+        )
+    index, _ = context.local_rank_and_size
+    return Accelerator(torch.device("cuda", index % torch.cuda.device_count()), settings.tf32, context.arena.capacity)
+
+
+def _cuda_problem() -> str:
+    """Return why this process cannot use CUDA, with a remedy; empty if it can."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA; install one that is built with it (pytorch.org)"
+    if torch.cuda._is_in_bad_fork():
+        return "this program used CUDA before its devices were forked; train first, or in another process"
+    if not torch.cuda.device_count():
+        return "no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        return f"CUDA does not start ({error}); look at nvidia-smi"
+    return ""
+
+
+def _enable_determinism(tf32: bool) -> None:
+    """Select deterministic kernels: the same for the same shapes, without atomic sums. Others raise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS is initialised
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
