@@ -253,9 +253,17 @@ def test_lost_packets_are_counted_and_the_network_is_removed() -> None:
 # ---- whole runs
 
 
-def chaos(*options: str) -> dict[str, object]:
+def chaos(temporary: Path, *options: str) -> dict[str, object]:
+    """Runs the command as where no session manager has set XDG_RUNTIME_DIR: tokens are in the folder ``temporary``."""
+    environment = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
+    environment["TMPDIR"] = str(temporary)
     run = preloaded.run(
-        [*HOOP, "chaos", *options, "--json"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        [*HOOP, "chaos", *options, "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, object] = json.loads(run.stdout)
@@ -273,10 +281,10 @@ def check(found: dict[str, object], runs: int) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_two_disturbed_runs_end_with_the_same_weights() -> None:
+def test_two_disturbed_runs_end_with_the_same_weights(tmp_path: Path) -> None:
     """The short mode: a fault of one process, and of two at once."""
     options = "--runs", "2", "--seed", "4", "--devices", "2", "--steps", "40", "--strategies", "pipeline:1f1b"
-    found = chaos(*options, "--faults", "kill,coordinator-and-device")
+    found = chaos(tmp_path, *options, "--faults", "kill,coordinator-and-device")
     check(found, 2)
     assert found["verdicts"] == {**dict.fromkeys(scenario_run.VERDICTS, 0), SAME: 2}
 
@@ -284,8 +292,8 @@ def test_two_disturbed_runs_end_with_the_same_weights() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_each_fault(fault: str) -> None:
-    check(chaos("--runs", "2", "--devices", "3", "--steps", "120", "--faults", fault), 2)
+def test_each_fault(fault: str, tmp_path: Path) -> None:
+    check(chaos(tmp_path, "--runs", "2", "--devices", "3", "--steps", "120", "--faults", fault), 2)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,20 @@ def _keep(scratch: Path, folder: Path, outcome: Outcome) -> None:
     (folder / "outcome.json").write_text(json.dumps(outcome.as_dict(), indent=2) + "\n")
 
 
+@contextmanager
+def _environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process, which its children inherit."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class _Run:
     """The run of one scenario in a scratch folder."""
 
@@ -188,6 +202,8 @@ class _Run:
         self.temporary = scratch / "tmp"
         """The temporary folder of the run's processes."""
         self.temporary.mkdir()
+        self._runtime = scratch / "runtime"
+        self._runtime.mkdir(mode=0o700)
         self._hold = scratch / "hold"
         self._environment = {
             **self.footprint.environment,
@@ -200,6 +216,8 @@ class _Run:
     def run(self) -> None:
         scenario = self._scenario
         with ExitStack() as cleanup:
+            # This process and those of the run find the coordinator's token there; TMPDIR is theirs alone.
+            cleanup.enter_context(_environment_variable("XDG_RUNTIME_DIR", str(self._runtime)))
             network = cleanup.enter_context(private_network(scenario.devices + 2)) if scenario.kind.network else None
             disk = self._disk(cleanup) if scenario.kind.disk else None
             arenas = self._scratch / ("disk" if scenario.kind.disk == "arenas" else "arenas")
