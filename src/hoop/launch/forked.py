@@ -307,8 +307,10 @@ class ForkedCluster:
 def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int) -> None:
     os.setsid()  # Ctrl-C reaches only the parent, which requests a stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the parent's command
-        signal.signal(number, signal.SIG_DFL)
+    # A scheduler or systemd sends SIGTERM to all processes at once. The parent then requests a stop after a step, for
+    # which these processes are needed; they end when the pipe from their parent closes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # drop the handler of the parent's command
     # Standard output belongs to the command: print to standard error.
     os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)
     parent = _Parent(events_write, control_read)
