@@ -4,5 +4,5 @@ One module a scheduler, each with the two methods of ``base.Scheduler``; ``catal
 May import: nothing but the modules directly in hoop.
 """
 
-PUBLIC = ()
+PUBLIC = ("base", "catalog")
 """Modules that other rooms may import."""
