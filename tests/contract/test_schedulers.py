@@ -133,6 +133,10 @@ def test_a_reserved_port_is_used() -> None:
     assert found.meeting_point == Address("127.0.0.1", 12345)
 
 
+def test_a_run_of_its_own_ignores_the_meeting_point() -> None:
+    assert find_placement(slurm(0), on="local", meet=MEET) is None
+
+
 def test_the_user_may_name_the_meeting_point() -> None:
     found = [find_placement(environ, meet=Address("10.0.0.1", 4000)) for environ in RUNS[1].environments]
     assert {one.meeting_point for one in found if one} == {Address("10.0.0.1", 4000)}

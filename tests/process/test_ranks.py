@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from background import Running
 
     Start = Callable[..., Running]
+    Status = Callable[[str], dict[str, Any]]
 
 DRIVER = Path(__file__).with_name("train_driver.py")
 JOB, SLOW, BROKEN = (f"{DRIVER}:{name}" for name in ("job", "slow", "broken"))
@@ -31,12 +32,17 @@ _jobs = itertools.count(1000 * os.getpid())
 """Numbers of Slurm jobs: each run has a meeting point of its own."""
 
 
-def start_ranks(start: Start, size: int, *arguments: object, only: Sequence[int] = ()) -> list[Running]:
-    """Starts the ranks of a run of ``size`` processes, or those in ``only``; all get the same arguments."""
-    job = str(next(_jobs))
+def start_ranks(
+    start: Start, size: int, *arguments: object, only: Sequence[int] = (), job: int | None = None
+) -> list[Running]:
+    """Starts the ranks of a run of ``size`` processes, or those in ``only``; all get the same arguments.
+
+    ``job``: the number of a run that has begun.
+    """
+    job = next(_jobs) if job is None else job
     counts = {"SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_TASKS_PER_NODE": str(size)}
     return [
-        start("train", *arguments, *SMALL, environment=slurm(rank, SLURM_JOB_ID=job, **counts))
+        start("train", *arguments, *SMALL, environment=slurm(rank, SLURM_JOB_ID=str(job), **counts))
         for rank in only or range(size)
     ]
 
@@ -135,15 +141,24 @@ def test_a_mistake_in_the_jobs_code_ends_all_ranks_with_its_code(start: Start) -
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_makes_it_hand_over(start: Start, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    ranks = start_ranks(start, 3, SLOW, "--out", out)
+def test_a_rank_that_gets_a_signal_hands_over_and_may_come_back(start: Start, status: Status, tmp_path: Path) -> None:
+    """As a pod that is evicted, and started again elsewhere."""
+    out, address, job = tmp_path / "run", tmp_path / "address", next(_jobs)
+    arguments = (SLOW, "--out", out, "--address-file", address)
+    ranks = start_ranks(start, 3, *arguments, job=job)
     wait_until(lambda: has_steps(out), ranks)
+
+    def devices() -> list[int]:
+        (found,) = status(address.read_text().strip())["jobs"]
+        return sorted(found["devices"])
+
     os.kill(ranks[1].pid, signal.SIGTERM)
     assert ranks[1].wait(TIMEOUT_S) == 143, ranks[1].errors
-    assert ranks[0].process.poll() is None, ranks[0].errors
+    assert devices() == [1, 3]
+    (again,) = start_ranks(start, 3, *arguments, only=[1], job=job)
+    wait_until(lambda: devices() == [1, 2, 3], [ranks[0], ranks[2], again])
     os.kill(ranks[0].pid, signal.SIGTERM)
-    assert codes([ranks[0], ranks[2]]) == [143, 143], errors(ranks)
+    assert codes([ranks[0], again, ranks[2]]) == [143, 143, 143], errors(ranks)
     stopped = json.loads((out / "result.json").read_text())
     undisturbed = local(start, SLOW, "--set", f"max_steps={stopped['steps']}")
     assert stopped["weights_sha256"] == undisturbed["weights_sha256"]

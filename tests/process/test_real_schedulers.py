@@ -133,6 +133,20 @@ def test_torchrun_starts_a_killed_run_again(local: Callable[..., str], tmp_path:
     assert trained["weights_sha256"] == local(SLOW, *limit)
 
 
+@pytest.mark.slow
+def test_open_mpi_leaves_the_others_when_one_is_killed(local: Callable[..., str], tmp_path: Path) -> None:
+    out, limit = tmp_path / "run", ("--set", "max_steps=3000")
+    command = [*mpirun("openmpi"), "--runtime-options", "recoverable", "-n", 3, *HOOP, "train", SLOW, *SMALL, *limit]
+    words = [str(word) for word in (*command, "--out", out)]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0, running)
+        os.kill(rank_process(running.pid, 2, "OMPI_COMM_WORLD_RANK"), signal.SIGKILL)
+        _, errors = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 0, errors
+    assert "device 3 was lost" in " ".join(errors.split())
+    assert json.loads((out / "result.json").read_text())["weights_sha256"] == local(SLOW, *limit)
+
+
 def wait_until(condition: Callable[[], bool], running: subprocess.Popen[str] | None = None) -> None:
     """Polls for a condition that emits no event."""
     deadline = time.monotonic() + TIMEOUT_S
@@ -142,10 +156,10 @@ def wait_until(condition: Callable[[], bool], running: subprocess.Popen[str] | N
         threading.Event().wait(0.1)
 
 
-def rank_process(parent: int, rank: int) -> int:
+def rank_process(parent: int, rank: int, variable: str = "RANK") -> int:
     """The child of a process whose environment has this rank."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return next(int(pid) for pid in children if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+    return next(int(pid) for pid in children if f"\0{variable}={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
 # ---- Slurm

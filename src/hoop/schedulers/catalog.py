@@ -36,6 +36,8 @@ def find_placement(
     """
     if on is not None and on not in NAMES:
         raise InvalidArgument(f"--on: {on!r} is not one of {', '.join(NAMES)}")
+    if on == LOCAL:
+        return None  # whatever HOOP_MEET says
     if meet is not None and port is not None:
         raise InvalidArgument("--port: --meet HOST:PORT has a port already; give one of them")
     scheduler = detect(environ) if on is None else next((one for one in SCHEDULERS if one.name == on), None)
