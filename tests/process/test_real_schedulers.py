@@ -1,6 +1,6 @@
 """``hoop train`` started by real schedulers: torchrun, mpirun of Open MPI and of MPICH, Slurm; those that are there.
 
-``scripts/mpi-wheels`` installs the two mpirun, ``scripts/slurm-cluster up`` starts a Slurm cluster of one node.
+``scripts/mpi-wheels`` installs the two mpirun, ``scripts/slurm-cluster up`` starts a Slurm cluster of two nodes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ from typing import Any
 
 import preloaded
 import pytest
+from real_etcd import free_port
 
 from hoop.wire.tokens import new_token, write_private
 
@@ -31,6 +33,7 @@ TIMEOUT_S = 500.0
 HOOP = (sys.executable, "-m", "hoop")
 MPI = Path(os.environ.get("HOOP_MPI", "/tmp/hoop-mpi"))
 SLURM = Path(os.environ.get("HOOP_SLURM", "/tmp/hoop-slurm"))
+SRUN, NODE = ("srun", "--job-name=hoop-test"), "hoop2"
 TORCHRUN = Path(sysconfig.get_path("scripts")) / "torchrun"
 
 
@@ -172,6 +175,7 @@ def slurm() -> Iterator[dict[str, str]]:
     yield environment
     run(["scancel", "--name", "hoop-test"], environment)
     wait_until(lambda: not jobs(environment))
+    run(["scontrol", "update", f"NodeName={NODE}", "State=RESUME"], environment)
 
 
 def jobs(environment: dict[str, str]) -> str:
@@ -180,12 +184,32 @@ def jobs(environment: dict[str, str]) -> str:
 
 @pytest.mark.slow
 def test_srun(slurm: dict[str, str], local: Callable[..., str]) -> None:
-    done = run(["srun", "--job-name=hoop-test", "--ntasks=2", *HOOP, "train", JOB, *SMALL, "--json"], slurm)
-    trained = result(done)
+    trained = result(run([*SRUN, "--nodes=1", "--ntasks=2", *HOOP, "train", JOB, *SMALL, "--json"], slurm))
     assert trained["device_ids"] == [1, 2]
     assert trained["weights_sha256"] == local(JOB)
-    failed = run(["srun", "--job-name=hoop-test", "--ntasks=2", *HOOP, "train", BROKEN, *SMALL], slurm)
+    failed = run([*SRUN, "--nodes=1", "--ntasks=2", *HOOP, "train", BROKEN, *SMALL], slurm)
     assert failed.returncode == 2, failed.stderr
+
+
+@pytest.mark.slow
+def test_a_lost_node_changes_nothing(slurm: dict[str, str], local: Callable[..., str], tmp_path: Path) -> None:
+    """Two nodes. Slurm finds one of them down, and kills the task there."""
+    out, limit = tmp_path / "run", ("--set", "max_steps=4000")
+    write_private(tmp_path / "token", new_token())
+    command = [*SRUN, "--nodes=2", "--ntasks=3", "--no-kill", "--kill-on-bad-exit=0", *HOOP, "train", SLOW, *SMALL]
+    # Both nodes are this machine, under names that lead to no address.
+    words = [str(word) for word in (*command, *limit, "--out", out, "--meet", f"{socket.gethostname()}:{free_port()}")]
+    environment = {**slurm, "HOOP_TOKEN_FILE": str(tmp_path / "token")}
+    with subprocess.Popen(
+        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as running:
+        wait_until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0, running)
+        run(["scontrol", "update", f"NodeName={NODE}", "State=DOWN", "Reason=test"], slurm)
+        _, errors = running.communicate(timeout=TIMEOUT_S)
+    trained = json.loads((out / "result.json").read_text())
+    assert (trained["steps"], trained["stopped"]) == (4000, False), errors
+    assert trained["weights_sha256"] == local(SLOW, *limit)
+    assert "2 devices" in errors or "device 3" in errors, errors
 
 
 @pytest.mark.slow
@@ -223,9 +247,9 @@ def test_a_requeued_job_goes_on_to_the_bit(slurm: dict[str, str], local: Callabl
     stopped = json.loads((out / "result.json").read_text())
     assert stopped["stopped"] is True
     assert 0 < stopped["steps"] < steps
-    # Slurm holds a requeued job for a while before it starts again.
+    # Slurm holds a requeued job for two minutes, because a start in the second in which it ended would be refused.
     wait_until(lambda: "PENDING" in jobs(slurm) or not json.loads((out / "result.json").read_text())["stopped"])
-    run(["scontrol", "update", f"JobId={number}", "StartTime=now"], slurm)
+    run(["scontrol", "update", f"JobId={number}", "StartTime=now+5seconds"], slurm)
     wait_until(lambda: not jobs(slurm))
     trained = json.loads((out / "result.json").read_text())
     assert (trained["stopped"], trained["steps"]) == (False, steps), log.read_text()
