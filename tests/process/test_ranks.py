@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,7 +132,13 @@ def test_a_rank_that_does_not_come_is_named(start: Start) -> None:
 def test_without_rank_0_another_rank_says_so(start: Start) -> None:
     (rank,) = start_ranks(start, 2, JOB, "--meet-timeout", "1s", only=[1])
     assert rank.wait(TIMEOUT_S) == 3
-    assert "hoop: rank 1 of 2 (slurm): the coordinator at 127.0.0.1:" in rank.errors
+    assert f"hoop: rank 1 of 2 (slurm) on {socket.gethostname()}: the coordinator at 127.0.0.1:" in rank.errors
+
+
+def test_a_job_that_is_missing_on_a_host_is_named_with_the_host(start: Start, tmp_path: Path) -> None:
+    (rank,) = start_ranks(start, 2, tmp_path / "my_job.py:job", only=[1])
+    assert rank.wait(TIMEOUT_S) == 2
+    assert f"hoop: rank 1 of 2 (slurm) on {socket.gethostname()}: job: " in rank.errors
 
 
 def test_a_mistake_in_the_jobs_code_ends_all_ranks_with_its_code(start: Start) -> None:
@@ -166,7 +173,7 @@ def test_a_rank_that_gets_a_signal_hands_over_and_may_come_back(start: Start, st
 
 @pytest.mark.slow
 def test_a_killed_rank_changes_nothing_and_the_others_end_well(start: Start, tmp_path: Path) -> None:
-    limit = "max_steps=5000"
+    limit = "max_steps=2000"
     out = tmp_path / "run"
     ranks = start_ranks(start, 3, SLOW, "--out", out, "--set", limit)
     wait_until(lambda: has_steps(out), ranks)
@@ -183,4 +190,4 @@ def test_without_rank_0_the_others_end(start: Start, tmp_path: Path) -> None:
     wait_until(lambda: has_steps(out), ranks)
     ranks[0].kill()
     assert ranks[1].wait(TIMEOUT_S) == 3, ranks[1].errors
-    assert "rank 1 of 2 (slurm): rank 0 is gone" in ranks[1].errors
+    assert f"rank 1 of 2 (slurm) on {socket.gethostname()}: rank 0 is gone" in ranks[1].errors

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hoop.cli.device import join_device, stop_device
 from hoop.cli.running import Stopping
-from hoop.errors import HoopError, PeerLost
-from hoop.schedulers.base import Placement
+from hoop.errors import PeerLost
 from hoop.topology import Address
 
 if TYPE_CHECKING:
@@ -33,22 +32,18 @@ LOST_S = 30.0
 """After this long without a connection to it, the coordinator of rank 0 is gone: nothing restarts it."""
 
 
-def run_rank(placement: Placement, config: DeviceConfig, trainer: TrainFunction) -> int:
-    """Runs the device of this rank until the run is over; returns the exit code. Errors name the rank."""
-    try:
-        return asyncio.run(_run(placement, config, trainer))
-    except HoopError as error:
-        raise type(error)(f"{placement}: {error}") from None
+def run_rank(coordinator: Address, config: DeviceConfig, trainer: TrainFunction) -> int:
+    """Runs the device of this rank until the run is over; returns the exit code."""
+    return asyncio.run(_run(coordinator, config, trainer))
 
 
-async def _run(placement: Placement, config: DeviceConfig, trainer: TrainFunction) -> int:
+async def _run(coordinator: Address, config: DeviceConfig, trainer: TrainFunction) -> int:
     stopping = Stopping()
     task = _StopNotice(trainer)
     server = await join_device(config, task.train, stopping)
     if server is None:
         return 128 + stopping.number
-    assert placement.meeting_point is not None, "checked by find_placement"
-    losing = asyncio.ensure_future(_wait_lost(server, placement.meeting_point))
+    losing = asyncio.ensure_future(_wait_lost(server, coordinator))
     try:
         gone = asyncio.Event()
         losing.add_done_callback(lambda _: gone.set())

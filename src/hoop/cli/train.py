@@ -6,9 +6,11 @@ import contextlib
 import json as json_module
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -249,11 +251,9 @@ def train(
 
 def _can_resume(out: Path | None) -> bool:
     """Whether ``--auto-resume`` goes on with a run, or begins one."""
-    from hoop.runs.checkpoint_store import listed
-
     if out is None:
         raise InvalidArgument("--auto-resume: it needs --out, the folder of the run to go on with")
-    return bool(listed(out))
+    return any((out / "checkpoints").glob("*.safetensors"))
 
 
 def _placement(
@@ -303,7 +303,10 @@ def _run_rank(
     credentials: Credentials,
     timeout_s: float,
 ) -> int:
-    """Loads the job and its data, and runs the device of a rank other than 0; returns the exit code."""
+    """Loads the job and its data, and runs the device of a rank other than 0; returns the exit code.
+
+    Errors name the rank and its host: the job's code or data may be missing on one of many.
+    """
     torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.cli.rank_device import run_rank
     from hoop.engine.entrypoint import train_rank
@@ -313,9 +316,6 @@ def _run_rank(
 
     # What a user's own code prints goes to standard error, as in rank 0.
     with contextlib.redirect_stdout(sys.stderr):
-        if job is not None:  # else rank 0 takes it from its run
-            name = resolved(job)
-            job_named(name).defaults(name).replaced(changes).check()
         point = placement.meeting_point
         assert point is not None, "checked by find_placement"
         config = DeviceConfig(
@@ -326,7 +326,13 @@ def _run_rank(
             join_timeout_s=timeout_s,
             credentials=credentials,
         )
-        return run_rank(placement, config, train_rank)
+        try:
+            if job is not None:  # else rank 0 takes it from its run
+                name = resolved(job)
+                job_named(name).defaults(name).replaced(changes).check()
+            return run_rank(point, config, partial(train_rank, jobs=options.check_jobs(None)))
+        except HoopError as error:
+            raise type(error)(f"{placement} on {socket.gethostname()}: {error}") from None
 
 
 def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resume: bool) -> None:
