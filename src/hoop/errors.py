@@ -175,6 +175,11 @@ _BY_NAME["INVALID_ARGUMENT"], _BY_NAME["UNAVAILABLE"] = InvalidArgument, PeerLos
 _BY_NAME |= {kind.__name__: kind for kind in _tree(HoopError)}
 
 
+def exit_code(error: HoopError) -> int:
+    """The exit code of a command that ends with this error: 2 the user's mistake, 3 a peer failed, 1 a bug."""
+    return 2 if isinstance(error, UserError) else 3 if isinstance(error, PeerError) else 1
+
+
 def error_from_name(name: str, message: str) -> HoopError:
     """Make the error with this class name or gRPC status name; HoopError if the name is unknown."""
     return _BY_NAME.get(name, HoopError)(message)

@@ -45,6 +45,7 @@ TABLE = """
     plan            root
     membership      root wire plan
     client          root memory wire collectives
+    schedulers      root
     models          root
     data            root
     strategies      root plan
@@ -53,15 +54,15 @@ TABLE = """
     simulate        root membership plan strategies collectives
     report          root plan
     launch          root memory wire membership servers
-    runs            root memory wire membership client servers data plan strategies engine simulate report launch
+    runs            root memory wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
     hoop            root client strategies data engine runs
     lab             above
     cli             above
     __main__        cli
-"""
+"""  # noqa: E501
 
-LIGHT_ROOMS = ("memory", "transport", "collectives", "membership", "plan", "simulate")
+LIGHT_ROOMS = ("memory", "transport", "collectives", "membership", "plan", "simulate", "schedulers")
 """Rooms that load neither torch nor gRPC."""
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,9 +34,16 @@ class Running:
     """A command in the background. A stack trace in its standard error fails the test."""
 
     def __init__(
-        self, arguments: tuple[object, ...], folder: Path, ignore_sigint: bool = False, real_start: bool = False
+        self,
+        arguments: tuple[object, ...],
+        folder: Path,
+        ignore_sigint: bool = False,
+        real_start: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """``ignore_sigint``: start it with SIGINT ignored, as a shell starts a background job.
+
+        ``environment``: variables besides those of this process.
 
         ``real_start``: start Python and import all, instead of a fork with the imports (``tests/preloaded.py``).
         """
@@ -50,6 +57,7 @@ class Running:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
         self._first_line = ""
@@ -136,8 +144,13 @@ def background_processes(folder: Path) -> Iterator[Callable[..., Running]]:
     """A function that starts commands. At the end those still running are terminated, last started first."""
     with ExitStack() as stack:
 
-        def start(*arguments: object, ignore_sigint: bool = False, real_start: bool = False) -> Running:
-            running = Running(arguments, folder, ignore_sigint, real_start)
+        def start(
+            *arguments: object,
+            ignore_sigint: bool = False,
+            real_start: bool = False,
+            environment: Mapping[str, str] | None = None,
+        ) -> Running:
+            running = Running(arguments, folder, ignore_sigint, real_start, environment)
             stack.callback(running.end)
             return running
 

@@ -90,6 +90,13 @@ TABLE = (
     ),
     Rule(r": hoop drain", How.NOT, why="ends a device of the tests' cluster; tests/process/test_drain.py runs it"),
     Rule(r"CONTRIBUTING.md: python block", How.NOT, why="reads the journal of the reader's cluster"),
+    Rule(
+        r"clusters.md: (JOB=\S+ OUT=\S+ )?(srun|sbatch|mpirun|mpiexec|kubectl|torchrun --nnodes) ",
+        How.NOT,
+        why="needs that scheduler, or several hosts; tests/process/test_real_schedulers.py starts those that are there",
+    ),
+    Rule(r"clusters.md: hoop token", How.NOT, why="writes to the reader's home folder; SECURITY.md has the command"),
+    Rule(r": torchrun .* hoop train", add=SHORT),
     # Servers, and commands that never end by themselves.
     Rule(r": hoop coordinator .*etcd:.* --host 10\.0\.0\.2\b", How.STAND_BY),
     Rule(r": hoop (up|coordinator)\b", How.SERVE),

@@ -124,6 +124,21 @@ def test_a_background_training_ignores_sigint_and_stops_at_sigterm(start: Start,
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 
+def test_sigterm_to_all_processes_of_a_training_stops_it_after_a_step(start: Start, tmp_path: Path) -> None:
+    """As systemd, Slurm and Docker send it: the forked processes must live until the step is done."""
+    out = tmp_path / "run"
+    running = start("train", SLOW, "-n", "2", "--memory", "8MiB", "--out", out)
+    wait_until(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size > 0, running)
+    pids = [running.pid]
+    for pid in pids:
+        pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    assert len(pids) == 5, "the command, the head, the coordinator and two devices"
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGTERM)
+    assert running.wait(TIMEOUT_S) == 143, running.errors
+    assert len(list((out / "checkpoints").iterdir())) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [(["up", *UP], 0), (["train", SLOW, "-n", "2", "--memory", "8MiB"], 129)],

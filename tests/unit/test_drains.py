@@ -79,6 +79,19 @@ def test_a_device_without_work_is_told_to_leave_at_once() -> None:
     assert run(drain()) == ["leaving", "left"]
 
 
+def test_a_drain_says_how_the_process_of_the_device_ends() -> None:
+    async def drain() -> None:
+        cluster = Cluster([1, 2])
+        async for _ in cluster.drains.drain(2, 0.0, exit_code=143):
+            assert cluster.drains.exit_code("a") == 143, "the answer to its next heartbeat"
+            cluster.coordinator.apply(m.Left(2, "a"))
+        with pytest.raises(InvalidArgument, match=r"^exit_code: 256 is not in 0..255$"):
+            async for _ in cluster.drains.drain(1, 0.0, exit_code=256):
+                pass
+
+    run(drain())
+
+
 @pytest.mark.parametrize(
     ("device_id", "timeout_s", "error", "text"),
     [

@@ -18,7 +18,8 @@ from hoop.topology import Address, Addresses
 
 if TYPE_CHECKING:
     from hoop.cli.running import Stopping
-    from hoop.servers.device import DeviceServer
+    from hoop.servers.device import DeviceConfig, DeviceServer
+    from hoop.servers.tasks import TrainFunction
 
 
 def device(
@@ -74,10 +75,9 @@ def device(
     """
     from hoop.cli.running import Stopping
     from hoop.engine.entrypoint import train_rank
-    from hoop.servers.device import DeviceConfig, DeviceServer, open_arena
-    from hoop.servers.device_token import wait_for_token
+    from hoop.servers.device import DeviceConfig
     from hoop.servers.grpc_server import write_address_file
-    from hoop.wire.auth import Credentials, find_credentials
+    from hoop.wire.auth import find_credentials
     from hoop.wire.roles import Role
 
     folder = options.check_jobs(jobs)
@@ -100,27 +100,11 @@ def device(
         insecure=insecure,
         credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )
-    local = Address(host, port).is_loopback and all(one.is_loopback for one in Addresses.parse(join).addresses)
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)
-        credentials = config.credentials
-        with ExitStack() as opened:
-            arena = open_arena(config)  # a mistake in --arena or --memory is refused before the wait for a token
-            opened.callback(arena.close, delete=config.arena is None)
-            if local and not credentials.required and not insecure:
-                finding = asyncio.ensure_future(wait_for_token(Addresses.parse(join), config.join_timeout_s))
-                if not await stopping.unless(finding):
-                    return
-                credentials = Credentials(Role.DEVICE, finding.result())
-            server = DeviceServer(
-                replace(config, credentials=credentials),
-                partial(train_rank, jobs=folder),
-                report=lambda text: typer.echo(text, err=True),
-                arena=arena,
-            )
-            opened.pop_all()
-        if not await stopping.unless(asyncio.ensure_future(server.start())):
+        server = await join_device(config, partial(train_rank, jobs=folder), stopping)
+        if server is None:
             return
         info = server.info
         written = False
@@ -134,14 +118,44 @@ def device(
                 typer.echo(f"device {info.device_id} {info.address}")
             await stopping.wait(server.dismissed)
         finally:
-            await _stop(server, stopping)
+            await stop_device(server, stopping)
             if address_file is not None and written:
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())
 
 
-async def _stop(server: DeviceServer, stopping: Stopping) -> None:
+async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: Stopping) -> DeviceServer | None:
+    """Starts a device that joins its coordinator; None if a signal came before it had joined.
+
+    On loopback without credentials it waits for the token of this user's coordinator, unless it may be insecure.
+    """
+    from hoop.servers.device import DeviceServer, open_arena
+    from hoop.servers.device_token import wait_for_token
+    from hoop.wire.auth import Credentials
+    from hoop.wire.roles import Role
+
+    credentials, coordinator = config.credentials, Addresses(tuple(config.coordinator.addresses))
+    local = Address(config.host, 0).is_loopback and all(one.is_loopback for one in coordinator.addresses)
+    with ExitStack() as opened:
+        arena = open_arena(config)  # a mistake in --arena or --memory is refused before the wait for a token
+        opened.callback(arena.close, delete=config.arena is None)
+        if local and not credentials.required and not config.insecure:
+            finding = asyncio.ensure_future(wait_for_token(coordinator, config.join_timeout_s))
+            if not await stopping.unless(finding):
+                return None
+            credentials = Credentials(Role.DEVICE, finding.result())
+        server = DeviceServer(
+            replace(config, credentials=credentials),
+            trainer,
+            report=lambda text: typer.echo(text, err=True),
+            arena=arena,
+        )
+        opened.pop_all()
+    return server if await stopping.unless(asyncio.ensure_future(server.start())) else None
+
+
+async def stop_device(server: DeviceServer, stopping: Stopping) -> None:
     """Hands over and leaves. A second signal makes it leave at once."""
     if not stopping.abandoned:
         again = asyncio.ensure_future(stopping.wait_again())

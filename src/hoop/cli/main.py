@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from hoop.errors import HoopError, PeerError, UserError
+from hoop.errors import HoopError, exit_code
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def _run() -> None:
         command_line(completed_words() or sys.argv[1:])()
     except HoopError as error:
         echo(f"hoop: {error}", err=True)
-        sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, PeerError) else 1)
+        sys.exit(exit_code(error))
     except OSError as error:
         if error.filename is None:
             raise

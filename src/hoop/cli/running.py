@@ -64,11 +64,17 @@ class Stopping:
     def __init__(self, with_stdin: bool = False) -> None:
         self._event = asyncio.Event()
         self._with_stdin = with_stdin
+        self.number = 0
+        """The first signal that came; 0: none."""
         loop = asyncio.get_running_loop()
         for number in not_ignored(*ENDING):
-            loop.add_signal_handler(number, self._event.set)
+            loop.add_signal_handler(number, self._on_signal, number)
         if with_stdin:
             loop.add_reader(sys.stdin.fileno(), self._read_stdin)
+
+    def _on_signal(self, number: int) -> None:
+        self.number = self.number or number
+        self._event.set()
 
     def _read_stdin(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):

@@ -6,9 +6,11 @@ import contextlib
 import json as json_module
 import os
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,18 +20,23 @@ from hoop import job_events as ev
 from hoop import torch_versions
 from hoop.cli import options
 from hoop.cli.running import ENDING, not_ignored
-from hoop.config import parse_size
-from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.config import parse_duration, parse_size
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.membership.replication import check_replicas
-from hoop.resources import Request, admit
+from hoop.resources import TRAINING, Request, admit
+from hoop.schedulers.catalog import NAMES, find_placement
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
-from hoop.topology import Addresses
+from hoop.topology import Address, Addresses
 
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
     from hoop.runs.api import Launch
+    from hoop.schedulers.base import Placement
+    from hoop.wire.auth import Credentials
+
+SCHEDULERS = "Schedulers"
 
 
 def train(
@@ -100,6 +107,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out that is whole, to the bit.")
     ] = False,
+    auto_resume: Annotated[
+        bool,
+        typer.Option(
+            "--auto-resume",
+            help="As --resume if --out has a checkpoint, else begin: for a command that a scheduler runs again.",
+        ),
+    ] = False,
     costs: Annotated[
         Path | None,
         typer.Option(
@@ -115,6 +129,39 @@ def train(
         bool, typer.Option("--detach", help="With --coordinator: start it, print its number and go; see hoop attach.")
     ] = False,
     address_file: options.AddressFile = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"What started the processes of this run: {', '.join(NAMES)} (docs/clusters.md).",
+            show_default="found in the environment",
+            rich_help_panel=SCHEDULERS,
+        ),
+    ] = None,
+    meet: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="HOOP_MEET",
+            help="Where the ranks meet: rank 0's host, and a free port there.",
+            show_default="from the scheduler",
+            rich_help_panel=SCHEDULERS,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=65535,
+            help="The port of the meeting point; the same in all ranks.",
+            show_default="from the scheduler's number of the job",
+            rich_help_panel=SCHEDULERS,
+        ),
+    ] = None,
+    meet_timeout: Annotated[
+        str, typer.Option(help="How long the ranks wait for each other.", rich_help_panel=SCHEDULERS)
+    ] = "300s",
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,6 +177,7 @@ def train(
     [bold]hoop train mnist[/bold] needs nothing but what is installed. The trained weights do not depend on
     how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once. On a cluster
     (--coordinator) a job goes on if this command is killed or its terminal closed: see [bold]hoop attach[/bold].
+    Started by srun, mpirun, torchrun or Kubernetes, each process is one device of the run, and rank 0 prints.
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
@@ -142,6 +190,8 @@ def train(
     if list_:
         show_recipes(json)
         return
+    if auto_resume:
+        resume = _can_resume(out)
     if job is None and not (resume and out is not None):
         raise InvalidArgument("job: none given; try: hoop train mnist, or hoop train --list")
     given = {
@@ -165,18 +215,30 @@ def train(
     if strategy is not None:
         parse(strategy)
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
-    if there is None and (token_file or tls):
+    placement = _placement(on, meet, port, devices, there)
+    if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
-    if there is None and not (resume and devices is None):  # a resumed run says itself how many it had
+    if placement is not None:
+        devices, timeout_s = placement.world_size, parse_duration(meet_timeout, "--meet-timeout")
+        credentials = _rank_credentials(placement, token_file)
+        if placement.local_rank == 0:
+            admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
+        if placement.rank:
+            raise typer.Exit(_run_rank(placement, job, changes, size, credentials, timeout_s))
+    elif there is None and not (resume and devices is None):  # a resumed run says itself how many it had
         admit(Request(devices or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
-        launch = replace(_launch(job, changes, devices, size, out, resume, there, address_file), costs=priced)
+        launch = _launch(job, changes, devices, size, out, resume, there, address_file, begin_again=auto_resume)
+        launch = replace(launch, costs=priced)
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
+        if placement is not None:
+            launch = replace(launch, credentials=credentials, placement=placement, meet_timeout_s=timeout_s)
+            view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
         if detach:
             _detach(launch, json, token_file, tls)
             return
@@ -189,6 +251,92 @@ def train(
         raise typer.Exit(128 + number)
     if out is not None and result["checkpoint"] is None:
         raise FailedPrecondition(f"--out: the trained weights are not kept in {out}; what is wrong is said above")
+
+
+def _can_resume(out: Path | None) -> bool:
+    """Whether ``--auto-resume`` goes on with a run, or begins one."""
+    if out is None:
+        raise InvalidArgument("--auto-resume: it needs --out, the folder of the run to go on with")
+    return any((out / "checkpoints").glob("*.safetensors"))
+
+
+def _placement(
+    on: str | None, meet: str | None, port: int | None, devices: int | None, there: Addresses | None
+) -> Placement | None:
+    """The place of this process in a run that a scheduler started; None: it is a run of its own, or a client."""
+    if there is not None:
+        if on is not None:
+            raise InvalidArgument(
+                "--on: with --coordinator the devices are those of that cluster; leave out one of them"
+            )
+        return None
+    placement = find_placement(os.environ, on, Address.parse(meet, "--meet") if meet else None, port)
+    if placement is not None and devices not in (None, placement.world_size):
+        raise InvalidArgument(
+            f"--devices: {devices}, where {placement.scheduler} has started {placement.world_size} processes, each of "
+            "which is a device; leave it out, or add --on local for a run of this process alone"
+        )
+    return placement
+
+
+def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
+    """The credentials of this rank; without credentials only if all ranks are processes of this user on this host."""
+    from hoop.wire.auth import find_credentials
+    from hoop.wire.roles import Role
+
+    found = find_credentials(Role.DEVICE if placement.rank else Role.COORDINATOR, token_file=token_file)
+    if found.certificates is not None:
+        raise InvalidArgument(
+            "HOOP_TLS: ranks that a scheduler started use a token, not certificates (HOOP_TOKEN_FILE)"
+        )
+    assert placement.meeting_point is not None, "checked by find_placement"
+    if not found.required and not placement.meeting_point.is_loopback:
+        raise InvalidArgument(
+            f"token: the ranks of this run meet at {placement.meeting_point}, which other machines reach, and there is "
+            "no token; make one with: hoop token FILE, in a folder that all hosts share, and set HOOP_TOKEN_FILE to "
+            "it, or HOOP_TOKEN to its text"
+        )
+    return found
+
+
+def _run_rank(
+    placement: Placement,
+    job: str | None,
+    changes: dict[str, Any],
+    memory: int,
+    credentials: Credentials,
+    timeout_s: float,
+) -> int:
+    """Loads the job and its data, and runs the device of a rank other than 0; returns the exit code.
+
+    Errors name the rank and its host: the job's code or data may be missing on one of many.
+    """
+    torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
+    from hoop.cli.rank_device import run_rank
+    from hoop.engine.entrypoint import train_rank
+    from hoop.runs.job_lookup import job_named, resolved
+    from hoop.servers.advertised_address import wildcard_towards
+    from hoop.servers.device import DeviceConfig
+
+    # What a user's own code prints goes to standard error, as in rank 0.
+    with contextlib.redirect_stdout(sys.stderr):
+        point = placement.meeting_point
+        assert point is not None, "checked by find_placement"
+        config = DeviceConfig(
+            point,
+            memory=memory,
+            host=point.host if point.is_loopback else wildcard_towards(point.host),
+            device_id=placement.device_id,
+            join_timeout_s=timeout_s,
+            credentials=credentials,
+        )
+        try:
+            if job is not None:  # else rank 0 takes it from its run
+                name = resolved(job)
+                job_named(name).defaults(name).replaced(changes).check()
+            return run_rank(point, config, partial(train_rank, jobs=options.check_jobs(None)))
+        except HoopError as error:
+            raise type(error)(f"{placement} on {socket.gethostname()}: {error}") from None
 
 
 def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resume: bool) -> None:
@@ -240,8 +388,10 @@ def _launch(
     resume: bool,
     coordinator: Addresses | None,
     address_file: Path | None,
+    begin_again: bool = False,
 ) -> Launch:
-    """Checks everything that can be wrong before anything runs."""
+    """Checks everything that can be wrong before anything runs. ``begin_again``: ``out`` may hold a run without a
+    checkpoint."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.api import DEFAULT_DEVICES, Launch
@@ -259,7 +409,7 @@ def _launch(
         name, devices, found = saved.job, devices or count, newest_checkpoint(out)
     else:
         assert job is not None, "checked by the caller"
-        if out is not None and (out / "checkpoints").is_dir():
+        if out is not None and (out / "checkpoints").is_dir() and not begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = resolved(job), None
     known = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
@@ -320,6 +470,11 @@ def _follow(launch: Launch, view: PlainView, started: float) -> tuple[dict[str, 
             if isinstance(event, ev.Finished):
                 result = {**event.result, "start_seconds": start_seconds}
             view.note(event)
+    except HoopError as error:
+        if not received or start_seconds is not None:
+            raise
+        view.say(str(error))
+        raise typer.Exit(128 + received) from None
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)

@@ -166,18 +166,23 @@ class Cluster:
         raise DeadlineExceeded(f"{count} devices were not all there within {timeout:g} s at {self.address}")
 
     def drain(
-        self, device_id: int, timeout: float = 60.0, progress: Callable[[DrainProgress], None] | None = None
+        self,
+        device_id: int,
+        timeout: float = 60.0,
+        progress: Callable[[DrainProgress], None] | None = None,
+        exit_code: int = 0,
     ) -> None:
         """Move the work of a device to others and make it leave; return when it has left.
 
         Each of its jobs moves to another device: one without work, or one that joins within ``timeout`` seconds. If
         there is none, the job goes on with its other devices, if its strategy can. A device that is loading the job is
         waited for. Raises, and leaves everything as it was, if a job cannot go on without this device. An exception in
-        ``progress`` (Ctrl-C, for example) cancels the drain: the device keeps its work.
+        ``progress`` (Ctrl-C, for example) cancels the drain: the device keeps its work. ``exit_code``: of the device's
+        process, if it is a rank that a scheduler started; ``hoop device`` ends with 0.
         """
         if not 0 < device_id < 2**64:
             raise InvalidArgument(f"device: {device_id} is no device id; hoop status lists them")
-        request = pb.DrainDeviceRequest(device_id=device_id, timeout_s=timeout)
+        request = pb.DrainDeviceRequest(device_id=device_id, timeout_s=timeout, exit_code=exit_code)
         with defer_signals():
             stream = self._stub.DrainDevice(request)
         left = False

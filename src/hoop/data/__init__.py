@@ -25,5 +25,5 @@ __all__ = [
     "shard",
 ]
 
-PUBLIC = ("catalog", "dataset", "mnist", "sampler", "tensors")
+PUBLIC = ("catalog", "dataset", "mnist", "resident", "sampler", "tensors")
 """Modules that other rooms may import."""

@@ -4,5 +4,5 @@ Jobs are unknown here.
 May import: memory wire membership servers.
 """
 
-PUBLIC = ("forked", "local", "processes")
+PUBLIC = ("forked", "local", "mps", "processes")
 """Modules that other rooms may import."""

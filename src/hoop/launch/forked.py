@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, Interna
 from hoop.launch.processes import remove_arenas
 from hoop.membership.failure_detector import DetectorConfig
 from hoop.resources import Request, admit
+from hoop.servers.advertised_address import wildcard_towards
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
@@ -49,6 +50,9 @@ END_S = 5.0
 LEASE_S = 20.0
 """The coordinator notices a dead process of this machine by its socket. The lease must be long enough for a live one
 that waits for a busy core."""
+BIND_S = 20.0
+"""How long a coordinator tries to listen on a port that is in use: the last attempt of the same run may be ending."""
+BIND_RETRY_S = 0.5
 POLL_S = 0.01
 """The exit of a child is polled: not every platform has an event for it."""
 REAP_S = 0.1
@@ -175,13 +179,16 @@ def _has_exited(pid: int) -> bool:
 
 
 def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: int) -> None:
-    """Run a coordinator until ``parent_pipe`` closes. Writes its address to ``address_pipe``."""
+    """Run a coordinator until ``parent_pipe`` closes. Writes its address, or the error, as JSON to ``address_pipe``."""
 
     async def run() -> None:
         parent_ended = _closed_event(parent_pipe)
-        server = CoordinatorServer(config)
-        address = await server.start()
-        os.write(address_pipe, f"{address}\n".encode())
+        try:
+            server, address = await _start_coordinator(config, parent_ended)
+        except HoopError as error:
+            os.write(address_pipe, (json.dumps({"error": type(error).__name__, "text": str(error)}) + "\n").encode())
+            return
+        os.write(address_pipe, (json.dumps({"address": str(address)}) + "\n").encode())
         os.close(address_pipe)
         await parent_ended.wait()
         await server.stop()
@@ -189,6 +196,23 @@ def run_coordinator(config: CoordinatorConfig, address_pipe: int, parent_pipe: i
             config.local_token.withdraw()
 
     asyncio.run(run())
+
+
+async def _start_coordinator(
+    config: CoordinatorConfig, parent_ended: asyncio.Event
+) -> tuple[CoordinatorServer, Address]:
+    """Start a coordinator. If its port was chosen beforehand and is in use, try again for ``BIND_S`` seconds."""
+    deadline = time.monotonic() + (BIND_S if config.port else 0.0)
+    while True:
+        server = CoordinatorServer(config)
+        try:
+            return server, await server.start()
+        except FailedPrecondition as error:
+            await server.stop()
+            if time.monotonic() > deadline or parent_ended.is_set():
+                remedy = "; --port N, on every rank, chooses another one" if config.port else ""
+                raise FailedPrecondition(f"{error}{remedy}") from None
+        await asyncio.sleep(BIND_RETRY_S)
 
 
 def run_device(config: DeviceConfig, trainer: TrainFunction, error_pipe: int, parent_pipe: int) -> None:
@@ -237,6 +261,8 @@ class ForkedConfig:
     """Bytes of each device's arena."""
     trainer: TrainFunction
     coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
+    join: Address | None = None
+    """The address at which devices of other hosts reach the coordinator; None: there are none."""
 
     @property
     def client_credentials(self) -> Credentials:
@@ -257,6 +283,26 @@ def own_coordinator() -> CoordinatorConfig:
         token = local.token
     return CoordinatorConfig(
         detector=DetectorConfig(lease_s=LEASE_S), credentials=Credentials(Role.COORDINATOR, token), local_token=local
+    )
+
+
+def meeting_coordinator(point: Address, credentials: Credentials) -> CoordinatorConfig:
+    """The coordinator of rank 0, at the meeting point of a run that a scheduler started.
+
+    On loopback without a token it makes one, which the other ranks, processes of the same user, find by the port.
+    """
+    if not point.is_loopback:
+        return CoordinatorConfig(host=wildcard_towards(point.host), port=point.port, credentials=credentials)
+    local = None
+    if not credentials.required:
+        local = LocalToken.obtain(point.port)
+        credentials = Credentials(Role.COORDINATOR, local.token)
+    return CoordinatorConfig(
+        host=point.host,
+        port=point.port,
+        detector=DetectorConfig(lease_s=LEASE_S),
+        credentials=credentials,
+        local_token=local,
     )
 
 
@@ -307,8 +353,10 @@ class ForkedCluster:
 def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int) -> None:
     os.setsid()  # Ctrl-C reaches only the parent, which requests a stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the parent's command
-        signal.signal(number, signal.SIG_DFL)
+    # A scheduler or systemd sends SIGTERM to all processes at once. The parent then requests a stop after a step, for
+    # which these processes are needed; they end when the pipe from their parent closes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # drop the handler of the parent's command
     # Standard output belongs to the command: print to standard error.
     os.dup2(sys.stderr.fileno() if _has_descriptor(sys.stderr) else 2, 1)
     parent = _Parent(events_write, control_read)
@@ -322,10 +370,14 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
         work = partial(run_coordinator, config.coordinator, address_write, coordinator.read_end)
         coordinator.start(work, close | {errors_write, devices.read_end})
         os.close(address_write)
-        address = Address.parse(_first_line(address_read))
+        listening = Address.parse(_coordinator_address(address_read))
+        address = replace(listening, host=_LOOPBACK[listening.host]) if listening.is_wildcard else listening
+        host = listening.host if listening.is_wildcard else DeviceConfig.host
         for device_id in range(1, config.devices + 1):
             credentials = Credentials(Role.DEVICE, config.coordinator.credentials.token)
-            device = DeviceConfig(address, memory=config.memory, device_id=device_id, credentials=credentials)
+            device = DeviceConfig(
+                config.join or address, memory=config.memory, host=host, device_id=device_id, credentials=credentials
+            )
             work = partial(run_device, device, config.trainer, errors_write, devices.read_end)
             devices.start(work, (close - {address_read}) | {coordinator.read_end})
         os.close(errors_write)
@@ -351,15 +403,22 @@ def _has_descriptor(stream: Any) -> bool:
     return True
 
 
-def _first_line(address_read: int) -> str:
-    ready, _, _ = select.select([address_read], [], [], START_S)
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - it is compared, not listened on
+"""Where this machine reaches a server that listens on all addresses."""
+
+
+def _coordinator_address(address_read: int) -> str:
+    ready, _, _ = select.select([address_read], [], [], START_S + BIND_S)
     if not ready:
-        raise DeadlineExceeded(f"the coordinator was not up within {START_S:g} s")
+        raise DeadlineExceeded(f"the coordinator was not up within {START_S + BIND_S:g} s")
     with os.fdopen(address_read, "r", encoding="utf-8") as line:
         text = line.readline().strip()
     if not text:
         raise InternalError("the coordinator ended as it started; what it printed is above")
-    return text
+    found: dict[str, str] = json.loads(text)
+    if "error" in found:
+        raise error_from_name(found["error"], found["text"])
+    return found["address"]
 
 
 class _Parent:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import threading
 import warnings
@@ -24,7 +25,7 @@ from hoop.client.cluster import Cluster, connect
 from hoop.config import parse_size
 from hoop.engine.entrypoint import train_rank
 from hoop.engine.user_code import blaming_user_code
-from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
+from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, exit_code
 from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.membership.replication import check_replicas
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
+    from hoop.launch.forked import ForkedConfig
+    from hoop.schedulers.base import Placement
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
     from hoop.wire.auth import Credentials
@@ -92,9 +95,13 @@ class Launch:
     address_file: Path | None = None
     """File that holds the coordinator's address while the job runs."""
     credentials: Credentials | None = None
-    """For the cluster at ``coordinator``; None: those of the environment."""
+    """For the cluster at ``coordinator``, or of the coordinator of rank 0; None: those of the environment."""
     costs: Costs | None = None
     """Costs to predict a step from; None: those measured before the first step."""
+    placement: Placement | None = None
+    """Of this process, if a scheduler started it and the others of the run. It is rank 0."""
+    meet_timeout_s: float = 300.0
+    """How long rank 0 waits for the other ranks."""
 
 
 class Training:
@@ -111,6 +118,8 @@ class Training:
         self._save = save
         self._stop_requested = False
         self._stop: Callable[[], None] = lambda: None
+        self._head_stopping = threading.Event()
+        """In the head process: a stop was requested."""
 
     def events(self) -> Iterator[Observed]:
         """Runs the job; the last event is ``Finished``. Closing the iterator ends the job."""
@@ -124,7 +133,7 @@ class Training:
         self._stop()
 
     def _run_locally(self) -> Iterator[Observed]:
-        from hoop.launch.forked import ForkedCluster, ForkedConfig
+        from hoop.launch.forked import ForkedCluster
         from hoop.launch.mps import shared_gpus
         from hoop.runs.job_lookup import preload
 
@@ -135,8 +144,29 @@ class Training:
 
         def head(address: Address, send: Callable[[dict[str, Any]], None], on_stop: OnStop) -> None:
             """Runs in the head process; ``send`` writes to this process."""
-            for observed in self._follow(address, devices, on_stop, config.client_credentials):
-                send(observed.to_fields())
+            code = 1
+
+            def on_stop_request(stop: Callable[[], None]) -> None:
+                def request_stop() -> None:
+                    self._head_stopping.set()
+                    stop()
+
+                on_stop(request_stop)
+                if self._head_stopping.is_set():  # while the ranks met
+                    with contextlib.suppress(HoopError):
+                        stop()
+
+            try:
+                for observed in self._follow(address, devices, on_stop_request, config.client_credentials):
+                    if isinstance(observed.event, ev.Finished):
+                        code = self._rank_exit_code(observed.event.result)
+                    send(observed.to_fields())
+            except HoopError as error:
+                code = exit_code(error)
+                raise
+            finally:
+                if launch.placement is not None:
+                    self._dismiss(address, config.client_credentials, launch.placement, code)
 
         preload()
         if Cluster.opened:
@@ -144,7 +174,7 @@ class Training:
                 "this process has been connected to a cluster, and devices cannot be forked from it any more; "
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
-        config = ForkedConfig(devices, launch.memory, train_rank)
+        config = self._forked_config(devices)
         with shared_gpus(devices if launch.settings.may_use_cuda else 0) as warning:
             if warning:
                 yield Observed(ev.Warned(warning))
@@ -156,6 +186,31 @@ class Training:
                 forked.close()
                 if launch.address_file is not None:  # a head process that was killed could not remove it
                     launch.address_file.unlink(missing_ok=True)
+
+    def _forked_config(self, devices: int) -> ForkedConfig:
+        from hoop.launch.forked import ForkedConfig, meeting_coordinator
+        from hoop.wire.auth import find_credentials
+        from hoop.wire.roles import Role
+
+        launch, placement = self._launch, self._launch.placement
+        if placement is None:
+            return ForkedConfig(devices, launch.memory, train_rank)
+        assert placement.meeting_point is not None, "checked by find_placement"
+        credentials = launch.credentials or find_credentials(Role.COORDINATOR)
+        coordinator = meeting_coordinator(placement.meeting_point, credentials)
+        return ForkedConfig(1, launch.memory, train_rank, coordinator, join=placement.meeting_point)
+
+    def _rank_exit_code(self, result: dict[str, Any]) -> int:
+        """The exit code of the other ranks of a run with this result: the same as that of ``hoop train`` in rank 0."""
+        if result["stopped"] and self._head_stopping.is_set():
+            return 128 + signal.SIGTERM
+        return 2 if self._launch.out is not None and result["checkpoint"] is None else 0
+
+    def _dismiss(self, address: Address, credentials: Credentials, placement: Placement, code: int) -> None:
+        from hoop.runs.meeting import dismiss_ranks
+
+        with contextlib.suppress(HoopError), connect(address, credentials=credentials) as cluster:
+            dismiss_ranks(cluster, placement.device_id, code)
 
     def _run_on(self, address: Address | Addresses) -> Iterator[Observed]:
         def on_stop(stop: Callable[[], None]) -> None:
@@ -182,7 +237,10 @@ class Training:
 
         launch = self._launch
         with connect(address, credentials=credentials) as cluster:
-            if launch.coordinator is None and devices:
+            if launch.placement is not None:
+                self._meet(cluster, launch.placement, on_stop)
+                address = launch.placement.meeting_point or address
+            elif launch.coordinator is None and devices:
                 cluster.wait_for_devices(devices)
             if launch.address_file is not None:
                 write_address_file(launch.address_file, address)
@@ -205,6 +263,13 @@ class Training:
             finally:
                 if launch.address_file is not None:
                     launch.address_file.unlink(missing_ok=True)
+
+    def _meet(self, cluster: Cluster, placement: Placement, on_stop: OnStop) -> None:
+        """Waits for the other ranks, until a stop is requested."""
+        from hoop.runs.meeting import wait_for_ranks
+
+        on_stop(lambda: None)
+        wait_for_ranks(cluster, placement, self._launch.meet_timeout_s, self._head_stopping.is_set)
 
 
 def _checked_devices(devices: Any) -> int:

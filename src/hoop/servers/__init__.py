@@ -5,6 +5,7 @@ May import: memory wire transport collectives membership strategies.
 """
 
 PUBLIC = (
+    "advertised_address",
     "coordinator",
     "coordinator_service",
     "device",

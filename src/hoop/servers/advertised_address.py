@@ -56,6 +56,15 @@ async def host_towards(coordinator: Address | Addresses, listening: Address, tim
     raise backoff.timeout_error()
 
 
+def wildcard_towards(host: str) -> str:
+    """The address that listens on all addresses of this machine, of the version of IP that leads to ``host``."""
+    try:
+        found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):  # a name that is not known yet, as of a pod that has not started
+        found = set()
+    return str(IPv6Address(0) if found == {socket.AF_INET6} else IPv4Address(0))
+
+
 async def routes_to(addresses: Sequence[Address]) -> list[Route]:
     """The routes to these addresses, in their order. If there is none, raises the reason. It sends nothing."""
     found: list[Route] = []

@@ -72,7 +72,8 @@ class CoordinatorService:
                     yield pb.HeartbeatAnswer(known=False)
                     return
                 if self._drains.is_dismissed(heartbeat.incarnation):
-                    yield pb.HeartbeatAnswer(known=True, leave=True)
+                    code = self._drains.exit_code(heartbeat.incarnation)
+                    yield pb.HeartbeatAnswer(known=True, leave=True, exit_code=code)
                 self._coordinator.memory[heartbeat.device_id] = heartbeat.memory
                 self._link_diagnosis.on_heartbeat(heartbeat)
         finally:
@@ -86,7 +87,8 @@ class CoordinatorService:
         return pb.LeaveResponse()
 
     async def drain_device(self, request: pb.DrainDeviceRequest) -> AsyncIterator[pb.DrainProgress]:
-        async with aclosing(self._drains.drain(request.device_id, request.timeout_s)) as progress:
+        drain = self._drains.drain(request.device_id, request.timeout_s, request.exit_code)
+        async with aclosing(drain) as progress:
             async for one in progress:
                 yield one
 

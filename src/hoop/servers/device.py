@@ -148,6 +148,16 @@ class DeviceServer:
         """Set when the coordinator asks this device to leave: it was drained (``hoop drain``)."""
         return self._heartbeat_client.dismissed
 
+    @property
+    def exit_code(self) -> int:
+        """With ``dismissed``: the exit code for this process, if a scheduler started it."""
+        return self._heartbeat_client.exit_code
+
+    @property
+    def failed_heartbeats(self) -> int:
+        """How often the coordinator could not be reached since this device joined."""
+        return self._heartbeat_client.failures
+
     async def start(self) -> DeviceInfo:
         """Starts the services, joins the cluster, and starts the heartbeats. On failure it releases everything."""
         try:

@@ -34,6 +34,7 @@ LOADING_S = 5.0
 """How often it gets the text that a job waits for a device which is loading it."""
 PROGRESS_S = 1.0
 MAX_TIMEOUT_S = 7 * 86400.0
+MAX_EXIT_CODE = 255
 HANDED_OVER, LEAVING, LEFT = "handed_over", "leaving", "left"
 """Stages of a drain after those of ``HandoverStage``."""
 
@@ -62,11 +63,15 @@ class Drains:
         self._coordinator, self._jobs = coordinator, jobs
         self._draining: set[int] = set()
         """Devices that a client drains."""
-        self._dismissed: set[str] = set()
-        """Incarnations of devices that have handed over everything, and are to leave."""
+        self._dismissed: dict[str, int] = {}
+        """Incarnations of devices that have handed over everything, and are to leave, with their exit codes."""
 
     def is_dismissed(self, incarnation: str) -> bool:
         return incarnation in self._dismissed
+
+    def exit_code(self, incarnation: str) -> int:
+        """The exit code for the process of a device that is dismissed."""
+        return self._dismissed[incarnation]
 
     # ---- a device that leaves by itself
 
@@ -94,13 +99,18 @@ class Drains:
 
     # ---- a device that a client drains
 
-    async def drain(self, device_id: int, timeout_s: float) -> AsyncGenerator[pb.DrainProgress, None]:
+    async def drain(
+        self, device_id: int, timeout_s: float, exit_code: int = 0
+    ) -> AsyncGenerator[pb.DrainProgress, None]:
         """Moves the work of a device to others and makes it leave. ``timeout_s``: how long it waits for replacements.
 
+        ``exit_code``: of the device's process, if it is one of the ranks that a scheduler started.
         Raises, and leaves everything as it was, if a job cannot go on without the device.
         """
         if not 0 <= timeout_s <= MAX_TIMEOUT_S:  # also refuses NaN
             raise InvalidArgument(f"timeout_s: {timeout_s:g} is not in 0..{MAX_TIMEOUT_S:g} seconds")
+        if exit_code > MAX_EXIT_CODE:
+            raise InvalidArgument(f"exit_code: {exit_code} is not in 0..{MAX_EXIT_CODE}")
         member = self._coordinator.state.member(device_id)
         if not member.usable:
             raise FailedPrecondition(
@@ -119,7 +129,7 @@ class Drains:
             self._coordinator.apply(m.Drained(device_id))
             async for progress in self._move_jobs(member, timeout_s, moved):
                 yield progress
-            self._dismissed.add(incarnation)
+            self._dismissed[incarnation] = exit_code
             async for progress in self._await_leave(member):
                 yield progress
         finally:
@@ -127,7 +137,7 @@ class Drains:
             if incarnation not in self._dismissed:
                 self._cancel(device_id, incarnation, moved)
             elif not self._has(member):
-                self._dismissed.discard(incarnation)
+                self._dismissed.pop(incarnation, None)
 
     def _check_can_move(self, device_id: int) -> None:
         for supervisor in self._jobs.supervisors:

@@ -55,6 +55,10 @@ class HeartbeatClient:
         self._leaving = False
         self.dismissed = asyncio.Event()
         """Set when the coordinator asks this device to leave: its work was moved to other devices."""
+        self.exit_code = 0
+        """With ``dismissed``: the exit code for this process, if a scheduler started it."""
+        self.failures = 0
+        """How often the coordinator could not be reached, or did not answer."""
         self.info: DeviceInfo | None = None
 
     async def join(self, info: DeviceInfo, timeout_s: float) -> DeviceInfo:
@@ -88,11 +92,13 @@ class HeartbeatClient:
                     if not answer.known:
                         break
                     if answer.leave:
+                        self.exit_code = answer.exit_code
                         self.dismissed.set()
                 if self._leaving:
                     return
                 self.info = await self.join(self.info, timeout_s=CALL_S)
             except (grpc.RpcError, HoopError) as error:
+                self.failures += 1
                 log.debug("the coordinator does not answer: %s", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)

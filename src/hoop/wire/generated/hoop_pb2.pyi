@@ -458,12 +458,14 @@ class Stall(_message.Message):
     def __init__(self, job_id: _Optional[int] = ..., communicator_id: _Optional[int] = ..., generation: _Optional[int] = ..., device_ids: _Optional[_Iterable[int]] = ..., connecting: bool = ...) -> None: ...
 
 class HeartbeatAnswer(_message.Message):
-    __slots__ = ("known", "leave")
+    __slots__ = ("known", "leave", "exit_code")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     known: bool
     leave: bool
-    def __init__(self, known: bool = ..., leave: bool = ...) -> None: ...
+    exit_code: int
+    def __init__(self, known: bool = ..., leave: bool = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("device_id", "incarnation", "planned")
@@ -482,12 +484,14 @@ class LeaveResponse(_message.Message):
     def __init__(self, waits_for: _Optional[str] = ...) -> None: ...
 
 class DrainDeviceRequest(_message.Message):
-    __slots__ = ("device_id", "timeout_s")
+    __slots__ = ("device_id", "timeout_s", "exit_code")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    EXIT_CODE_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     timeout_s: float
-    def __init__(self, device_id: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    exit_code: int
+    def __init__(self, device_id: _Optional[int] = ..., timeout_s: _Optional[float] = ..., exit_code: _Optional[int] = ...) -> None: ...
 
 class DrainProgress(_message.Message):
     __slots__ = ("stage", "job_id", "device_ids", "seconds", "text")

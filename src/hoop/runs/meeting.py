@@ -1,0 +1,76 @@
+"""Rank 0's side of a run whose processes a scheduler started: waits for the other ranks, and dismisses them at the end.
+
+    every rank   ── joins as device RANK + 1 ──▶ coordinator of rank 0, at the meeting point
+    rank 0       ── wait_for_ranks ──▶ all are there: the job starts
+    rank 0       ── dismiss_ranks ──▶ every other rank leaves, and ends with the exit code of the run
+
+``runs/api.py`` calls both in the head process of rank 0. What the other ranks do is in ``cli/rank_device.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from hoop.client.cluster import Cluster, DrainProgress
+from hoop.errors import DeadlineExceeded, HoopError, PeerLost
+from hoop.schedulers.base import Placement
+
+LOOK_S = 1.0
+"""How often the wait for ranks looks whether the run is to stop."""
+DISMISS_S = 60.0
+"""How long a rank that is dismissed may take to leave."""
+DISMISSED_AT_ONCE = 32
+
+
+def wait_for_ranks(cluster: Cluster, placement: Placement, timeout_s: float, stopping: Callable[[], bool]) -> None:
+    """Returns when the devices of all ranks are there. Raises DeadlineExceeded, with the ranks that did not come.
+
+    ``stopping``: whether the run is to stop; then it raises PeerLost.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            cluster.wait_for_devices(placement.world_size, max(0.1, min(LOOK_S, deadline - time.monotonic())))
+            return
+        except DeadlineExceeded:
+            alive = [one.device for one in cluster.status().devices if one.state == "alive"]
+        missing = sorted({*range(placement.world_size)} - {one.device_id - 1 for one in alive})
+        if stopping():
+            raise PeerLost(f"stopped while it waited for {_ranks(missing)} of {placement.world_size}")
+        if missing and time.monotonic() >= deadline:
+            hosts = ", ".join(sorted({one.host for one in alive}))
+            point = placement.meeting_point
+            raise DeadlineExceeded(
+                f"{_ranks(missing)} of {placement.world_size} did not come to {point} within {timeout_s:g} s; "
+                f"{len(alive)} are there, from {hosts}. What a missing rank printed says why; its host needs Hoop, the "
+                f"same token, and a way to {point} (--meet names another address, --meet-timeout waits longer)"
+            )
+
+
+def dismiss_ranks(cluster: Cluster, own: int, exit_code: int) -> None:
+    """Makes every device but ``own`` leave, and its process end with ``exit_code``. Returns when they have left."""
+    others = [one.device.device_id for one in cluster.status().devices if one.state != "dead"]
+    deadline = time.monotonic() + DISMISS_S
+
+    def until_deadline(_: DrainProgress) -> None:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded("a rank did not leave")
+
+    def dismiss(device_id: int) -> None:
+        with contextlib.suppress(HoopError):  # it is lost, or leaves already
+            cluster.drain(device_id, timeout=0.0, progress=until_deadline, exit_code=exit_code)
+
+    with ThreadPoolExecutor(DISMISSED_AT_ONCE) as pool:
+        for device_id in others:
+            if device_id != own:
+                pool.submit(partial(dismiss, device_id))
+
+
+def _ranks(numbers: list[int]) -> str:
+    return (
+        f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:20]))}{' …' if len(numbers) > 20 else ''}"
+    )
