@@ -20,7 +20,7 @@ from lab_target import METHODS
 import hoop
 from hoop.errors import FailedPrecondition, InvalidArgument, Unauthenticated
 from hoop.servers.coordinator import CoordinatorConfig
-from hoop.servers.device_token import wait_for_token
+from hoop.servers.device import wait_for_token
 from hoop.servers.grpc_server import check_exposure
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import LAB_SERVICES, Credentials

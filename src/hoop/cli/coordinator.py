@@ -15,8 +15,7 @@ from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.servers.journal_store import JournalLocation
+    from hoop.servers.coordinator import CoordinatorConfig, JournalLocation
 
 
 def configure(
@@ -111,9 +110,9 @@ def coordinator(
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping
+    from hoop.servers.coordinator import journal_location
     from hoop.servers.coordinator_service import CoordinatorServer
     from hoop.servers.grpc_server import write_address_file
-    from hoop.servers.journal_store import journal_location
 
     place = (
         journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls) if journal else None

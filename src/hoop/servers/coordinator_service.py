@@ -16,14 +16,13 @@ from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
 from hoop.servers import lab_service
-from hoop.servers.client_reports import ClientReports
 from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
 from hoop.servers.drains import Drains
+from hoop.servers.grpc_server import ClientReports
 from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
-from hoop.servers.join_check import JoinCheck
-from hoop.servers.link_diagnosis import LinkDiagnosis
+from hoop.servers.link_checks import JoinCheck, LinkDiagnosis
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address

@@ -28,7 +28,7 @@ from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, follow_events, is_over
 from hoop.servers.job_supervisor import START_S, JobSupervisor
-from hoop.servers.join_check import JoinCheck
+from hoop.servers.link_checks import JoinCheck
 from hoop.servers.operations import OperationQueue, rank_assignment_message
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb
