@@ -39,8 +39,8 @@ def configure(
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
     from hoop.topology import Address
     from hoop.wire.auth import Credentials, find_credentials
-    from hoop.wire.local_token import LocalToken
     from hoop.wire.roles import Role
+    from hoop.wire.tokens import LocalToken
 
     if count_unit not in COUNT_UNITS:
         raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(COUNT_UNITS)}")

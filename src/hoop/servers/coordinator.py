@@ -37,9 +37,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
-from hoop.wire.local_token import LocalToken, forget
 from hoop.wire.roles import Role
 from hoop.wire.service import OnRefused, status_of, translate, unreachable
+from hoop.wire.tokens import LocalToken, forget
 
 log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")

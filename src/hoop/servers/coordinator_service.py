@@ -28,8 +28,7 @@ from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
-from hoop.wire.receiving import Receiving
-from hoop.wire.service import device_info, device_message, event_message, handlers
+from hoop.wire.service import Receiving, device_info, device_message, event_message, handlers
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 

@@ -44,11 +44,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
-from hoop.wire.local_token import find_token, runtime_folder
-from hoop.wire.receiving import Receiving
 from hoop.wire.roles import Role
-from hoop.wire.service import handlers, status_of, translate, unreachable
-from hoop.wire.tokens import Token
+from hoop.wire.service import Receiving, handlers, status_of, translate, unreachable
+from hoop.wire.tokens import Token, find_token, runtime_folder
 
 log = logging.getLogger("hoop.servers")
 TOKEN_CALL_S = 5.0
