@@ -30,7 +30,7 @@ from hoop.lab.papers.findings import Findings, grade, make_table
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, measure_costs, simulate_curves
 from hoop.lab.papers.subset import subset_of
 from hoop.launch.processes import terminate_process
-from hoop.models.softmax import softmax as softmax_model
+from hoop.models.vision import softmax as softmax_model
 from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.simulate.cluster import Link
