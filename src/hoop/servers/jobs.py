@@ -5,7 +5,7 @@ client ── StartJob ──▶ coordinator ── StartTask ──▶ each dev
 client ◀── WatchJob ── coordinator                                   (3) from any event on, as often as wanted
 
 No training step waits for the coordinator. ``membership.job_membership`` decides which devices take part;
-``rank_assignment.JobSupervisor`` carries that out. The coordinator may be killed and restarted: its journal names the
+``job_supervisor.JobSupervisor`` carries that out. The coordinator may be killed and restarted: its journal names the
 jobs, and the devices, which kept training, send their events again.
 """
 
