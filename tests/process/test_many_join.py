@@ -11,8 +11,8 @@ from hoop.servers.heartbeat import HeartbeatClient
 from hoop.topology import Address, DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.local_token import find_token
 from hoop.wire.roles import Role
+from hoop.wire.tokens import find_token
 
 if TYPE_CHECKING:
     from background import Running

@@ -24,8 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import any_rank
+from hoop.collectives.communicator import Communicator, any_rank
 from hoop.data.dataset import Batch, Dataset
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
