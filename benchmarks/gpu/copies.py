@@ -1,6 +1,6 @@
 """What the GPU does in a training step: kernels and copies by direction, from PyTorch's profiler. Prints a table.
 
-    python benchmarks/gpu/copies.py            100 steps of mnist and of random images, one device
+    python benchmarks/gpu/copies.py            128 steps of mnist, of random images and of random text, one device
 
 The engine trains as in ``hoop train``, in this process. Copies from the GPU to the host are the tails of the totals
 (loss, votes, provenance), once a stride of up to 64 steps.
@@ -34,8 +34,8 @@ CASES: list[tuple[str, Job, dict[str, object]]] = [
 ]
 
 
-def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[int, float, int]]:
-    """Count, microseconds and bytes of each kind of activity on the GPU, over all steps after the warm-up."""
+def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[int, float]]:
+    """Count and microseconds of each kind of activity on the GPU, over all steps after the warm-up."""
     settings = Settings().replaced(
         {**job.settings, **changes, "accelerator": "cuda", "max_steps": WARM_UP + steps, "evaluate_every": 0}
     )
@@ -56,14 +56,14 @@ def trace(job: Job, changes: dict[str, object], steps: int) -> dict[str, tuple[i
         communicator.close()
         transport.close()
         arena.close()
-    found: dict[str, tuple[int, float, int]] = defaultdict(lambda: (0, 0.0, 0))
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.device_type() != torch.autograd.DeviceType.CUDA:
             continue
         name = event.name()
         kind = name if name.startswith(("Memcpy", "Memset")) else "kernel"
-        count, duration, size = found[kind]
-        found[kind] = count + 1, duration + event.duration_ns() / 1e3, size + max(0, event.nbytes())
+        count, duration = found[kind]
+        found[kind] = count + 1, duration + event.duration_ns() / 1e3
     return found
 
 
@@ -72,13 +72,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="steps of each case that are traced")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
-    print("| case | activity | a step | microseconds a step | bytes a step |\n|---|---|---|---|---|", flush=True)
+    print("| case | activity | a step | microseconds a step |\n|---|---|---|---|", flush=True)
     for name, job, changes in CASES:
         if options.only not in name:
             continue
-        for kind, (count, duration, size) in sorted(trace(job, changes, options.steps).items()):
-            row = f"{count / options.steps:.2f} | {duration / options.steps:.2f} | {size / options.steps:.0f}"
-            print(f"| {name} | {kind} | {row} |", flush=True)
+        for kind, (count, duration) in sorted(trace(job, changes, options.steps).items()):
+            print(f"| {name} | {kind} | {count / options.steps:.2f} | {duration / options.steps:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
