@@ -20,7 +20,7 @@ from hoop.membership.replication import replica_holders, replica_shares, same_st
 from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.partition import StageCut
 from hoop.plan.plan import Plan
-from hoop.simulate.cost_model import Costs, LinearCost
+from hoop.simulate.cost_model import Costs, GpuCosts, LinearCost
 
 _INPUT_SHARE = 0.5
 """The input half's part of a split backward."""
@@ -32,7 +32,9 @@ class InstructionCosts:
     def __init__(self, plan: Plan, costs: Costs, cuts: Sequence[int], fixed_lists: bool, synchronous: bool) -> None:
         """``fixed_lists``: ranks run lists, not rules, so a rank with the whole model may batch several shards."""
         machine, rows = costs.machine, costs.rows
-        self._machine, self._plan = machine, plan
+        self._machine, self._plan, self._rows = machine, plan, rows
+        self.gpu = costs.gpu if plan.stages == 1 and not plan.servers and fixed_lists else None
+        """Costs of steps on a GPU, where the state stays there: data parallel."""
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
         self._add_seconds = [machine.add(size) for size in self.gradient_bytes]
@@ -130,6 +132,8 @@ class InstructionCosts:
     def seconds(self, rank: int, one: Instruction) -> float:
         """Time of an instruction on a core of speed 1."""
         kind, stage, micro, peer = one
+        if self.gpu is not None:
+            return self._gpu_seconds(self.gpu, rank, one)
         if peer >= 0:
             known = self._messages.get((kind, stage))
             return self._machine.instruction_s + (
@@ -142,6 +146,13 @@ class InstructionCosts:
         if kind in GRADIENT_KINDS:
             found += self._partial_sums[rank, stage][1] * self._add_seconds[stage]
         return found
+
+    def _gpu_seconds(self, gpu: GpuCosts, rank: int, one: Instruction) -> float:
+        """Time of an instruction on a GPU: one launch computes all shards of the rank."""
+        share = self._plan.computed_by(rank, 0)
+        if one.kind is InstructionKind.FORWARD and one.micro == share[0]:
+            return gpu.compute.at(len(share) * self._rows)
+        return gpu.finish_s if one.kind is InstructionKind.UPDATE else 0.0
 
 
 def _linear_costs(costs: Costs) -> list[list[LinearCost]]:

@@ -21,7 +21,7 @@ from hoop.collectives.registry import CATALOG, Operation
 from hoop.collectives.shard_tree import merge_plan, sum_expression
 from hoop.errors import InvalidArgument
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.cost_model import Machine
+from hoop.simulate.cost_model import GpuCosts, Machine
 
 FLOAT_BYTES = 4
 ORDERED = "ordered"
@@ -53,8 +53,13 @@ class ReductionCosts:
         machine: Machine,
         algorithm: str,
         max_messages: int = MAX_EXECUTED_MESSAGES,
+        gpu: GpuCosts | None = None,
     ) -> None:
-        """``shares``: each rank's shards; ``partial_sums``: their number on each rank; ``size``: bytes to reduce."""
+        """``shares``: each rank's shards; ``partial_sums``: their number on each rank; ``size``: bytes to reduce.
+
+        ``gpu``: the ranks of a host read each other's GPU memory, and each adds all of it.
+        """
+        self._gpu = gpu
         self.ranks, self._machine = tuple(ranks), machine
         self._shares, self._num_microbatches, self._partial_sums = shares, num_microbatches, partial_sums
         self._cluster, self._algorithm = cluster, algorithm
@@ -89,8 +94,13 @@ class ReductionCosts:
         return self._plans[index]
 
     def shared_memory_seconds(self, index: int) -> float:
-        """Time in which a rank sums its slice of all partial sums and writes it into the memory of every rank."""
+        """Time in which a rank sums its slice of all partial sums and writes it into the memory of every rank.
+
+        On a GPU: time in which it reads the partial sums of all other ranks.
+        """
         n, total = len(self.ranks), self._num_elements * FLOAT_BYTES
+        if self._gpu is not None:
+            return (sum(self._partial_sums) - self._partial_sums[index]) * total * self._gpu.read_s
         slice_, vector = total / n, max(total, UNCACHED_BYTES)
         machine = self._machine
         return (sum(self._partial_sums) - 1) * machine.add(slice_, vector) + (n - 1) * machine.copy(slice_, vector)
@@ -99,6 +109,8 @@ class ReductionCosts:
         """Bytes that a rank sends, or moves through other ranks' memory."""
         n, own = len(self.ranks), self._partial_sums[index]
         slice_ = self._num_elements / n * FLOAT_BYTES
+        if self.in_shared_memory and self._gpu is not None:
+            return float(self._num_elements * FLOAT_BYTES * (sum(self._partial_sums) - own))
         if self.in_shared_memory:
             return slice_ * (sum(self._partial_sums) - own + n - 1)
         if self.closed_form:
