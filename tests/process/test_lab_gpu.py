@@ -19,9 +19,8 @@ from lab_in_process import Servers, lab_channel, lab_servers
 
 import hoop
 from hoop.cli.status import as_plain
-from hoop.errors import FailedPrecondition, InvalidArgument, OutOfMemory
-from hoop.memory.cuda_arena import GpuMemory
-from hoop.memory.gpu_driver import EmulatedGpu, count_gpus, open_gpu
+from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.memory.gpu_driver import count_gpus, open_gpu
 from hoop.wire.generated import gpu_sim_pb2 as lab
 
 DEVICES, MEMORY = 3, 1 << 20
@@ -178,11 +177,6 @@ def test_a_checkpoint_in_host_memory_is_read_by_its_name(servers: Servers) -> No
             with pytest.raises(hoop.HoopError, match="not inside"):
                 cluster.device(1).read(buffer.address, 100)
     arena.free("job7.checkpoint")
-
-
-def test_more_memory_than_the_gpu_has_is_refused() -> None:
-    with pytest.raises(OutOfMemory, match=r"--memory: .* on emulated GPU, which has .* free of .*; choose a smaller"):
-        GpuMemory(None, EmulatedGpu(), 1 << 60)  # type: ignore[arg-type]
 
 
 def test_unknown_kinds_of_memory_are_refused() -> None:

@@ -65,7 +65,7 @@ class RankContext:
     left_out: bool = False
     """The other ranks continued without this device, which they took for dead: its state may be stale."""
     gpu_arenas: list[CudaArena] = field(default_factory=list)
-    """The device's arenas on GPUs, of all its jobs. The code that opens one adds it here, and removes it when it closes it."""
+    """The device's arenas on GPUs, of all its jobs. A job adds its own, and removes it when it closes it."""
 
     @property
     def oversubscription(self) -> float:

@@ -2,6 +2,7 @@
 
     Prediction    predicts a run's step before the first one, and compares it with the measured steps
     calibrated    measures a job's costs on this machine: every block at two micro-batch sizes, and the machine itself
+    calibrated_on_gpu    measures a data parallel step on a GPU
 
 Before the first step the reporting rank measures blocks and machine (``engine/cost_probe.py``) and sends the costs with
 the ``Started`` event. The client simulates a step from them while the job already trains.
@@ -26,7 +27,7 @@ from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_commun
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
-from hoop.errors import HoopError
+from hoop.errors import FailedPrecondition, HoopError
 from hoop.job_events import JobEvent, Started, Steps
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
@@ -230,6 +231,24 @@ def calibrated(
             ),
         )
     return dataclasses.replace(costs, source="measured", about=_about(settings))
+
+
+def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
+    """Measures a data parallel step of a job on this machine's GPU: the costs of a run of one step on one device.
+
+    ``memory``: bytes of the device's memory.
+    """
+    from hoop.runs.api import Launch, Training
+
+    short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
+    measured: MeasuredCosts = {}
+    for observed in Training(Launch(short, devices=1, memory=memory)).events():
+        if isinstance(observed.event, Started):
+            measured = observed.event.costs or {}
+    if "gpu" not in measured:
+        raise FailedPrecondition("--accelerator: no GPU was used; look at nvidia-smi, or leave the option out")
+    about = {**_about(settings), "gpu": measured["gpu"]["name"]}
+    return replace(measured_job_costs(measured), source=f"measured on {about['gpu']}", about=about)
 
 
 def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:

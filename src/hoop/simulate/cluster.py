@@ -190,7 +190,7 @@ class Cluster:
     def describe(self) -> str:
         many = f"{len(self.hosts)} hosts" if len(self.hosts) > 1 else "1 host"
         cores = sum(min(host.devices, host.cores or host.devices) for host in self.hosts)
-        what = "GPUs" if any(host.gpus for host in self.hosts) else "cores"
+        what = "cores" if not any(host.gpus for host in self.hosts) else "GPUs" if cores > 1 else "GPU"
         between = f", {self.link}" if len(self.hosts) > 1 else ""
         return f"{self.size} device{'s' if self.size > 1 else ''} on {cores} {what} of {many}{between}"
 
