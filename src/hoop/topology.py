@@ -98,6 +98,8 @@ class DeviceInfo:
     hoop_version: str = ""
     torch_version: str = ""
     python_version: str = ""
+    gpu: str = ""
+    """The GPU that has the memory from ``min_address`` on; empty: it is host memory."""
 
     @property
     def versions(self) -> dict[str, str]:

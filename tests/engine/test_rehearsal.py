@@ -32,6 +32,40 @@ def test_ranks_measure_communication_costs(scheme: str, strategy: str, devices: 
     assert with_replicas > without_replicas if strategy != "data" else with_replicas == without_replicas
 
 
+KINDS = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("devices", "memory"), [(1, 24 << 20), (2, 24 << 20)])
+def test_a_step_on_a_gpu_is_measured_without_a_trace(kind: str, devices: int, memory: int) -> None:
+    """Batch norms and dropout: the weights are those of a run that measured on another number of devices."""
+    wanted = settings("data", accelerator=kind)
+    outcomes = train("shm", devices, wanted, JOBS["normed"], memory=memory)
+    if kind == "emulated":
+        assert differing(alone("normed"), tensors_in(checkpoint(outcomes))) == []
+    (started,) = [event for one in outcomes for event in one.of("started")]
+    gpu = started["costs"]["gpu"]
+    assert gpu["rows"] == wanted.batch_size // devices
+    assert (gpu["finish_s"] > 0, gpu["bytes_read"] > 0) == (devices > 1, devices > 1)
+    assert gpu["compute_s"] > 0
+    assert gpu["step_s"] > 0
+    assert gpu["copy_s"] > 0
+    assert (gpu["sharing"], gpu["name"] != "") == (devices if gpu["gpus"] == 1 else 1, True)
+    predicted = predicted_step_seconds(started["costs"], wanted)
+    assert predicted is not None
+    assert predicted >= gpu["step_s"]
+    executed = [one.account["instructions"] for one in outcomes]
+    assert len(set(executed)) == 1
+    steps = sum(len(event["loss"]) for one in outcomes for event in one.of("steps"))
+    assert executed[0] <= 3 * steps + 8  # the measured steps are not among them
+
+
+def test_a_state_that_does_not_fit_on_the_gpu_is_refused() -> None:
+    """All ranks raise the same error, before the first step."""
+    with pytest.raises(AssertionError, match=r"memory: rank 0 needs .* on its GPU .*; use --memory \d+MiB"):
+        train("shm", 2, settings("data", accelerator="emulated", shards=32), JOBS["mlp"], memory=10 << 20)
+
+
 def test_one_rank_measures_no_communication() -> None:
     (outcome,) = train("shm", 1, settings("data"), JOBS["mlp"])
     (started,) = outcome.of("started")

@@ -31,6 +31,7 @@ def device(
         ),
     ],
     memory: options.Memory = "256MiB",
+    accelerator: options.DeviceAccelerator = "cpu",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
     data_port: Annotated[
@@ -95,6 +96,7 @@ def device(
         join_timeout_s=parse_duration(connect_timeout, "--connect-timeout"),
         max_message=parse_size(max_message, "--max-message"),
         max_streams=max_streams,
+        accelerator=accelerator,
         lab=lab or lab_dialect is not None,
         lab_dialect=options.check_dialect(lab_dialect),
         insecure=insecure,
@@ -130,15 +132,16 @@ async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: St
 
     On loopback without credentials it waits for the token of this user's coordinator, unless it may be insecure.
     """
-    from hoop.servers.device import DeviceServer, open_arena, wait_for_token
+    from hoop.servers.device import DeviceServer, close_memory, open_memory, wait_for_token
     from hoop.wire.auth import Credentials
     from hoop.wire.roles import Role
 
     credentials, coordinator = config.credentials, Addresses(tuple(config.coordinator.addresses))
     local = Address(config.host, 0).is_loopback and all(one.is_loopback for one in coordinator.addresses)
     with ExitStack() as opened:
-        arena = open_arena(config)  # a mistake in --arena or --memory is refused before the wait for a token
-        opened.callback(arena.close, delete=config.arena is None)
+        # A mistake in --arena, --memory or --accelerator is refused before the wait for a token.
+        memory = open_memory(config)
+        opened.callback(close_memory, memory, config)
         if local and not credentials.required and not config.insecure:
             finding = asyncio.ensure_future(wait_for_token(coordinator, config.join_timeout_s))
             if not await stopping.unless(finding):
@@ -148,7 +151,7 @@ async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: St
             replace(config, credentials=credentials),
             trainer,
             report=lambda text: typer.echo(text, err=True),
-            arena=arena,
+            memory=memory,
         )
         opened.pop_all()
     return server if await stopping.unless(asyncio.ensure_future(server.start())) else None

@@ -15,7 +15,20 @@ if TYPE_CHECKING:
 OPEN_LAB = "every user of this machine can make the lab's calls, which read and write the devices' memory"
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
 Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
-Memory = Annotated[str, typer.Option(help="A device's memory, in bytes or like 256MiB, 2GB.")]
+Memory = Annotated[
+    str,
+    typer.Option(
+        help="A device's memory, in bytes or like 256MiB, 2GB. A device that uses a GPU has as much on the GPU too."
+    ),
+]
+DeviceAccelerator = Annotated[
+    str,
+    typer.Option(
+        help="Where the memory of the lab's calls and of named buffers is: cpu (host memory), cuda (the first GPU), "
+        "cuda:N, auto (a GPU if there is one), emulated (as for a GPU, in host memory). Jobs choose for themselves: "
+        "hoop train --accelerator."
+    ),
+]
 Jobs = Annotated[
     Path | None,
     typer.Option(

@@ -62,6 +62,8 @@ def plan(
 
     where = read_cluster(cluster) if cluster else Cluster.even(devices, devices, cores=cores)
     priced = costs_of(job, costs)
+    if priced.gpu is not None:
+        where = where.on_gpus(priced.gpu.memory)
     batch, _ = sizes(priced, batch_size, None, where.size)
     room = gradient_memory_for(False)
     tried = 0

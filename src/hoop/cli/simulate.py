@@ -90,6 +90,8 @@ def simulate(
         where = where.first(devices)
     wanted = [parse(one) for one in strategy or ["data"]]
     priced = costs_of(job, costs)
+    if priced.gpu is not None:
+        where = where.on_gpus(priced.gpu.memory)
     batch, num_microbatches = sizes(priced, batch_size, shards, where.size)
     priced = priced.with_rows(-(-batch // num_microbatches))
     slow = _stragglers(stragglers)

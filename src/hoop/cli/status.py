@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from hoop.wire.generated import hoop_pb2 as pb
 
+MAX_SHOWN = 4
+"""Buffers of a GPU that the table's line names; ``--json`` has more."""
 WHY = "why"
 """The key of a row's reason."""
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "left": "dim"}
@@ -72,6 +74,7 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
                     "used": member.memory.used,
                     "buffers": member.memory.buffers,
                 },
+                "gpu_memory": _plain_gpu(member.memory.gpu) if member.memory.HasField("gpu") else None,
             }
             for member in found.devices
         ],
@@ -90,6 +93,28 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
             for one in found.jobs
         ],
     }
+
+
+def _plain_gpu(gpu: pb.GpuMemory) -> dict[str, Any]:
+    return {
+        "name": gpu.name,
+        "total": gpu.total,
+        "free": gpu.free,
+        "capacity": gpu.capacity,
+        "used": gpu.used,
+        "buffers": [{"name": one.name, "address": one.address, "bytes": one.bytes} for one in gpu.buffers],
+    }
+
+
+def _gpu_line(gpu: pb.GpuMemory) -> str:
+    """A device's memory on its GPU, with the largest buffers."""
+    shown = [f"{one.name} {format_size(one.bytes)}" for one in gpu.buffers[:MAX_SHOWN]]
+    more = [f"{len(gpu.buffers) - MAX_SHOWN} more"] if len(gpu.buffers) > MAX_SHOWN else []
+    buffers = f" ({', '.join(shown + more)})" if shown else ""
+    return (
+        f"{gpu.name}: {format_size(gpu.used)} of {format_size(gpu.capacity)} used{buffers}; "
+        f"{format_size(gpu.free)} of {format_size(gpu.total)} free on the GPU"
+    )
 
 
 def _print(found: pb.GetStatusResponse) -> None:
@@ -112,6 +137,9 @@ def _print(found: pb.GetStatusResponse) -> None:
         for member, version in zip(found.devices, versions, strict=True)
     ]
     _print_table(console, rows, "no devices yet")
+    for member in found.devices:
+        if member.memory.HasField("gpu"):
+            console.print(plain(f"device {member.device.device_id} on {_gpu_line(member.memory.gpu)}"))
     rows = [
         {
             "communicator": str(one.id),

@@ -19,6 +19,7 @@ from hoop.errors import InvalidArgument
 def up(
     devices: Annotated[int, typer.Option(help="How many devices to start.")] = 4,
     memory: options.Memory = "256MiB",
+    accelerator: options.DeviceAccelerator = "cpu",
     host: options.Host = "127.0.0.1",
     port: options.Port = 0,
     jobs: options.Jobs = None,
@@ -74,7 +75,9 @@ def up(
         *(["--token-file", str(token_file)] if token_file else []),
         *(["--tls", str(tls)] if tls else []),
     ]
-    config = LocalConfig(devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more))
+    config = LocalConfig(
+        devices, parse_size(memory, "--memory"), state, coordinator, device_options=tuple(more), accelerator=accelerator
+    )
 
     async def run() -> None:
         stopping = Stopping(leave_with_stdin)

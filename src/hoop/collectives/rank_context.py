@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hoop.collectives.communicator import Communicator
 from hoop.errors import HoopError
 from hoop.memory import Arena
+from hoop.memory.cuda_arena import CudaArena
 from hoop.topology import Address
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.inproc import InprocTransport
@@ -63,6 +64,8 @@ class RankContext:
     """Run id. If it is empty, no state in the arena is taken as state of this run."""
     left_out: bool = False
     """The other ranks continued without this device, which they took for dead: its state may be stale."""
+    gpu_arenas: list[CudaArena] = field(default_factory=list)
+    """The device's arenas on GPUs, of all its jobs. A job adds its own, and removes it when it closes it."""
 
     @property
     def oversubscription(self) -> float:

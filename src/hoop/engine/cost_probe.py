@@ -3,6 +3,7 @@
     profile_blocks          each block of the model: forward, backward, activations, outputs
     measure_costs           loading, loss, update, memory bandwidth of this machine; a few milliseconds
     measure_communication   messages and the agreement of a step, on the links of the job
+    measure_gpu_step        the step of a rank whose state stays on a GPU: its graphs, and whole steps
 
 Results are plain values, which can be sent in events; ``runs/prediction.py`` turns them into costs for the simulator.
 Times are CPU times of the calling thread where possible: ranks that measure on the same core at the same time do not
@@ -26,11 +27,17 @@ from torch import Tensor, nn
 
 from hoop.collectives.communicator import Communicator, any_rank
 from hoop.data.dataset import Batch, Dataset
+from hoop.data.sampler import SampleOrder, shard
+from hoop.engine.data_feed import Position
+from hoop.engine.roles.base import StepWork
+from hoop.engine.roles.resident import ResidentRole
+from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
 from hoop.engine.stage.autograd import CrossEntropy, Loss, cross_entropy
 from hoop.engine.stage.linear_chain import ChainStage, layers_of
 from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
+from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import StateLayout
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.errors import InvalidArgument
@@ -83,6 +90,92 @@ def measure_communication(communicator: Communicator, shards: int, timeout: floa
     if isinstance(endpoint, SharedEndpoint):
         costs["meeting_s"] = min(_seconds(lambda: endpoint.barrier(deadline)) for _ in range(2 * REPEATS))
     return costs
+
+
+GPU_PROBE_S = 0.2
+"""Seconds for each of the measurements of a step on a GPU, about."""
+_MIN_STEPS, _GPU_REPEATS = 4, 3
+_COPIED_BYTES = 32 << 20
+
+
+def measure_gpu_step(role: ResidentRole, order: SampleOrder, settings: Settings, estimate_s: float) -> dict[str, Any]:
+    """Measure the step of a rank whose state is on a GPU. Collective; the state, and what follows, do not change.
+
+    ``estimate_s``: of a step, equal at all ranks, for the number of measured steps. All ranks measure at the same time,
+    so ranks that share a GPU slow each other down as in training.
+
+    compute_s, finish_s   seconds of the launches of a step: the gradients of this rank's shards; their sum and the
+                          update. With one rank a step is one launch: ``compute_s``
+    step_s, stride_s      seconds of a whole step, and what the end of each stride costs
+    """
+    state, batch = role.executor.stage_states[0], min(settings.batch_size, order.length)
+    assert isinstance(state, ResidentStageState), "setup.py makes both or none"
+    accelerator = state.accelerator
+    few = min(role.stride, max(_MIN_STEPS, int(GPU_PROBE_S / max(estimate_s, 1e-6) / _GPU_REPEATS)))
+    lengths = sorted({max(1, few // 2), few})
+    works = [
+        StepWork(Position(PROBE_EPOCH, step, step), order.indices(0, step % (order.length // batch), batch), 0.0)
+        for step in range(few)
+    ]
+    ordering = _wall_seconds(lambda: [order.indices(0, 0, batch) for _ in range(few)]) / few
+    whole: dict[int, float] = {}
+    launched: dict[str, float] = {}
+    with role.rehearsal():
+        role.advance(works[:1], False)  # records the graphs
+        for length in lengths:
+            run_steps = functools.partial(role.advance, works[:length], False)
+            whole[length] = min(_wall_seconds(run_steps) for _ in range(_GPU_REPEATS))
+        for name, launch in role.launches(batch).items():
+
+            def run(launch: Callable[[], None] = launch) -> None:
+                role.begin_stride()
+                for _ in range(few):
+                    launch()
+                accelerator.synchronize()
+
+            launched[name] = min(_wall_seconds(run) for _ in range(_GPU_REPEATS)) / few
+    low, high = lengths[0], lengths[-1]
+    step = (whole[high] - whole[low]) / (high - low) if high > low else whole[high]
+    step = min(max(step, 0.0), whole[high] / high)
+    free, total = accelerator.memory()
+    return {
+        "rows": sum(len(shard(works[0].samples, micro, settings.num_microbatches)) for micro in _shards_of(role)),
+        "compute_s": launched.get("whole", launched.get("compute", 0.0)),
+        "finish_s": launched.get("finish", 0.0),
+        "step_s": step + ordering,
+        "stride_s": whole[high] - high * step,
+        "stride": role.stride,
+        "bytes_read": role.bytes_read,
+        "copy_s": _gpu_copy_seconds(accelerator),
+        "gpus": accelerator.count,
+        "sharing": -(-role.executor.context.local_rank_and_size[1] // accelerator.count),
+        "free": free,
+        "total": total,
+        "name": accelerator.name,
+    }
+
+
+def _shards_of(role: ResidentRole) -> Sequence[int]:
+    return role.executor.plan.computed_by(role.executor.rank, 0)
+
+
+def _gpu_copy_seconds(accelerator: Accelerator) -> float:
+    """Seconds per byte of a copy in the GPU's memory. Devices that share the GPU read each other's memory as fast."""
+    source = torch.zeros(_COPIED_BYTES // 4, device=accelerator.device)
+    target = torch.zeros_like(source)
+    accelerator.synchronize()
+
+    def run() -> None:
+        target.copy_(source)
+        accelerator.synchronize()
+
+    return min(_wall_seconds(run) for _ in range(_GPU_REPEATS)) / _COPIED_BYTES
+
+
+def _wall_seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -23,7 +23,8 @@ from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.config import format_size
 from hoop.data.dataset import Batch, Dataset, Splits
-from hoop.engine.cost_probe import measure_communication, measure_costs, profile_blocks
+from hoop.data.sampler import SampleOrder
+from hoop.engine.cost_probe import measure_communication, measure_costs, measure_gpu_step, profile_blocks
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
 from hoop.engine.gradient_slots import gradient_memory_for
@@ -45,7 +46,7 @@ from hoop.plan.plan import Plan
 from hoop.plan.validation import check
 from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
-from hoop.strategies.memory_fit import Fit, advice, enough_memory, fit, fitting_strategies
+from hoop.strategies.memory_fit import MIB, Fit, advice, enough_memory, fit, fitting_strategies, gpu_bytes
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
 
 
@@ -159,6 +160,8 @@ def prepare(
     costs = _broadcast_costs(context, settings, found)
     bounds, free = _partition(context, settings, strategy, costs, plan, blocks, resharding)
     resident = accelerator is not None and strategy.replicated
+    if resident and accelerator is not None:
+        _check_gpu_memory(context, settings, accelerator, plan, costs)
     executor = PlanExecutor(
         context, settings, blocks, bounds, plan, data.train, criterion, vectors, accelerator, resident
     )
@@ -172,7 +175,12 @@ def prepare(
         context.inject_faults(executor)
     setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role)
     if not resharding:  # the run is predicted once, when it starts
-        setup.step_costs = _measure_step_costs(context, settings, job, data, setup)
+        try:
+            setup.step_costs = _measure_step_costs(context, settings, job, data, setup)
+        except BaseException:
+            role.close()
+            executor.close()
+            raise
     return setup
 
 
@@ -205,7 +213,12 @@ def _measure_step_costs(
     blocks = blocks_of(model)
     found = measure_costs(setup.blocks, blocks, data.train, job.loss_function, settings.optimizer, rows, batched_shards)
     found |= measure_communication(context.communicator, settings.num_microbatches, settings.timeout_s)
-    return found | {"hosts": list(hosts) if separate else [0] * context.size}
+    found["hosts"] = list(hosts) if separate else [0] * context.size
+    if isinstance(setup.role, ResidentRole) and not context.joining:
+        estimate = sum(one.seconds for one in setup.blocks) * -(-settings.num_microbatches // context.size)
+        order = SampleOrder(settings.seed, len(data.train))
+        found["gpu"] = measure_gpu_step(setup.role, order, settings, estimate)
+    return found
 
 
 def _check_same_on_all_ranks(
@@ -307,6 +320,35 @@ def _partition(
                 "give a cut that keeps them together, or use data parallel"
             )
     return bounds, memory[context.rank] - found.bytes[context.rank]
+
+
+def _check_gpu_memory(
+    context: RankContext, settings: Settings, accelerator: Accelerator, plan: Plan, costs: list[Block]
+) -> None:
+    """Collective. Raises unless each rank's state fits in its memory on its GPU, and each GPU has that of its ranks."""
+    free, total = accelerator.memory()
+    host = context.hosts[context.rank] if context.hosts else ""
+    mine = [gpu_bytes(costs, plan, context.rank), accelerator.capacity, f"{host} {accelerator.identity}", free]
+    ranks = all_gather_object(context.communicator, mine, settings.timeout_s)
+    for rank, (needed, capacity, _, _) in enumerate(ranks):
+        if needed > capacity:
+            size = -(-needed // MIB)
+            raise FailedPrecondition(
+                f"memory: rank {rank} needs {format_size(needed)} on its GPU for weights, optimizer state and the "
+                f"gradients of its shards, and has {format_size(capacity)} there; use --memory {size}MiB (memory= of "
+                "hoop.train), or fewer shards"
+            )
+    if not accelerator.cuda:
+        return
+    for gpu in dict.fromkeys(one[2] for one in ranks):
+        sharing = [rank for rank, one in enumerate(ranks) if one[2] == gpu]
+        wanted, there = sum(ranks[rank][1] for rank in sharing), min(ranks[rank][3] for rank in sharing)
+        if wanted > there:
+            raise FailedPrecondition(
+                f"memory: the devices of ranks {', '.join(map(str, sharing))} want {format_size(wanted)} on one GPU "
+                f"({accelerator.name}, {format_size(total)}), and {format_size(there)} is free there; use a smaller "
+                "--memory, fewer devices, or end other programs that use it"
+            )
 
 
 def _enough_memory(context: RankContext, plan: Plan, fit: Fit, costs: list[Block], replicas: int) -> int:

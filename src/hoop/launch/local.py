@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hoop.errors import DeadlineExceeded, FailedPrecondition, PeerLost
+from hoop.launch.mps import count_gpus, shared_gpus
 from hoop.launch.processes import LEAVE_WITH_STDIN, hoop_command, remove_arenas
 from hoop.resources import STARTED, Request, admit
 from hoop.servers.coordinator import CoordinatorConfig
@@ -34,6 +35,8 @@ class LocalConfig:
     join_timeout_s: float = 60.0
     device_options: tuple[str, ...] = ()
     """Additional options of ``hoop device``: its token or certificates, if they are not in the environment."""
+    accelerator: str = "cpu"
+    """Where the devices' memory is: ``--accelerator`` of ``hoop device``."""
 
 
 class LocalCluster:
@@ -43,6 +46,8 @@ class LocalCluster:
         self.config = config
         self._server = CoordinatorServer(config.coordinator)
         self._devices: dict[int, asyncio.subprocess.Process] = {}
+        self._mps = contextlib.ExitStack()
+        """CUDA MPS, while devices share a GPU."""
 
     @property
     def address(self) -> Address:
@@ -56,6 +61,10 @@ class LocalCluster:
         admit(Request(config.devices, config.memory, STARTED, config.state, len(arenas), options))
         try:
             await self._server.start()
+            on_gpus = config.accelerator.partition(":")[0] in ("cuda", "auto")
+            # On this thread: the daemon ends with the thread that starts it.
+            if warning := self._mps.enter_context(shared_gpus(config.devices if on_gpus else 0)):
+                self._server.coordinator.events.publish("gpus_shared", warning)
             for device_id in range(1, self.config.devices + 1):
                 self._devices[device_id] = await self._start_device(device_id)
             await self._wait_joined()
@@ -69,6 +78,7 @@ class LocalCluster:
     async def _start_device(self, device_id: int) -> asyncio.subprocess.Process:
         command = hoop_command("device", "--join", str(self.address), "--id", str(device_id))
         command += ["--memory", str(self.config.memory), "--host", self.config.coordinator.host]
+        command += ["--accelerator", self._accelerator(device_id)]
         # The device leaves when its stdin closes, so it cannot outlive this process.
         command += [LEAVE_WITH_STDIN, "--quiet", *self.config.device_options]
         if self.config.coordinator.insecure:
@@ -77,6 +87,11 @@ class LocalCluster:
             command += ["--arena", str(self.config.state / f"device-{device_id}.arena")]
         # In its own session: Ctrl-C reaches this process only, which then ends the devices in order.
         return await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, start_new_session=True)
+
+    def _accelerator(self, device_id: int) -> str:
+        """``cuda``: the devices take the GPUs of this machine in turn."""
+        wanted, gpus = self.config.accelerator, count_gpus()
+        return f"cuda:{(device_id - 1) % gpus}" if gpus and wanted in ("cuda", "auto") else wanted
 
     async def _wait_joined(self) -> None:
         coordinator = self._server.coordinator
@@ -129,4 +144,5 @@ class LocalCluster:
             remove_arenas(process.pid)
         ended = set(self._devices)
         self._devices.clear()
+        self._mps.close()
         await self._server.stop(ended)

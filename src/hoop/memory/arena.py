@@ -22,8 +22,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +44,10 @@ _CRC = struct.Struct("<I")  # over sequence, length and payload
 # An attached process may read while the owner writes. Both slots seem damaged only if the owner finishes two whole
 # updates during one read; with this many attempts that would have to happen as many times in a row.
 _READ_ATTEMPTS = 16
+
+
+READS, WRITES, CHECKS = "reads", "writes", "checks"
+"""What the caller of ``host_view`` does with the bytes; ``CHECKS``: only with their number and place."""
 
 
 class BufferTable:
@@ -273,6 +277,12 @@ class Arena:
         """A writable array over ``count`` elements at ``address``, without a copy, in the storage type of ``dtype``."""
         start = self.check(address, int(count) * dtype.itemsize, dtype.itemsize)
         return np.ndarray((count,), dtype.numpy, buffer=self._memory(), offset=start)
+
+    @contextmanager
+    def host_view(self, address: int, size: int, access: str = WRITES) -> Iterator[NDArray[np.uint8]]:
+        """A writable array over ``size`` bytes at ``address``, without a copy. ``access`` is for memory on a GPU."""
+        start = self.check(address, size)
+        yield np.ndarray((size,), np.uint8, buffer=self._memory(), offset=start)
 
     def read(self, address: int, size: int) -> bytes:
         """A copy of ``size`` bytes at ``address``."""

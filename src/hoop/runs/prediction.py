@@ -2,6 +2,7 @@
 
     Prediction    predicts a run's step before the first one, and compares it with the measured steps
     calibrated    measures a job's costs on this machine: every block at two micro-batch sizes, and the machine itself
+    calibrated_on_gpu    measures a data parallel step on a GPU
 
 Before the first step the reporting rank measures blocks and machine (``engine/cost_probe.py``) and sends the costs with
 the ``Started`` event. The client simulates a step from them while the job already trains.
@@ -26,10 +27,10 @@ from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_commun
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
-from hoop.errors import HoopError
+from hoop.errors import FailedPrecondition, HoopError
 from hoop.job_events import JobEvent, Started, Steps
 from hoop.simulate.cluster import Cluster, Host, Link
-from hoop.simulate.cost_model import BlockCost, Costs, LinearCost, Machine
+from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
 from hoop.simulate.simulation import simulate
 from hoop.strategies.catalog import parse
 
@@ -73,9 +74,9 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
 
     ``given``: costs to take instead of those that were measured; where devices are is measured in any case.
     """
+    strategy = parse(settings.strategy)
     costs = measured_job_costs(measured) if given is None else given.with_rows(measured["rows"])
     cluster = measured_cluster(measured, settings)
-    strategy = parse(settings.strategy)
     size = 6 * settings.num_microbatches * strategy.stages(cluster.size) * (1 if strategy.synchronous else 32)
     if size > MOST_INSTRUCTIONS:
         return None
@@ -83,11 +84,32 @@ def predicted_step_seconds(measured: MeasuredCosts, settings: Settings, given: C
     how |= {"replicate": settings.replicate, "replicas": settings.replicas}
     try:
         even = simulate(strategy, costs, cluster, **how).step_seconds
+        if given is None and costs.gpu is not None:
+            return max(even, _rehearsed_seconds(measured["gpu"]))
         if not strategy.replicated or not settings.balance or settings.slowdown:
             return even
         return min(even, simulate(strategy, costs, cluster, **how, assumed_speeds=_with_cores(cluster)).step_seconds)
     except HoopError:
         return None  # a prediction that cannot be made is no reason to fail
+
+
+def _rehearsed_seconds(gpu: Mapping[str, Any]) -> float:
+    """Seconds of a step on a GPU, as ranks measured it before the first one."""
+    return float(gpu["step_s"] + gpu["stride_s"] / gpu["stride"])
+
+
+def measured_gpu_costs(gpu: Mapping[str, Any]) -> GpuCosts:
+    """The simulator's costs of a step on a GPU from measured ones.
+
+    Devices that share a GPU were measured while all of them computed. The simulator lets them share it too, so it needs
+    the costs of one that computes alone: the GPU's time is divided by the number of devices.
+    """
+    share = 1 / gpu["sharing"]
+    read_s = share * gpu["copy_s"]
+    compute, finish = share * gpu["compute_s"], max(0.0, share * gpu["finish_s"] - gpu["bytes_read"] * read_s)
+    rest = _rehearsed_seconds(gpu) - gpu["compute_s"] - gpu["finish_s"]
+    row = compute / gpu["rows"] if gpu["rows"] else 0.0
+    return GpuCosts(LinearCost(0.0, row), finish, read_s, max(0.0, rest), int(gpu["total"]) or None)
 
 
 def _with_cores(cluster: Cluster) -> list[float] | None:
@@ -124,6 +146,7 @@ def measured_job_costs(measured: MeasuredCosts, machine: Machine | None = None) 
         measured["update_s"],
         measured["update_fixed_s"],
         joint=max(1, measured["joint"]) if measured["joint_s"] else 1,
+        gpu=measured_gpu_costs(measured["gpu"]) if "gpu" in measured else None,
         source="profiled before the first step",
     )
 
@@ -159,7 +182,8 @@ def measured_cluster(measured: MeasuredCosts, settings: Settings) -> Cluster:
     hosts = []
     for host in dict.fromkeys(ranks):
         mine = tuple(speed for speed, number in zip(speeds, ranks, strict=True) if number == host)
-        hosts.append(Host(len(mine), available_cores, speeds=mine if slow else ()))
+        gpus = measured["gpu"]["gpus"] if "gpu" in measured else None
+        hosts.append(Host(len(mine), available_cores, speeds=mine if slow else (), gpus=gpus))
     return Cluster(tuple(hosts), Link(1e9, 20e-6))
 
 
@@ -207,6 +231,24 @@ def calibrated(
             ),
         )
     return dataclasses.replace(costs, source="measured", about=_about(settings))
+
+
+def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
+    """Measures a data parallel step of a job on this machine's GPU: the costs of a run of one step on one device.
+
+    ``memory``: bytes of the device's memory.
+    """
+    from hoop.runs.api import Launch, Training
+
+    short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
+    measured: MeasuredCosts = {}
+    for observed in Training(Launch(short, devices=1, memory=memory)).events():
+        if isinstance(observed.event, Started):
+            measured = observed.event.costs or {}
+    if "gpu" not in measured:
+        raise FailedPrecondition("--accelerator: no GPU was used; look at nvidia-smi, or leave the option out")
+    about = {**_about(settings), "gpu": measured["gpu"]["name"]}
+    return replace(measured_job_costs(measured), source=f"measured on {about['gpu']}", about=about)
 
 
 def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:

@@ -24,7 +24,9 @@ import grpc
 
 from hoop.environment import versions
 from hoop.errors import FailedPrecondition, HoopError, OutOfMemory, ResourceExhausted, Unauthenticated
-from hoop.memory import Arena
+from hoop.memory import Arena, DeviceMemory
+from hoop.memory.cuda_arena import GpuMemory
+from hoop.memory.gpu_driver import open_gpu
 from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
@@ -82,6 +84,9 @@ class DeviceConfig:
     credentials: Credentials = field(default_factory=lambda: Credentials(Role.DEVICE))
     lab: bool = False
     """Whether the lab's calls are open to callers without a token."""
+    accelerator: str = "cpu"
+    """Where the memory of the lab's calls and of named buffers is: ``cpu``, ``auto``, ``cuda``, ``cuda:N`` or
+    ``emulated``. Jobs choose for themselves."""
 
 
 class DeviceServer:
@@ -92,29 +97,30 @@ class DeviceServer:
         config: DeviceConfig,
         trainer: TrainFunction | None = None,
         report: Callable[[str], None] = lambda _: None,
-        arena: Arena | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """``report`` is called with a text about each of the lab's calls that is refused, and each wait to leave.
 
-        ``arena``: of ``open_arena``, which is called here without it. The device closes it.
+        ``memory``: of ``open_memory``, which is called here without it. The device closes it.
         """
         check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
-        self._arena = open_arena(config) if arena is None else arena
+        self._memory = open_memory(config) if memory is None else memory
+        self._arena = self._memory.host if isinstance(self._memory, GpuMemory) else self._memory
         try:
             self._transport = TcpTransport(
                 Address(config.host, config.data_port), config.checksums, config.credentials.link_key
             )
         except HoopError:
-            self._arena.close(delete=not self._keeps_arena)
+            close_memory(self._memory, config)
             raise
         self._shared = None if config.advertise_data else open_shm_transport(self._transport.address, self._arena)
-        self._runner = OperationRunner(self._arena, self._transport, self._shared)
-        self._streams = StreamTable(self._arena, self._runner.order_access, config.max_streams)
+        self._runner = OperationRunner(self._memory, self._transport, self._shared)
+        self._streams = StreamTable(self._memory, self._runner.order_access, config.max_streams)
         self._lab = lab_device.LabDevice(
-            self._arena,
+            self._memory,
             self._runner,
             self._streams,
             config.credentials,
@@ -124,10 +130,12 @@ class DeviceServer:
         )
         self._on_report = report
         self._reports = ClientReports(self._report)
-        self._tasks = Tasks(self._arena, self._runner, trainer, self._keeps_arena)
+        self._tasks = Tasks(self._arena, self._memory, self._runner, trainer, self._keeps_arena)
         self._transport.on_damage = self._tasks.on_damage
         self._ports = PortCheck(config.credentials.link_key)
-        self._service = device_service.DeviceService(self._arena, self._runner, self._streams, self._tasks, self._ports)
+        self._service = device_service.DeviceService(
+            self._memory, self._runner, self._streams, self._tasks, self._ports
+        )
         self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
         )
@@ -136,8 +144,9 @@ class DeviceServer:
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
             address=Address(config.host, config.port),
             data_address=config.advertise_data or self._transport.address,
-            min_address=self._arena.min_address,
-            max_address=self._arena.max_address,
+            min_address=self._memory.min_address,
+            max_address=self._memory.max_address,
+            gpu=self._memory.gpu.name if isinstance(self._memory, GpuMemory) else "",
             host=printable(socket.gethostname(), 256),
             pid=os.getpid(),
             incarnation=incarnation,
@@ -232,7 +241,30 @@ class DeviceServer:
             await self._server.stop(grace=0.2)
         await asyncio.to_thread(self._ports.close)
         await asyncio.to_thread(self._runner.close)
-        self._arena.close(delete=not self._keeps_arena)
+        close_memory(self._memory, self.config)
+
+
+def open_memory(config: DeviceConfig) -> DeviceMemory:
+    """The device's arena, with memory on a GPU where ``config.accelerator`` says so."""
+    gpu = open_gpu(config.accelerator)
+    arena = open_arena(config)
+    if gpu is None:
+        return arena
+    try:
+        return GpuMemory(arena, gpu, config.memory)
+    except BaseException:
+        arena.close(delete=config.arena is None)
+        raise
+
+
+def close_memory(memory: DeviceMemory, config: DeviceConfig) -> None:
+    """Close what ``open_memory`` opened; an arena that does not survive the device is removed."""
+    arena = memory
+    if isinstance(memory, GpuMemory):
+        arena = memory.host
+        memory.close()
+    assert isinstance(arena, Arena)
+    arena.close(delete=config.arena is None)
 
 
 def open_arena(config: DeviceConfig) -> Arena:

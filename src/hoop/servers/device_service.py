@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import AsyncIterator
 
-from hoop.errors import InvalidArgument, PeerLost
-from hoop.memory import Arena, ArenaBuffer
+from hoop.errors import HoopError, InvalidArgument, PeerLost
+from hoop.memory import ArenaBuffer, DeviceMemory
+from hoop.memory.cuda_arena import CudaArena, GpuMemory
 from hoop.servers.job_record import follow_events
 from hoop.servers.lab_streams import StreamTable
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
@@ -19,6 +22,9 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.service import device_message
 
 MAX_LINK_CHECKS = 4096
+MAX_LISTED_BUFFERS = 64
+"""Buffers on a GPU that a heartbeat lists."""
+GPU_ASKED_EVERY_S = 2.0
 SERVICE = pb.DESCRIPTOR.services_by_name["Device"]
 
 
@@ -26,18 +32,41 @@ class DeviceService:
     """Hoop's device service. Each method is the RPC of the same name."""
 
     def __init__(
-        self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks, ports: PortCheck
+        self, memory: DeviceMemory, runner: OperationRunner, streams: StreamTable, tasks: Tasks, ports: PortCheck
     ) -> None:
-        self._arena = arena
+        self._memory = memory
         self._ports = ports
         self._runner = runner
         self._tasks = tasks
         self._streams = streams
         self.info: DeviceInfo | None = None
+        self._ask_gpu_at = 0.0
+        self._gpu_free = self._gpu_total = 0
 
     def memory(self) -> pb.DeviceMemory:
-        arena = self._arena
-        return pb.DeviceMemory(capacity=arena.capacity, used=arena.used, buffers=len(arena.buffers()))
+        memory = self._memory
+        arena, arenas = (memory.host, [memory.arena]) if isinstance(memory, GpuMemory) else (memory, [])
+        found = pb.DeviceMemory(capacity=arena.capacity, used=arena.used, buffers=len(arena.buffers()))
+        if arenas := [*arenas, *self._tasks.gpu_arenas]:
+            found.gpu.CopyFrom(self._gpu_memory(arenas))
+        return found
+
+    def _gpu_memory(self, arenas: list[CudaArena]) -> pb.GpuMemory:
+        """The device's memory on a GPU. The GPU itself is asked from time to time: every heartbeat calls this."""
+        gpu = arenas[0].gpu
+        if time.monotonic() >= self._ask_gpu_at:
+            self._ask_gpu_at = time.monotonic() + GPU_ASKED_EVERY_S
+            with contextlib.suppress(HoopError):  # after a CUDA error every call fails with it
+                self._gpu_free, self._gpu_total = gpu.memory()
+        buffers = [_buffer_message(one) for arena in arenas for one in arena.buffers()]
+        return pb.GpuMemory(
+            name=printable(gpu.name, 128),
+            total=self._gpu_total,
+            free=self._gpu_free,
+            capacity=sum(one.capacity for one in arenas),
+            used=sum(one.used for one in arenas),
+            buffers=sorted(buffers, key=lambda one: -one.bytes)[:MAX_LISTED_BUFFERS],
+        )
 
     async def describe(self, _: pb.DescribeRequest) -> pb.DescribeResponse:
         assert self.info is not None, "set before the service starts"
@@ -49,15 +78,15 @@ class DeviceService:
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
-        buffer = self._arena.allocate(request.name, request.bytes, request.alignment or 64, reuse=request.reuse)
+        buffer = self._memory.allocate(request.name, request.bytes, request.alignment or 64, reuse=request.reuse)
         return pb.AllocateResponse(buffer=_buffer_message(buffer))
 
     async def free(self, request: pb.FreeRequest) -> pb.FreeResponse:
-        self._arena.free(request.name)
+        self._memory.free(request.name)
         return pb.FreeResponse()
 
     async def list_buffers(self, _: pb.ListBuffersRequest) -> pb.ListBuffersResponse:
-        return pb.ListBuffersResponse(buffers=[_buffer_message(buffer) for buffer in self._arena.buffers()])
+        return pb.ListBuffersResponse(buffers=[_buffer_message(buffer) for buffer in self._memory.buffers()])
 
     async def write(self, requests: AsyncIterator[pb.WriteRequest]) -> pb.WriteResponse:
         location: pb.Location | None = None
@@ -70,22 +99,22 @@ class DeviceService:
             at = pb.Location()
             at.CopyFrom(location)
             at.offset += written
-            address = locate(self._arena, at, len(request.data))
+            address = locate(self._memory, at, len(request.data))
             access = self._runner.order_access("Write", address, len(request.data), True, ordered)
             await access.wait_turn(MAX_TIMEOUT_S)
-            self._arena.write(address, request.data)
+            self._memory.write(address, request.data)
             written += len(request.data)
         if location is None:
             raise InvalidArgument("location: the stream ended before its first message")
         return pb.WriteResponse(bytes=written)
 
     async def read(self, request: pb.ReadRequest) -> AsyncIterator[pb.ReadResponse]:
-        address = locate(self._arena, request.location, request.bytes)
+        address = locate(self._memory, request.location, request.bytes)
         access = self._runner.order_access("Read", address, request.bytes, False, request.ordered)
         await access.wait_turn(MAX_TIMEOUT_S)
-        view = self._arena.view(address, request.bytes)
         for at in range(0, max(request.bytes, 1), STREAM_CHUNK_BYTES):
-            yield pb.ReadResponse(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
+            size = min(STREAM_CHUNK_BYTES, request.bytes - at)
+            yield pb.ReadResponse(data=self._memory.read(address + at, size))
 
     async def assign_rank(self, request: pb.AssignRankRequest) -> pb.AssignRankResponse:
         self._runner.assign(request.assignment)

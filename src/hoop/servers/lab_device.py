@@ -10,7 +10,7 @@ from typing import cast
 import grpc
 
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, NotFound
-from hoop.memory import Arena
+from hoop.memory import DeviceMemory
 from hoop.servers.lab_dialect import AUTO, NUMBERS, Dialect, check_known, device_metadata
 from hoop.servers.lab_streams import Stream, StreamTable
 from hoop.servers.operation_runner import MAX_MEMBERS, MAX_TIMEOUT_S, OperationRunner
@@ -42,7 +42,7 @@ class LabDevice:
 
     def __init__(
         self,
-        arena: Arena,
+        memory: DeviceMemory,
         runner: OperationRunner,
         streams: StreamTable,
         credentials: Credentials,
@@ -53,7 +53,7 @@ class LabDevice:
         """``lab``: the lab's calls are open to callers without a token, here and on other devices."""
         self._credentials = credentials
         self._lab = lab
-        self._arena = arena
+        self._memory = memory
         self._runner = runner
         self._streams = streams
         self._dialect = dialect
@@ -83,8 +83,8 @@ class LabDevice:
         else:
             member = self._runner.member(rank, request.commId)
             device_id, to, peers = member.device_id, member.address, None
-        stream, view = self._streams.begin_send(request.sendBuffAddr.value, request.numBytes, device_id)
-        self._in_background(self._send(stream, view, to, peers.rank if peers is not None else None))
+        stream = self._streams.begin_send(request.sendBuffAddr.value, request.numBytes, device_id)
+        self._in_background(self._send(stream, to, peers.rank if peers is not None else None))
         return lab.BeginSendResponse(initiated=True, streamId=lab.StreamId(value=stream.id))
 
     async def begin_receive(self, request: lab.BeginReceiveRequest) -> lab.BeginReceiveResponse:
@@ -133,14 +133,14 @@ class LabDevice:
                 to, data = request.hostToDevice, request.hostToDevice.hostSrcData
                 check_known(to, len(data), "hostSrcData")
                 await self._wait_turn("dstDeviceId", to.dstDeviceId, to.dstMemAddr.value, len(data), writes=True)
-                self._arena.write(to.dstMemAddr.value, data)
+                self._memory.write(to.dstMemAddr.value, data)
                 return lab.MemcpyResponse(hostToDevice=lab.MemcpyHostToDeviceResponse(success=True))
             case "deviceToHost":
                 source, size = request.deviceToHost, request.deviceToHost.numBytes
                 check_known(source, size, "numBytes")
                 check_fits(size, self._max_message)
                 await self._wait_turn("srcDeviceId", source.srcDeviceId, source.srcMemAddr.value, size, writes=False)
-                answer = lab.MemcpyDeviceToHostResponse(dstData=self._arena.read(source.srcMemAddr.value, size))
+                answer = lab.MemcpyDeviceToHostResponse(dstData=self._memory.read(source.srcMemAddr.value, size))
                 return lab.MemcpyResponse(deviceToHost=answer)
             case _:
                 raise InvalidArgument("either: neither hostToDevice nor deviceToHost is set")
@@ -150,7 +150,7 @@ class LabDevice:
         own = self._joined().device_id
         if device.value not in (0, own):
             raise NotFound(f"{field}: {device.value} is not this device, which is {own}")
-        self._arena.check(address, size)
+        self._memory.check(address, size)
         await self._runner.order_access("Memcpy", address, size, writes).wait_turn(MAX_TIMEOUT_S)
 
     async def setup_communication(self, request: lab.SetupCommunicationRequest) -> lab.SetupCommunicationResponse:
@@ -185,7 +185,7 @@ class LabDevice:
         self._streams.end_all("ResetGpu was called on this device")
         return lab.ResetGpuResponse(success=True)
 
-    async def _send(self, stream: Stream, view: memoryview, to: Address, own_rank: int | None) -> None:
+    async def _send(self, stream: Stream, to: Address, own_rank: int | None) -> None:
         """Sends a stream to its destination, and records its outcome; never raises.
 
         ``own_rank``: this device's rank, where another program's coordinator gave it one.
@@ -197,7 +197,7 @@ class LabDevice:
             rank = lab.Rank(value=own_rank) if own_rank is not None else None
             yield lab.DataChunk(streamId=stream_id, hoopStreamId=stream_id, srcRank=rank)
             for at in range(0, stream.size, STREAM_CHUNK_BYTES):
-                yield lab.DataChunk(data=bytes(view[at : at + STREAM_CHUNK_BYTES]))
+                yield lab.DataChunk(data=self._streams.read(stream, at, STREAM_CHUNK_BYTES))
 
         # An address that a client named gets no credentials.
         credentials = self._credentials if own_rank is None else Credentials(Role.DEVICE)

@@ -31,7 +31,7 @@ from hoop.errors import (
     PeerLost,
     ResourceExhausted,
 )
-from hoop.memory import Arena, dtype
+from hoop.memory import DeviceMemory, dtype
 from hoop.servers.lab_dialect import unknown_fields
 from hoop.servers.memory_order import Access
 from hoop.servers.operation_runner import MAX_TIMEOUT_S
@@ -58,6 +58,7 @@ class Stream:
     status: int = lab.IN_PROGRESS
     reason: str = ""
     address: int = 0
+    """Where the bytes are, or go to."""
     has_sender: bool = False
     """A receive whose sender has connected."""
     op: str = ""
@@ -88,8 +89,8 @@ OrderAccess = Callable[[str, int, int, bool], Access]
 class StreamTable:
     """The transfers of this device, and the limits on them."""
 
-    def __init__(self, arena: Arena, order_access: OrderAccess, max_open: int = MAX_OPEN) -> None:
-        self._arena = arena
+    def __init__(self, memory: DeviceMemory, order_access: OrderAccess, max_open: int = MAX_OPEN) -> None:
+        self._memory = memory
         self._order_access = order_access
         self._max_open = max_open
         self._sends: OrderedDict[int, Stream] = OrderedDict()
@@ -104,13 +105,17 @@ class StreamTable:
         both = (*self._sends.values(), *self._receives.values())
         return self._unmatched_senders + sum(stream.status == lab.IN_PROGRESS for stream in both)
 
-    def begin_send(self, address: int, size: int, peer_device: int) -> tuple[Stream, memoryview]:
-        """(1): adds a send; returns it with a view of its bytes."""
-        view = self._arena.view(address, size)
+    def begin_send(self, address: int, size: int, peer_device: int) -> Stream:
+        """(1): adds a send."""
+        self._memory.check(address, size)
         access = self._order_access("BeginSend", address, size, False)
-        stream = Stream(secrets.randbits(62) + 1, size, peer_device, access=access)
+        stream = Stream(secrets.randbits(62) + 1, size, peer_device, address=address, access=access)
         self._add(self._sends, stream)
-        return stream, view
+        return stream
+
+    def read(self, stream: Stream, offset: int, size: int) -> bytes:
+        """At most ``size`` bytes of a send, from ``offset`` on."""
+        return self._memory.read(stream.address + offset, min(size, stream.size - offset))
 
     async def begin_receive(self, stream_id: int, address: int, size: int, peer_device: int, op: str = "") -> None:
         """(2): adds a receive, and wakes a sender that waits for it."""
@@ -120,7 +125,7 @@ class StreamTable:
             raise FailedPrecondition(f"streamId: stream {stream_id} has been begun here already")
         if op and size % _FLOAT64.itemsize:
             raise InvalidArgument(f"numBytes: {size} bytes are not whole float64 elements, which {op} needs")
-        self._arena.check(address, size, _FLOAT64.itemsize if op else 1)
+        self._memory.check(address, size, _FLOAT64.itemsize if op else 1)
         access = self._order_access("BeginReceive", address, size, True)
         stream = Stream(stream_id, size, peer_device, address=address, op=op, access=access)
         self._add(self._receives, stream)
@@ -228,7 +233,7 @@ class StreamTable:
             if stream.op:
                 rest = self._combine(stream, received - len(rest), rest + chunk.data)
             else:
-                self._arena.write(stream.address + received, chunk.data)
+                self._memory.write(stream.address + received, chunk.data)
             received += len(chunk.data)
             chunk = await anext(aiter(chunks), None)
         if received < stream.size:
@@ -237,9 +242,12 @@ class StreamTable:
     def _combine(self, stream: Stream, offset: int, data: bytes) -> bytes:
         """Combines the whole elements of ``data`` with those in memory. Returns the bytes after them."""
         count = len(data) // _FLOAT64.itemsize
-        held = self._arena.array(stream.address + offset, _FLOAT64, count)
-        Reduction(stream.op, _FLOAT64).combine(held, np.frombuffer(data, _FLOAT64.numpy, count))
-        return data[count * _FLOAT64.itemsize :]
+        size = count * _FLOAT64.itemsize
+        with self._memory.host_view(stream.address + offset, size) as view:
+            Reduction(stream.op, _FLOAT64).combine(
+                view.view(_FLOAT64.numpy), np.frombuffer(data, _FLOAT64.numpy, count)
+            )
+        return data[size:]
 
     def end_all(self, reason: str) -> None:
         """Fails all open transfers."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from hoop.collectives.communicator import Communicator, Report
 from hoop.collectives.reduction import Array
 from hoop.collectives.registry import Operation
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, MembershipChanged, PeerLost, ResourceExhausted
-from hoop.memory import Arena
+from hoop.memory import CHECKS, READS, WRITES, DeviceMemory
 from hoop.servers.memory_order import Access, MemoryOrder, MemoryRange
 from hoop.servers.operation_request import operand_locations, operation_from
 from hoop.texts import printable
@@ -63,19 +65,41 @@ class RankAssignment:
 @dataclass(frozen=True)
 class _LocalOperation:
     operation: Operation
-    source: Array
-    destination: Array
+    source: MemoryRange
+    destination: MemoryRange
     round: int | None
-    ranges: tuple[MemoryRange, ...]
-    """The bytes of this device that it reads and writes."""
+
+    @property
+    def ranges(self) -> tuple[MemoryRange, MemoryRange]:
+        """The bytes of this device that it reads and writes."""
+        return self.source, self.destination
+
+    @contextmanager
+    def operands(self, memory: DeviceMemory, check: bool = False) -> Iterator[tuple[Array, Array]]:
+        """Source and destination as arrays in host memory: overlapping if they overlap on the device.
+
+        Memory on a GPU is copied, from there when the block begins, and back at its end. ``check``: nothing is copied.
+        """
+        kind, low = self.operation.dtype.numpy, min(one.start for one in self.ranges)
+        size = max(one.stop for one in self.ranges) - low
+        with ExitStack() as views:
+            if size < sum(one.stop - one.start for one in self.ranges):
+                whole = views.enter_context(memory.host_view(low, size, CHECKS if check else WRITES))
+                source, destination = (whole[one.start - low : one.stop - low] for one in self.ranges)
+            else:
+                source, destination = (
+                    views.enter_context(memory.host_view(one.start, one.stop - one.start, CHECKS if check else access))
+                    for one, access in zip(self.ranges, (READS, WRITES), strict=True)
+                )
+            yield source.view(kind), destination.view(kind)
 
 
 class OperationRunner:
     """Runs the operations that the coordinator launches on this device."""
 
-    def __init__(self, arena: Arena, links: Transport, shared: Transport | None) -> None:
+    def __init__(self, memory: DeviceMemory, links: Transport, shared: Transport | None) -> None:
         """``links``: the TCP transport. ``shared``: the shared-memory transport; None: this device has none."""
-        self._arena = arena
+        self._memory = memory
         self._links = links
         self._shared = shared
         self._assignments: dict[int, RankAssignment] = {}
@@ -190,7 +214,8 @@ class OperationRunner:
             position = f"operation {index} of {total}" if total > 1 else ""
             try:
                 operation = self._local_operation(message, communicator)
-                communicator.check(operation.operation, operation.source, operation.destination)
+                with operation.operands(self._memory, check=True) as (source, destination):
+                    communicator.check(operation.operation, source, destination)
             except HoopError as error:
                 raise _with_position(position, error) from error
             operations.append(operation)
@@ -198,7 +223,9 @@ class OperationRunner:
         description = f"a launch of communicator {request.assignment.communicator_id} ({', '.join(_names(operations))})"
         access = self._running.accept(description, (one for operation in operations for one in operation.ranges))
         access.max_wait_s = request.timeout_s
-        thread = loop.run_in_executor(self._threads, _run_all, communicator, operations, request.timeout_s)
+        thread = loop.run_in_executor(
+            self._threads, _run_all, communicator, self._memory, operations, request.timeout_s
+        )
 
         def ended(done: asyncio.Future[list[Report]]) -> None:
             self._running.end(access)
@@ -224,25 +251,27 @@ class OperationRunner:
         operation.check(size)
         counts = operation.extents(size, rank)
         locations = operand_locations(message.operand)
-        (read_at, source), (write_at, destination) = (
-            self._locate(location, operation, count) for location, count in zip(locations, counts, strict=True)
-        )
-        ranges = (
-            MemoryRange(0, read_at, read_at + source.nbytes, False),
-            MemoryRange(0, write_at, write_at + destination.nbytes, True),
+        source, destination = (
+            self._locate(location, operation, count, writes)
+            for location, count, writes in zip(locations, counts, (False, True), strict=True)
         )
         round_index = message.round if message.HasField("round") else None
         rounds = len(operation.plan(size, rank).rounds)
         if round_index is not None and round_index >= rounds:
             raise InvalidArgument(f"round: {round_index} is not in 0..{rounds - 1}")
-        return _LocalOperation(operation, source, destination, round_index, ranges)
+        return _LocalOperation(operation, source, destination, round_index)
 
-    def _locate(self, location: pb.Location, operation: Operation, count: int) -> tuple[int, Array]:
-        """The address of ``count`` elements at a location, and a view of them."""
-        address = self._arena.min_address
+    def _locate(self, location: pb.Location, operation: Operation, count: int, writes: bool) -> MemoryRange:
+        """The bytes of ``count`` elements at a location."""
+        address, size = self._memory.min_address, count * operation.dtype.itemsize
         if count or location.WhichOneof("base"):
-            address = locate(self._arena, location, count * operation.dtype.itemsize)
-        return address, self._arena.array(address, operation.dtype, count)
+            address = locate(self._memory, location, size)
+        if address % operation.dtype.itemsize:
+            raise InvalidArgument(
+                f"address {address:#x} is not aligned for elements of {operation.dtype.itemsize} bytes; use a multiple "
+                f"of {operation.dtype.itemsize}"
+            )
+        return MemoryRange(0, address, address + size, writes)
 
     # ---- reservations
 
@@ -261,7 +290,7 @@ class OperationRunner:
             raise ResourceExhausted(f"{MAX_RESERVATIONS} reservations are open here; wait for some to end")
         ranges = []
         for one in request.ranges:
-            start = locate(self._arena, one.location, one.bytes)
+            start = locate(self._memory, one.location, one.bytes)
             ranges.append(MemoryRange(0, start, start + one.bytes, one.writes))
         self.release_reservation(request.reservation_id)
         access = self._announced.accept(printable(request.what, 200), ranges, now + request.timeout_s)
@@ -301,24 +330,27 @@ class OperationRunner:
         self._threads.shutdown(wait=True)
 
 
-def locate(arena: Arena, location: pb.Location, size: int) -> int:
-    """The absolute address of ``size`` bytes at a location. Raises if they are not in the arena."""
+def locate(memory: DeviceMemory, location: pb.Location, size: int) -> int:
+    """The absolute address of ``size`` bytes at a location. Raises if they are not in the device's memory."""
     match location.WhichOneof("base"):
         case "address":
             address = location.address + location.offset
-            arena.check(address, size)
+            memory.check(address, size)
             return address
         case "buffer":
-            return arena.resolve(location.buffer, location.offset, size)
+            return memory.resolve(location.buffer, location.offset, size)
         case _:
             raise InvalidArgument("location: neither an address nor a buffer")
 
 
-def _run_all(communicator: Communicator, operations: list[_LocalOperation], timeout: float) -> list[Report]:
+def _run_all(
+    communicator: Communicator, memory: DeviceMemory, operations: list[_LocalOperation], timeout: float
+) -> list[Report]:
     reports = []
     for index, one in enumerate(operations, start=1):
         try:
-            reports.append(communicator.run(one.operation, one.source, one.destination, timeout, one.round))
+            with one.operands(memory) as (source, destination):
+                reports.append(communicator.run(one.operation, source, destination, timeout, one.round))
         except HoopError as error:
             raise _with_position(
                 f"operation {index} of {len(operations)}" if len(operations) > 1 else "", error

@@ -38,7 +38,8 @@ from hoop.events import Event, EventLog
 from hoop.job_events import Emit, JobEvent
 from hoop.membership import task_membership as ranks
 from hoop.membership.task_membership import NextStep, TaskRanks
-from hoop.memory import Arena
+from hoop.memory import Arena, DeviceMemory
+from hoop.memory.cuda_arena import CudaArena
 from hoop.servers.operation_runner import OperationRunner, RankAssignment
 from hoop.transport.base import LinkStats
 from hoop.wire.generated import hoop_pb2 as pb
@@ -235,10 +236,20 @@ class Tasks:
     """All tasks of this device."""
 
     def __init__(
-        self, arena: Arena, runner: OperationRunner, trainer: TrainFunction | None, persistent_memory: bool
+        self,
+        arena: Arena,
+        memory: DeviceMemory,
+        runner: OperationRunner,
+        trainer: TrainFunction | None,
+        persistent_memory: bool,
     ) -> None:
-        """``persistent_memory``: a restarted device finds the arena again."""
-        self._arena, self._persistent_memory = arena, persistent_memory
+        """``arena``: for the state of jobs. ``memory``: in which clients leave the checkpoints that jobs resume from.
+
+        ``persistent_memory``: a restarted device finds the arena again.
+        """
+        self._arena, self._memory, self._persistent_memory = arena, memory, persistent_memory
+        self.gpu_arenas: list[CudaArena] = []
+        """Memory of the jobs on a GPU."""
         self._runner = runner
         self._trainer = trainer
         self._tasks: OrderedDict[int, Task] = OrderedDict()
@@ -260,9 +271,9 @@ class Tasks:
             raise FailedPrecondition(f"job {request.job_id} is on this device already")
         resume = None
         if request.resume:
-            buffer = self._arena.buffer(request.resume)
-            resume = self._arena.read(buffer.address, buffer.size)
-            self._arena.free(request.resume)
+            buffer = self._memory.buffer(request.resume)
+            resume = self._memory.read(buffer.address, buffer.size)
+            self._memory.free(request.resume)
         task = Task(run=request.run, joining=request.joining)
         self._free_stale_buffers(request.job_id, request.joining)
         context = self._open_assignment(request.job_id, task, request.assignment, request.joining)
@@ -370,6 +381,7 @@ class Tasks:
             run=task.run,
             persistent_memory=self._persistent_memory,
             left_out=left_out,
+            gpu_arenas=self.gpu_arenas,
         )
 
     def _wait_reassignment(

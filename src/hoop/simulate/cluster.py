@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,16 @@ class Host:
     """Bytes per device; None: unlimited."""
     speeds: tuple[float, ...] = ()
     """Additional speed factor of each device; empty: all 1."""
+    gpus: int | None = None
+    """GPUs of the host, which its devices take in turn; None: 1, if the costs are those of a GPU."""
+    gpu_memory: int | None = None
+    """Bytes of each GPU, which its devices share; None: as much as the GPU that costs were measured on."""
 
     def __post_init__(self) -> None:
         if self.devices < 1 or (self.cores is not None and self.cores < 1):
             raise InvalidArgument(f"host: {self.devices} devices on {self.cores} cores; both are at least 1")
+        if self.gpus is not None and self.gpus < 1:
+            raise InvalidArgument(f"gpus: {self.gpus} is not at least 1")
         if self.speeds and len(self.speeds) != self.devices:
             raise InvalidArgument(f"speeds: {len(self.speeds)} values for {self.devices} devices")
         if not self.speed > 0 or not all(one > 0 for one in self.speeds):
@@ -151,6 +157,24 @@ class Cluster:
         """Each rank's memory."""
         return [host.memory for host in self.hosts for _ in range(host.devices)]
 
+    @property
+    def gpu_memory(self) -> list[tuple[int | None, int]]:
+        """For each rank: bytes of its GPU (None: unlimited), and how many devices share it."""
+        return [
+            (host.gpu_memory, -(-host.devices // (host.gpus or 1))) for host in self.hosts for _ in range(host.devices)
+        ]
+
+    def on_gpus(self, memory: int | None) -> Cluster:
+        """The cluster whose devices compute on its GPUs: those of a GPU share it, as devices share a core.
+
+        ``memory``: bytes of a GPU, where the host does not say.
+        """
+        hosts = tuple(
+            replace(host, cores=host.gpus or 1, gpus=host.gpus or 1, gpu_memory=host.gpu_memory or memory)
+            for host in self.hosts
+        )
+        return replace(self, hosts=hosts)
+
     def first(self, devices: int) -> Cluster:
         """The cluster reduced to its first ``devices`` devices."""
         if not 1 <= devices <= self.size:
@@ -166,12 +190,13 @@ class Cluster:
     def describe(self) -> str:
         many = f"{len(self.hosts)} hosts" if len(self.hosts) > 1 else "1 host"
         cores = sum(min(host.devices, host.cores or host.devices) for host in self.hosts)
+        what = "cores" if not any(host.gpus for host in self.hosts) else "GPUs" if cores > 1 else "GPU"
         between = f", {self.link}" if len(self.hosts) > 1 else ""
-        return f"{self.size} device{'s' if self.size > 1 else ''} on {cores} cores of {many}{between}"
+        return f"{self.size} device{'s' if self.size > 1 else ''} on {cores} {what} of {many}{between}"
 
 
 def _with_devices(host: Host, count: int) -> Host:
-    return Host(count, host.cores, host.speed, host.memory, host.speeds[:count])
+    return replace(host, devices=count, speeds=host.speeds[:count])
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -204,14 +229,15 @@ def _hosts(data: Any, where: str) -> list[Host]:
     own = [field.name for field in fields(Host)]
     _check_fields(data, [*own, "count"], where)
     values = dict(data)
-    for name in ("devices", "cores", "count"):
+    for name in ("devices", "cores", "count", "gpus"):
         if name in values:
             _check_whole(values[name], f"{where}: {name}")
     for number in (values.get("speed", 1.0), *_speeds(values, where)):
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < _MAX_SPEED:
             raise InvalidArgument(f"{where}: speed: {number!r} is not a number above 0 and below {_MAX_SPEED:g}")
-    if "memory" in values:
-        values["memory"] = parse_size(values["memory"], f"{where}: memory")
+    for name in ("memory", "gpu_memory"):
+        if name in values:
+            values[name] = parse_size(values[name], f"{where}: {name}")
     if "speeds" in values:
         values["speeds"] = tuple(values["speeds"])
     count = values.pop("count", 1)

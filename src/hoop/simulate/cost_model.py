@@ -93,7 +93,7 @@ def read_machine(data: Any) -> Machine:
     return Machine(**{name: _value(name, value) for name, value in data.items()})
 
 
-def _check_object(data: Any, name: str, kind: type[Machine | LinearCost | BlockCost | Costs]) -> None:
+def _check_object(data: Any, name: str, kind: type[Machine | LinearCost | BlockCost | GpuCosts | Costs]) -> None:
     """Raises ValueError unless ``data`` is a JSON object with the fields that ``kind`` has."""
     if not isinstance(data, dict):
         raise ValueError(f"{name} is {data!r}, not an object")
@@ -171,6 +171,25 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
+class GpuCosts:
+    """Costs of a data parallel step whose state stays on a GPU, as graphs that are launched there.
+
+    compute (its shards, all at once) ── meet the other ranks ── finish (read their sums, add, update)
+    """
+
+    compute: LinearCost
+    """By samples of the rank."""
+    finish_s: float = 0.0
+    """Sum and update, without what is read from other ranks."""
+    read_s: float = 0.0
+    """Reading the memory of another device of the GPU, per byte."""
+    step_s: float = 0.0
+    """The rest of a step, on the host: launches, loading that takes longer than computing, the ends of strides."""
+    memory: int | None = None
+    """Bytes of the GPU on which this was measured."""
+
+
+@dataclass(frozen=True)
 class Costs:
     """Costs of a job."""
 
@@ -186,6 +205,8 @@ class Costs:
     """Optimizer update, fixed part."""
     joint: int = 1
     """Shards that a device with the whole model computes in one batch."""
+    gpu: GpuCosts | None = None
+    """Costs of a step on a GPU; None: devices compute on cores."""
     source: str = "given"
     """Where the numbers come from, for users."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -280,6 +301,8 @@ def _cost_field(name: str, value: Any) -> Any:
             return read_machine(value)
         case "load" | "loss":
             return _linear(value, name)
+        case "gpu":
+            return None if value is None else _gpu(value)
         case "rows" | "joint":
             return _whole(value, name, least=1)
         case "source":
@@ -304,6 +327,17 @@ def _block(data: Any, where: str) -> BlockCost:
         elif name != "name":
             values[name] = _linear(value, f"{where}: {name}")
     return BlockCost(**{**values, "name": str(data["name"])})
+
+
+def _gpu(data: Any) -> GpuCosts:
+    _check_object(data, "gpu", GpuCosts)
+    values = dict(data)
+    values["compute"] = _linear(data["compute"], "gpu: compute")
+    for name in ("finish_s", "read_s", "step_s"):
+        values[name] = _number(data.get(name, 0.0), f"gpu: {name}")
+    if data.get("memory") is not None:
+        values["memory"] = _whole(data["memory"], "gpu: memory", least=1)
+    return GpuCosts(**values)
 
 
 def _linear(data: Any, where: str) -> LinearCost:

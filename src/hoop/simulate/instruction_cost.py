@@ -40,7 +40,7 @@ from hoop.plan.instructions import GRADIENT_KINDS, Instruction, InstructionKind
 from hoop.plan.partition import StageCut
 from hoop.plan.plan import Plan
 from hoop.simulate.cluster import Cluster
-from hoop.simulate.cost_model import Costs, LinearCost, Machine
+from hoop.simulate.cost_model import Costs, GpuCosts, LinearCost, Machine
 
 _INPUT_SHARE = 0.5
 """The input half's part of a split backward."""
@@ -58,7 +58,9 @@ class InstructionCosts:
     def __init__(self, plan: Plan, costs: Costs, cuts: Sequence[int], fixed_lists: bool, synchronous: bool) -> None:
         """``fixed_lists``: ranks run lists, not rules, so a rank with the whole model may batch several shards."""
         machine, rows = costs.machine, costs.rows
-        self._machine, self._plan = machine, plan
+        self._machine, self._plan, self._rows = machine, plan, rows
+        self.gpu = costs.gpu if plan.stages == 1 and not plan.servers and fixed_lists else None
+        """Costs of steps on a GPU, where the state stays there: data parallel."""
         stages = [costs.blocks[low:high] for low, high in itertools.pairwise([*cuts, len(costs.blocks)])]
         self.gradient_bytes = [sum(one.gradient_bytes for one in stage) for stage in stages]
         self._add_seconds = [machine.add(size) for size in self.gradient_bytes]
@@ -156,6 +158,8 @@ class InstructionCosts:
     def seconds(self, rank: int, one: Instruction) -> float:
         """Time of an instruction on a core of speed 1."""
         kind, stage, micro, peer = one
+        if self.gpu is not None:
+            return self._gpu_seconds(self.gpu, rank, one)
         if peer >= 0:
             known = self._messages.get((kind, stage))
             return self._machine.instruction_s + (
@@ -168,6 +172,13 @@ class InstructionCosts:
         if kind in GRADIENT_KINDS:
             found += self._partial_sums[rank, stage][1] * self._add_seconds[stage]
         return found
+
+    def _gpu_seconds(self, gpu: GpuCosts, rank: int, one: Instruction) -> float:
+        """Time of an instruction on a GPU: one launch computes all shards of the rank."""
+        share = self._plan.computed_by(rank, 0)
+        if one.kind is InstructionKind.FORWARD and one.micro == share[0]:
+            return gpu.compute.at(len(share) * self._rows)
+        return gpu.finish_s if one.kind is InstructionKind.UPDATE else 0.0
 
 
 def _linear_costs(costs: Costs) -> list[list[LinearCost]]:
@@ -297,8 +308,13 @@ class ReductionCosts:
         machine: Machine,
         algorithm: str,
         max_messages: int = MAX_EXECUTED_MESSAGES,
+        gpu: GpuCosts | None = None,
     ) -> None:
-        """``shares``: each rank's shards; ``partial_sums``: their number on each rank; ``size``: bytes to reduce."""
+        """``shares``: each rank's shards; ``partial_sums``: their number on each rank; ``size``: bytes to reduce.
+
+        ``gpu``: the ranks of a host read each other's GPU memory, and each adds all of it.
+        """
+        self._gpu = gpu
         self.ranks, self._machine = tuple(ranks), machine
         self._shares, self._num_microbatches, self._partial_sums = shares, num_microbatches, partial_sums
         self._cluster, self._algorithm = cluster, algorithm
@@ -333,8 +349,13 @@ class ReductionCosts:
         return self._plans[index]
 
     def shared_memory_seconds(self, index: int) -> float:
-        """Time in which a rank sums its slice of all partial sums and writes it into the memory of every rank."""
+        """Time in which a rank sums its slice of all partial sums and writes it into the memory of every rank.
+
+        On a GPU: time in which it reads the partial sums of all other ranks.
+        """
         n, total = len(self.ranks), self._num_elements * FLOAT_BYTES
+        if self._gpu is not None:
+            return (sum(self._partial_sums) - self._partial_sums[index]) * total * self._gpu.read_s
         slice_, vector = total / n, max(total, UNCACHED_BYTES)
         machine = self._machine
         return (sum(self._partial_sums) - 1) * machine.add(slice_, vector) + (n - 1) * machine.copy(slice_, vector)
@@ -343,6 +364,8 @@ class ReductionCosts:
         """Bytes that a rank sends, or moves through other ranks' memory."""
         n, own = len(self.ranks), self._partial_sums[index]
         slice_ = self._num_elements / n * FLOAT_BYTES
+        if self.in_shared_memory and self._gpu is not None:
+            return float(self._num_elements * FLOAT_BYTES * (sum(self._partial_sums) - own))
         if self.in_shared_memory:
             return slice_ * (sum(self._partial_sums) - own + n - 1)
         if self.closed_form:

@@ -136,10 +136,14 @@ class SimulatedRank:
     def run(self) -> Process:
         """The process that the clock runs: all spans of steps, one after the other."""
         for steps in self._context.span_lengths:
-            replication = self._context.replication
-            yield self._machine.step_s * steps + (
-                replication.local_copy_seconds(self._rank) if replication is not None else 0.0
-            )
+            replication, gpu = self._context.replication, self._context.instruction_costs.gpu
+            if gpu is not None:  # the host's part: the GPU is free for other devices
+                self._seconds[COMPUTE] += gpu.step_s * steps
+                yield from self._wait_until(self._clock.now + gpu.step_s * steps)
+            else:
+                yield self._machine.step_s * steps + (
+                    replication.local_copy_seconds(self._rank) if replication is not None else 0.0
+                )
             yield from self._run_rule(self._context.rule(self._rank, steps))
             if replication is not None:
                 yield from self._replicate(replication)
@@ -283,7 +287,8 @@ class SimulatedRank:
         self._record("away", "wait", started)
 
     def _barrier(self, group: Group) -> Process:
-        yield self._machine.meeting_s
+        if self._context.instruction_costs.gpu is None:  # else the measured rest of a step has it
+            yield self._machine.meeting_s
         self._clock.join_barrier(self._rank, group)
         yield from self._wait_signal(group)
 

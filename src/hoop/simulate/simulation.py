@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hoop.errors import InternalError, InvalidArgument
+from hoop.config import format_size
+from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.plan.instructions import IDLE
 from hoop.plan.plan import Plan
@@ -34,7 +35,7 @@ from hoop.simulate.rank import GroupReduction, Outage, SimulatedRank, SimulatedS
 from hoop.simulate.result import SimulationResult
 from hoop.strategies.base import Strategy
 from hoop.strategies.data_parallel import DataParallel
-from hoop.strategies.memory_fit import Fit, GradientBuffers, fit, one_gradient_each
+from hoop.strategies.memory_fit import Fit, GradientBuffers, fit, gpu_bytes, one_gradient_each
 
 STEPS_BETWEEN_FLUSHES = 32
 """Steps that an asynchronous strategy runs between two flushes; the engine uses the same number."""
@@ -74,6 +75,8 @@ def simulate(
     assumed_speeds: device speeds by which shards are assigned; None: the cluster's speeds.
     """
     check_replicas(replicas, cluster.size, replicate)
+    if costs.gpu is not None:
+        cluster = cluster.on_gpus(costs.gpu.memory)
     steps = steps or (1 if strategy.synchronous else STEPS_BETWEEN_FLUSHES)
     speeds = cluster.speeds
     uneven = len(set(speeds)) > 1
@@ -87,6 +90,8 @@ def simulate(
         cuts=cuts,
         gradient_buffers=gradient_buffers,
     )
+    if costs.gpu is not None and strategy.replicated:
+        fitted = _fit_gpus(fitted, plan, costs, cluster)
     if trace is None:
         trace = steps * sum(map(len, plan.ranks)) <= MAX_TRACED_INSTRUCTIONS
     for one in outages:
@@ -102,6 +107,18 @@ def simulate(
         replicas=replicas if replicate else 0,
     )
     return Simulation(strategy, plan, fitted, costs, cluster, options).run()
+
+
+def _fit_gpus(fitted: Fit, plan: Plan, costs: Costs, cluster: Cluster) -> Fit:
+    """The memory of each device on its GPU; raises if a GPU is too small for the devices that share it."""
+    needed = [gpu_bytes(costs.partition_blocks(), plan, rank) for rank in range(plan.size)]
+    for rank, (size, (limit, sharing)) in enumerate(zip(needed, cluster.gpu_memory, strict=True)):
+        if limit is not None and size > limit // sharing:
+            raise FailedPrecondition(
+                f"memory: device {rank} needs {format_size(size)} on its GPU, and has {format_size(limit // sharing)}: "
+                f"{sharing} devices share {format_size(limit)}"
+            )
+    return replace(fitted, bytes=needed)
 
 
 @dataclass(frozen=True)
@@ -182,6 +199,7 @@ class Simulation:
                 machine=self._costs.machine,
                 algorithm=options.algorithm,
                 max_messages=options.max_messages,
+                gpu=instruction_costs.gpu,
             )
             group = Group(ranks)
             for index, rank in enumerate(ranks):
@@ -229,4 +247,5 @@ def single_device_seconds(costs: Costs, num_microbatches: int) -> float:
     """Time of a step on one device of speed 1 that holds the whole model."""
     plan = DataParallel().plan(1, num_microbatches)
     prices = InstructionCosts(plan, costs, cuts=[0], fixed_lists=True, synchronous=True)
-    return costs.machine.step_s + sum(prices.seconds(0, one) for one in plan.ranks[0])
+    overhead = costs.machine.step_s if costs.gpu is None else costs.gpu.step_s
+    return overhead + sum(prices.seconds(0, one) for one in plan.ranks[0])

@@ -100,6 +100,24 @@ def fit(
     return Fit(strategy, stages, rank_bytes)
 
 
+GPU_ROW_SETS = 2
+"""Sets of gradient rows of a rank on a GPU, if there are several ranks: others read one while it writes the other."""
+GPU_ALIGNMENT = 256
+
+
+def gpu_bytes(blocks: Sequence[Block], plan: Plan, rank: int) -> int:
+    """Bytes of a data parallel rank on its GPU: weights, optimizer state, the sum, and a gradient for each shard.
+
+    Enough also for the case that it is the last rank left, which has all shards. Activations are not counted.
+    """
+    gradient = sum(block.weight_bytes if block.gradient_bytes is None else block.gradient_bytes for block in blocks)
+    state = sum(block.weight_bytes + block.optimizer_bytes for block in blocks)
+    shards, alone = len(plan.computed_by(rank, 0)), plan.num_microbatches
+    rows = alone if plan.size == 1 else max(alone, GPU_ROW_SETS * shards)
+    total = gradient if plan.size > 1 else 0
+    return state + total + rows * gradient + 8 * GPU_ALIGNMENT
+
+
 def fitting_strategies(
     strategies: Iterable[Strategy],
     blocks: Sequence[Block],

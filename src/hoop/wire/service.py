@@ -134,6 +134,7 @@ def device_message(info: DeviceInfo) -> pb.DeviceDescription:
         hoop_version=info.hoop_version,
         torch_version=info.torch_version,
         python_version=info.python_version,
+        gpu=printable(info.gpu, 128),
     )
 
 
@@ -145,6 +146,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         )
     texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
     texts |= {name: (getattr(message, name), 0, 64) for name in ("hoop_version", "torch_version", "python_version")}
+    texts["gpu"] = message.gpu, 0, 128
     for name, (text, least, most) in texts.items():
         if not least <= len(text) <= most or not text.isprintable():
             raise InvalidArgument(
@@ -167,6 +169,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         hoop_version=message.hoop_version,
         torch_version=message.torch_version,
         python_version=message.python_version,
+        gpu=message.gpu,
     )
 
 

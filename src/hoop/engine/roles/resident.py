@@ -19,7 +19,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,10 +31,10 @@ from hoop.data.dataset import Dataset, Indices
 from hoop.data.sampler import shard
 from hoop.engine.data_feed import microbatch_seed
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.profiler import now
+from hoop.engine.profiler import InstructionProfiler, now
 from hoop.engine.roles.base import RankRole, StepWork
 from hoop.engine.stage.peer_rows import SETS, PeerRows, open_peer_rows
-from hoop.engine.stage.provenance import mark, sample_fingerprint
+from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.resident_step import BatchLoader, ResidentStep, StepInputs
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, TAIL, StateVectors
@@ -284,6 +285,40 @@ class ResidentRole(RankRole):
         self._state.download()
         super().restore(model, tensors, done)
         self._state.on_arena_change()
+
+    # ---- measurements before the first step
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Steps inside leave no trace: afterwards the state is that in the arena, and hooks were not called."""
+        executor = self.executor
+        names = ("instruction_hooks", "profiler", "extra_slowdown", "extra_bytes_sent", "steps_updated", "rate")
+        kept = {name: getattr(executor, name) for name in names}
+        executor.instruction_hooks, executor.profiler, executor.extra_slowdown = [], InstructionProfiler(), 0.0
+        self.provenance = Provenance(executor.plan.num_microbatches)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(executor, name, value)
+            self._state.accelerator.synchronize()
+            self._state.discard_device_steps()
+
+    def launches(self, batch: int) -> dict[str, Callable[[], None]]:
+        """What a step of ``batch`` samples launches on the GPU, by name. Only in a ``rehearsal``, after a step."""
+        step = self._step_for(batch)
+        if self._peers is None:
+            return {"whole": step.whole}
+        return {"compute": partial(step.compute, 0), "finish": partial(step.finish, 0)}
+
+    def begin_stride(self) -> None:
+        """At most ``stride`` launches of ``whole`` or ``finish`` may follow."""
+        self._inputs.begin()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that a step reads from other ranks."""
+        return self._peers.bytes_per_step if self._peers is not None else 0
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # after a CUDA error every call fails with it

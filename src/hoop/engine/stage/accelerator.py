@@ -26,6 +26,7 @@ from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError
 from hoop.memory.cuda_arena import CudaArena
 from hoop.memory.dtypes import dtype
+from hoop.memory.gpu_driver import CudaGpu, EmulatedGpu
 
 log = logging.getLogger("hoop.engine")
 DEVICE_ERRORS: tuple[type[Exception], ...] = (
@@ -53,16 +54,23 @@ class Accelerator:
     """The GPU that a rank computes on; sets up deterministic kernels when it is made."""
 
     def __init__(
-        self, device: torch.device, tf32: bool = False, capacity: int = 0, compiled_kernels: bool = False
+        self,
+        device: torch.device,
+        tf32: bool = False,
+        capacity: int = 0,
+        compiled_kernels: bool = False,
+        opened: list[CudaArena] | None = None,
     ) -> None:
         """``capacity``: bytes of the arena on a GPU, which is allocated when it is first used.
 
         ``compiled_kernels``: cuDNN compiles kernels for each shape, for seconds: ``select_kernels`` avoids it.
+        ``opened``: the device's list of such arenas, for its status.
         """
+        self._opened = [] if opened is None else opened
         self.device = device
         self.arena: CudaArena | None = None
         """The device's memory on the GPU; None before it is used."""
-        self._capacity = capacity
+        self.capacity = capacity
         self._compiled_kernels = compiled_kernels
         self.cuda = device.type == "cuda"
         if self.cuda:
@@ -96,7 +104,8 @@ class Accelerator:
             return torch.zeros(count)
         if self.arena is None:
             torch.cuda.synchronize(self.device)  # gives this thread a CUDA context
-            self.arena = CudaArena.create(self._capacity)
+            self.arena = CudaArena.create(self.capacity, CudaGpu(self.device.index))
+            self._opened.append(self.arena)
         if name in self.arena:
             self.arena.free(name)
         buffer = self.arena.allocate(name, 4 * max(count, 1))
@@ -110,16 +119,37 @@ class Accelerator:
         """Free the arena. Tensors in it must not be used afterwards."""
         if self.arena is not None:
             arena, self.arena = self.arena, None
+            self._opened.remove(arena)
             with contextlib.suppress(RuntimeError, HoopError):  # after a CUDA error every call fails with it
                 self.synchronize()
                 arena.close()
+                arena.gpu.close()
+
+    @property
+    def name(self) -> str:
+        """For users."""
+        return str(torch.cuda.get_device_name(self.device)) if self.cuda else EmulatedGpu.name
+
+    @property
+    def identity(self) -> str:
+        """Names the GPU among those of the host, whatever its number is in this process."""
+        return str(torch.cuda.get_device_properties(self.device).uuid) if self.cuda else "emulated"
+
+    @property
+    def count(self) -> int:
+        """GPUs of this host that processes like this one can use."""
+        return torch.cuda.device_count() if self.cuda else 1
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the GPU that no process has allocated, and in all; emulated, those of the host."""
+        if not self.cuda:
+            return EmulatedGpu().memory()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free), int(total)
 
     def free_bytes(self) -> int:
         """Memory of the GPU that no process has allocated; emulated, that of the host."""
-        if not self.cuda:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return int(free)
+        return self.memory()[0]
 
     def select_kernels(self, usual: bool) -> None:
         """Select the kernels of the next computations, which have the usual number of samples, or another.
@@ -171,7 +201,7 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
     if settings.accelerator == "cpu":
         return None
     if settings.accelerator == "emulated":
-        return Accelerator(torch.device("cpu"))
+        return Accelerator(torch.device("cpu"), capacity=context.arena.capacity)
     problem = _cuda_problem()
     mine, gathered = np.array([bool(problem)], np.int32), np.zeros(context.size, np.int32)
     context.communicator.run(Operation("all_gather", 1, dtype("int32")), mine, gathered, settings.timeout_s)
@@ -191,6 +221,7 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
         settings.tf32,
         context.arena.capacity,
         compiled_kernels=settings.channels_last or settings.precision == "bfloat16",
+        opened=context.gpu_arenas,
     )
 
 

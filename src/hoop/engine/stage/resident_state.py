@@ -106,6 +106,10 @@ class ResidentStageState(StageState):
         assert not self._arena_stale, "the arena was changed while it was out of date"
         self._device_stale = True
 
+    def discard_device_steps(self) -> None:
+        """Forget the steps that were launched since the last ``upload``: the state in the arena is the current one."""
+        self._arena_stale, self._device_stale = False, True
+
     def upload(self) -> None:
         """Copy the state from the arena to the GPU, if it was changed there."""
         if not self._device_stale:

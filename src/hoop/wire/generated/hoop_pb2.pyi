@@ -26,17 +26,35 @@ class Buffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
-    __slots__ = ("capacity", "used", "buffers")
+    __slots__ = ("capacity", "used", "buffers", "gpu")
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     USED_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     capacity: int
     used: int
     buffers: int
-    def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ...) -> None: ...
+    gpu: GpuMemory
+    def __init__(self, capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[int] = ..., gpu: _Optional[_Union[GpuMemory, _Mapping]] = ...) -> None: ...
+
+class GpuMemory(_message.Message):
+    __slots__ = ("name", "total", "free", "capacity", "used", "buffers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    total: int
+    free: int
+    capacity: int
+    used: int
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
+    def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version", "gpu")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +68,7 @@ class DeviceDescription(_message.Message):
     HOOP_VERSION_FIELD_NUMBER: _ClassVar[int]
     TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -63,7 +82,8 @@ class DeviceDescription(_message.Message):
     hoop_version: str
     torch_version: str
     python_version: str
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ...) -> None: ...
+    gpu: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
