@@ -80,6 +80,7 @@ TABLE = (
     Rule(r": make ", How.NOT, why="runs the tests, this one among them"),
     Rule(r": \. \.venv/bin/activate", How.NOT, why="the tests' own environment is active already"),
     Rule(r"--accelerator cuda", How.NOT, why="needs a GPU"),
+    Rule(r"gpu-costs\.json", How.NOT, why="needs costs that are measured on a GPU"),
     Rule(r": hoop reproduce all", How.NOT, why="takes an hour; each study is tried by itself"),
     Rule(r": scripts/torch-matrix", How.NOT, why="installs every version of PyTorch from the network"),
     Rule(r": scripts/torch_suite", How.NOT, why="takes many minutes; tests/torch/test_torch_suite.py runs a part"),

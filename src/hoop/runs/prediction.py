@@ -2,7 +2,6 @@
 
     Prediction    predicts a run's step before the first one, and compares it with the measured steps
     calibrated    measures a job's costs on this machine: every block at two micro-batch sizes, and the machine itself
-    calibrated_on_gpu    measures a data parallel step on a GPU
 
 Before the first step the reporting rank measures blocks and machine (``engine/cost_probe.py``) and sends the costs with
 the ``Started`` event. The client simulates a step from them while the job already trains.
@@ -27,7 +26,7 @@ from hoop.engine.cost_probe import VECTOR_BYTES, available_cores, measure_commun
 from hoop.engine.job import Job, blocks_of, build_model
 from hoop.engine.settings import Settings
 from hoop.engine.user_code import blaming_user_code
-from hoop.errors import FailedPrecondition, HoopError
+from hoop.errors import HoopError
 from hoop.job_events import JobEvent, Started, Steps
 from hoop.simulate.cluster import Cluster, Host, Link
 from hoop.simulate.cost_model import BlockCost, Costs, GpuCosts, LinearCost, Machine
@@ -230,25 +229,7 @@ def calibrated(
                 for index, cost in enumerate(costs.blocks)
             ),
         )
-    return dataclasses.replace(costs, source="measured", about=_about(settings))
-
-
-def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
-    """Measures a data parallel step of a job on this machine's GPU: the costs of a run of one step on one device.
-
-    ``memory``: bytes of the device's memory.
-    """
-    from hoop.runs.api import Launch, Training
-
-    short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
-    measured: MeasuredCosts = {}
-    for observed in Training(Launch(short, devices=1, memory=memory)).events():
-        if isinstance(observed.event, Started):
-            measured = observed.event.costs or {}
-    if "gpu" not in measured:
-        raise FailedPrecondition("--accelerator: no GPU was used; look at nvidia-smi, or leave the option out")
-    about = {**_about(settings), "gpu": measured["gpu"]["name"]}
-    return replace(measured_job_costs(measured), source=f"measured on {about['gpu']}", about=about)
+    return dataclasses.replace(costs, source="measured", about=describe_measurement(settings))
 
 
 def _measure(job: Job, settings: Settings, rows: int, sizes: Sequence[int] = VECTOR_BYTES) -> MeasuredCosts:
@@ -265,7 +246,8 @@ def _through(low: MeasuredCosts, high: MeasuredCosts, index: int, name: str) -> 
     return LinearCost.through_points(points)
 
 
-def _about(settings: Settings) -> dict[str, object]:
+def describe_measurement(settings: Settings) -> dict[str, object]:
+    """Metadata of costs that are measured here and now."""
     return {
         "job": settings.job,
         "batch_size": settings.batch_size,

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hoop.errors import NotFound
+from hoop.errors import FailedPrecondition, NotFound
 from hoop.files import write_text
+from hoop.job_events import Started
 from hoop.report.spans import Span
 from hoop.report.tables import Column, Table
 from hoop.report.timeline import TimelineChart
@@ -19,6 +22,9 @@ from hoop.report.trace import Trace
 from hoop.simulate import cost_model
 from hoop.simulate.cost_model import Costs, Machine, read_costs
 from hoop.simulate.result import SimulationResult
+
+if TYPE_CHECKING:
+    from hoop.engine.settings import Settings
 
 MIB = 1024 * 1024
 
@@ -39,6 +45,25 @@ def costs_of(job: str, file: Path | None) -> Costs:
 
     found = job_named(resolved(job), load=False)
     return calibrated(found, found.defaults(resolved(job)).check(), Machine())
+
+
+def calibrated_on_gpu(settings: Settings, memory: int) -> Costs:
+    """Measures a data parallel step of a job on this machine's GPU: the costs of a run of one step on one device.
+
+    ``memory``: bytes of the device's memory.
+    """
+    from hoop.runs.api import Launch, Training
+    from hoop.runs.prediction import describe_measurement, measured_job_costs
+
+    short = settings.replaced({"strategy": "data", "max_steps": 1, "checkpoint_every": 0})
+    measured: Mapping[str, Any] = {}
+    for observed in Training(Launch(short, devices=1, memory=memory)).events():
+        if isinstance(observed.event, Started):
+            measured = observed.event.costs or {}
+    if "gpu" not in measured:
+        raise FailedPrecondition("--accelerator: no GPU was used; look at nvidia-smi, or leave the option out")
+    about = {**describe_measurement(settings), "gpu": measured["gpu"]["name"]}
+    return replace(measured_job_costs(measured), source=f"measured on {about['gpu']}", about=about)
 
 
 def sizes(costs: Costs, batch_size: int | None, shards: int | None, devices: int) -> tuple[int, int]:
