@@ -24,8 +24,8 @@ from hoop.transport import open_transport
 from hoop.transport.fault_injection import FaultyLinks
 from hoop.wire.auth import Credentials
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.local_token import find_token
 from hoop.wire.roles import Role
+from hoop.wire.tokens import find_token
 
 DEVICES, TIMEOUT_S = 200, 60.0
 COUNT = 1_000_000

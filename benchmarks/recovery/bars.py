@@ -29,10 +29,9 @@ from alone import client_killed, connection_reset, many_join
 from hoop.client.cluster import Cluster, connect
 from hoop.errors import DeadlineExceeded, HoopError
 from hoop.job_events import FaultInjected, Started, Straggler
-from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
+from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome, ScheduledFault
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
 from hoop.lab.chaos.processes import ClusterProcesses
-from hoop.lab.chaos.schedule import ScheduledFault
 
 DEVICES, MEMORY, GAP = 4, 64 << 20, 10
 SLOW_STEPS = ["--set", f"slowdown={[4] * 32}"]

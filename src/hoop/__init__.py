@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hoop.errors import HoopError, PeerError, UserError
 
 if TYPE_CHECKING:
-    from hoop.client.buffer import Buffer
     from hoop.client.cluster import Cluster, connect
     from hoop.client.communicator import Communicator
-    from hoop.client.device import Device
+    from hoop.client.device import Buffer, Device
     from hoop.client.handle import Handle
     from hoop.data.dataset import Splits
     from hoop.data.tensors import TensorData
@@ -57,7 +56,7 @@ __all__ = [
 
 # Loaded when first used: most rooms must do without gRPC and PyTorch, and importing hoop must cost next to nothing.
 _ROOMS = {
-    "Buffer": "hoop.client.buffer",
+    "Buffer": "hoop.client.device",
     "Cluster": "hoop.client.cluster",
     "Communicator": "hoop.client.communicator",
     "DataParallel": "hoop.strategies.data_parallel",

@@ -15,7 +15,7 @@ from hoop.data.tensors import TensorData
 from hoop.engine.cost_probe import PROBE_EPOCH
 from hoop.engine.job import Job
 from hoop.engine.settings import Settings
-from hoop.models.mlp import mlp
+from hoop.models.vision import mlp
 
 SAMPLES = 300
 BATCH = 42

@@ -1,6 +1,7 @@
-"""A job that kills one of its devices in the middle of a shard.
+"""A job that ends one of its devices in the middle of a shard.
 
-The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL.
+The first device that finds the file ``$MORTAL_MARK`` renames it and sends itself SIGKILL. If ``$MORTAL_ERROR`` is set,
+the device raises PyTorch's error for a GPU without memory instead, with this text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 
 import hoop
 
-MARK = os.environ.get("MORTAL_MARK", "")
+MARK, ERROR = (os.environ.get(name, "") for name in ("MORTAL_MARK", "MORTAL_ERROR"))
 
 
 class Mortal(nn.Module):
@@ -24,6 +25,8 @@ class Mortal(nn.Module):
             os.rename(MARK, MARK + ".fired")
         except OSError:
             return values
+        if ERROR:
+            raise torch.OutOfMemoryError(ERROR)
         os.kill(os.getpid(), signal.SIGKILL)
         return values
 

@@ -13,9 +13,8 @@ import preloaded
 import pytest
 
 from hoop.errors import InvalidArgument
-from hoop.lab.chaos.fault_actions import FaultOutcome
+from hoop.lab.chaos.fault_actions import KINDS, FaultOutcome, draw_schedule
 from hoop.lab.chaos.run import Chaos, ChaosConfig, table, verdict, violation
-from hoop.lab.chaos.schedule import KINDS, draw_schedule
 from hoop.report.metrics import read_metrics
 from hoop.runs.ledger import NAME, Ledger, lines
 

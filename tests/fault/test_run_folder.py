@@ -93,6 +93,26 @@ def test_the_shards_of_a_killed_device_are_taken_over_once_and_the_ledger_names_
     assert not any(dead in devices for number, devices in devices_of_step.items() if number >= step)
 
 
+@pytest.mark.parametrize("devices", [3, 1])
+def test_an_error_of_a_gpu_ends_its_device_and_the_others_go_on(devices: int, tmp_path: Path) -> None:
+    """The last device has nobody to go on: the job fails with the error's text."""
+    out, mark, text = tmp_path / "run", tmp_path / "mark", "CUDA out of memory. Tried to allocate 9.00 GiB."
+    limit = ("--set", "max_steps=600")
+    with training(out, "-n", devices, *limit, MORTAL_MARK=str(mark), MORTAL_ERROR=text) as run:
+        wait_until(lambda: listed(out), run)
+        mark.touch()
+        printed, errors = run.communicate(timeout=TIMEOUT_S)
+    assert (tmp_path / "mark.fired").exists(), "no device raised the error"
+    if devices == 1:
+        assert (run.returncode, printed) == (2, "")
+        assert text in errors
+        return
+    assert run.returncode == 0, errors
+    assert json.loads(printed)["weights_sha256"] == undisturbed(*limit)
+    assert f"ends, because it ran into: {text}" in errors
+    check_run(out, 600)
+
+
 @pytest.mark.slow
 def test_a_run_whose_head_was_killed_resumes_from_the_checkpoint_before_the_damaged_one(
     tmp_path: Path,

@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 from hoop.cli.commands import command_line
 from hoop.errors import InvalidArgument
-from hoop.lab.chaos import leftovers, network, scenario_run, small_disk
+from hoop.lab.chaos import leaks, network, scenario_run, small_disk
 from hoop.lab.chaos.campaign import Campaign, CampaignConfig, summary, tables
-from hoop.lab.chaos.leftovers import Footprint
-from hoop.lab.chaos.many_jobs import MAX_MEMORY_GROWTH, ManyJobs, Usage, usage
+from hoop.lab.chaos.leaks import MAX_MEMORY_GROWTH, Footprint, ManyJobs, Usage, usage
 from hoop.lab.chaos.scenario import FAULTS, STRATEGIES, Scenario, check_names, draw_scenario
 from hoop.lab.chaos.scenario_faults import ScenarioFaults
 from hoop.lab.chaos.scenario_run import FAILED, NOT_RUN, RESUMED, SAME, Outcome, Reference, run_scenario
@@ -186,7 +185,7 @@ def test_processes_ports_and_files_of_the_run_are_found(tmp_path: Path, monkeypa
     temporary, shared = tmp_path / "tmp", tmp_path / "shm"
     temporary.mkdir()
     shared.mkdir()
-    monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(leaks, "SHARED_MEMORY", shared)
     footprint = Footprint("a-test")
     with subprocess.Popen(
         [sys.executable, "-c", LISTENER],

@@ -30,12 +30,11 @@ import hoop
 from hoop.cli.commands import command_line
 from hoop.errors import DeadlineExceeded, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address
-from hoop.wire.auth import Credentials
+from hoop.wire.auth import Certificates, Credentials
 from hoop.wire.channels import channel_options
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.roles import ALLOWED, Role
-from hoop.wire.tls import Certificates
 from hoop.wire.tokens import Token, new_token, write_private
 
 CALL_S = 20.0

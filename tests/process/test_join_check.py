@@ -16,9 +16,9 @@ from hoop import job_events as ev
 from hoop.cli.status import as_plain
 from hoop.errors import FailedPrecondition, NotFound
 from hoop.runs.api import choose_devices
-from hoop.servers import device, join_check
+from hoop.servers import device, link_checks
 from hoop.servers.device import DeviceConfig, DeviceServer
-from hoop.servers.join_check import MAX_PEERS, choose_peers, needs_check
+from hoop.servers.link_checks import MAX_PEERS, choose_peers, needs_check
 from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address, DeviceInfo
 
@@ -70,7 +70,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(join_check, "RECHECK_S", 0.05)
+    monkeypatch.setattr(link_checks, "RECHECK_S", 0.05)
     monkeypatch.setattr(device, "open_shm_transport", lambda *_: None)
     with lab_servers(0) as servers, contextlib.ExitStack() as cleanup:
         found = Cluster(servers, cleanup)

@@ -12,9 +12,9 @@ import pytest
 from lab_cluster import LabClient, channel_to, lab, refused
 from lab_in_process import Servers, lab_channel, lab_servers
 
-from hoop.servers.client_reports import MAX_REPORTS, REPEAT_S, WINDOW_S, ClientReports
 from hoop.servers.coordinator import CoordinatorConfig
-from hoop.servers.lab_counts import CopyLengths, find_unit
+from hoop.servers.grpc_server import MAX_REPORTS, REPEAT_S, WINDOW_S, ClientReports
+from hoop.servers.lab_dialect import CopyLengths, find_unit
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from lab_target import METHODS
 import hoop
 from hoop.errors import FailedPrecondition, InvalidArgument, Unauthenticated
 from hoop.servers.coordinator import CoordinatorConfig
-from hoop.servers.device_token import wait_for_token
+from hoop.servers.device import wait_for_token
 from hoop.servers.grpc_server import check_exposure
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import LAB_SERVICES, Credentials
 from hoop.wire.generated import gpu_sim_pb2 as lab
 from hoop.wire.generated import hoop_pb2 as pb
-from hoop.wire.local_token import LocalToken, find_token, forget, runtime_folder
 from hoop.wire.roles import Role
+from hoop.wire.tokens import LocalToken, find_token, forget, runtime_folder
 
 COORDINATOR = pb.DESCRIPTOR.services_by_name["Coordinator"]
 LAB = lab.DESCRIPTOR.services_by_name["GPUCoordinator"]

@@ -13,8 +13,7 @@ from stalled_calls import stalled_calls
 import hoop
 from hoop.errors import DeadlineExceeded
 from hoop.topology import Address
-from hoop.wire import receiving
-from hoop.wire.receiving import MAX_RECEIVING, Receiving
+from hoop.wire.service import MAX_RECEIVING, Receiving
 
 ANNOUNCED = 8 << 20
 UNREAD = 128 << 10
@@ -25,7 +24,7 @@ CALLS = 3 * MAX_RECEIVING
 def test_few_of_many_stalled_requests_are_in_memory_and_other_calls_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(receiving.Receiving.__init__, "__defaults__", (MAX_RECEIVING, 0.5, 60.0))
+    monkeypatch.setattr(Receiving.__init__, "__defaults__", (MAX_RECEIVING, 0.5, 60.0))
     with lab_servers(0) as servers:
         address = Address.parse(servers.address)
         with stalled_calls(address, "/hoop.v1.Coordinator/GetStatus", ANNOUNCED, CALLS) as calls:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from world import LONG_S
 
 from hoop.errors import DeadlineExceeded, InvalidArgument, MembershipChanged
-from hoop.torch_backend import group_round, rendezvous
+from hoop.torch_backend import rendezvous
 from hoop.torch_backend.errors import GroupError
-from hoop.torch_backend.group_round import HOST, PLACE, GroupRound
+from hoop.torch_backend.rendezvous import HOST, PLACE, GroupRound
 
 TIMEOUT = timedelta(seconds=10 * LONG_S)
 
@@ -83,7 +83,7 @@ def test_all_rounds_of_a_group_have_one_deadline(monkeypatch: pytest.MonkeyPatch
         one._deadline = 0.0
 
     monkeypatch.setattr(GroupRound, "_check_newer_round", newer_round)
-    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"rank 1 did not come within the timeout of 60 s"):
         rendezvous.connect_group("g", dist.HashStore(), 0, 2, range(2), timedelta(seconds=60))
     assert len(deadlines) == 3
@@ -126,7 +126,7 @@ def test_a_rank_outside_the_world_in_a_later_group() -> None:
 def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     rank_0 = start_rank_0(store, 2)
-    monkeypatch.setattr(group_round, "_PROCESS_ID", "another process")
+    monkeypatch.setattr(rendezvous, "_PROCESS_ID", "another process")
     reason = r"group 'g' of 2 cannot be made: process .* both have rank 0; give each process its own rank \(RANK\)"
     with pytest.raises(InvalidArgument, match=f"rank 0: {reason}"):
         connect(store, 0, range(2))
@@ -142,10 +142,10 @@ def test_processes_that_take_the_place_of_others_are_accepted(monkeypatch: pytes
     """After a complete group, or under torchrun, which starts processes again on the same store."""
     store = dist.HashStore()
     for process in ("first", "second"):
-        monkeypatch.setattr(group_round, "_PROCESS_ID", process)
+        monkeypatch.setattr(rendezvous, "_PROCESS_ID", process)
         assert exchange(store, 0, [0]) == ["rank 0"]
     GroupRound("g", store, 0, range(2), TIMEOUT)
-    monkeypatch.setattr(group_round, "_PROCESS_ID", "third")
+    monkeypatch.setattr(rendezvous, "_PROCESS_ID", "third")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     GroupRound("g", store, 0, range(2), TIMEOUT)
 
@@ -159,12 +159,12 @@ def test_a_rank_follows_the_others_to_a_newer_round(monkeypatch: pytest.MonkeyPa
         return [one.exchange(HOST, f"host of {rank}"), one.exchange(PLACE, f"place of {rank}")]
 
     monkeypatch.setattr(rendezvous, "_connect_in_round", exchange_twice)
-    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.001)
     store = dist.HashStore()
     with pytest.raises(DeadlineExceeded):
         GroupRound("g", store, 0, range(2), timedelta(0)).exchange(HOST, "host of a process that has ended")
     if torchrun:
-        monkeypatch.setattr(group_round, "_PROCESS_ID", "another process")
+        monkeypatch.setattr(rendezvous, "_PROCESS_ID", "another process")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     ranks = [
         in_thread(lambda rank=rank: rendezvous.connect_group("g", store, rank, 2, range(2), TIMEOUT))  # type: ignore[misc]
@@ -289,7 +289,7 @@ def test_ranks_that_chose_different_backends() -> None:
 
 def test_a_group_of_gloo_with_this_name_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys are in the store; that rank 1 comes late to Hoop's group is no contradiction."""
-    monkeypatch.setattr(group_round, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(rendezvous, "LOOK_SECONDS", 0.001)
     store = dist.HashStore()
     gloo = [in_thread(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)) for rank in (0, 1)]  # type: ignore[misc]
     groups = [one.result(LONG_S) for one in gloo]

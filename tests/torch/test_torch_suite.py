@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hoop.torch_backend.profile import ENDS_IN_ANY_THREAD
+from hoop.torch_backend.work import ENDS_IN_ANY_THREAD
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [

@@ -10,7 +10,7 @@ import pytest
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.topology import Address, Addresses
-from hoop.wire.local_token import LocalToken, find_token, forget, runtime_folder
+from hoop.wire.tokens import LocalToken, find_token, forget, runtime_folder
 
 PORT = 4021
 HERE = Address("127.0.0.1", PORT)
@@ -118,6 +118,6 @@ def test_a_runtime_directory_that_is_not_ours_is_not_used(tmp_path: Path, monkey
     assert runtime_folder().name == f"hoop-{user}"
     runtime_folder_of_another = tmp_path / "hoop"
     runtime_folder_of_another.mkdir(mode=0o700)
-    monkeypatch.setattr("hoop.wire.local_token.runtime_folder", lambda: runtime_folder_of_another)
+    monkeypatch.setattr("hoop.wire.tokens.runtime_folder", lambda: runtime_folder_of_another)
     with pytest.raises(FailedPrecondition, match=rf"user {user - 1} owns it"):
         find_token(HERE)

@@ -13,7 +13,7 @@ import time
 import torch
 
 from hoop.engine.stage.accelerator import Accelerator
-from hoop.models.mobilenet import mobilenetv2
+from hoop.models.vision import mobilenetv2
 
 CONFIGURATIONS = {
     "float32": (False, False, False),

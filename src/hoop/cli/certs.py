@@ -32,8 +32,8 @@ def certs(
     [bold]--tls[/bold]; on one machine --tls FOLDER is enough. Calls are then encrypted, and a caller without a
     certificate is refused. FOLDER/ca.key signs further certificates: keep it private. Needs the openssl command.
     """
+    from hoop.wire.auth import AUTHORITY, LINK_KEY
     from hoop.wire.roles import Role
-    from hoop.wire.tls import AUTHORITY, LINK_KEY
     from hoop.wire.tokens import write_private
 
     if folder.exists():
@@ -54,8 +54,8 @@ def certs(
 
 def _sign(folder: Path, role: str, days: int) -> None:
     """Makes a key and a certificate for a role."""
+    from hoop.wire.auth import CERTIFICATE, KEY, certificate_name
     from hoop.wire.roles import Role
-    from hoop.wire.tls import CERTIFICATE, KEY, certificate_name
 
     place = folder / role
     place.mkdir(mode=0o700)

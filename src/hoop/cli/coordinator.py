@@ -15,8 +15,7 @@ from hoop.config import parse_duration, parse_size
 from hoop.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from hoop.servers.coordinator import CoordinatorConfig
-    from hoop.servers.journal_store import JournalLocation
+    from hoop.servers.coordinator import CoordinatorConfig, JournalLocation
 
 
 def configure(
@@ -40,8 +39,8 @@ def configure(
     from hoop.servers.coordinator import COUNT_UNITS, CoordinatorConfig
     from hoop.topology import Address
     from hoop.wire.auth import Credentials, find_credentials
-    from hoop.wire.local_token import LocalToken
     from hoop.wire.roles import Role
+    from hoop.wire.tokens import LocalToken
 
     if count_unit not in COUNT_UNITS:
         raise InvalidArgument(f"--count-unit: {count_unit!r} is not one of {', '.join(COUNT_UNITS)}")
@@ -111,9 +110,9 @@ def coordinator(
 ) -> None:
     """Start a coordinator; devices join it with [bold]hoop device --join HOST:PORT[/bold]."""
     from hoop.cli.running import Stopping
+    from hoop.servers.coordinator import journal_location
     from hoop.servers.coordinator_service import CoordinatorServer
     from hoop.servers.grpc_server import write_address_file
-    from hoop.servers.journal_store import journal_location
 
     place = (
         journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls) if journal else None

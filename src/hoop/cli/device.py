@@ -132,8 +132,7 @@ async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: St
 
     On loopback without credentials it waits for the token of this user's coordinator, unless it may be insecure.
     """
-    from hoop.servers.device import DeviceServer, close_memory, open_memory
-    from hoop.servers.device_token import wait_for_token
+    from hoop.servers.device import DeviceServer, close_memory, open_memory, wait_for_token
     from hoop.wire.auth import Credentials
     from hoop.wire.roles import Role
 

@@ -133,7 +133,7 @@ def _each(names: list[str]) -> None:
 
 
 def _show(report: dict[str, Any]) -> None:
-    from hoop.lab.papers.findings import stored_claims
+    from hoop.lab.papers.experiment import stored_claims
 
     for one in stored_claims(report):
         typer.echo(f"{one['verdict']:<14} {one['claim']}")

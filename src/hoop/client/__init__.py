@@ -4,5 +4,5 @@ How servers work is unknown here.
 May import: memory wire collectives.
 """
 
-PUBLIC = ("buffer", "cluster", "communicator", "device", "handle", "jobs")
+PUBLIC = ("cluster", "communicator", "device", "handle", "jobs")
 """Modules that other rooms may import."""

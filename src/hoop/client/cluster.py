@@ -31,9 +31,9 @@ from hoop.wire.auth import Credentials, find_credentials
 from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
-from hoop.wire.local_token import find_token
 from hoop.wire.roles import Role
 from hoop.wire.service import device_info, status_of, translate, unreachable
+from hoop.wire.tokens import find_token
 
 
 class Session:

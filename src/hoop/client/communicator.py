@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hoop.client.buffer import Buffer, element_type, flatten, restore
-from hoop.client.device import Device, location
+from hoop.client.device import Buffer, Device, element_type, flatten, location, restore
 from hoop.client.handle import Handle, call
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.memory.dtypes import DType, dtype

@@ -1,13 +1,22 @@
-"""The client's view of one device: its memory, by address and by buffer name."""
+"""The client's view of a device and its memory, and buffers on every device of a communicator.
+
+Arrays and tensors are converted to flat vectors in the storage type of a buffer, and back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from hoop.client.handle import call
+from hoop.errors import InvalidArgument
+from hoop.memory.dtypes import DType, dtype
 from hoop.topology import DeviceInfo
 from hoop.wire.auth import Credentials
 from hoop.wire.channels import STREAM_CHUNK_BYTES, Repeatable, channel_options
@@ -15,6 +24,8 @@ from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
 from hoop.wire.service import translate
+
+Array = npt.NDArray[Any]
 
 
 def location(place: int | str, offset: int = 0) -> pb.Location:
@@ -76,3 +87,92 @@ class Device:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def is_tensor(value: object) -> bool:
+    """Whether ``value`` is a torch tensor. Does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def element_type(value: Any) -> DType:
+    """The element type of an array or a tensor."""
+    if not hasattr(value, "dtype"):
+        raise InvalidArgument(f"values: a {type(value).__name__} is neither a NumPy array nor a torch tensor")
+    return dtype(str(value.dtype).removeprefix("torch."))
+
+
+def flatten(value: Any, kind: DType) -> Array:
+    """A contiguous vector in the storage type of ``kind``; bfloat16 tensors keep their bits."""
+    if is_tensor(value):
+        tensor = value.detach().cpu().contiguous()
+        if element_type(value) != kind:
+            raise InvalidArgument(f"a tensor of {element_type(value).name} was given, {kind.name} is wanted")
+        array = tensor.view(sys.modules["torch"].int16).numpy() if kind.name == "bfloat16" else tensor.numpy()
+        return np.ascontiguousarray(array).view(kind.numpy).reshape(-1)
+    array = np.asarray(value)
+    if array.dtype != kind.numpy:
+        raise InvalidArgument(f"an array of {array.dtype} was given, {kind.name} is wanted")
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def restore(vector: Array, like: Any, kind: DType) -> Any:
+    """Convert ``vector`` to the type of ``like`` (array or tensor), and to its shape if the sizes are equal."""
+    if is_tensor(like):
+        torch = sys.modules["torch"]
+        bits = vector.view(np.int16) if kind.name == "bfloat16" else vector
+        tensor = torch.from_numpy(bits.copy())
+        tensor = tensor.view(torch.bfloat16) if kind.name == "bfloat16" else tensor
+        return tensor.reshape(like.shape) if tensor.numel() == like.numel() else tensor
+    like = np.asarray(like)
+    return vector.reshape(like.shape) if vector.size == like.size else vector
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """``count`` elements on each device of a communicator."""
+
+    devices: tuple[Device, ...]
+    places: tuple[int | str, ...]
+    """By rank: an address, or the name of a buffer."""
+    offset: int
+    """Bytes after each place."""
+    count: int
+    dtype: DType
+
+    @property
+    def bytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def write(self, rank: int, values: Any) -> None:
+        """Write an array or a tensor of exactly ``count`` elements to one rank's device."""
+        vector = flatten(values, self.dtype)
+        if vector.size != self.count:
+            raise InvalidArgument(f"values: {vector.size} elements were given, the buffer has {self.count}")
+        self.devices[rank].write(self.places[rank], vector.view(np.uint8).data, self.offset)
+
+    def read(self, rank: int) -> Array:
+        """Read the elements of one rank's device, in their storage type (bfloat16 as uint16)."""
+        data = self.devices[rank].read(self.places[rank], self.bytes, self.offset)
+        return np.frombuffer(data, self.dtype.numpy).copy()
+
+    def fill(self, values: Sequence[Any]) -> Buffer:
+        """Write ``values[rank]`` to the device of every rank."""
+        if len(values) != len(self.devices):
+            raise InvalidArgument(f"values: {len(values)} were given for {len(self.devices)} ranks")
+        for rank, value in enumerate(values):
+            self.write(rank, value)
+        return self
+
+    def part(self, start: int, stop: int) -> Buffer:
+        """A buffer over elements ``[start, stop)`` of the same memory."""
+        if not 0 <= start <= stop <= self.count:
+            raise InvalidArgument(f"part: [{start}, {stop}) is not within the buffer's {self.count} elements")
+        offset = self.offset + start * self.dtype.itemsize
+        return Buffer(self.devices, self.places, offset, stop - start, self.dtype)
+
+    def free(self) -> None:
+        """Free the named buffer on every device."""
+        for device, place in zip(self.devices, self.places, strict=True):
+            if isinstance(place, str):
+                device.free(place)

@@ -7,8 +7,7 @@ May import: memory transport.
 PUBLIC = (
     "communicator",
     "compression",
-    "exchange",
-    "object_collectives",
+    "link_executor",
     "ordered_all_reduce",
     "plan",
     "rank_context",

@@ -1,19 +1,22 @@
 """One rank's handle on a communicator: runs collectives, or starts them asynchronously.
 
 ``PreparedOperation`` is one operation, checked and planned once and then run on any buffers that fit it, so a call
-costs little beyond the bytes it moves. ``Communicator`` caches them.
+costs little beyond the bytes it moves. ``Communicator`` caches them. ``CompressedAllReduce`` runs an operation with a
+``compression``. ``all_gather_object`` and ``any_rank`` are collectives of small Python values.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from hoop.collectives.compressed_all_reduce import CompressedAllReduce
+from hoop.collectives.compression import Compressor, compressor
 from hoop.collectives.link_executor import MultiHostExecutor, confirm_all_started, run_collective, run_over_links
 from hoop.collectives.reduction import Array, Reduction
 from hoop.collectives.registry import CATALOG, Operation
@@ -30,12 +33,16 @@ from hoop.errors import (
     PeerError,
     PeerLost,
 )
+from hoop.memory.dtypes import dtype
 from hoop.transport.base import Endpoint, SharedEndpoint, SpanningEndpoint
 from hoop.transport.call_check import Call
 
 _IN_PLACE = {"all_gather": -1, "gather": -1, "reduce_scatter": 1, "scatter": 1}
 """The offset that a destination overlapping its source must have from it, as a multiple of rank * count elements; for
 the other collectives 0: the same address."""
+MAX_VECTORS = 256
+"""Vectors of one compressed operation whose compressors are kept; the oldest is dropped first."""
+_BYTES = dtype("uint8")
 
 
 class PreparedOperation:
@@ -382,3 +389,85 @@ class Communicator:
     def close(self) -> None:
         self.endpoint.close()
         self.work_queue.close()
+
+
+class CompressedAllReduce:
+    """A lossy all_reduce, ``Operation("all_reduce", …, compression="int8")``, for any vectors, one call at a time.
+
+    A compressor keeps the error of each step and adds it to the same vector in the next step (error feedback). A vector
+    is identified by its address: a gradient that is reduced in the same memory every step gets its error back.
+    Different vectors must be in different memory. A new communicator starts without errors of earlier steps.
+
+    It is the ``Peers`` of its compressors.
+    """
+
+    def __init__(
+        self, operation: Operation, size: int, prepared: Callable[[Operation], Callable[[Array, Array, float], None]]
+    ) -> None:
+        """``prepared``: makes an operation callable, as part of this one."""
+        self._operation, self._prepared = operation, prepared
+        self.size = size
+        self._compressors: dict[int, Compressor] = {}
+        self._deadline = 0.0
+
+    @np.errstate(all="ignore")
+    def __call__(self, source: Array, destination: Array, deadline: float) -> None:
+        count, self._deadline = self._operation.count, deadline
+        result = destination[:count]
+        if destination is not source:
+            np.copyto(result, source[:count])
+        self._compressor_of(source).all_reduce(self, result)
+        if self._operation.op == "avg":
+            result /= self.size
+
+    def _compressor_of(self, source: Array) -> Compressor:
+        address = source.__array_interface__["data"][0]
+        found = self._compressors.get(address)
+        if found is None:
+            found = self._compressors[address] = compressor(self._operation.compression)
+            if len(self._compressors) > MAX_VECTORS:
+                del self._compressors[next(iter(self._compressors))]
+        return found
+
+    # ---- communication of the compressors
+
+    def exchange(self, collective: str, source: Array) -> Array:
+        sent = source.reshape(-1).view(np.uint8)
+        count = sent.size // (self.size if collective == "all_to_all" else 1)
+        result = np.empty(self.size * count, np.uint8)
+        self._prepared(Operation(collective, count, _BYTES))(sent, result, self._deadline)
+        return result
+
+    def total(self, part: Array) -> Array:
+        flat = np.ascontiguousarray(part, np.float32).reshape(-1)
+        self._prepared(Operation("all_reduce", flat.size))(flat, flat, self._deadline)
+        return flat.reshape(part.shape)
+
+
+# ---- collectives of small Python values
+
+
+def all_gather_object(communicator: Communicator, own: Any, timeout: float) -> list[Any]:
+    """Collective. The values of all ranks, in rank order; each must be serializable as JSON."""
+    encoded = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    lengths = np.zeros(communicator.size, np.int64)
+    gather_lengths = Operation("all_gather", 1, dtype("int64"))
+    communicator.run(gather_lengths, np.array([encoded.size], np.int64), lengths, timeout)
+    width = int(lengths.max())
+    padded = np.zeros(width, np.uint8)
+    padded[: encoded.size] = encoded
+    gathered = np.zeros(communicator.size * width, np.uint8)
+    communicator.run(Operation("all_gather", width, _BYTES), padded, gathered, timeout)
+    rows = gathered.reshape(communicator.size, width)
+    return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def any_rank(communicator: Communicator, flag: bool, values: Array, timeout: float) -> bool:
+    """Collective. Returns whether ``flag`` is set on any rank.
+
+    Also sums ``values`` in place. If only one rank fills them and the others pass zeros, this broadcasts them.
+    """
+    vector = np.append(np.float64(flag), values)
+    communicator.run(Operation("all_reduce", vector.size, dtype("float64")), vector, vector, timeout)
+    values[:] = vector[1:].reshape(values.shape)
+    return bool(vector[0])

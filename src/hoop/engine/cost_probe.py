@@ -25,8 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import any_rank
+from hoop.collectives.communicator import Communicator, any_rank
 from hoop.data.dataset import Batch, Dataset
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.data_feed import Position

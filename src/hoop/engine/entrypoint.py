@@ -7,20 +7,25 @@ nothing of the engine. It is called on the training thread of a task (``servers/
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hoop import torch_versions
 from hoop.collectives.rank_context import RankContext
-from hoop.errors import HoopError
-from hoop.job_events import Emit, Loaded
+from hoop.errors import FailedPrecondition, HoopError
+from hoop.job_events import Emit, Loaded, Warned
 
 if TYPE_CHECKING:
     from hoop.engine.settings import Settings
 
+log = logging.getLogger("hoop.engine")
+FLUSH_TIMEOUT_S = 5.0
+"""How long a device that ends after an error of its GPU waits until its last event has been sent."""
+EXIT_CODE = 3
 LATE_IMPORT = "torch.fx.experimental.symbolic_shapes"
 """Autograd imports it in the first backward, which blocks Python for about a second: import it before training."""
 
@@ -45,6 +50,7 @@ def train_rank(
     from hoop.engine.job import job_for_a_device
     from hoop.engine.recipes import RECIPES
     from hoop.engine.settings import Settings
+    from hoop.engine.stage.accelerator import DEVICE_ERRORS
     from hoop.engine.trainer import Trainer
     from hoop.engine.user_code import blaming_user_code
 
@@ -58,8 +64,24 @@ def train_rank(
         emit(Loaded())
         try:
             trainer.join() if context.joining else trainer.train()
+        except DEVICE_ERRORS as error:
+            if trainer.ranks > 1:
+                _end_process(error, context, emit)
+            raise FailedPrecondition(f"device {context.device} ran into: {error}") from error
         finally:
             trainer.close()
+
+
+def _end_process(error: Exception, context: RankContext, emit: Emit) -> NoReturn:
+    """Ends this device after an error of its GPU, as if it had been killed: the other devices of the job go on.
+
+    After most of these errors no call of CUDA works any more in this process.
+    """
+    text = f"device {context.device} ends, because it ran into: {error}"
+    emit(Warned(text))
+    log.error("%s", text)
+    context.wait_delivered(FLUSH_TIMEOUT_S)
+    os._exit(EXIT_CODE)
 
 
 def _fault_hook(settings: Settings, context: RankContext, emit: Emit) -> Callable[[Any], None]:

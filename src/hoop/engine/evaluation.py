@@ -2,6 +2,8 @@
 
 The data is cut into chunks of fixed size. The all-reduce carries the metrics of each chunk in elements of its own, and
 every rank sums them in the order of the chunks. So the result does not depend on which replica evaluated which chunk.
+
+A model on a GPU is evaluated there: the metrics of all chunks are read once, at the end.
 """
 
 from __future__ import annotations
@@ -27,12 +29,15 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
     """Return the mean loss and the accuracy. Collective: every rank gets the same values."""
     chunks = -(-len(data) // CHUNK)
     metrics = np.zeros((chunks, 2), np.float64)
+    computed: dict[int, tuple[Tensor, Tensor, int]] = {}
+    """Loss and hits of this rank's chunks, on the device, and their samples."""
     deadline = time.monotonic() + executor.settings.timeout_s
     holders = executor.plan.holders
     replicas = len(holders[0])
     modes = [(module, module.training) for one in executor.stage_states.values() for module in one.blocks]
     for module, _ in modes:
         module.eval()
+    executor.select_kernels()
     for stage_state in executor.stage_states.values():
         stage_state.sync_device_weights()
     out = data.allocate(CHUNK)
@@ -52,17 +57,18 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
                 assert value is not None, "a stage's input is loaded, received, or the previous stage's output"
                 value = executor.stage_states[stage].evaluate(value)
                 if stage == executor.last_stage:
-                    targets = data.batch(samples, epoch=0, seed=0, out=out)[1]
+                    targets = executor.stage_states[stage].read_targets(data, samples, out)
                     with torch.no_grad():
-                        loss = float(executor.criterion.value(value, targets))
-                    loss = executor.criterion.weighted_value(loss, len(samples), len(data))
-                    metrics[chunk] = loss, hits(value, targets)
+                        loss = executor.criterion.value(value, targets)
+                    computed[chunk] = loss, hits(value, targets), len(samples)
                 elif chain[stage + 1] != rank:
                     leaving = Instruction(InstructionKind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
                     executor.channel.send(leaving, value, deadline)
         executor.channel.endpoint.flush(deadline)
     finally:
         _restore(modes)
+    for chunk, (value, right, count) in computed.items():
+        metrics[chunk] = executor.criterion.weighted_value(float(value), count, len(data)), float(right)
     flat = metrics.reshape(-1)
     executor.context.communicator.run(
         Operation("all_reduce", flat.size, dtype("float64")), flat, flat, executor.settings.timeout_s

@@ -173,6 +173,7 @@ class PlanExecutor:
                 chain=chain,
             )
         self._first_stage = min(self.stage_states, default=0)
+        self._accelerator, self._usual_batch = accelerator, min(settings.batch_size, len(data))
         self.update_device = accelerator.device if accelerator is not None else CPU
         """Where the updates of the weights are computed."""
         self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
@@ -298,8 +299,14 @@ class PlanExecutor:
         self.computed = list(computed)
         self._deadline = self.activations.deadline = time.monotonic() + self.settings.timeout_s
         self.gradient_scale, self._busy = None, 0.0
+        self.select_kernels(len(samples))
         for stage_state in self.stage_states.values():
             stage_state.begin()
+
+    def select_kernels(self, samples: int | None = None) -> None:
+        """Select the GPU's kernels for a step of this many samples, or for other computations (None)."""
+        if self._accelerator is not None:
+            self._accelerator.select_kernels(samples is None or samples == self._usual_batch)
 
     def step(self, position: Position, samples: Indices, stop: bool = False, computed: Sequence[int] = ()) -> None:
         """Run the plan on these samples; the parameters are those of ``begin``."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hoop.collectives.object_collectives import all_gather_object
+from hoop.collectives.communicator import all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.config import format_size

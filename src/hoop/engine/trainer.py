@@ -40,6 +40,7 @@ from hoop.engine.progress_reporter import Evaluation, ProgressReporter
 from hoop.engine.roles.base import StepWork
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
+from hoop.engine.stage.accelerator import may_use_gpu
 from hoop.engine.stage.provenance import Provenance
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, StateVectors
 from hoop.engine.thread_pinning import pin_threads
@@ -177,7 +178,7 @@ class Trainer:
         """
         self._context, self._settings, self._emit, self._should_stop = context, settings, emit, should_stop
         self._created_at = time.perf_counter()
-        pin_threads(context, settings.threads_per_device, settings.pin)
+        pin_threads(context, settings.threads_per_device, settings.pin and not may_use_gpu(settings))
         self._data = job.data()
         job = with_criterion(job, self._data.train, settings.seed)
         self._schedule = StepSchedule(settings, len(self._data.train))
@@ -212,6 +213,11 @@ class Trainer:
         if joining and self._sharded is not None:
             return  # the first recovery decides which part of the model this rank holds
         self._set_up(job, resume, joining)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the current generation."""
+        return self._context.size
 
     def _set_up(self, job: Job, resume: bytes | None, joining: bool) -> None:
         """(1): builds this rank's part of the model, and loads the checkpoint or the arena's state."""

@@ -10,6 +10,5 @@ PUBLIC = (
     "chaos.run",
     "papers.catalog",
     "papers.experiment",
-    "papers.findings",
 )
 """Modules that other rooms may import."""

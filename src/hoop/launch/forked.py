@@ -39,9 +39,8 @@ from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.tasks import TrainFunction
 from hoop.topology import Address
 from hoop.wire.auth import Credentials
-from hoop.wire.local_token import LocalToken
 from hoop.wire.roles import Role
-from hoop.wire.tokens import Token, environment_value
+from hoop.wire.tokens import LocalToken, Token, environment_value
 
 STOP = b"s"
 START_S = 30.0

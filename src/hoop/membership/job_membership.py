@@ -2,7 +2,7 @@
 
     advance(job, event, cluster, now) -> job, instructions
 
-``servers.rank_assignment`` calls it and carries out the instructions. ``cluster`` is the state of
+``servers.job_supervisor`` calls it and carries out the instructions. ``cluster`` is the state of
 ``state_machine.step``: it holds each device's health, and the job's communicator, whose members are the job's ranks at
 the newest generation. ``JobView`` adds the stage of the job's task on each device:
 

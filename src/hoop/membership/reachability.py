@@ -1,6 +1,6 @@
 """Which devices cannot connect to each other, by the checks that follow a join. Pure: no clock, no I/O.
 
-``servers.join_check`` tries connections and reports them by the event ``LinksChecked``; ``State.unreachable`` holds
+``servers.link_checks`` tries connections and reports them by the event ``LinksChecked``; ``State.unreachable`` holds
 those that failed. A link between two devices needs both directions, because each end connects to the other. Devices
 that share memory need neither.
 

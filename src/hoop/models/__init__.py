@@ -7,5 +7,5 @@ from hoop.models.catalog import MODELS, build
 
 __all__ = ["MODELS", "build"]
 
-PUBLIC = ("catalog", "mlp", "softmax")
+PUBLIC = ("catalog", "vision")
 """Modules that other rooms may import."""

@@ -10,10 +10,7 @@ from torch import nn
 
 from hoop.errors import InvalidArgument, NotFound
 from hoop.models.gpt import gpt
-from hoop.models.lenet import lenet
-from hoop.models.mlp import mlp
-from hoop.models.mobilenet import mobilenetv2
-from hoop.models.softmax import softmax
+from hoop.models.vision import lenet, mlp, mobilenetv2, softmax
 
 MODELS: dict[str, Callable[..., nn.Sequential]] = {
     "softmax": softmax,

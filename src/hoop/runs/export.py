@@ -112,7 +112,7 @@ def _figures(one: TrainedModel, data: Dataset, criterion: Criterion) -> tuple[fl
             outputs = one.model(inputs).float()
             value = float(criterion.value(outputs, targets))
             loss += criterion.weighted_value(value, len(samples), len(data))
-            right += hits(outputs, targets)
+            right += float(hits(outputs, targets))
     return loss, right
 
 

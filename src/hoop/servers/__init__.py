@@ -9,9 +9,7 @@ PUBLIC = (
     "coordinator",
     "coordinator_service",
     "device",
-    "device_token",
     "grpc_server",
-    "journal_store",
     "lab_dialect",
     "tasks",
 )

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -23,11 +24,11 @@ from hoop.errors import DeadlineExceeded, HoopError, PeerCause, PeerLost
 from hoop.events import EventLog
 from hoop.membership import events as m
 from hoop.membership.failure_detector import DetectorConfig
-from hoop.membership.journal import Journal
+from hoop.membership.journal import FileJournal, Journal
 from hoop.membership.state import State
 from hoop.membership.state_machine import MAX_COMMUNICATORS, step
+from hoop.servers.etcd_journal import SCHEME, EtcdJournal, EtcdLocation
 from hoop.servers.grpc_server import check_exposure, serve
-from hoop.servers.journal_store import JournalLocation, open_journal
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.memory_order import MemoryOrder
 from hoop.texts import MAX_TEXT_BYTES
@@ -36,9 +37,9 @@ from hoop.wire.auth import Credentials
 from hoop.wire.channels import MAX_MESSAGE_BYTES, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
-from hoop.wire.local_token import LocalToken, forget
 from hoop.wire.roles import Role
 from hoop.wire.service import OnRefused, status_of, translate, unreachable
+from hoop.wire.tokens import LocalToken, forget
 
 log = logging.getLogger("hoop.servers")
 Request = TypeVar("Request")
@@ -53,6 +54,7 @@ JOURNAL_RETRY_S = 2.0
 """How long ``apply_with_retry`` tries to write to a journal that does not answer."""
 RETRY_PAUSE_S = 0.1
 COUNT_UNITS = ("dialect", "bytes", "elements", "auto")
+JournalLocation = Path | EtcdLocation
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class Coordinator:
             waited = True
             self.events.publish("coordinator_waiting", text)
 
-        self._journal = await open_journal(self.config.journal, self.config.detector, owner, on_waiting, on_lost)
+        self._journal = await _open_journal(self.config.journal, self.config.detector, owner, on_waiting, on_lost)
         self.state = self._journal.state
         if waited:
             usable = tuple(key for key, one in self.state.members.items() if one.usable)
@@ -325,3 +327,31 @@ class Coordinator:
             await channel.close(None)
         if self._journal is not None:
             self._journal.close()
+
+
+def journal_location(text: str, lease_s: float, tls: Path | None) -> JournalLocation:
+    """The location of a journal: a path, or ``etcd://…``. ``lease_s`` and ``tls`` apply to etcd only."""
+    return EtcdLocation.parse(text, lease_s, tls) if text.startswith(SCHEME) else Path(text)
+
+
+async def _open_journal(
+    location: JournalLocation,
+    config: DetectorConfig,
+    owner: str,
+    on_waiting: Callable[[str], None],
+    on_lost: Callable[[PeerLost], None],
+) -> Journal:
+    """Opens and reads a journal. Waits, without a deadline, for a journal in etcd that another coordinator owns.
+
+    ``owner``: a description of this coordinator for others. ``on_waiting`` is called with a text while this one waits,
+    ``on_lost`` when another coordinator has taken the journal over; both may be called from another thread.
+    """
+    if isinstance(location, Path):
+        return FileJournal(location, config, time.monotonic())
+    journal = EtcdJournal(location, owner, on_lost)
+    try:
+        await asyncio.to_thread(journal.open, config, on_waiting)
+    except BaseException:
+        journal.close()  # ends the wait of the thread
+        raise
+    return journal

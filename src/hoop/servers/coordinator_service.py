@@ -16,21 +16,19 @@ from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, Member
 from hoop.memory.allocator import MAX_NAME
 from hoop.servers import lab_service
-from hoop.servers.client_reports import ClientReports
 from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
 from hoop.servers.drains import Drains
+from hoop.servers.grpc_server import ClientReports
 from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
-from hoop.servers.join_check import JoinCheck
-from hoop.servers.link_diagnosis import LinkDiagnosis
+from hoop.servers.link_checks import JoinCheck, LinkDiagnosis
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, copy
 from hoop.topology import Address
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.job_settings import check_settings
-from hoop.wire.receiving import Receiving
-from hoop.wire.service import device_info, device_message, event_message, handlers
+from hoop.wire.service import Receiving, device_info, device_message, event_message, handlers
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
 

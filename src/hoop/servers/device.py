@@ -1,4 +1,8 @@
-"""A device server: an arena, its transports, and the gRPC services that use them."""
+"""A device server: an arena, its transports, and the gRPC services that use them.
+
+``hoop device`` calls ``wait_for_token`` first if it was given no credentials, so that no device listens without
+authentication by default.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import grpc
 
 from hoop.environment import versions
-from hoop.errors import FailedPrecondition, HoopError, OutOfMemory, ResourceExhausted
+from hoop.errors import FailedPrecondition, HoopError, OutOfMemory, ResourceExhausted, Unauthenticated
 from hoop.memory import Arena, DeviceMemory
 from hoop.memory.cuda_arena import GpuMemory
 from hoop.memory.gpu_driver import open_gpu
@@ -26,8 +31,7 @@ from hoop.memory.storage import default_directory
 from hoop.resources import arena_shortage, available_memory, in_memory
 from hoop.servers import device_service, lab_device
 from hoop.servers.advertised_address import check_reachable, host_towards, routes_to
-from hoop.servers.client_reports import ClientReports
-from hoop.servers.grpc_server import check_exposure, serve
+from hoop.servers.grpc_server import ClientReports, check_exposure, serve
 from hoop.servers.heartbeat import HeartbeatClient
 from hoop.servers.lab_dialect import Dialect
 from hoop.servers.lab_streams import MAX_OPEN, StreamTable
@@ -39,12 +43,15 @@ from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
 from hoop.wire.auth import Credentials
-from hoop.wire.channels import MAX_MESSAGE_BYTES
-from hoop.wire.receiving import Receiving
+from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff, channel_options
+from hoop.wire.generated import hoop_pb2 as pb
+from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import handlers
+from hoop.wire.service import Receiving, handlers, status_of, translate, unreachable
+from hoop.wire.tokens import Token, find_token, runtime_folder
 
 log = logging.getLogger("hoop.servers")
+TOKEN_CALL_S = 5.0
 ID_LABEL = "device_id"
 """The arena label that stores the device id, so that a restarted device gets the same id."""
 
@@ -291,3 +298,40 @@ def _check_memory(size: int, folder: Path) -> None:
         if in_memory(folder):
             raise ResourceExhausted(f"{shortage}, or a file on a disk with --arena")
         log.warning("%s: training will read and write the disk all the time", shortage)
+
+
+async def wait_for_token(coordinator: Addresses, timeout_s: float) -> Token:
+    """The token that this user's coordinator at a loopback address has written; waits until it is up.
+
+    Raises if the coordinator answers and there is none: it is another user's, has credentials, or is open to everybody.
+    """
+    backoff = Backoff("the coordinator", coordinator, timeout_s)
+    if (token := find_token(coordinator)) is not None:
+        return token
+    async with Credentials(Role.DEVICE).aio_channel(coordinator, Role.COORDINATOR, channel_options()) as channel:
+        stub = cast("pb_grpc.CoordinatorAsyncStub", pb_grpc.CoordinatorStub(channel))
+        for delay in backoff.delays():
+            try:
+                await stub.GetStatus(pb.GetStatusRequest(), timeout=TOKEN_CALL_S)
+            except grpc.RpcError as error:
+                if (token := find_token(coordinator)) is not None:  # written before the first call is answered
+                    return token
+                if not unreachable(error):
+                    if isinstance(translate(error), Unauthenticated):
+                        raise _no_token(coordinator) from None
+                    raise translate(error, f"the coordinator at {coordinator}") from None
+                backoff.record_failure(status_of(error))
+                await asyncio.sleep(delay)
+            else:
+                raise FailedPrecondition(
+                    f"the coordinator at {coordinator} accepts every caller (--insecure), and has no token for its "
+                    "devices; start this device with --insecure too, or the coordinator without"
+                )
+    raise backoff.timeout_error()
+
+
+def _no_token(coordinator: Addresses) -> Unauthenticated:
+    return Unauthenticated(
+        f"the coordinator at {coordinator} authenticates its callers, and {runtime_folder()} has no token for it: it "
+        "has one from a file, or is another user's; give its token with --token-file FILE, or HOOP_TOKEN"
+    )

@@ -47,11 +47,11 @@ from hoop.membership.failure_detector import DetectorConfig
 from hoop.membership.journal import Entry, decode, encode, restore, snapshot
 from hoop.membership.state import State
 from hoop.topology import Addresses
+from hoop.wire.auth import AUTHORITY, CERTIFICATE, KEY
 from hoop.wire.channels import MAX_MESSAGE_BYTES, Backoff
 from hoop.wire.generated import etcd_pb2 as pb
 from hoop.wire.generated import etcd_pb2_grpc as pb_grpc
 from hoop.wire.service import unreachable
-from hoop.wire.tls import AUTHORITY, CERTIFICATE, KEY
 from hoop.wire.tokens import check_private
 
 TRY_S = 1.0

@@ -1,9 +1,11 @@
-"""Starts a gRPC server at an address, and refuses to expose one without authentication."""
+"""Starts a gRPC server at an address, refuses to expose one without authentication, and reports refused lab calls."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import grpc
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
 from hoop.resources import descriptor_limit, raise_descriptor_limit
+from hoop.texts import printable
 from hoop.topology import Address, Addresses
 from hoop.wire.auth import LAB_SERVICES, Credentials
 from hoop.wire.channels import server_options
@@ -21,6 +24,11 @@ from hoop.wire.service import OnRefused
 log = logging.getLogger("hoop.servers")
 OPEN_FILES = 65536
 """A server raises its soft limit of open files if it is below this."""
+WINDOW_S = 10.0
+MAX_REPORTS = 20
+REPEAT_S = 60.0
+MAX_TEXT_BYTES = 1024
+"""Longer reports are shortened."""
 
 
 def check_exposure(address: Address, credentials: Credentials, insecure: bool, lab: bool = False) -> None:
@@ -101,3 +109,38 @@ def write_address_file(path: Path, address: Address | Addresses) -> None:
     if not path.parent.is_dir():
         raise FailedPrecondition(f"address file {path}: there is no folder {path.parent}; make it first")
     write_text(path, f"{address}\n")
+
+
+class ClientReports:
+    """Reports refused calls of the lab's clients to the operator: such clients often print no errors.
+
+    It passes texts on to ``report``. The number is bounded, so that a client that polls, or a hostile one, cannot flood
+    the log: the same text is reported once a minute, and at most ``MAX_REPORTS`` texts in ``WINDOW_S`` seconds.
+    """
+
+    def __init__(self, report: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report = report
+        self._clock = clock
+        self._reported: OrderedDict[str, float] = OrderedDict()
+        """By text, when it was last reported; the oldest first."""
+        self._window_began = clock()
+        self._in_window = 0
+
+    def refused(self, method: str, caller: str, status: str, text: str) -> None:
+        """A call was refused (``wire.service.OnRefused``)."""
+        self.add(f"{method} of the client at {caller or 'an unknown address'} was refused: {status}: {text}")
+
+    def add(self, text: str) -> None:
+        now, text = self._clock(), printable(text, MAX_TEXT_BYTES)
+        while self._reported and next(iter(self._reported.values())) <= now - REPEAT_S:
+            self._reported.popitem(last=False)
+        if text in self._reported:
+            return
+        if now - self._window_began >= WINDOW_S:
+            self._window_began, self._in_window = now, 0
+        self._in_window += 1
+        if self._in_window == MAX_REPORTS:
+            self._report(f"more calls of the lab's clients were refused; the rest of {WINDOW_S:g} s is not reported")
+        elif self._in_window < MAX_REPORTS:
+            self._reported[text] = now
+            self._report(text)

@@ -30,7 +30,7 @@ HAND_OVER_S = 15.0
 LEAVE_S = 3.0
 """Timeout of the leave call. It suffices for a busy coordinator: without the call the device counts as lost."""
 STALLED = 1 / 3
-"""Fraction of a lease: a task that waits longer for a peer without a byte reports a stall (``link_diagnosis``)."""
+"""Fraction of a lease: a task that waits longer for a peer without a byte reports a stall (``link_checks``)."""
 MAX_RETRY_S = 0.2
 """Longest pause before a member tries to reconnect: a restarted coordinator gives it one lease."""
 

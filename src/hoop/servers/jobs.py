@@ -5,7 +5,7 @@ client ── StartJob ──▶ coordinator ── StartTask ──▶ each dev
 client ◀── WatchJob ── coordinator                                   (3) from any event on, as often as wanted
 
 No training step waits for the coordinator. ``membership.job_membership`` decides which devices take part;
-``rank_assignment.JobSupervisor`` carries that out. The coordinator may be killed and restarted: its journal names the
+``job_supervisor.JobSupervisor`` carries that out. The coordinator may be killed and restarted: its journal names the
 jobs, and the devices, which kept training, send their events again.
 """
 
@@ -28,7 +28,7 @@ from hoop.membership.state import CommunicatorState, JobState
 from hoop.servers.coordinator import Coordinator
 from hoop.servers.job_record import JobRecord, follow_events, is_over
 from hoop.servers.job_supervisor import START_S, JobSupervisor
-from hoop.servers.join_check import JoinCheck
+from hoop.servers.link_checks import JoinCheck
 from hoop.servers.operations import OperationQueue, rank_assignment_message
 from hoop.topology import DeviceInfo
 from hoop.wire.generated import hoop_pb2 as pb

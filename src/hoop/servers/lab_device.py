@@ -11,8 +11,7 @@ import grpc
 
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument, NotFound
 from hoop.memory import DeviceMemory
-from hoop.servers.lab_dialect import AUTO, NUMBERS, Dialect
-from hoop.servers.lab_messages import check_known, device_metadata
+from hoop.servers.lab_dialect import AUTO, NUMBERS, Dialect, check_known, device_metadata
 from hoop.servers.lab_streams import Stream, StreamTable
 from hoop.servers.operation_runner import MAX_MEMBERS, MAX_TIMEOUT_S, OperationRunner
 from hoop.servers.operations import check_fits

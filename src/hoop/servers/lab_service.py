@@ -1,6 +1,6 @@
 """The coordinator's side of the lab's protocol (gpu_sim), over Hoop's communicators; ``lab_device`` has the device's.
 
-What its clients disagree about is in ``lab_dialect`` (numbers) and ``lab_counts`` (the unit of a count).
+What its clients disagree about, numbers and the unit of a count, is in ``lab_dialect``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from dataclasses import dataclass
 
 from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.membership.state import CommunicatorState, OperationOutcome
-from hoop.servers.client_reports import ClientReports
 from hoop.servers.coordinator import Coordinator
-from hoop.servers.lab_counts import FLOAT64_BYTES, CopyLengths, find_unit
-from hoop.servers.lab_dialect import AUTO, NUMBERS, Dialect, detect
-from hoop.servers.lab_messages import check_known, device_metadata
+from hoop.servers.grpc_server import ClientReports
+from hoop.servers.lab_dialect import (
+    AUTO,
+    FLOAT64_BYTES,
+    NUMBERS,
+    CopyLengths,
+    Dialect,
+    check_known,
+    detect,
+    device_metadata,
+    find_unit,
+)
 from hoop.servers.memory_order import MemoryRange
 from hoop.servers.operation_request import OperationRequest
 from hoop.servers.operations import OperationGroups, OperationQueue, check_fits, check_range, read, write

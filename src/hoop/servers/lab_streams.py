@@ -32,7 +32,7 @@ from hoop.errors import (
     ResourceExhausted,
 )
 from hoop.memory import DeviceMemory, dtype
-from hoop.servers.lab_messages import unknown_fields
+from hoop.servers.lab_dialect import unknown_fields
 from hoop.servers.memory_order import Access
 from hoop.servers.operation_runner import MAX_TIMEOUT_S
 from hoop.texts import printable

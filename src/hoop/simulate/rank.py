@@ -30,8 +30,13 @@ from hoop.plan.instructions import (
 from hoop.plan.rules import ListRule, Rule, round_robin
 from hoop.simulate.clock import Clock, Group, Network, Process
 from hoop.simulate.cost_model import Machine
-from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
-from hoop.simulate.reduction_cost import FLOAT_BYTES, ReductionCosts, reduction_seconds
+from hoop.simulate.instruction_cost import (
+    FLOAT_BYTES,
+    InstructionCosts,
+    ReductionCosts,
+    ReplicationCosts,
+    reduction_seconds,
+)
 from hoop.simulate.result import RankAccount, TracedSpan
 
 SHM_BLOCK_BYTES = 64 * 1024

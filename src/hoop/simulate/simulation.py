@@ -23,9 +23,15 @@ from hoop.plan.rules import ListRule, Rule
 from hoop.simulate.clock import Clock, Group, Network
 from hoop.simulate.cluster import Cluster
 from hoop.simulate.cost_model import Costs
-from hoop.simulate.instruction_cost import InstructionCosts, ReplicationCosts
+from hoop.simulate.instruction_cost import (
+    MAX_EXECUTED_MESSAGES,
+    ORDERED,
+    InstructionCosts,
+    ReductionCosts,
+    ReplicationCosts,
+    check_algorithm,
+)
 from hoop.simulate.rank import GroupReduction, Outage, SimulatedRank, SimulatedStragglers, SimulationContext
-from hoop.simulate.reduction_cost import MAX_EXECUTED_MESSAGES, ORDERED, ReductionCosts, check_algorithm
 from hoop.simulate.result import SimulationResult
 from hoop.strategies.base import Strategy
 from hoop.strategies.data_parallel import DataParallel

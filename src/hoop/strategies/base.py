@@ -53,6 +53,21 @@ class Strategy(Protocol):
         """The rule that a rank follows for ``steps`` steps; None: it runs its list of the plan once per step."""
 
 
+class SynchronousStrategy:
+    """Base of strategies in which every rank runs its list of the plan: one version of the weights, and no rule."""
+
+    @property
+    def synchronous(self) -> bool:
+        return True
+
+    @property
+    def versions(self) -> int:
+        return 1
+
+    def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
+        return None
+
+
 def check_sizes(
     devices: int,
     num_microbatches: int,

@@ -16,24 +16,15 @@ from typing import ClassVar
 
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
-from hoop.plan.rules import Rule
-from hoop.strategies.base import check_sizes, split_microbatches
+from hoop.strategies.base import SynchronousStrategy, check_sizes, split_microbatches
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(SynchronousStrategy):
     """Every device holds the model; gradients are all-reduced once per step."""
 
     name: ClassVar[str] = "data"
     replicated: ClassVar[bool] = True
-
-    @property
-    def synchronous(self) -> bool:
-        return True
-
-    @property
-    def versions(self) -> int:
-        return 1
 
     @property
     def spec(self) -> str:
@@ -52,9 +43,6 @@ class DataParallel:
             (*forward_backward(share), *end) for share in split_microbatches(num_microbatches, devices, speeds)
         )
         return Plan(num_microbatches, (tuple(range(devices)),), ranks)
-
-    def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
-        return None
 
 
 def forward_backward(microbatches: Sequence[int]) -> Iterator[Instruction]:

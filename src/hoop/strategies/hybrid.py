@@ -17,13 +17,12 @@ from typing import ClassVar
 from hoop.errors import InvalidArgument
 from hoop.plan.builder import build_plan
 from hoop.plan.plan import Plan
-from hoop.plan.rules import Rule
-from hoop.strategies.base import check_count, check_sizes, split_microbatches
+from hoop.strategies.base import SynchronousStrategy, check_count, check_sizes, split_microbatches
 from hoop.strategies.pipeline import SCHEDULES, check_schedule
 
 
 @dataclass(frozen=True)
-class Hybrid:
+class Hybrid(SynchronousStrategy):
     """Data-parallel replicas, each a pipeline; each replica computes its share of the shards."""
 
     replicas: int = 2
@@ -37,14 +36,6 @@ class Hybrid:
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.slices)
         check_count("replicas", self.replicas, "there is at least 1")
-
-    @property
-    def synchronous(self) -> bool:
-        return True
-
-    @property
-    def versions(self) -> int:
-        return 1
 
     @property
     def spec(self) -> str:
@@ -77,9 +68,6 @@ class Hybrid:
         ]
         holders = [range(stage % depth, devices, depth) for stage in range(self.stages(devices))]
         return build_plan(num_microbatches, holders, lines)
-
-    def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
-        return None
 
     def _depth(self, devices: int) -> int:
         """Devices per replica."""

@@ -31,8 +31,7 @@ from hoop.errors import InvalidArgument
 from hoop.plan.builder import build_plan
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
-from hoop.plan.rules import Rule
-from hoop.strategies.base import check_sizes, check_slices
+from hoop.strategies.base import SynchronousStrategy, check_sizes, check_slices
 
 Order = Iterator[Instruction]
 """A rank's forwards and backwards in order. ``ranks`` below is p, ``slices`` is v."""
@@ -109,7 +108,7 @@ SCHEDULES: dict[str, Callable[[int, int, range, int], Order]] = {
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(SynchronousStrategy):
     """Pipeline stages under a fixed schedule: 1f1b, gpipe, interleaved or zero-bubble."""
 
     schedule: str = "1f1b"
@@ -121,14 +120,6 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.slices)
-
-    @property
-    def synchronous(self) -> bool:
-        return True
-
-    @property
-    def versions(self) -> int:
-        return 1
 
     @property
     def spec(self) -> str:
@@ -152,9 +143,6 @@ class Pipeline:
         order = SCHEDULES[self.schedule]
         lines = [list(order(rank, devices, range(num_microbatches), self.slices)) for rank in range(devices)]
         return build_plan(num_microbatches, holders, lines)
-
-    def rule(self, plan: Plan, rank: int, steps: int = 1) -> Rule | None:
-        return None
 
 
 def check_schedule(schedule: str, slices: int) -> None:

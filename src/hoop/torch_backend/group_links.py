@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from hoop.collectives.communicator import Communicator, PreparedOperation
-from hoop.collectives.exchange import exchange
+from hoop.collectives.link_executor import all_to_all_v
 from hoop.collectives.registry import Operation
 from hoop.collectives.work_queue import PendingWork
 from hoop.errors import CollectiveMismatch, DeadlineExceeded, HoopError, MembershipChanged, PeerError, PeerLost
@@ -118,7 +118,7 @@ class GroupLinks:
             if len(self._calls) >= _CACHE_SIZE:
                 self._calls.clear()
             call = self._calls[description] = self._communicator.call(str(description))
-        exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
+        all_to_all_v(self._communicator.endpoint, call, sources, destinations, time.monotonic() + timeout)
 
     def submit(self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False) -> None:
         """Queues a job behind the jobs submitted before it, and returns at once.

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import ReduceOptions
 
 from hoop.collectives.compression import compressor
 from hoop.errors import HoopError, InvalidArgument
-from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, profile, rendezvous
+from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, rendezvous
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.p2p import MessageKind, P2PRequest
 from hoop.torch_backend.tensor_views import (
@@ -43,7 +43,7 @@ from hoop.torch_backend.tensor_views import (
     reduction_for,
     split,
 )
-from hoop.torch_backend.work import DONE, CoalescedWork, HoopWork
+from hoop.torch_backend.work import DONE, CoalescedWork, HoopWork, profiler_enabled, record_in_profiler
 from hoop.transport import Transport
 
 INLINE_ALL_REDUCE_BYTES = 1 << 20
@@ -96,7 +96,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         ``results``: the tensors that the work's future holds. ``inputs``: the tensors that the profiler records.
         """
         self._operations_started += 1
-        asynchronous, profiled = getattr(options, "asyncOp", True), profile.enabled()
+        asynchronous, profiled = getattr(options, "asyncOp", True), profiler_enabled()
         timeout = self._timeout_of(options)
         if not asynchronous and not profiled and self._links.work_queue.try_acquire():
             try:
@@ -105,7 +105,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._links.work_queue.release()
             return DONE
         work = HoopWork(title, results)
-        end_event = profile.record(work, title, inputs) if profiled else None
+        end_event = record_in_profiler(work, title, inputs) if profiled else None
         try:
             self._links.submit(work, job, timeout)
             if not asynchronous:
@@ -125,7 +125,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         If the other ranks do not arrive within 2 ms, the work queue runs the rest, ahead of all queued jobs.
         """
         links = self._links
-        if profile.enabled() or not links.work_queue.try_acquire():
+        if profiler_enabled() or not links.work_queue.try_acquire():
             return None
         self._operations_started += 1
         work = HoopWork("all_reduce", results)
@@ -432,7 +432,7 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if peer is not None and not 0 <= peer < self._links.size:
             raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
         links, timeout = self._links, self._links.timeout
-        end_event = profile.record(work, work.title, tensors) if profile.enabled() else None
+        end_event = record_in_profiler(work, work.title, tensors) if profiler_enabled() else None
 
         def on_complete(error: HoopError | None, source: int) -> None:
             if error is None:

@@ -1,4 +1,4 @@
-"""The ``Work`` objects that a process group's operations return."""
+"""The ``Work`` objects that a process group's operations return, and their events in torch's profiler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _autograd
 from torch.distributed import Work
 
 from hoop.collectives.work_queue import PendingWork
@@ -15,6 +16,9 @@ from hoop.errors import DeadlineExceeded
 from hoop.torch_backend.errors import torch_error
 
 NO_TIMEOUT = timedelta(0)
+profiler_enabled = _autograd._profiler_enabled
+ENDS_IN_ANY_THREAD = torch.__version__ >= "2.12"  # TorchVersion compares as a version, not as text
+"""Whether an event may end in another thread than it began in; torch before 2.12 drops such an event."""
 
 
 class HoopWork(PendingWork, Work):
@@ -142,3 +146,20 @@ class CoalescedWork(HoopWork):
 DONE = HoopWork("done")
 """Returned by synchronous operations that have finished already; torch only asks it whether it is completed."""
 DONE.finish()
+
+
+def record_in_profiler(work: HoopWork, title: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None] | None:
+    """Begins an event of torch's profiler, with the shapes of the tensors, that ends when the work is finished.
+
+    With torch before 2.12 it returns the function that ends the event. The caller's thread must call it when the
+    operation has finished or has been queued.
+    """
+    handle = _autograd._record_function_with_args_enter(f"hoop:{title}", *tensors)
+
+    def end() -> None:
+        _autograd._record_function_with_args_exit(handle)
+
+    if not ENDS_IN_ANY_THREAD:
+        return end
+    work.on_finish = end
+    return None

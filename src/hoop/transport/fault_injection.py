@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from hoop.transport.tcp_socket import SOCKET_WRAPPERS
+from hoop.transport.tcp_link import SOCKET_WRAPPERS
 
 
 class FaultySocket:

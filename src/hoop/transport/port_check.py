@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hoop.errors import LinkCorrupted, PeerLost
 from hoop.topology import Address
 from hoop.transport.auth_handshake import authenticate, read_exactly
-from hoop.transport.tcp_socket import connect
+from hoop.transport.tcp_link import connect
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 CONNECT_S = 3.0

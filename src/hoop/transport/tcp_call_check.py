@@ -26,7 +26,7 @@ from hoop.errors import CollectiveMismatch, HoopError, LinkCorrupted
 from hoop.topology import Address
 from hoop.transport.auth_handshake import authenticate, read_exactly
 from hoop.transport.call_check import Call, length_mismatch_error, mismatch_error, operations_ahead
-from hoop.transport.tcp_socket import connect
+from hoop.transport.tcp_link import connect
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 FIRST_QUERY_S = 0.2

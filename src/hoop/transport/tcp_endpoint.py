@@ -42,10 +42,20 @@ from hoop.topology import Address
 from hoop.transport.auth_handshake import authenticate
 from hoop.transport.base import Endpoint, LinkStats, PendingBuffers, PendingSend, remaining
 from hoop.transport.call_check import Call
-from hoop.transport.retransmit import CHECKED_BYTES, PIECE_BYTES, CheckedFrame, CheckedMessage, RetransmitBuffer
 from hoop.transport.semaphore import spins_before_yield
 from hoop.transport.tcp_call_check import CallCheck
-from hoop.transport.tcp_socket import GAVE_UP, IncomingLink, OutgoingLink, closing_frame, connect
+from hoop.transport.tcp_link import (
+    CHECKED_BYTES,
+    GAVE_UP,
+    PIECE_BYTES,
+    CheckedFrame,
+    CheckedMessage,
+    IncomingLink,
+    OutgoingLink,
+    RetransmitBuffer,
+    closing_frame,
+    connect,
+)
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind, pack_header
 
 log = logging.getLogger("hoop.transport")

@@ -26,7 +26,7 @@ from hoop.transport.auth_handshake import Greeting
 from hoop.transport.base import Endpoint, Transport
 from hoop.transport.tcp_call_check import MismatchFrame, no_collective_answer
 from hoop.transport.tcp_endpoint import REPLY_POLL_S, TcpEndpoint
-from hoop.transport.tcp_socket import HELLO_DAMAGED, closing_frame
+from hoop.transport.tcp_link import HELLO_DAMAGED, closing_frame
 from hoop.wire.frames import HEADER_BYTES, FrameHeader, FrameKind
 
 HELLO_TIMEOUT_S = 5.0

@@ -10,11 +10,8 @@ PUBLIC = (
     "channels",
     "frames",
     "job_settings",
-    "local_token",
-    "receiving",
     "roles",
     "service",
-    "tls",
     "tokens",
 )
 """Modules that other rooms may import."""

@@ -5,10 +5,15 @@ server port; nothing else opens one. ``Guard`` checks each call before its messa
 ``authorization`` has a proof of the caller's role for this call (``proofs``); other programs send a client's token
 instead, ``Bearer …``. With certificates the TLS connection identifies the caller. Access is denied by default: a method
 that is missing from the table of roles cannot be called.
+
+A certificate names a role, not a host: the common name is the role (``device``), and callers expect the server name
+``device.hoop``. The files can therefore be copied to any machine, and a device's certificate is not accepted as the
+coordinator's. ``hoop certs`` makes them.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,12 +25,52 @@ import grpc
 from hoop.errors import HoopError, InvalidArgument, NotFound, PermissionDenied, Unauthenticated
 from hoop.topology import Address, Addresses
 from hoop.wire.channels import Options
-from hoop.wire.proofs import COORDINATOR_TARGET, SCHEME, Prover, Verdict, Verifier
-from hoop.wire.proved_channel import CHALLENGE_KEY, HEADER, ProvedChannel
+from hoop.wire.proofs import CHALLENGE_KEY, COORDINATOR_TARGET, HEADER, SCHEME, ProvedChannel, Prover, Verdict, Verifier
 from hoop.wire.roles import ALLOWED, Role
 from hoop.wire.service import ERROR_CLASS_KEY, PROVED_DIGEST, OnRefused, host_of
-from hoop.wire.tls import Certificates, certificate_name
-from hoop.wire.tokens import Token, environment_value
+from hoop.wire.tokens import Token, environment_value, read_credential
+
+AUTHORITY, CERTIFICATE, KEY, LINK_KEY = "ca.pem", "cert.pem", "key.pem", "links.key"
+"""File names in a role's folder; only devices have ``links.key``."""
+_MAX_FILE_BYTES = 1 << 20
+
+
+def certificate_name(role: Role) -> str:
+    """The server name that a caller expects in the certificate of a server with this role."""
+    return f"{role}.hoop"
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The TLS files of one role."""
+
+    authority: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+    link_key: bytes = field(default=b"", repr=False)
+    """Key that authenticates data links."""
+
+    @classmethod
+    def load(cls, folder: Path, role: Role) -> Certificates:
+        """Load from a role's folder, or from the output folder of ``hoop certs``, which has one folder a role."""
+        folder = folder / role if (folder / role).is_dir() else folder
+
+        def content(name: str) -> bytes:
+            try:
+                return read_credential(folder / name, _MAX_FILE_BYTES, private=name in (KEY, LINK_KEY))
+            except OSError as error:
+                raise NotFound(
+                    f"--tls {folder}: {name}: {error.strerror}; make a folder a role with: hoop certs DIR"
+                ) from None
+
+        link_key = b""
+        if role is Role.DEVICE:
+            text = content(LINK_KEY).strip()
+            if not re.fullmatch(rb"[0-9a-f]{64}", text):
+                raise InvalidArgument(f"{folder / LINK_KEY}: not a key; make the certificates again: hoop certs DIR")
+            link_key = bytes.fromhex(text.decode())
+        return cls(content(AUTHORITY), content(CERTIFICATE), content(KEY), link_key)
+
 
 _AUTH_HELP = (
     "give the cluster's with --token-file FILE or HOOP_TOKEN; other programs send the metadata "

@@ -64,7 +64,7 @@ def server_options(max_message: int = MAX_MESSAGE_BYTES, max_connections: int | 
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_concurrent_streams", 4096),
-        # Of a request that is not read yet, 64 KiB come (``wire.receiving``). Measurements of the connection would
+        # Of a request that is not read yet, 64 KiB come (``service.Receiving``). Measurements of the connection would
         # raise that to megabytes. What is read has a window as large as its message.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", 64 * 1024),

@@ -13,13 +13,11 @@ import pytest
 
 from hoop.data.mnist import mnist
 from hoop.errors import NotFound
-from hoop.lab.papers.catalog import STUDIES, study_named
-from hoop.lab.papers.experiment import busy_cores
-from hoop.lab.papers.findings import Findings, How, Verdict, make_table, stored_claims
+from hoop.lab.papers.catalog import STUDIES, study_named, summary
+from hoop.lab.papers.experiment import Findings, How, Verdict, busy_cores, make_table, stored_claims
 from hoop.lab.papers.mnist_pipeline import listing_3
 from hoop.lab.papers.predicted import all_reduce_seconds
 from hoop.lab.papers.subset import subset_of
-from hoop.lab.papers.summary import summary
 from hoop.simulate.cluster import Link
 
 ROOT = Path(__file__).resolve().parents[3]

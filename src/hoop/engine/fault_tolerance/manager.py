@@ -23,7 +23,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from hoop.collectives.object_collectives import any_rank
+from hoop.collectives.communicator import any_rank
 from hoop.collectives.rank_context import RankContext
 from hoop.data.dataset import Splits
 from hoop.engine.fault_tolerance.local_persistence import StepLog

@@ -30,8 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import all_gather_object
+from hoop.collectives.communicator import Communicator, all_gather_object
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
 from hoop.collectives.shard_tree import MergePlan, merge_plan

@@ -1,10 +1,11 @@
 """The role of a data parallel rank whose state stays on a GPU: steps are launched there, ahead of the host.
 
-A stride of steps is run between two synchronisation points. Within it the host prepares a step while the GPU computes
-the one before, and waits for the GPU only to meet the other ranks:
+A stride of steps is run between two synchronisation points. Within it the host prepares steps while the GPU computes
+earlier ones, and waits for the GPU only to meet the other ranks. Samples that are on the GPU already need only their
+indices, which the host sends for several steps at once; otherwise each step is sent alone:
 
-    host    load 0 | launch 0 | load 1 | launch 1 | load 2 | …        read the tails of all steps, once
-    GPU            | step 0            | step 1            | …
+    host    load 0 | launch 0 | load 1 to 16 | launch 1 | load 17 to 32 | …      read the tails of all steps, once
+    GPU            | step 0                  | step 1                   | …
 
 Losses, votes and provenance are in the tails, as on the CPU; they arrive together at the end of the stride.
 
@@ -46,6 +47,8 @@ STRIDE_S = 0.25
 """Seconds that a stride should take: as long as a request to stop may wait."""
 MAX_SLEEP_S = 2.0
 """A process that was stopped (SIGSTOP) did not compute all the time."""
+LOADED_STEPS = 16
+"""Steps that are loaded at once, if the samples are on the GPU."""
 LOADED_BYTES = 256 << 20
 """Host memory for the batches of a stride, where the dataset is not resident."""
 
@@ -85,6 +88,10 @@ class ResidentRole(RankRole):
             Instruction(kind, 0) for kind in (InstructionKind.FORWARD, InstructionKind.REDUCE)
         )
         self._works: Sequence[StepWork] = ()
+        self._load_ahead = LOADED_STEPS if self._loader.resident else 1
+        """Steps that are loaded at once."""
+        self._loaded = 0
+        """Steps of the stride under way whose load was launched."""
         self._finished = 0
         """Steps of the stride under way whose update was launched."""
         self._meetings = 0
@@ -167,11 +174,14 @@ class ResidentRole(RankRole):
         self._inputs.begin()
         steps = [self._step_for(len(work.samples)) for work in works]
         state.on_device_steps()
-        self._load(0, stop)
+        self._loaded, awaited = 0, 0
+        self._load(1, stop)
         for index, (work, step) in enumerate(zip(works, steps, strict=True)):
             executor.rate = work.rate
-            if self._upload_stream is not None:
-                torch.cuda.current_stream(state.accelerator.device).wait_stream(self._upload_stream)
+            if index == awaited:
+                if self._upload_stream is not None:
+                    torch.cuda.current_stream(state.accelerator.device).wait_stream(self._upload_stream)
+                awaited = self._loaded
             if self._inputs.exact_rate is not None:
                 self._inputs.exact_rate = work.rate
             done = work.position.done
@@ -180,12 +190,14 @@ class ResidentRole(RankRole):
             self._call_hooks(done, self._before_reduce)
             if self._peers is None:
                 step.whole()
-                self._load(index + 1, stop)
+                if self._loaded == awaited:
+                    self._load(self._load_ahead, stop)
                 executor.profiler.record(self._compute, started, now())
             else:
                 number = self._meetings % SETS
                 step.compute(number)
-                self._load(index + 1, stop)
+                if self._loaded == awaited:
+                    self._load(self._load_ahead, stop)
                 self._meet_and_finish(step, self._peers, number, done, started)
             self._finished += 1
             executor.steps_updated = done + 1
@@ -216,26 +228,30 @@ class ResidentRole(RankRole):
             for instruction in instructions:
                 hook(done + 1, instruction)
 
-    def _load(self, index: int, stop: bool) -> None:
-        """Bring samples, learning rate and this rank's tail of a step of the stride to the GPU."""
-        if index >= len(self._works):
+    def _load(self, count: int, stop: bool) -> None:
+        """Bring samples, learning rate and this rank's tail of the next ``count`` steps of the stride to the GPU."""
+        first, works = self._loaded, self._works[self._loaded : self._loaded + count]
+        if not works:
             return
-        work, shards = self._works[index], self.executor.plan.num_microbatches
-        parts = [shard(work.samples, micro, shards) for micro in self._merge_plan.order]
-        tail = self._inputs.load(index, work.rate, work.position.done)
-        tail[:] = 0
-        tail[SAMPLES] = sum(map(len, parts))
-        tail[STOP], tail[MOVE] = float(stop), float(self.executor.context.reassignment_ready())
-        for micro, part in zip(self._merge_plan.order, parts, strict=True):
-            if len(part):
-                mark(tail[TAIL:], micro % shards, self._state.device_id, sample_fingerprint(part))
+        order, shards, device = self._merge_plan.order, self.executor.plan.num_microbatches, self._state.device_id
+        move = float(self.executor.context.reassignment_ready())
+        steps: list[Indices] = []
+        for index, work in enumerate(works, start=first):
+            parts = [shard(work.samples, micro, shards) for micro in order]
+            steps.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
+            tail = self._inputs.load(index, work.rate, work.position.done)
+            tail[:] = 0
+            tail[SAMPLES], tail[STOP], tail[MOVE] = len(steps[-1]), float(stop), move
+            for micro, part in zip(order, parts, strict=True):
+                if len(part):
+                    mark(tail[TAIL:], micro % shards, device, sample_fingerprint(part))
         stream: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._upload_stream is not None:
             stream = torch.cuda.stream(self._upload_stream)
         with stream:
-            samples: Indices = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-            self._loader.load(index, samples, work.position.epoch)
-            self._inputs.send(index)
+            self._loader.load(first, steps, works[0].position.epoch)
+            self._inputs.send(first, first + len(works))
+        self._loaded += len(works)
 
     def _read_tails(self) -> list[float]:
         """Wait for the launched steps, and read their tails; returns the mean losses."""

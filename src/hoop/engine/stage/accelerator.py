@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.registry import Operation
@@ -27,6 +29,12 @@ from hoop.memory.dtypes import dtype
 from hoop.memory.gpu_driver import CudaGpu, EmulatedGpu
 
 log = logging.getLogger("hoop.engine")
+DEVICE_ERRORS: tuple[type[Exception], ...] = (
+    torch.OutOfMemoryError,
+    # Since PyTorch 2.8; before, other CUDA errors have the class of any error, and fail the job.
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
+"""Errors of one GPU: out of memory, a device-side assert, an illegal address."""
 
 
 class _CudaVector:
@@ -46,10 +54,16 @@ class Accelerator:
     """The GPU that a rank computes on; sets up deterministic kernels when it is made."""
 
     def __init__(
-        self, device: torch.device, tf32: bool = False, capacity: int = 0, opened: list[CudaArena] | None = None
+        self,
+        device: torch.device,
+        tf32: bool = False,
+        capacity: int = 0,
+        compiled_kernels: bool = False,
+        opened: list[CudaArena] | None = None,
     ) -> None:
         """``capacity``: bytes of the arena on a GPU, which is allocated when it is first used.
 
+        ``compiled_kernels``: cuDNN compiles kernels for each shape, for seconds: ``select_kernels`` avoids it.
         ``opened``: the device's list of such arenas, for its status.
         """
         self._opened = [] if opened is None else opened
@@ -57,6 +71,7 @@ class Accelerator:
         self.arena: CudaArena | None = None
         """The device's memory on the GPU; None before it is used."""
         self.capacity = capacity
+        self._compiled_kernels = compiled_kernels
         self.cuda = device.type == "cuda"
         if self.cuda:
             torch.cuda.set_device(device)  # for this thread
@@ -136,6 +151,34 @@ class Accelerator:
         """Memory of the GPU that no process has allocated; emulated, that of the host."""
         return self.memory()[0]
 
+    def select_kernels(self, usual: bool) -> None:
+        """Select the kernels of the next computations, which have the usual number of samples, or another.
+
+        For depthwise convolutions in bfloat16 cuDNN compiles a kernel for each shape: 6 s for the batch at the end of
+        an epoch of MobileNetV2, which has fewer samples and is one step of hundreds. PyTorch's own kernels are slower
+        and compiled already, so such a batch is computed with them, by every strategy.
+        """
+        if self.cuda and self._compiled_kernels:
+            torch.backends.cudnn.enabled = usual
+
+    @contextlib.contextmanager
+    def no_compilation(self, modules: nn.Module) -> Iterator[None]:
+        """Inside, the forward of these modules compiles no kernel: depthwise convolutions use PyTorch's own.
+
+        Evaluations have another number of samples than training, and few of them are made.
+        """
+        hooks: list[RemovableHandle] = []
+        if self.cuda and self._compiled_kernels:
+            for one in modules.modules():
+                if isinstance(one, nn.Conv2d) and one.groups > 1:
+                    hooks.append(one.register_forward_pre_hook(lambda *_: self.select_kernels(False)))
+                    hooks.append(one.register_forward_hook(lambda *_: self.select_kernels(True)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def allow_nondeterministic(self) -> None:
         """Let operations run that have no deterministic kernel; PyTorch warns of each."""
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -144,6 +187,13 @@ class Accelerator:
         """Wait until all computations and copies are done."""
         if self.cuda:
             torch.cuda.current_stream(self.device).synchronize()
+
+
+def may_use_gpu(settings: Settings) -> bool:
+    """Whether this process may compute on a GPU. Its thread launches kernels then, on any core that is free."""
+    return (
+        settings.accelerator in ("auto", "cuda") and torch.version.cuda is not None and bool(torch.cuda.device_count())
+    )
 
 
 def select_accelerator(context: RankContext, settings: Settings) -> Accelerator | None:
@@ -166,8 +216,13 @@ def select_accelerator(context: RankContext, settings: Settings) -> Accelerator 
             f"{f': {problem}' if problem else ''}; or use --accelerator auto or cpu"
         )
     index, _ = context.local_rank_and_size
-    device = torch.device("cuda", index % torch.cuda.device_count())
-    return Accelerator(device, settings.tf32, context.arena.capacity, context.gpu_arenas)
+    return Accelerator(
+        torch.device("cuda", index % torch.cuda.device_count()),
+        settings.tf32,
+        context.arena.capacity,
+        compiled_kernels=settings.channels_last or settings.precision == "bfloat16",
+        opened=context.gpu_arenas,
+    )
 
 
 def _cuda_problem() -> str:

@@ -57,19 +57,20 @@ def loss_named(name: str) -> Loss:
     return LOSSES[name]
 
 
-def hits(outputs: Tensor, targets: Tensor) -> float:
+def hits(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the number of samples classified correctly; of a sequence, the fraction of its positions.
 
+    The result is a scalar on the device of the outputs.
     Classes are the last dimension of the outputs or, as for ``nn.CrossEntropyLoss``, the second. Returns 0 for
     regression, and for shapes that are not those of a classification.
     """
     if targets.is_floating_point() or outputs.dim() < 2:
-        return 0.0
+        return torch.zeros((), device=outputs.device)
     for dim in (-1, 1):
         if outputs.select(dim, 0).shape == targets.shape:
             correct = (outputs.argmax(dim) == targets).float()
-            return float(correct.sum()) if correct.dim() == 1 else float(correct.flatten(1).mean(1).sum())
-    return 0.0
+            return correct.sum() if correct.dim() == 1 else correct.flatten(1).mean(1).sum()
+    return torch.zeros((), device=outputs.device)
 
 
 def function_name(function: Loss) -> str:

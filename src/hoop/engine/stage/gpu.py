@@ -141,7 +141,7 @@ class CudaGraphStage(Stage):
 
     def _acquire_lane(self, inputs: Tensor) -> _GraphLane | None:
         """Return a free lane or capture a new one; None if this micro-batch is computed without a graph."""
-        if len(inputs) != self._rows:
+        if len(inputs) != self._rows or not torch.backends.cudnn.enabled:  # see ``Accelerator.select_kernels``
             return None
         if self._can_capture is None:
             self._can_capture = self._warm_up(inputs)

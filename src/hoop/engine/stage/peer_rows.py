@@ -24,8 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hoop.collectives.communicator import Communicator
-from hoop.collectives.object_collectives import all_gather_object
+from hoop.collectives.communicator import Communicator, all_gather_object
 from hoop.collectives.ordered_all_reduce import OrderedAllReduce
 from hoop.collectives.reduction import Array
 from hoop.collectives.shard_tree import Leaf, MergePlan, Sum, sum_expression

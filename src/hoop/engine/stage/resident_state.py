@@ -180,6 +180,13 @@ class ResidentStageState(StageState):
         rows = torch.from_numpy(resident.rows(samples, epoch=0, seed=0))
         return resident.inputs(self.to_device(rows))
 
+    def read_targets(self, data: Dataset, samples: Indices, out: Batch) -> Tensor:
+        resident = self.resident_data(data)
+        if resident is None:
+            return self.to_device(super().read_targets(data, samples, out))
+        rows = torch.from_numpy(resident.rows(samples, epoch=0, seed=0))
+        return resident.targets(self.to_device(rows))
+
     def resident_data(self, data: Dataset) -> ResidentData | None:
         """The samples of a dataset on the GPU; None if they do not fit there. They are copied when first used."""
         if id(data) not in self._resident_data:
@@ -188,7 +195,9 @@ class ResidentStageState(StageState):
         return self._resident_data[id(data)]
 
     def evaluate(self, inputs: Tensor) -> Tensor:
-        return self.lane(0).stage.evaluate(self.to_memory_format(self.to_device(inputs))).cpu()
+        lane = self.lane(0)
+        with self.accelerator.no_compilation(lane.modules):
+            return lane.stage.evaluate(self.to_memory_format(self.to_device(inputs)))
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return self.accelerator.upload(tensor)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,27 +48,40 @@ class BatchLoader:
     """
 
     def __init__(self, data: Dataset, state: ResidentStageState, seed: int, steps: int, samples: int) -> None:
-        """``steps``: steps of a stride. ``samples``: the most that this rank has in a step."""
+        """``steps``: steps of a stride. ``samples``: the most that a step has, in all ranks."""
         self._data, self._seed, accelerator = data, seed, state.accelerator
+        self.usual_batch = min(samples, len(data))
+        """Samples of every global batch but the last of an epoch."""
         self._resident = state.resident_data(data)
         shapes = [(tuple(one.shape), one.dtype) for one in data.allocate(samples)]
         if self._resident is not None:
             shapes = [((samples, self._resident.columns), torch.int64)]
         self._host = [accelerator.pinned_buffer(steps, *shape, dtype=dtype) for shape, dtype in shapes]
+        self._host_arrays = [one.numpy() for one in self._host]
         self._device = [torch.zeros_like(one, device=accelerator.device) for one in self._host]
 
-    def load(self, index: int, samples: Indices, epoch: int) -> None:
-        """Bring the samples of step ``index`` of the stride to the GPU, on the current stream."""
-        count = len(samples)
-        if not count:
-            return
-        if self._resident is not None:
-            self._host[0][index].numpy()[:count] = self._resident.rows(samples, epoch=epoch, seed=self._seed)
-        else:
-            out = (self._host[0][index], self._host[1][index])
-            self._data.batch(samples, epoch=epoch, seed=self._seed, out=out)
-        for device, host in zip(self._device, self._host, strict=True):
-            device[index, :count].copy_(host[index, :count], non_blocking=True)
+    @property
+    def resident(self) -> bool:
+        """The samples are on the GPU, and a step's load is small."""
+        return self._resident is not None
+
+    def load(self, first: int, steps: Sequence[Indices], epoch: int) -> None:
+        """Bring the samples of the steps from ``first`` of the stride on to the GPU, on the current stream."""
+        for index, samples in enumerate(steps, start=first):
+            if not len(samples):
+                continue
+            if self._resident is not None:
+                rows = self._resident.rows(samples, epoch=epoch, seed=self._seed)
+                self._host_arrays[0][index, : len(samples)] = rows
+            else:
+                out = (self._host[0][index], self._host[1][index])
+                self._data.batch(samples, epoch=epoch, seed=self._seed, out=out)
+        most, end = max(map(len, steps), default=0), first + len(steps)
+        for device, host in zip(self._device, self._host, strict=True) if most else ():
+            if end - first == 1:
+                device[first, :most].copy_(host[first, :most], non_blocking=True)
+            else:  # one copy: what it copies beyond a step's samples is never read
+                device[first:end].copy_(host[first:end], non_blocking=True)
 
     def inputs(self, cursor: Tensor, count: int) -> Tensor:
         """The inputs of the first ``count`` samples of the step with this index; a CUDA graph can record it."""
@@ -91,6 +104,7 @@ class StepInputs:
         """``tail``: elements of a tail. ``steps``: steps of a stride."""
         device = accelerator.device
         self._host = accelerator.pinned_buffer(steps, 2 + tail)
+        self._host_array = self._host.numpy()
         self._device = torch.zeros(steps, 2 + tail, device=device)
         self.totals = torch.zeros(steps, tail, device=device)
         """The tail of each step's total."""
@@ -105,13 +119,13 @@ class StepInputs:
 
     def load(self, index: int, rate: float, number: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         """Set rate and number (from 0) of step ``index``; returns the tail, for the caller to fill before ``send``."""
-        row = self._host[index].numpy()
+        row: np.ndarray[tuple[int], np.dtype[np.float32]] = self._host_array[index]
         row[0], row[1] = rate, number + 1
         return row[2:]
 
-    def send(self, index: int) -> None:
-        """Bring step ``index`` to the GPU, on the current stream."""
-        self._device[index].copy_(self._host[index], non_blocking=True)
+    def send(self, first: int, end: int) -> None:
+        """Bring the steps from ``first`` to before ``end`` to the GPU, on the current stream."""
+        self._device[first:end].copy_(self._host[first:end], non_blocking=True)
 
     def current(self) -> tuple[Tensor, Tensor, Tensor]:
         """Learning rate, number from 1 on, and tail of the step at the cursor."""
@@ -268,6 +282,7 @@ class ResidentStep:
         """Gradients of this rank's shards, one a row of set ``number``, added along the tree."""
         self._rows, self._views = self._all_rows[number], self._all_views[number]
         if self._order:
+            self._state.accelerator.select_kernels(self._batch == self._loader.usual_batch)
             with self._fork():
                 self._load_tails()
             self._state.round_weights()

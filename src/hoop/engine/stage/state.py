@@ -303,6 +303,10 @@ class StageState:
         """Return the inputs of these samples for ``evaluate``; ``out`` is memory for a batch in host memory."""
         return data.batch(samples, epoch=0, seed=0, out=out)[0]
 
+    def read_targets(self, data: Dataset, samples: Indices, out: Batch) -> Tensor:
+        """Return the targets of these samples, on the device of the outputs of ``evaluate``."""
+        return data.batch(samples, epoch=0, seed=0, out=out)[1]
+
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Run a forward without a backward, after ``sync_device_weights``."""
         return self.stage.evaluate(inputs)

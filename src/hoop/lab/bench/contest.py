@@ -137,7 +137,7 @@ def _mpi(contest: Contest, contender: str, ranks: int) -> Iterator[dict[str, Any
     options = ["--oversubscribe", "--bind-to", "none"] if contender == "openmpi" else []
     if contender == "openmpi" and os.getuid() == 0:
         options.append("--allow-run-as-root")
-    command = [str(mpirun), "-n", str(ranks), *options, python, str(Path(__file__).with_name("mpi_rank.py"))]
+    command = [str(mpirun), "-n", str(ranks), *options, python, str(Path(__file__).with_name("rank.py"))]
     command += [str(contest.seconds), *map(str, contest.sizes)]
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,33 +1,29 @@
-"""One rank of the benchmark: ``python -m hoop.lab.bench.rank``, driven over its standard input by ``contest``.
+"""One rank of the benchmark, of any contender.
 
-rank ── its address ──▶ runner       (1) one JSON line
-rank ◀── all addresses ── runner     (2) one JSON line
-rank 0 ── time of a size ──▶ runner  (3) one JSON line a size
+``python -m hoop.lab.bench.rank`` is driven over its standard input by ``contest``:
+
+    rank ── its address ──▶ runner       (1) one JSON line
+    rank ◀── all addresses ── runner     (2) one JSON line
+    rank 0 ── time of a size ──▶ runner  (3) one JSON line a size
+
+``mpirun -n 2 python rank.py SECONDS BYTES …`` is an MPI rank, which prints (3). It runs in any Python that has mpi4py
+and NumPy and may not have Hoop, so this module imports only the standard library until it knows the contender.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import numpy as np
-
-from hoop.collectives.communicator import Communicator
-from hoop.collectives.registry import Operation
-from hoop.lab.bench.timing import median_seconds
-from hoop.memory import Arena, default_directory, dtype
-from hoop.topology import Address
-from hoop.transport import open_transport
-from hoop.transport.base import Transport
-from hoop.transport.shm_listener import ShmTransport
-
 TIMEOUT_S = 120.0
-FLOAT32 = dtype("float32")
+BATCHES = 15
+BATCH_S = 0.01
 
 
 def _write_line(value: object) -> None:
@@ -35,17 +31,38 @@ def _write_line(value: object) -> None:
     sys.stdout.flush()
 
 
-def _agree(communicator: Communicator) -> Callable[[float], float]:
-    def agree(value: float) -> float:
-        box = np.array([value], np.float64)
-        communicator.run(Operation("broadcast", 1, dtype("float64")), box, box, TIMEOUT_S)
-        return float(box[0])
+def median_seconds(call: Callable[[], object], agree: Callable[[float], float], seconds: float) -> float:
+    """Median time of one call, measured for about ``seconds``.
 
-    return agree
+    ``agree`` broadcasts rank 0's value, so that all ranks make the same number of calls a batch.
+    """
+    call()
+    started = time.perf_counter()
+    call()
+    once = agree(max(time.perf_counter() - started, 1e-7))
+    batches = BATCHES if once * BATCHES < 2 * seconds else 3
+    calls = max(1, int(min(seconds / batches, max(BATCH_S, seconds / batches)) / once))
+    calls = min(calls, 2000)
+    times = []
+    for _ in range(batches):
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - started) / calls)
+    return statistics.median(times)
 
 
 def run_native(task: dict[str, Any]) -> None:
     """Hoop's communicator: vectors in arenas (``arena``), in private memory (``shm``), or over TCP (``tcp``)."""
+    import numpy as np
+
+    from hoop.collectives.communicator import Communicator
+    from hoop.collectives.registry import Operation
+    from hoop.memory import Arena, default_directory, dtype
+    from hoop.topology import Address
+    from hoop.transport import Transport, open_transport
+    from hoop.transport.shm_listener import ShmTransport
+
     sizes, seconds = task["sizes"], task["seconds"]
     with ExitStack() as stack:
         arena: Arena | None = None
@@ -61,10 +78,16 @@ def run_native(task: dict[str, Any]) -> None:
         peers = [Address.parse(one) for one in json.loads(sys.stdin.readline())]  # (2)
         endpoint = transport.endpoint(1, 1, task["rank"], peers)
         communicator = Communicator(endpoint)
+
+        def agree(value: float) -> float:
+            box = np.array([value], np.float64)
+            communicator.run(Operation("broadcast", 1, dtype("float64")), box, box, TIMEOUT_S)
+            return float(box[0])
+
         for size in sizes:
             count = size // 4
             if arena is not None:
-                vector = arena.array(arena.allocate(f"v{size}", size).address, FLOAT32, count)
+                vector = arena.array(arena.allocate(f"v{size}", size).address, dtype("float32"), count)
             else:
                 vector = np.empty(count, np.float32)
             vector[:] = 0
@@ -72,7 +95,7 @@ def run_native(task: dict[str, Any]) -> None:
             run = communicator.prepare(operation, vector, vector)
             median = median_seconds(
                 lambda run=run: run(time.monotonic() + TIMEOUT_S),  # type: ignore[misc]
-                _agree(communicator),
+                agree,
                 seconds,
             )
             vector[:] = task["rank"] + 1
@@ -113,6 +136,33 @@ def run_torch(task: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def run_mpi(seconds: float, sizes: list[int]) -> None:
+    """The MPI of the mpirun that started this process."""
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    for size in sizes:
+        vector = np.zeros(size // 4, np.float32)
+        median = median_seconds(
+            lambda vector=vector: world.Allreduce(MPI.IN_PLACE, vector),  # type: ignore[misc]
+            lambda value: world.bcast(value, root=0),
+            seconds,
+        )
+        vector[:] = world.rank + 1
+        world.Allreduce(MPI.IN_PLACE, vector)
+        assert (vector == world.size * (world.size + 1) / 2).all(), f"rank {world.rank}: the sum is wrong"
+        if world.rank == 0:
+            _write_line({"bytes": size, "seconds": median})
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        run_mpi(float(sys.argv[1]), [int(one) for one in sys.argv[2:]])
+        return
+    task = json.loads(sys.stdin.readline())
+    (run_torch if task["contender"] in ("torch", "gloo") else run_native)(task)
+
+
 if __name__ == "__main__":
-    assignment = json.loads(sys.stdin.readline())
-    (run_torch if assignment["contender"] in ("torch", "gloo") else run_native)(assignment)
+    main()

@@ -1,21 +1,36 @@
-"""Injection of each kind of fault, and the measurement of its effect."""
+"""The faults of a chaos run: a random schedule, the injection of each kind, and the measurement of its effect.
+
+The schedule is drawn from a seed, so that a run can be repeated.
+
+kill          kill a device (SIGKILL); another one is started
+stop          stop a device (SIGSTOP) until it is declared dead, then continue it
+slow          stop and continue a device so that it runs a third of the time; it must not be declared dead
+join          start one more device
+leave         ask a device to leave (SIGTERM); it hands over its state and exits with code 0
+coordinator   kill the coordinator and start it again from its journal
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from hoop.client.cluster import Cluster
-from hoop.errors import DeadlineExceeded, PeerLost
+from hoop.errors import DeadlineExceeded, InvalidArgument, PeerLost
 from hoop.job_events import CoordinatorBack, CoordinatorLost, DeviceLost, Reassigned, Recovered, Resized, Straggler
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch, TimedEvent
 from hoop.lab.chaos.processes import ClusterProcesses
-from hoop.lab.chaos.schedule import ScheduledFault
 
+KINDS = ("kill", "stop", "slow", "join", "leave", "coordinator")
+WEIGHTS = {"kill": 4, "stop": 2, "slow": 1, "join": 1, "leave": 2, "coordinator": 2}
+GAP_STEPS = (3, 60)
+"""Minimum and maximum of the steps between the end of one fault's recovery and the next fault."""
 SLOW_S, RUN_S, PAUSE_S = 2.0, 0.02, 0.04
 """Duration of a ``slow`` fault, and the run and pause times of which it consists."""
 MAX_EXTRA_DEVICES = 2
@@ -24,6 +39,34 @@ COORDINATOR_DOWN_S = 0.3
 """Time between the kill of a coordinator and its restart."""
 REJOIN_S = 20.0
 """Time for a stopped device to be back in the job; after that it is killed and replaced."""
+
+
+@dataclass(frozen=True)
+class ScheduledFault:
+    """One fault of the schedule."""
+
+    number: int
+    kind: str
+    gap_steps: int
+    """Steps between the previous fault and this one."""
+    target_fraction: float
+    """The target as a position in [0, 1) of the sorted list of living devices."""
+
+    def target(self, devices: Sequence[int]) -> int:
+        """The target among the living devices."""
+        return sorted(devices)[int(self.target_fraction * len(devices))]
+
+
+def draw_schedule(faults: int, seed: int, kinds: Sequence[str] = KINDS) -> list[ScheduledFault]:
+    """Draw ``faults`` faults of these kinds."""
+    if unknown := sorted(set(kinds) - set(KINDS)) or not kinds:
+        raise InvalidArgument(f"kinds: {unknown or 'none'}; there are {', '.join(KINDS)}")
+    draw = random.Random(seed)
+    weights = [WEIGHTS[kind] for kind in kinds]
+    return [
+        ScheduledFault(number, draw.choices(list(kinds), weights)[0], draw.randint(*GAP_STEPS), draw.random())
+        for number in range(1, faults + 1)
+    ]
 
 
 @dataclass

@@ -21,10 +21,9 @@ from typing import Any
 from hoop.client.cluster import connect
 from hoop.errors import DeadlineExceeded, HoopError, InternalError
 from hoop.job_events import Started
-from hoop.lab.chaos.fault_actions import FaultActions, FaultOutcome
+from hoop.lab.chaos.fault_actions import KINDS, FaultActions, FaultOutcome, ScheduledFault, draw_schedule
 from hoop.lab.chaos.job_watch import PATIENCE_S, JobWatch
 from hoop.lab.chaos.processes import END_S, START_S, ClusterProcesses
-from hoop.lab.chaos.schedule import KINDS, ScheduledFault, draw_schedule
 from hoop.launch.processes import hoop_command
 from hoop.report.metrics import read_metrics
 from hoop.report.tables import Column, Table

@@ -21,8 +21,7 @@ from hoop.lab.chaos import network as network_module
 from hoop.lab.chaos import paced_job
 from hoop.lab.chaos import small_disk as small_disk_module
 from hoop.lab.chaos.job_watch import JobWatch
-from hoop.lab.chaos.leftovers import Footprint
-from hoop.lab.chaos.many_jobs import run_jobs
+from hoop.lab.chaos.leaks import Footprint, run_jobs
 from hoop.lab.chaos.network import Network, private_network
 from hoop.lab.chaos.processes import START_S, ClusterProcesses
 from hoop.lab.chaos.run import violation

@@ -18,8 +18,7 @@ from hoop.client.cluster import Cluster, connect
 from hoop.config import format_size, parse_size
 from hoop.errors import HoopError
 from hoop.job_events import JobEvent, Recovered, Resized, Steps
-from hoop.lab.papers.experiment import Experiment, RunningCluster, TrainingRun, median_seconds
-from hoop.lab.papers.findings import Findings, make_table
+from hoop.lab.papers.experiment import Experiment, Findings, RunningCluster, TrainingRun, make_table, median_seconds
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, all_reduce_seconds
 from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Picture

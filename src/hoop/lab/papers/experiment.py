@@ -1,6 +1,8 @@
-"""The environment of a study's experiments: trainings and clusters on this machine, and progress output.
+"""What a study gets and gives: the environment of its experiments, and its findings.
 
-``busy_cores`` measures the load of other processes. A verdict that depends on times is not given on a busy machine.
+``Experiment`` runs trainings and clusters on this machine and prints progress. ``Findings`` has the paper's claims with
+Hoop's figures, and the tables and charts behind them. ``busy_cores`` measures the load of other processes: a verdict
+that depends on times is not given on a busy machine.
 """
 
 from __future__ import annotations
@@ -12,26 +14,94 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hoop import job_events as ev
 from hoop.config import parse_size
 from hoop.errors import InternalError
 from hoop.job_events import JobEvent
-from hoop.lab.papers.findings import Verdict
 from hoop.launch.processes import LEAVE_WITH_STDIN, hoop_command, start_process, terminate_process
+from hoop.report.page import Page, Picture, Section
+from hoop.report.tables import Column, Table
 from hoop.resources import STARTED, Request, admit
 
 if TYPE_CHECKING:
     from hoop.engine.job import Job
 
-
+How = Literal["measured", "simulated"]
+Verdict = Literal["holds", "in part", "does not hold", "not shown"]
+CLAIMS = "Claims"
+"""Title of the table of claims; ``stored_claims`` finds the table by it."""
+CLAIM_COLUMNS = ("claim", "the paper", "ours", "how", "verdict", "why")
 WINDOW_S = 0.5
 _IDLE = (3, 4)
 """Fields of the first line of /proc/stat that count idle time: idle and iowait."""
+STATUS_S = 60.0
+END_S = 15.0
+"""Time for a process to leave before it is killed."""
+OnEvent = Callable[["RunningCluster", JobEvent], None]
+"""Called with every event of a training while it runs; it may inject faults."""
+
+
+@dataclass(frozen=True)
+class PaperClaim:
+    """One claim of the paper with its figure, and Hoop's figure.
+
+    The verdict ``not shown`` means that this run could not decide it: the machine is too small, or data is missing.
+    """
+
+    claim: str
+    paper: str
+    ours: str
+    how: How
+    verdict: Verdict
+    why: str = ""
+
+
+@dataclass
+class Findings:
+    """A report under construction: a study adds to it after each experiment."""
+
+    claims: list[PaperClaim] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list)
+    limits: list[str] = field(default_factory=list)
+    """Limits of this run, with reasons; the report shows them before any figure."""
+
+    def claim(self, claim: str, *, paper: str, ours: str, how: How, verdict: Verdict, why: str = "") -> None:
+        self.claims.append(PaperClaim(claim, paper, ours, how, verdict, why))
+
+    def section(self, heading: str, *blocks: str | Table | Picture) -> None:
+        self.sections.append(Section(heading, blocks))
+
+    def page(self, title: str, lead: str, facts: dict[str, str]) -> Page:
+        """The report, claims first."""
+        top = [Section("What holds", [self.table()])]
+        if self.limits:
+            top.append(Section("What this run cannot show", ["\n".join(f"- {one}" for one in self.limits)]))
+        return Page(title, [*top, *self.sections], lead, facts)
+
+    def table(self) -> Table:
+        make_table = [[one.claim, one.paper, one.ours, one.how, one.verdict, one.why or None] for one in self.claims]
+        return Table([Column(name) for name in CLAIM_COLUMNS], make_table, CLAIMS)
+
+
+def grade(value: float, good: float, fair: float) -> Verdict:
+    """Verdict on a figure that should be large."""
+    return "holds" if value >= good else "in part" if value >= fair else "does not hold"
+
+
+def make_table(found: Sequence[Mapping[str, Any]], title: str, **units: str) -> Table:
+    """A table with the columns of the first row. ``units`` by column name, with ``_`` for a space."""
+    names = list(found[0]) if found else []
+    return Table.of(found, [Column(name, units.get(name.replace(" ", "_"), "")) for name in names], title)
+
+
+def stored_claims(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The claims of a report that was stored as JSON."""
+    return [row for table in report["tables"] if table["title"] == CLAIMS for row in table["rows"]]
 
 
 def busy_cores() -> float:
@@ -51,13 +121,6 @@ def _busy_seconds(stat: Path) -> float:
     """Busy time of all cores since the machine started."""
     fields = [int(word) for word in stat.read_text("ascii").split("\n", 1)[0].split()[1:9]]
     return sum(one for index, one in enumerate(fields) if index not in _IDLE) / os.sysconf("SC_CLK_TCK")
-
-
-STATUS_S = 60.0
-END_S = 15.0
-"""Time for a process to leave before it is killed."""
-OnEvent = Callable[["RunningCluster", JobEvent], None]
-"""Called with every event of a training while it runs; it may inject faults."""
 
 
 @dataclass

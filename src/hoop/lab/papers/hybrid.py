@@ -13,8 +13,7 @@ from hoop.data.dataset import Splits
 from hoop.engine.job import Job
 from hoop.engine.recipes import RECIPES
 from hoop.errors import NotFound
-from hoop.lab.papers.experiment import Experiment, TrainingRun
-from hoop.lab.papers.findings import Findings, grade, make_table
+from hoop.lab.papers.experiment import Experiment, Findings, TrainingRun, grade, make_table
 from hoop.lab.papers.predicted import ETHERNET, curve_rows, measure_costs, simulate_curves
 from hoop.lab.papers.subset import subset_of
 from hoop.report.chart import Bars, Chart, ChartLine, Lines

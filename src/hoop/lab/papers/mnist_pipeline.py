@@ -25,8 +25,7 @@ from hoop.collectives.plan import Send
 from hoop.collectives.registry import Operation
 from hoop.engine.recipes import RECIPES
 from hoop.errors import InternalError
-from hoop.lab.papers.experiment import Experiment, TrainingRun, median_seconds
-from hoop.lab.papers.findings import Findings, Verdict, grade, make_table
+from hoop.lab.papers.experiment import Experiment, Findings, TrainingRun, Verdict, grade, make_table, median_seconds
 from hoop.lab.papers.predicted import ETHERNET, all_reduce_seconds
 from hoop.report.chart import Bars, Chart, ChartLine, Lines
 from hoop.report.page import Picture

@@ -25,12 +25,11 @@ from hoop.data.dataset import Splits
 from hoop.data.mnist import mnist
 from hoop.engine.recipes import softmax
 from hoop.errors import FailedPrecondition, PeerLost
-from hoop.lab.papers.experiment import END_S, Experiment, TrainingRun
-from hoop.lab.papers.findings import Findings, grade, make_table
+from hoop.lab.papers.experiment import END_S, Experiment, Findings, TrainingRun, grade, make_table
 from hoop.lab.papers.predicted import ETHERNET, INFINIBAND, measure_costs, simulate_curves
 from hoop.lab.papers.subset import subset_of
 from hoop.launch.processes import terminate_process
-from hoop.models.softmax import softmax as softmax_model
+from hoop.models.vision import softmax as softmax_model
 from hoop.report.chart import Chart, ChartLine, Lines
 from hoop.report.page import Picture
 from hoop.simulate.cluster import Link

@@ -22,11 +22,10 @@ from hoop.data.catalog import load
 from hoop.engine.job import Job
 from hoop.errors import HoopError, UserError
 from hoop.job_events import JobEvent, Started, Steps
-from hoop.lab.papers.experiment import Experiment, RunningCluster, TrainingRun
-from hoop.lab.papers.findings import Findings, Verdict, make_table
+from hoop.lab.papers.experiment import Experiment, Findings, RunningCluster, TrainingRun, Verdict, make_table
 from hoop.lab.papers.predicted import ETHERNET, curve_rows, mean_worker_idle, measure_costs, simulate_curves
 from hoop.lab.papers.subset import subset_of
-from hoop.models.mlp import mlp
+from hoop.models.vision import mlp
 from hoop.report.chart import Bars, Chart, ChartLine, Lines, smoothed
 from hoop.report.page import Picture
 

@@ -1,4 +1,6 @@
-"""The check of a device that joins: can the coordinator and other devices connect to it, and it to them?
+"""Checks of the links between devices, by the coordinator: when a device joins, and when it reports a stall.
+
+``JoinCheck``: can the coordinator and other devices connect to a device that joins, and it to them?
 
     coordinator ── connects ──▶ J        (1) to the services of J, and to its data port
     coordinator ── CheckLinks ─▶ J       (2) J connects to the data ports of a few members, one a host …
@@ -9,12 +11,19 @@ The join does not wait for it, and few checks run at a time: many devices may jo
 from time to time, and at the start of a job, which waits for the checks of its devices. No evidence is taken from a
 device that does not answer: the failure detector decides about that one. Devices that share memory with each other
 need no data port, so devices of this machine alone are not checked.
+
+``LinkDiagnosis``: a device waits for a peer and receives no byte. Is the peer busy, or did the link lose data?
+
+    device R ── heartbeat: waits for P ──▶ coordinator ── Describe ──▶ P   (1) how many bytes P sent on its link to R
+                                           coordinator ── Describe ──▶ R   (2) a little later: R has received fewer
+                                           membership: R complains of P    (3) ``state_machine`` decides what follows
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +48,9 @@ SETTLE_S = CALL_S + 2.0
 """How long the start of a job waits for the checks of its devices."""
 RECHECK_S, MAX_RECHECK_S = 5.0, 15.0
 """The pause before a failed check is repeated doubles from the first to the second."""
+IN_FLIGHT = 1 / 6
+"""Fraction of a lease: how long sent bytes may be in flight."""
+DESCRIBE_S = 5.0
 
 
 @dataclass
@@ -192,3 +204,63 @@ def choose_peers(info: DeviceInfo, others: Sequence[DeviceInfo]) -> list[DeviceI
     chosen = [apart[place - 1] for place in (1, 2, 4, 8) if place <= len(apart)]
     chosen += [one for one in apart if one not in chosen]  # a small cluster is checked completely
     return chosen[:MAX_PEERS]
+
+
+class LinkDiagnosis:
+    """Checks the stalls that devices report in their heartbeats."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._open: set[tuple[int, int, int, int]] = set()
+        """Stalls under diagnosis: communicator, generation, waiting device, peer."""
+
+    def on_heartbeat(self, heartbeat: pb.Heartbeat) -> None:
+        """Starts a diagnosis for every reported stall that is current and has none yet."""
+        for stall in heartbeat.stalls:
+            for peer in stall.device_ids:
+                case = (stall.communicator_id, stall.generation, heartbeat.device_id, peer)
+                if case not in self._open and self._current(stall, heartbeat.device_id, peer):
+                    self._open.add(case)
+                    self._coordinator.in_background(self._diagnose(case, stall))
+
+    def _current(self, stall: pb.Stall, device_id: int, peer: int) -> bool:
+        one = self._coordinator.state.communicators.get(stall.job_id)
+        return one is not None and one.generation == stall.generation and {device_id, peer} <= set(one.members)
+
+    async def _diagnose(self, case: tuple[int, int, int, int], stall: pb.Stall) -> None:
+        _, _, device_id, peer = case
+        try:
+            if stall.connecting or await self._lost_bytes(stall, device_id, peer):
+                self._coordinator.apply(
+                    m.Complained(
+                        communicator_id=stall.job_id,
+                        generation=stall.generation,
+                        device_id=device_id,
+                        peer_id=peer,
+                        now=time.monotonic(),
+                    )
+                )  # (3)
+        except HoopError:
+            return  # one of them cannot be reached: the failure detector decides
+        finally:
+            self._open.discard(case)
+
+    async def _lost_bytes(self, stall: pb.Stall, device_id: int, peer: int) -> bool:
+        """Whether the peer sent bytes that the device has not received."""
+        sender = await self._link(stall, peer, device_id)  # (1)
+        if sender is None or not sender.sent:
+            return False
+        await asyncio.sleep(IN_FLIGHT * self._coordinator.config.detector.lease_s)
+        receiver = await self._link(stall, device_id, peer)  # (2)
+        return receiver is not None and receiver.received < sender.sent
+
+    async def _link(self, stall: pb.Stall, device_id: int, peer: int) -> pb.LinkDescription | None:
+        """A device's byte counts of its link to a peer; None: it does not use that generation."""
+        answer = await self._coordinator.call(
+            device_id, lambda device: device.Describe, pb.DescribeRequest(), DESCRIBE_S
+        )
+        for link in (link for task in answer.tasks if task.job_id == stall.job_id for link in task.links):
+            key = link.communicator_id, link.generation, link.device_id
+            if key == (stall.communicator_id, stall.generation, peer):
+                return pb.LinkDescription(sent=link.sent, received=link.received)
+        return None
