@@ -198,7 +198,10 @@ class _Staging:
 
     @contextlib.contextmanager
     def buffer(self, size: int) -> Iterator[Bytes]:
-        """Host memory of at least ``size`` bytes; ordinary memory, if no more can be pinned."""
+        """Host memory of ``size`` bytes; ordinary memory, if no more can be pinned."""
+        if not size:  # the driver pins no empty block
+            yield np.empty(0, np.uint8)
+            return
         with self._lock:
             fitting = [one for one in self._free if one.nbytes >= size]
             whole = min(fitting, key=lambda one: one.nbytes, default=None)
@@ -207,7 +210,7 @@ class _Staging:
         pinned = True
         if whole is None:
             try:
-                whole = self._gpu.pin(max(_SMALLEST_STAGING, 1 << (size - 1).bit_length()) if size else 0)
+                whole = self._gpu.pin(max(_SMALLEST_STAGING, 1 << (size - 1).bit_length()))
             except HoopError:
                 whole, pinned = np.empty(size, np.uint8), False
         try:

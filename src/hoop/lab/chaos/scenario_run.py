@@ -323,7 +323,7 @@ class _Run:
         self._compare_weights(outcome.weights)
         self._compare_record(self._out)
         if killed := getattr(self, "_killed_out", None):  # the client was killed while it wrote a checkpoint
-            self._resume(killed)
+            self._resume_if_possible(killed)
         outcome.verdict = SAME
 
     def _judge_lost(self) -> None:
@@ -352,13 +352,17 @@ class _Run:
                 raise InternalError(f"hoop audit: {found.violation}")
         elif "space" not in self._errors():
             raise InternalError(f"hoop train ended with code 2, and does not name the full disk: {self._errors()}")
-        try:
-            newest_checkpoint(self._out)
-        except HoopError as error:
-            outcome.details["resume"] = f"refused: {error}"
-        else:
-            self._resume(self._out)
+        self._resume_if_possible(self._out)
         outcome.verdict = SAME
+
+    def _resume_if_possible(self, out: Path) -> None:
+        """Resumes from the newest checkpoint, if one was complete before the fault."""
+        try:
+            newest_checkpoint(out)
+        except HoopError as error:
+            self._outcome.details["resume"] = f"refused: {error}"
+        else:
+            self._resume(out)
 
     def _resume(self, out: Path) -> None:
         """``hoop train --resume`` to the last step, on this machine; the audit must hold afterwards."""
