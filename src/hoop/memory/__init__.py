@@ -11,5 +11,5 @@ from hoop.memory.storage import default_directory
 
 __all__ = ["Allocator", "Arena", "ArenaBuffer", "DType", "default_directory", "dtype"]
 
-PUBLIC = ("allocator", "commit_record", "cuda_arena", "dtypes", "storage")
+PUBLIC = ("allocator", "commit_record", "cuda_arena", "cuda_ipc", "dtypes", "storage")
 """Modules that other rooms may import."""

@@ -28,7 +28,9 @@ _OUT_OF_MEMORY = 2
 _LAZY_PEER_ACCESS = 1
 
 
-class _IpcHandle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
+    """The driver's handle of an allocation."""
+
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
@@ -42,7 +44,7 @@ def _driver() -> ctypes.CDLL:
         ) from None
 
 
-def _call(name: str, *arguments: object) -> None:
+def call_driver(name: str, *arguments: object) -> None:
     """Call a function of the driver; raises with its name and the driver's text."""
     driver = _driver()
     code = getattr(driver, name)(*arguments)
@@ -89,7 +91,7 @@ class CudaArena:
         size = -(-capacity // _GRANULE) * _GRANULE
         pointer = ctypes.c_uint64()
         try:
-            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+            call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
         except OutOfMemory as error:
             raise OutOfMemory(
                 f"{error}: {format_size(size)} for a device's arena; use --memory to ask for less"
@@ -99,13 +101,13 @@ class CudaArena:
     @classmethod
     def attach(cls, block: SharedBlock) -> CudaArena:
         """Map the block of another process of this host. It has no named buffers here."""
-        handle, pointer = _IpcHandle.from_buffer_copy(bytes.fromhex(block.handle)), ctypes.c_uint64()
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        handle, pointer = IpcHandle.from_buffer_copy(bytes.fromhex(block.handle)), ctypes.c_uint64()
+        call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return cls(pointer.value, block.capacity, owner=False)
 
     def share(self) -> SharedBlock:
-        handle = _IpcHandle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._base))
+        handle = IpcHandle()
+        call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._base))
         return SharedBlock(bytes(handle).hex(), self.capacity)
 
     @property
@@ -144,5 +146,5 @@ class CudaArena:
     def close(self) -> None:
         """Free the block, or unmap it. Nothing may use its addresses afterwards."""
         if self._base:
-            _call("cuMemFree_v2" if self._owner else "cuIpcCloseMemHandle", ctypes.c_uint64(self._base))
+            call_driver("cuMemFree_v2" if self._owner else "cuIpcCloseMemHandle", ctypes.c_uint64(self._base))
             self._base = 0

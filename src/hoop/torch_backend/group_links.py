@@ -50,6 +50,9 @@ class GroupLinks:
         """Default timeout of an operation, in seconds."""
         self.p2p = p2p
         self._communicator = communicator
+        self.endpoint = communicator.endpoint
+        self.on_close: list[Callable[[], None]] = []
+        """Called by ``close`` after the links are closed."""
         self.work_queue = communicator.work_queue
         self._prepared: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
         self._calls: dict[Described, Call] = {}
@@ -113,12 +116,16 @@ class GroupLinks:
         self, sources: Sequence[Array], destinations: Sequence[Array], description: Described, timeout: float
     ) -> None:
         """Sends ``sources[i]`` to rank i, of any length; all ranks must pass the same ``description``."""
+        exchange(self._communicator, self.call(description), sources, destinations, time.monotonic() + timeout)
+
+    def call(self, description: Described) -> Call:
+        """The call that the ranks of this group compare."""
         call = self._calls.get(description)
         if call is None:
             if len(self._calls) >= _CACHE_SIZE:
                 self._calls.clear()
             call = self._calls[description] = self._communicator.call(str(description))
-        exchange(self._communicator, call, sources, destinations, time.monotonic() + timeout)
+        return call
 
     def submit(self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False) -> None:
         """Queues a job behind the jobs submitted before it, and returns at once.
@@ -189,3 +196,5 @@ class GroupLinks:
         self._broken = self._broken or PeerLost(_DESTROYED)
         self.p2p.close()
         self._communicator.close()
+        for close in self.on_close:
+            close()

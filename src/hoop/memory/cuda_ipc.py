@@ -1,0 +1,67 @@
+"""Memory of a GPU that another library has allocated, shared between processes of one host through CUDA IPC.
+
+``CudaArena`` shares a block of its own. This module shares the allocation that holds any address, for example the one
+in which PyTorch has placed a tensor:
+
+    owner    allocation_of(address), export(allocation.base)      peer     open_handle(handle), close_handle(address)
+
+Not every allocation can be shared: memory of ``cudaMallocAsync`` and of PyTorch's expandable segments cannot. The
+calling thread must have a current CUDA context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+from hoop.errors import HoopError
+from hoop.memory.cuda_arena import HANDLE_BYTES, IpcHandle, call_driver
+
+_BUFFER_ID = 7
+_LAZY_PEER_ACCESS = 1
+
+
+class Allocation(NamedTuple):
+    """A range of memory that was allocated in one piece."""
+
+    number: int
+    """Unique in this process: memory that is allocated later at the same address has another number."""
+    base: int
+    size: int
+
+
+def allocation_number(address: int) -> int:
+    """The number of the allocation that holds an address."""
+    number = ctypes.c_uint64()
+    call_driver("cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(_BUFFER_ID), ctypes.c_uint64(address))
+    return number.value
+
+
+def allocation_of(address: int) -> Allocation:
+    """The allocation that holds an address."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    return Allocation(allocation_number(address), base.value, size.value)
+
+
+def export(base: int) -> bytes | None:
+    """The handle with which another process maps the allocation at ``base``; None if it cannot be shared."""
+    handle = IpcHandle()
+    try:
+        call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base))
+    except HoopError:
+        return None
+    return bytes(handle)
+
+
+def open_handle(handle: bytes) -> int:
+    """Map the allocation of another process; returns its address here."""
+    pointer = ctypes.c_uint64()
+    opened = IpcHandle.from_buffer_copy(handle[:HANDLE_BYTES])
+    call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    return pointer.value
+
+
+def close_handle(address: int) -> None:
+    """Unmap what ``open_handle`` has mapped. No kernel may use it any more."""
+    call_driver("cuIpcCloseMemHandle", ctypes.c_uint64(address))
