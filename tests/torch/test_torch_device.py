@@ -146,7 +146,7 @@ def test_any_source(run_on: RunOn, before: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize("before", ALL)
 def test_asynchronous_calls(run_on: RunOn, before: Callable[[int], None]) -> None:
-    run_on(before, 3, test_torch_async.order)
+    run_on(before, 2, test_torch_async.order)
     run_on(before, 2, test_torch_async.every_collective)
 
 
