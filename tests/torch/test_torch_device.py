@@ -144,6 +144,54 @@ def test_any_source(run_on: RunOn, before: Callable[[int], None]) -> None:
     assert sorted(run_on(before, 4, test_torch_messages.any_source)[0]) == [1, 2, 3]
 
 
+def new_tensor(count: int) -> torch.Tensor:
+    """A tensor in memory that other ranks can map: any on a GPU, a special one where the GPU is emulated."""
+    if "cpu" not in device_memory.MEMORIES:
+        return torch.zeros(count)
+    group: Any = dist.group.WORLD
+    _, route = group._routes._by_type["cpu"]
+    return route._memory.tensor(count, torch.float32)  # type: ignore[no-any-return]
+
+
+def large_messages(rank: int) -> int:
+    """Messages that are copied out of the sender's memory; returns how many bytes were sent through the host."""
+    dist.all_reduce(torch.ones(1))
+    count, other = 600_000, 1 - rank
+    own, received = new_tensor(count), new_tensor(count)
+    for round_number in range(3):
+        own.fill_(10 * rank + round_number)
+        works = [dist.isend(own, other, tag=3), dist.irecv(received, other, tag=3)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert bool((received == 10 * other + round_number).all())
+    if rank:
+        dist.send(own, 0)
+        dist.send(own.view(600, 1000).t(), 0)
+        dist.send(own, 0)
+    else:
+        assert dist.recv(received) == 1
+        assert bool((received == 12.0).all())
+        dist.recv(received.zero_().view(1000, 600).t(), 1)
+        assert bool((received == 12.0).all())
+        with pytest.raises(RuntimeError, match=r"rank 1 sent 2400000 bytes with tag 0, .* has 2000000"):
+            dist.recv(new_tensor(500_000), 1)
+    works = [dist.isend(own, rank, tag=5), dist.irecv(received, rank, tag=5)]  # to itself
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert bool((received == 10 * rank + 2).all())
+    group: Any = dist.group.WORLD
+    return int(group._links.p2p._endpoint.bytes_sent)
+
+
+@pytest.mark.parametrize("before", ALL)
+def test_large_messages(run_on: RunOn, before: Callable[[int], None]) -> None:
+    sent = run_on(before, 2, large_messages)
+    if before is not through_host:
+        assert sent[0] < 100_000, "rank 0 has sent only addresses"
+
+
 @pytest.mark.parametrize("before", ALL)
 def test_asynchronous_calls(run_on: RunOn, before: Callable[[int], None]) -> None:
     run_on(before, 2, test_torch_async.order)

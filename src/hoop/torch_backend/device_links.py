@@ -47,8 +47,9 @@ MOST_MAPPED = 64
 _LEAST_STAGING_BYTES = 2 << 20
 _MOST_VIEWS = 1024
 _DESCRIPTION = struct.Struct(f"<QQQQ{HANDLE_BYTES}s")
+ADDRESS_BYTES = _DESCRIPTION.size
 _TOKEN_BYTES = 16
-_PROBE = struct.Struct(f"<{_DESCRIPTION.size}s{_TOKEN_BYTES}s240s")
+_PROBE = struct.Struct(f"<{ADDRESS_BYTES}s{_TOKEN_BYTES}s240s")
 BYTES = dtype("uint8")
 
 
@@ -78,7 +79,7 @@ class WindowAddress(NamedTuple):
         return found
 
 
-_NOWHERE = WindowAddress(0, 0, 0, 0, b"").pack()
+NOWHERE = WindowAddress(0, 0, 0, 0, b"").pack()
 """The address of an empty window."""
 
 
@@ -113,6 +114,7 @@ class DeviceLinks:
         self.host_reason = ""
         """Why tensors go through host memory; empty: they do not."""
         self._decided = links.size == 1
+        self._in_round = False
         self._staging: Block | None = None
         self._lock = threading.RLock()
         """Held while mappings are changed; rounds and messages run in different threads."""
@@ -158,10 +160,14 @@ class DeviceLinks:
             self._staging = self.memory.allocate(grown)
         return self.memory.bytes_at(self._staging.address, size)
 
+    def address_of(self, window: torch.Tensor) -> bytes:
+        """The packed address of a vector of bytes of this rank; NOWHERE if other ranks cannot map it."""
+        return self._packed_address(self.memory.allocation(window.data_ptr()), window.data_ptr(), window.numel())
+
     def _packed_address(self, allocation: Allocation | None, address: int, size: int) -> bytes:
         """Where a window of this rank is: a packed ``WindowAddress`` for other ranks."""
         if allocation is None:
-            return _NOWHERE
+            return NOWHERE
         key = allocation.number, address, size
         packed = self._packed.get(key)
         if packed is None:
@@ -191,13 +197,15 @@ class DeviceLinks:
         endpoint.publish_count = publication = endpoint.publish_count + 1
         slots = [segment.slots[publication & 1] for segment in endpoint.segments]
         packed = self._packed_address(window.allocation if window else None, own.data_ptr(), own.numel())
-        slots[self.rank][: _DESCRIPTION.size] = np.frombuffer(packed, np.uint8)
+        slots[self.rank][:ADDRESS_BYTES] = np.frombuffer(packed, np.uint8)
         endpoint.barrier(deadline, self.links.call(description))
+        self._in_round = True  # nothing is unmapped until the kernels are done
         yield [
-            own if rank == self.rank else self.view(rank, slot[: _DESCRIPTION.size].tobytes())
+            own if rank == self.rank else self.view(rank, slot[:ADDRESS_BYTES].tobytes())
             for rank, slot in enumerate(slots)
         ]
         self.memory.synchronize()
+        self._in_round = False
         endpoint.barrier(deadline)
         self._forget_oldest()
 
@@ -231,7 +239,7 @@ class DeviceLinks:
 
     def view(self, rank: int, packed: bytes) -> torch.Tensor:
         """A window of another rank as bytes, mapped here; ``packed``: its address."""
-        if packed == _NOWHERE:
+        if packed == NOWHERE:
             return self._nothing
         with self._lock:
             found = self._views.get((rank, packed))
@@ -248,6 +256,14 @@ class DeviceLinks:
             view = self.memory.bytes_at(mapped[0] + address.offset, address.size)
             self._views[rank, packed] = allocation, view
             return view
+
+    def copy_from(self, rank: int, packed: bytes, tensor: torch.Tensor) -> None:
+        """Copies a window of another rank to a tensor, and waits for it."""
+        with self._lock:  # no mapping goes away meanwhile
+            tensor.detach().copy_(self.view(rank, packed).view(tensor.dtype).view(tensor.shape))
+            self.memory.synchronize()
+            if not self._in_round:
+                self._forget_oldest()
 
     def _map(self, rank: int, address: WindowAddress) -> tuple[int, int]:
         try:
@@ -291,14 +307,13 @@ class DeviceLinks:
         """Collective. Why these ranks cannot map each other's memory, the same text at all ranks; empty: they can."""
         if not isinstance(self.links.endpoint, SharedEndpoint):
             return "its ranks do not share memory: they are on several hosts, or HOOP_TRANSPORT excludes it"
-        token, problem, address = os.urandom(_TOKEN_BYTES), "", _NOWHERE
+        token, problem, address = os.urandom(_TOKEN_BYTES), "", NOWHERE
         try:
             block = self._staged(_TOKEN_BYTES)
             block.copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
             self.memory.synchronize()
-            allocation = self.memory.allocation(block.data_ptr())
-            address = self._packed_address(allocation, block.data_ptr(), block.numel())
-            problem = "" if allocation is not None else f"rank {self.rank} cannot share its GPU memory"
+            address = self.address_of(block)
+            problem = f"rank {self.rank} cannot share its GPU memory" if address == NOWHERE else ""
         except (HoopError, RuntimeError) as error:
             problem = f"rank {self.rank}: {error}"
         probes = self._exchange_probes(address, token, problem, description, timeout)

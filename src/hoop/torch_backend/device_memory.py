@@ -154,10 +154,10 @@ class CudaMemory(DeviceMemory):
         # The storage is labelled with this rank's GPU: a kernel there may read another GPU's memory over peer access.
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, size)
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.set_(storage, 0, (size,), (1,))  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, 0, (size,), (1,))
 
     def after_pending_work(self) -> Entered:
-        caller, pending = threading.get_ident(), torch.cuda.Event()
+        caller, pending = threading.get_ident(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         pending.record(torch.cuda.current_stream(self.device))
 
         @contextlib.contextmanager

@@ -404,9 +404,12 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Work:
         tensor = only("send", tensors)
-        contents = self._routes.find("send", [tensor]).message(tensor)
+        route = self._routes.find("send", [tensor])
         work = HoopWork("send", [tensor], future_thread=True)
-        return self._submit_p2p(work, True, peer, tag, contents, _no_copy_back, tensors)
+        if route.messages is not None and route.messages.takes(tensor):
+            return self._start_p2p(work, peer, tensors, partial(route.messages.send, work, tensor, peer, tag))
+        start = partial(self._submit_p2p, work, True, peer, tag, route.message(tensor), _no_copy_back)
+        return self._start_p2p(work, peer, tensors, start)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive("recv", tensors, peer, tag)
@@ -416,9 +419,27 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, title: str, tensors: Tensors, peer: int | None, tag: int) -> Work:
         tensor = only(title, tensors)
-        flat, copy_back = self._routes.find(title, [tensor]).message_buffer(tensor)
+        route = self._routes.find(title, [tensor])
         work = HoopWork(title, [tensor], future_thread=True)
-        return self._submit_p2p(work, False, peer, tag, flat, copy_back, tensors)
+        if route.messages is not None and route.messages.takes(tensor):
+            return self._start_p2p(work, peer, tensors, partial(route.messages.receive, work, tensor, peer, tag))
+        start = partial(self._submit_p2p, work, False, peer, tag, *route.message_buffer(tensor))
+        return self._start_p2p(work, peer, tensors, start)
+
+    def _start_p2p(self, work: HoopWork, peer: int | None, tensors: Tensors, start: Callable[[float], None]) -> Work:
+        """Calls ``start(timeout)``, which submits a send or a receive that finishes ``work``.
+
+        ``peer``: None receives from any rank. ``tensors``: those that the profiler records.
+        """
+        if peer is not None and not 0 <= peer < self._links.size:
+            raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
+        end_event = profile.record(work, work.title, tensors) if profile.enabled() else None
+        start(self._links.timeout)
+        if end_event is not None:
+            end_event()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _submit_p2p(
         self,
@@ -428,17 +449,13 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tag: int,
         flat: torch.Tensor,
         copy_back: Callable[[], None],
-        tensors: Tensors,
-    ) -> Work:
+        timeout: float,
+    ) -> None:
         """Submits a send or a receive of ``flat`` to the P2P engine; its thread finishes ``work``.
 
-        ``peer``: None receives from any rank. ``copy_back``: copies received bytes from ``flat`` to the user's tensor.
-        ``tensors``: the tensors that the profiler records.
+        ``copy_back``: copies received bytes from ``flat`` to the user's tensor.
         """
-        if peer is not None and not 0 <= peer < self._links.size:
-            raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
-        links, timeout = self._links, self._links.timeout
-        end_event = profile.record(work, work.title, tensors) if profile.enabled() else None
+        links = self._links
 
         def on_complete(error: HoopError | None, source: int) -> None:
             if error is None:
@@ -460,11 +477,6 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 on_complete=on_complete,
             )
         )
-        if end_event is not None:
-            end_event()
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
 
     # ---- several calls as one work
 

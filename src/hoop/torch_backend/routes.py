@@ -27,6 +27,7 @@ from hoop.errors import InvalidArgument
 from hoop.torch_backend.device_collectives import DeviceCollectives
 from hoop.torch_backend.device_links import DeviceLinks
 from hoop.torch_backend.device_memory import MEMORIES, DeviceMemory
+from hoop.torch_backend.device_messages import DeviceMessages
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.tensor_views import ContiguousView, as_contiguous
 
@@ -36,6 +37,8 @@ Job = Callable[[float], None]
 
 class HostRoute:
     """Tensors in host memory."""
+
+    messages: DeviceMessages | None = None
 
     def __init__(self, links: GroupLinks) -> None:
         self._links = links
@@ -61,6 +64,8 @@ class DeviceRoute:
         self._memory = memory
         self._device_links = DeviceLinks(links, memory)
         self._collectives = DeviceCollectives(self._device_links)
+        self.messages: DeviceMessages | None = DeviceMessages(self._device_links)
+        """Carries the messages that it takes; the others are copied to the host."""
 
     def job(self, function: Callable[..., None], *arguments: Any) -> Job:
         """The job that runs the sibling of a function of ``collectives``, after what the current stream has to do."""
