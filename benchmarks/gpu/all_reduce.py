@@ -5,7 +5,8 @@
     python benchmarks/gpu/all_reduce.py --device cpu --sizes 1MiB                 without a GPU: tries the script
 
 GB/s is the algorithm bandwidth: bytes of the tensor of one rank, divided by the time of a call (median of the repeats,
-of the slowest rank; 1 GB is 10^9 bytes). Every call is synchronous: the host waits for its result. "copy" is
+of the slowest rank; 1 GB is 10^9 bytes). Calls are synchronous and follow one another, as
+in training; the time ends when the GPU has done the last. "copy" is
 ``b.copy_(a)`` of as many bytes in one process, the least that any collective has to do. NCCL refuses two ranks on one
 GPU: it is measured where there is a GPU for each process. Processes that share a GPU run under CUDA MPS, which this
 script starts if it is there; ``--no-mps`` shows what it is good for.
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="default: %(default)s")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu: emulated, to try the script")
     parser.add_argument("--chunk", default="", help="bytes that hoop combines at a time (CHUNK_BYTES)")
+    parser.add_argument("--host-meetings", action="store_true", help="let hosts meet, after waiting for their GPUs")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--profile", action="store_true", help="print the kernels and copies of one call on rank 0")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, in place of the table")
@@ -120,7 +122,7 @@ def run_rank(options: argparse.Namespace, place: list[Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from hoop.torch_backend import autoload, device_collectives, device_memory
+    from hoop.torch_backend import autoload, device_collectives, device_links, device_memory
 
     rank, count, backend, folder = place
     torch.set_num_threads(1)
@@ -128,6 +130,7 @@ def run_rank(options: argparse.Namespace, place: list[Any]) -> None:
         autoload.register()  # Hoop's files without an installation
     if options.chunk:
         device_collectives.CHUNK_BYTES = parse_size(options.chunk)
+    device_links.MEET_ON_DEVICE = not options.host_meetings
     if options.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:

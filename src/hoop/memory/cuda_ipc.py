@@ -19,6 +19,7 @@ from hoop.memory.cuda_arena import HANDLE_BYTES, IpcHandle, call_driver
 
 _BUFFER_ID = 7
 _LAZY_PEER_ACCESS = 1
+_NON_BLOCKING = 1
 
 
 class Allocation(NamedTuple):
@@ -60,6 +61,24 @@ def open_handle(handle: bytes) -> int:
     opened = IpcHandle.from_buffer_copy(handle[:HANDLE_BYTES])
     call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
     return pointer.value
+
+
+def write_when_reached(stream: int, address: int, value: int) -> None:
+    """Let a stream write a 32-bit number when everything before it is done and visible to other processes."""
+    call_driver("cuStreamWriteValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), 0)
+
+
+def wait_until_written(stream: int, address: int, value: int) -> None:
+    """Let a stream wait until a 32-bit number is at least ``value`` (cyclically: their difference, as signed)."""
+    call_driver("cuStreamWaitValue32_v2", ctypes.c_void_p(stream), ctypes.c_uint64(address), ctypes.c_uint32(value), 0)
+
+
+def fill_at_once(address: int, value: int, count: int) -> None:
+    """Write 32-bit numbers on a stream of its own, whatever other streams wait for."""
+    stream = ctypes.c_void_p()
+    call_driver("cuStreamCreate", ctypes.byref(stream), ctypes.c_uint(_NON_BLOCKING))
+    call_driver("cuMemsetD32Async", ctypes.c_uint64(address), ctypes.c_uint(value), ctypes.c_size_t(count), stream)
+    call_driver("cuStreamDestroy_v2", stream)  # the write is done first
 
 
 def close_handle(address: int) -> None:

@@ -20,12 +20,13 @@ import torch
 
 from hoop.errors import InvalidArgument
 from hoop.torch_backend import collectives
-from hoop.torch_backend.device_links import DeviceLinks
+from hoop.torch_backend.device_links import DeviceLinks, Windows
 from hoop.torch_backend.tensor_views import Described, TorchReduction, is_plain
 
 Tensors = Sequence[torch.Tensor]
-CHUNK_BYTES = 8 << 20
-"""A reduction combines so many bytes of each window, then copies the result from the GPU's cache to other windows."""
+CHUNK_BYTES = 128 << 20
+"""A reduction combines so many bytes of each window at a time, which bounds the memory for results of more than two."""
+_MOST_PARTS = 256
 _SLICE_ELEMENTS = 128
 """Slices begin at a multiple of this, so that kernels read whole vectors."""
 
@@ -38,6 +39,7 @@ class DeviceCollectives:
         self.rank, self.size = links.rank, links.size
         self._place = links.memory.device.type
         self._divisors: dict[torch.dtype, torch.Tensor] = {}
+        self._kept_parts: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self._supported: set[tuple[str, torch.dtype]] = set()
         """Reductions for which this device has kernels."""
 
@@ -171,13 +173,12 @@ class DeviceCollectives:
         low, high = _slice(window.flat.numel(), self.rank, self.size)
         with self._links.round(description, timeout, window) as windows:
             if low < high:
-                parts = [one.view(reduction.kind)[low:high] for one in windows]
+                parts = self._parts(windows, reduction.kind, low, high)
                 mine = self.rank if self.rank in receivers else receivers[0]
                 others = [parts[rank] for rank in receivers if rank != mine]
                 self._fold(reduction, parts, [parts[mine], *others])
         if self.rank in receivers:
             window.copy_back()
-            self._links.memory.synchronize()
 
     def reduce_scatter(self, output: torch.Tensor, tensors: Tensors, reduction: TorchReduction, timeout: float) -> None:
         links, sizes = self._links, tuple(tensor.numel() for tensor in tensors)
@@ -215,9 +216,21 @@ class DeviceCollectives:
         target = _Target(output)
         with self._links.round(description, timeout, window) as windows:
             if output.numel():
-                parts = [one.view(reduction.kind)[low : low + output.numel()] for one in windows]
+                parts = self._parts(windows, reduction.kind, low, low + output.numel())
                 self._fold(reduction, parts, [target.flat])
                 target.copy_back()
+
+    def _parts(self, windows: Windows, kind: torch.dtype, low: int, high: int) -> list[torch.Tensor]:
+        """The elements from ``low`` to ``high`` of all windows; kept for the next round with the same windows."""
+        key = windows.addresses, kind, low, high, self._links.generation
+        parts = self._kept_parts.get(key) if windows.addresses else None
+        if parts is None:
+            parts = [window.view(kind)[low:high] for window in windows]
+            if len(self._kept_parts) >= _MOST_PARTS:
+                self._kept_parts.clear()
+            if windows.addresses:
+                self._kept_parts[key] = parts
+        return parts
 
     def _check_supported(self, reduction: TorchReduction, description: Described) -> None:
         """Raises InvalidArgument if PyTorch has no such kernel for this device; before ranks meet, at all ranks."""
@@ -235,8 +248,12 @@ class DeviceCollectives:
 
         Targets may be parts: a target is written with the last combination, after all other parts were read.
         """
-        count = parts[0].numel()
-        step = max(1, CHUNK_BYTES // parts[0].element_size())
+        count, step = parts[0].numel(), CHUNK_BYTES // parts[0].element_size()
+        if count <= step and len(parts) == 2:
+            self._fold_piece(reduction, parts, targets[0], None)
+            for other in targets[1:]:
+                other.copy_(targets[0])
+            return
         scratch = torch.empty_like(parts[0][:step]) if len(parts) > 2 else None
         for low in range(0, count, step):
             pieces = [part[low : low + step] for part in parts]

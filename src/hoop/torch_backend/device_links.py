@@ -3,13 +3,16 @@
 A collective on a GPU is one round:
 
     window     this rank's elements in memory that others can map: the tensor itself, or a copy in a staging block
-    meet       wait for this GPU; publish the window in shared memory; a barrier, in which ranks compare their calls
-    work       kernels read and write the windows of all ranks, which are mapped here
-    meet       wait for this GPU; a barrier: all results are in place, and no rank reads a window any more
+    barrier    publish the window in shared memory; ranks compare their calls, and map each other's windows
+    meet       all windows have their elements
+    work       kernels read and write the windows of all ranks
+    meet       all results are in place, and no rank uses a window of another any more
 
-The host waits for its own GPU twice in a round, and for no other: a rank that is killed is noticed in a barrier, as
-without a GPU, and no stream ever waits for an event of a process that may be gone. So a finished operation's results
-are visible to every stream.
+Hosts meet once, in the barrier. GPUs meet by flags, 32-bit numbers that count meetings: a rank's stream writes its flag
+in the memory of every other rank, and waits until theirs have come. The host does not wait for them: a synchronous
+operation is ordered on the caller's current stream, as with NCCL. When a rank is lost, the others set all of their own
+flags, so that no stream waits for it, and raise. Devices without such flags meet through their hosts: each waits for
+its own GPU and enters a barrier.
 
 Mapped memory stays mapped: the next round with a tensor of the same allocation costs no call of the driver. Beyond
 ``MOST_MAPPED`` allocations the least recently used one is unmapped. Until then the GPU keeps the memory, even if its
@@ -38,16 +41,22 @@ from hoop.memory.cuda_ipc import Allocation
 from hoop.memory.dtypes import dtype
 from hoop.torch_backend.device_memory import HANDLE_BYTES, Block, DeviceMemory
 from hoop.torch_backend.group_links import GroupLinks
-from hoop.torch_backend.tensor_views import Described, adjacent, split
+from hoop.torch_backend.tensor_views import Described, adjacent, is_plain, split
 from hoop.transport.base import SharedEndpoint
 from hoop.transport.call_check import length_mismatch_error
 
 MOST_MAPPED = 64
 """Allocations of other ranks that a group keeps mapped."""
+MEET_ON_DEVICE = True
+"""Whether GPUs meet by flags where they can; False: hosts meet (for tests and measurements)."""
 _LEAST_STAGING_BYTES = 2 << 20
 _MOST_VIEWS = 1024
 _DESCRIPTION = struct.Struct(f"<QQQQ{HANDLE_BYTES}s")
 ADDRESS_BYTES = _DESCRIPTION.size
+_FLAGS_AT = 1024
+"""Where in its block the flags of a rank begin."""
+_FAR_AHEAD = 1 << 30
+_POLL_S = 0.0005
 _TOKEN_BYTES = 16
 _PROBE = struct.Struct(f"<{ADDRESS_BYTES}s{_TOKEN_BYTES}s240s")
 BYTES = dtype("uint8")
@@ -100,9 +109,18 @@ class Window:
         self._copies = copies
 
     def copy_back(self) -> None:
-        """Copies ``flat`` to the tensors, after the round."""
+        """Copies ``flat`` to the tensors, after the round; the copy is in the order of the current stream."""
         for tensor, part in self._copies:
             tensor.copy_(part.view(tensor.shape))
+
+
+class Windows(list[torch.Tensor]):
+    """The windows of all ranks in one round, as bytes."""
+
+    def __init__(self, windows: list[torch.Tensor], addresses: tuple[bytes, ...]) -> None:
+        super().__init__(windows)
+        self.addresses = addresses
+        """The packed address of each; equal addresses are the same memory. Empty in a group of one rank."""
 
 
 class DeviceLinks:
@@ -115,17 +133,30 @@ class DeviceLinks:
         """Why tensors go through host memory; empty: they do not."""
         self._decided = links.size == 1
         self._in_round = False
+        self._flags: Block | None = None
+        """This rank's flags, one 32-bit number a rank; other ranks write theirs when their GPU comes to a meeting."""
+        self._own_flags: list[int] = []
+        self._peer_flags: list[int] = []
+        """Addresses: of each other rank's flag here, and of this rank's flag in the memory of each other rank."""
+        self._ordered = False
+        """Whether GPUs meet by flags; else hosts meet, each after waiting for its GPU."""
+        self._meetings = 1
+        self._last_stream: Any = None
+        self.generation = 0
+        """Counts up when memory is unmapped: views that were made before are invalid."""
         self._staging: Block | None = None
         self._lock = threading.RLock()
         """Held while mappings are changed; rounds and messages run in different threads."""
         self._mapped: dict[tuple[int, int], tuple[int, int]] = {}
         """By rank and number of the allocation, least recently used first: its address here, and its bytes."""
-        self._views: dict[tuple[int, bytes], tuple[tuple[int, int], torch.Tensor]] = {}
-        """By rank and packed address: windows of other ranks, and the allocations in which they are."""
+        self._views: dict[tuple[int, bytes], tuple[tuple[int, int] | None, torch.Tensor]] = {}
+        """By rank and packed address: windows, and the mapped allocations in which those of other ranks are."""
         self._packed: dict[tuple[int, int, int], bytes] = {}
         """By number of the allocation, address and bytes: packed addresses of this rank's windows."""
         self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
         links.on_close.append(self.close)
+        links.on_break.append(self._release)
+        links.before_close.append(self._finish)
 
     # ---- windows
 
@@ -135,11 +166,14 @@ class DeviceLinks:
         ``copy_in``: a window that is not the tensors' own memory starts with their elements; with a ``factor``,
         multiplied by it.
         """
+        self.follow_last_round()  # which may still use the staging block
         tensors = [tensor.detach() for tensor in tensors]
         kind, lengths = tensors[0].dtype, [tensor.numel() for tensor in tensors]
         if not sum(lengths):
             return Window(torch.empty(0, dtype=kind, device=tensors[0].device), None)
-        flat = adjacent(tensors) if factor is None else None
+        flat = None
+        if factor is None:
+            flat = tensors[0].view(-1) if len(tensors) == 1 and is_plain(tensors[0]) else adjacent(tensors)
         if flat is not None:
             allocation = self.memory.allocation(flat.data_ptr()) if self.size > 1 else None
             if allocation is not None or self.size == 1:
@@ -164,6 +198,22 @@ class DeviceLinks:
         """The packed address of a vector of bytes of this rank; NOWHERE if other ranks cannot map it."""
         return self._packed_address(self.memory.allocation(window.data_ptr()), window.data_ptr(), window.numel())
 
+    def _address_of_window(self, window: Window | None) -> bytes:
+        """The packed address of this rank's window, whose memory ``view`` gives from then on."""
+        if window is None or window.allocation is None:
+            return NOWHERE
+        address, size = window.flat.data_ptr(), window.flat.numel() * window.flat.element_size()
+        packed = self._packed_address(window.allocation, address, size)
+        if (self.rank, packed) not in self._views:
+            # Not the tensor itself: the view is kept, and would keep it alive.
+            self._keep_view((self.rank, packed), None, self.memory.bytes_at(address, size))
+        return packed
+
+    def _keep_view(self, key: tuple[int, bytes], allocation: tuple[int, int] | None, view: torch.Tensor) -> None:
+        if len(self._views) >= _MOST_VIEWS:
+            self._views.clear()
+        self._views[key] = allocation, view
+
     def _packed_address(self, allocation: Allocation | None, address: int, size: int) -> bytes:
         """Where a window of this rank is: a packed ``WindowAddress`` for other ranks."""
         if allocation is None:
@@ -180,34 +230,61 @@ class DeviceLinks:
     # ---- rounds
 
     @contextlib.contextmanager
-    def round(self, description: Described, timeout: float, window: Window | None) -> Iterator[list[torch.Tensor]]:
+    def round(self, description: Described, timeout: float, window: Window | None) -> Iterator[Windows]:
         """One round; yields the windows of all ranks as bytes, those of ranks that pass None empty.
 
         All ranks must pass the same ``description``. When the context ends without an error, all ranks have ended it.
         """
         deadline = time.monotonic() + timeout
-        own = window.flat.view(torch.uint8) if window is not None and window.flat.numel() else self._nothing
-        self.memory.synchronize()
         if self.size == 1:
-            yield [own]
-            self.memory.synchronize()
+            own = window.flat if window is not None else self._nothing
+            yield Windows([own.view(torch.uint8) if own.numel() else self._nothing], ())
             return
+        if not self._ordered:
+            self.memory.synchronize()
         endpoint = self._shared_endpoint
         endpoint.wait_for_peers(deadline)  # the segments of all ranks are mapped from here on
         endpoint.publish_count = publication = endpoint.publish_count + 1
         slots = [segment.slots[publication & 1] for segment in endpoint.segments]
-        packed = self._packed_address(window.allocation if window else None, own.data_ptr(), own.numel())
+        packed = self._address_of_window(window)
         slots[self.rank][:ADDRESS_BYTES] = np.frombuffer(packed, np.uint8)
         endpoint.barrier(deadline, self.links.call(description))
+        addresses = tuple(slot[:ADDRESS_BYTES].tobytes() for slot in slots)
         self._in_round = True  # nothing is unmapped until the kernels are done
-        yield [
-            own if rank == self.rank else self.view(rank, slot[:ADDRESS_BYTES].tobytes())
-            for rank, slot in enumerate(slots)
-        ]
-        self.memory.synchronize()
+        windows = [self.view(rank, packed) for rank, packed in enumerate(addresses)]
+        if self._ordered:
+            self.follow_last_round()
+            self._meet_on_device()
+            yield Windows(windows, addresses)
+            self._meet_on_device()
+        else:
+            yield Windows(windows, addresses)
+            self.memory.synchronize()
+            endpoint.barrier(deadline)
         self._in_round = False
-        endpoint.barrier(deadline)
         self._forget_oldest()
+
+    def follow_last_round(self) -> None:
+        """Orders the current stream after the last round, if that ran on another one."""
+        if not self._ordered:
+            return
+        stream = self.memory.current_stream()
+        if self._last_stream is not None and stream != self._last_stream:
+            self.memory.follow(self._last_stream)
+        self._last_stream = stream
+
+    def _meet_on_device(self) -> None:
+        """The stream goes on when the streams of all ranks have come here; the host does not wait."""
+        self._meetings += 1
+        self.memory.signal_and_wait(self._peer_flags, self._own_flags, self._meetings)
+        if self.links.broken:
+            self._release()  # the group broke before this meeting was awaited
+
+    def _release(self) -> None:
+        """Lets streams go on that wait for a rank that will not come; called when the group is broken."""
+        if self._flags is not None and self._ordered:
+            with contextlib.suppress(HoopError, RuntimeError):
+                self.memory.release(self._flags.address + _FLAGS_AT, self._meetings + _FAR_AHEAD, self.size)
 
     @property
     def _shared_endpoint(self) -> SharedEndpoint:
@@ -238,23 +315,22 @@ class DeviceLinks:
     # ---- memory of other ranks
 
     def view(self, rank: int, packed: bytes) -> torch.Tensor:
-        """A window of another rank as bytes, mapped here; ``packed``: its address."""
+        """A window of a rank as bytes, mapped here; ``packed``: its address."""
         if packed == NOWHERE:
             return self._nothing
         with self._lock:
             found = self._views.get((rank, packed))
             if found is not None:
                 allocation, view = found
-                self._mapped[allocation] = self._mapped.pop(allocation)  # the most recently used one is the last
+                if allocation is not None:
+                    self._mapped[allocation] = self._mapped.pop(allocation)  # the most recently used one is the last
                 return view
             address = WindowAddress.unpack(packed)
             allocation = rank, address.number
             mapped = self._mapped.pop(allocation, None) or self._map(rank, address)
             self._mapped[allocation] = mapped
-            if len(self._views) >= _MOST_VIEWS:
-                self._views.clear()
             view = self.memory.bytes_at(mapped[0] + address.offset, address.size)
-            self._views[rank, packed] = allocation, view
+            self._keep_view((rank, packed), allocation, view)
             return view
 
     def copy_from(self, rank: int, packed: bytes, tensor: torch.Tensor) -> None:
@@ -274,12 +350,25 @@ class DeviceLinks:
     def _forget_oldest(self) -> None:
         """Unmaps what was not used for longest; called between rounds, when no kernel uses it."""
         with self._lock:
+            if len(self._mapped) > MOST_MAPPED:
+                self.memory.synchronize()
             while len(self._mapped) > MOST_MAPPED:
                 self._unmap(next(iter(self._mapped)))
 
     def _unmap(self, allocation: tuple[int, int]) -> None:
+        self.generation += 1
         self._views = {key: found for key, found in self._views.items() if found[0] != allocation}
         self.memory.unmap(*self._mapped.pop(allocation))
+
+    def _finish(self) -> None:
+        """Waits for the last round on the GPU: until then ranks use each other's memory."""
+        deadline = time.monotonic() + self.links.timeout
+        with contextlib.suppress(RuntimeError):
+            while self._last_stream is not None and not self.memory.is_done(self._last_stream):
+                if time.monotonic() > deadline:
+                    self._release()
+                    return
+                time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Unmaps the memory of other ranks and frees the staging block."""
@@ -288,9 +377,10 @@ class DeviceLinks:
             self._views.clear()
             while self._mapped:
                 self._unmap(next(iter(self._mapped)))
-            if self._staging is not None:
-                staging, self._staging = self._staging, None
-                staging.close()
+            for block in (self._staging, self._flags):
+                if block is not None:
+                    block.close()
+            self._staging = self._flags = None
 
     # ---- the first operation: can these ranks map each other's memory?
 
@@ -309,8 +399,9 @@ class DeviceLinks:
             return "its ranks do not share memory: they are on several hosts, or HOOP_TRANSPORT excludes it"
         token, problem, address = os.urandom(_TOKEN_BYTES), "", NOWHERE
         try:
-            block = self._staged(_TOKEN_BYTES)
-            block.copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
+            self._flags = self.memory.allocate(_FLAGS_AT + 4 * self.size)
+            block = self.memory.bytes_at(self._flags.address, _FLAGS_AT + 4 * self.size).zero_()
+            block[:_TOKEN_BYTES].copy_(torch.frombuffer(bytearray(token), dtype=torch.uint8))
             self.memory.synchronize()
             address = self.address_of(block)
             problem = f"rank {self.rank} cannot share its GPU memory" if address == NOWHERE else ""
@@ -319,8 +410,45 @@ class DeviceLinks:
         probes = self._exchange_probes(address, token, problem, description, timeout)
         if not any(text for _, _, text in probes):
             problem = self._check_mappings(probes)
-            probes = self._exchange_probes(address, token, problem, description, timeout)
-        return next((text for _, _, text in probes if text), "")
+            can_signal = not problem and self._try_signals([packed for packed, _, _ in probes])
+            probes = self._exchange_probes(address, bytes([can_signal]), problem, description, timeout)
+        obstacle = next((text for _, _, text in probes if text), "")
+        if not obstacle:
+            signalled = all(first[0] for _, first, _ in probes) and self._signals_have_come()
+            probes = self._exchange_probes(address, bytes([signalled]), "", description, timeout)
+            self._ordered = all(first[0] for _, first, _ in probes)
+        return obstacle
+
+    def _try_signals(self, addresses: Sequence[bytes]) -> bool:
+        """Sets this rank's flag at every other rank; whether the device can."""
+        assert self._flags is not None, "allocated above"
+        if not MEET_ON_DEVICE:
+            return False
+        peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._own_flags = [self._flags.address + _FLAGS_AT + 4 * rank for rank in peers]
+        for rank in peers:
+            address = WindowAddress.unpack(addresses[rank])
+            mapped, _ = self._mapped.pop((rank, address.number))  # stays mapped until the process ends
+            self._peer_flags.append(mapped + address.offset + _FLAGS_AT + 4 * self.rank)
+        try:
+            self.memory.signal_and_wait(self._peer_flags, [], self._meetings)
+            self.memory.synchronize()
+        except HoopError:
+            return False
+        return True
+
+    def _signals_have_come(self) -> bool:
+        """Called after all ranks have set their flags: whether this rank sees them."""
+        assert self._flags is not None, "allocated above"
+        flags = self.memory.bytes_at(self._flags.address + _FLAGS_AT, 4 * self.size).view(torch.int32).tolist()
+        if any(flag != self._meetings for rank, flag in enumerate(flags) if rank != self.rank):
+            return False
+        try:
+            self.memory.signal_and_wait([], self._own_flags, self._meetings)
+            self.memory.synchronize()
+        except HoopError:
+            return False
+        return True
 
     def _exchange_probes(
         self, address: bytes, token: bytes, problem: str, description: Described, timeout: float
@@ -338,7 +466,7 @@ class DeviceLinks:
             if rank == self.rank:
                 continue
             try:
-                found = bytes(self.view(rank, address).cpu().tolist())
+                found = bytes(self.view(rank, address)[:_TOKEN_BYTES].cpu().tolist())
             except (HoopError, RuntimeError) as error:
                 return f"rank {self.rank}: {error}"
             if found != token:

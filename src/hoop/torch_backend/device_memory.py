@@ -17,14 +17,15 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from hoop.errors import InvalidArgument
+from hoop.errors import HoopError, InvalidArgument
 from hoop.memory import cuda_ipc
 from hoop.memory.cuda_arena import CudaArena
 from hoop.memory.cuda_ipc import Allocation
@@ -87,6 +88,29 @@ class DeviceMemory(ABC):
         """Wait until the device has done the work of the current stream."""
 
     @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream to which this thread gives work."""
+
+    @abstractmethod
+    def is_done(self, stream: Any) -> bool:
+        """Whether a stream has done all of its work."""
+
+    @abstractmethod
+    def follow(self, stream: Any) -> None:
+        """Order the current stream after another one."""
+
+    @abstractmethod
+    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+        """On the current stream: write ``value`` to every target, then wait until every own number is at least that.
+
+        They are 32-bit numbers in shareable memory. Raises HoopError if the device cannot do it; does not wait itself.
+        """
+
+    @abstractmethod
+    def release(self, address: int, value: int, count: int) -> None:
+        """Write numbers that a stream may wait for, although the stream is waiting."""
+
+    @abstractmethod
     def on_device(self) -> AbstractContextManager[Any]:
         """Makes the device the current one of this thread."""
 
@@ -128,7 +152,10 @@ class CudaMemory(DeviceMemory):
         return _ArenaBlock(size, self.device)
 
     def allocation(self, address: int) -> Allocation | None:
-        number = cuda_ipc.allocation_number(address)
+        try:
+            number = cuda_ipc.allocation_number(address)
+        except HoopError:  # a GPU without this driver
+            return None
         if number not in self._exported:
             if len(self._exported) >= _MOST_EXPORTED:
                 self._exported.clear()
@@ -171,17 +198,40 @@ class CudaMemory(DeviceMemory):
                 self._stream.wait_event(pending)
                 with torch.cuda.stream(self._stream):
                     yield
+                self._stream.synchronize()  # a finished operation's results are visible to every stream
 
         return entered
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def is_done(self, stream: Any) -> bool:
+        return bool(stream.query())
+
+    def follow(self, stream: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        for address in targets:
+            cuda_ipc.write_when_reached(stream, address, value)
+        for address in own:
+            cuda_ipc.wait_until_written(stream, address, value)
+
+    def release(self, address: int, value: int, count: int) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream(self.device).query()  # gives this thread a CUDA context
+            cuda_ipc.fill_at_once(address, value, count)
+
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
 
 _MOST_EXPORTED = 4096
+_POLL_S = 20e-6
 
 
 # ---- emulated
@@ -274,6 +324,27 @@ class EmulatedMemory(DeviceMemory):
 
     def synchronize(self) -> None:
         """Nothing to wait for: host memory is written when the call returns."""
+
+    def current_stream(self) -> Any:
+        return None
+
+    def is_done(self, stream: Any) -> bool:
+        return True
+
+    def follow(self, stream: Any) -> None:
+        """There is one stream: the host's own order."""
+
+    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+        """Waits itself, because there is no stream that could."""
+        for address in targets:
+            ctypes.c_uint32.from_address(address).value = value
+        numbers = [ctypes.c_int32.from_address(address) for address in own]
+        while any(number.value < value for number in numbers):
+            time.sleep(_POLL_S)
+
+    def release(self, address: int, value: int, count: int) -> None:
+        for index in range(count):
+            ctypes.c_uint32.from_address(address + 4 * index).value = value
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -53,6 +53,9 @@ class GroupLinks:
         self.endpoint = communicator.endpoint
         self.on_close: list[Callable[[], None]] = []
         """Called by ``close`` after the links are closed."""
+        self.on_break: list[Callable[[], None]] = []
+        """Called, from any thread, when a rank was lost or an operation was broken off."""
+        self.before_close: list[Callable[[], None]] = []
         self.work_queue = communicator.work_queue
         self._prepared: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
         self._calls: dict[Described, Call] = {}
@@ -168,6 +171,19 @@ class GroupLinks:
     def _break(self, error: HoopError) -> None:
         self._broken = self._broken or error
         self._communicator.endpoint.abort(error)
+        if not isinstance(error, CollectiveMismatch):  # then all ranks are there, and earlier operations go on
+            for release in self.on_break:
+                release()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error has broken the group, or it is closed."""
+        return self._broken is not None
+
+    def check_working(self) -> None:
+        """Raises the error that has broken the group, if there is one."""
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken))
 
     def _diagnose(self, title: str, error: HoopError, timeout: float) -> HoopError:
         """Breaks the group and returns the user's error, which names the rank that died or left first."""
@@ -193,6 +209,8 @@ class GroupLinks:
 
     def close(self) -> None:
         """Says goodbye to all peers and closes every link; pending operations fail."""
+        for finish in self.before_close:
+            finish()
         self._broken = self._broken or PeerLost(_DESTROYED)
         self.p2p.close()
         self._communicator.close()

@@ -9,6 +9,9 @@ the call into one job. A job runs in one of three ways:
     work queue idle                                  arrived by then, the rest runs on the work queue
     every other call                             (3) on the work queue; a synchronous caller waits for it
 
+An operation on CUDA tensors that the caller's thread runs (1) returns when it is ordered on the current stream; one on
+the work queue (3) runs on a stream of its own and is finished when the GPU has done it.
+
 Point-to-point messages (send, recv) do not use the work queue: they are requests to the group's ``P2PEngine``.
 """
 

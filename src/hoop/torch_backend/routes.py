@@ -61,7 +61,7 @@ class DeviceRoute:
     """Tensors in the memory of one GPU."""
 
     def __init__(self, links: GroupLinks, memory: DeviceMemory) -> None:
-        self._memory = memory
+        self._links, self._memory = links, memory
         self._device_links = DeviceLinks(links, memory)
         self._collectives = DeviceCollectives(self._device_links)
         self.messages: DeviceMessages | None = DeviceMessages(self._device_links)
@@ -75,6 +75,7 @@ class DeviceRoute:
         def run(timeout: float) -> None:
             with entered():
                 on_device(timeout)
+            self._links.check_working()  # a rank that was lost meanwhile has left wrong results
 
         return run
 
