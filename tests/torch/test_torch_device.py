@@ -326,6 +326,31 @@ def test_a_killed_rank_is_named(tmp_path: Path, before: Callable[[int], None]) -
         world.close()
 
 
+def killed_before_a_meeting(rank: int) -> str:
+    """Rank 1 dies after it has made the call, when the streams of the others wait for its own."""
+    dist.all_reduce(torch.ones(10))
+    group: Any = dist.group.WORLD
+    ((_, route),) = group._routes._by_type.values()
+    if rank == 1:
+        route._memory.signal_and_wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        sum_without_end()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the stream was released
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("before", [EMULATED, CUDA])
+def test_no_stream_waits_for_a_killed_rank(tmp_path: Path, before: Callable[[int], None]) -> None:
+    world = World(tmp_path, 3, before=before)
+    try:
+        world.start(killed_before_a_meeting)
+        for rank in (0, 2):
+            assert "rank 1 (global rank 1) is gone" in world.result(rank)
+    finally:
+        world.close()
+
+
 @pytest.mark.parametrize("before", ALL)
 def test_data_parallel_training(run_on: RunOn, before: Callable[[int], None]) -> None:
     run_on(before, 2, train_together)

@@ -25,7 +25,7 @@ from hoop.torch_backend.tensor_views import Described, TorchReduction, is_plain
 
 Tensors = Sequence[torch.Tensor]
 CHUNK_BYTES = 128 << 20
-"""A reduction combines so many bytes of each window at a time, which bounds the memory for results of more than two."""
+"""Bytes of each window that a reduction combines at a time; bounds its scratch memory where there are three ranks."""
 _MOST_PARTS = 256
 _SLICE_ELEMENTS = 128
 """Slices begin at a multiple of this, so that kernels read whole vectors."""

@@ -153,6 +153,8 @@ class DeviceLinks:
         """By rank and packed address: windows, and the mapped allocations in which those of other ranks are."""
         self._packed: dict[tuple[int, int, int], bytes] = {}
         """By number of the allocation, address and bytes: packed addresses of this rank's windows."""
+        self._slots: list[list[memoryview]] = []
+        """For each turn, where each rank publishes the address of its window; empty before the first round."""
         self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
         links.on_close.append(self.close)
         links.on_break.append(self._release)
@@ -198,16 +200,18 @@ class DeviceLinks:
         """The packed address of a vector of bytes of this rank; NOWHERE if other ranks cannot map it."""
         return self._packed_address(self.memory.allocation(window.data_ptr()), window.data_ptr(), window.numel())
 
-    def _address_of_window(self, window: Window | None) -> bytes:
-        """The packed address of this rank's window, whose memory ``view`` gives from then on."""
+    def _published(self, window: Window | None) -> tuple[bytes, torch.Tensor]:
+        """The packed address of this rank's window, and its memory as bytes."""
         if window is None or window.allocation is None:
-            return NOWHERE
+            return NOWHERE, self._nothing
         address, size = window.flat.data_ptr(), window.flat.numel() * window.flat.element_size()
         packed = self._packed_address(window.allocation, address, size)
-        if (self.rank, packed) not in self._views:
-            # Not the tensor itself: the view is kept, and would keep it alive.
-            self._keep_view((self.rank, packed), None, self.memory.bytes_at(address, size))
-        return packed
+        _, view = self._views.get((self.rank, packed), (None, None))
+        if view is None:  # not the tensor itself: the view is kept, and would keep it alive
+            view = self.memory.bytes_at(address, size)
+            with self._lock:
+                self._keep_view((self.rank, packed), None, view)
+        return packed, view
 
     def _keep_view(self, key: tuple[int, bytes], allocation: tuple[int, int] | None, view: torch.Tensor) -> None:
         if len(self._views) >= _MOST_VIEWS:
@@ -237,21 +241,24 @@ class DeviceLinks:
         """
         deadline = time.monotonic() + timeout
         if self.size == 1:
-            own = window.flat if window is not None else self._nothing
-            yield Windows([own.view(torch.uint8) if own.numel() else self._nothing], ())
+            has_elements = window is not None and window.flat.numel()
+            yield Windows([window.flat.view(torch.uint8) if window and has_elements else self._nothing], ())
             return
         if not self._ordered:
             self.memory.synchronize()
         endpoint = self._shared_endpoint
-        endpoint.wait_for_peers(deadline)  # the segments of all ranks are mapped from here on
+        if not self._slots:
+            endpoint.wait_for_peers(deadline)  # the segments of all ranks are mapped from here on
+            self._slots = [
+                [segment.slots[turn].data[:ADDRESS_BYTES] for segment in endpoint.segments] for turn in (0, 1)
+            ]
         endpoint.publish_count = publication = endpoint.publish_count + 1
-        slots = [segment.slots[publication & 1] for segment in endpoint.segments]
-        packed = self._address_of_window(window)
-        slots[self.rank][:ADDRESS_BYTES] = np.frombuffer(packed, np.uint8)
+        slots = self._slots[publication & 1]
+        slots[self.rank][:], own = self._published(window)
         endpoint.barrier(deadline, self.links.call(description))
-        addresses = tuple(slot[:ADDRESS_BYTES].tobytes() for slot in slots)
+        addresses = tuple(map(bytes, slots))
         self._in_round = True  # nothing is unmapped until the kernels are done
-        windows = [self.view(rank, packed) for rank, packed in enumerate(addresses)]
+        windows = [own if rank == self.rank else self.view(rank, one) for rank, one in enumerate(addresses)]
         if self._ordered:
             self.follow_last_round()
             self._meet_on_device()
@@ -315,7 +322,7 @@ class DeviceLinks:
     # ---- memory of other ranks
 
     def view(self, rank: int, packed: bytes) -> torch.Tensor:
-        """A window of a rank as bytes, mapped here; ``packed``: its address."""
+        """A window of another rank as bytes, mapped here; ``packed``: its address."""
         if packed == NOWHERE:
             return self._nothing
         with self._lock:
@@ -372,6 +379,7 @@ class DeviceLinks:
 
     def close(self) -> None:
         """Unmaps the memory of other ranks and frees the staging block."""
+        self._slots = []
         # After a CUDA error, and while the interpreter ends, every call of the driver fails.
         with contextlib.suppress(HoopError, RuntimeError), self._lock, self.memory.on_device():
             self._views.clear()
