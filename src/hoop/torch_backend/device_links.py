@@ -260,7 +260,8 @@ class DeviceLinks:
         self._in_round = True  # nothing is unmapped until the kernels are done
         windows = [own if rank == self.rank else self.view(rank, one) for rank, one in enumerate(addresses)]
         if self._ordered:
-            self.follow_last_round()
+            if window is None:  # making one has done this
+                self.follow_last_round()
             self._meet_on_device()
             yield Windows(windows, addresses)
             self._meet_on_device()
@@ -283,7 +284,7 @@ class DeviceLinks:
     def _meet_on_device(self) -> None:
         """The stream goes on when the streams of all ranks have come here; the host does not wait."""
         self._meetings += 1
-        self.memory.signal_and_wait(self._peer_flags, self._own_flags, self._meetings)
+        self.memory.signal_and_wait(self._last_stream, self._peer_flags, self._own_flags, self._meetings)
         if self.links.broken:
             self._release()  # the group broke before this meeting was awaited
 
@@ -439,7 +440,7 @@ class DeviceLinks:
             mapped, _ = self._mapped.pop((rank, address.number))  # stays mapped until the process ends
             self._peer_flags.append(mapped + address.offset + _FLAGS_AT + 4 * self.rank)
         try:
-            self.memory.signal_and_wait(self._peer_flags, [], self._meetings)
+            self.memory.signal_and_wait(self.memory.current_stream(), self._peer_flags, [], self._meetings)
             self.memory.synchronize()
         except HoopError:
             return False
@@ -452,7 +453,7 @@ class DeviceLinks:
         if any(flag != self._meetings for rank, flag in enumerate(flags) if rank != self.rank):
             return False
         try:
-            self.memory.signal_and_wait([], self._own_flags, self._meetings)
+            self.memory.signal_and_wait(self.memory.current_stream(), [], self._own_flags, self._meetings)
             self.memory.synchronize()
         except HoopError:
             return False

@@ -100,8 +100,8 @@ class DeviceMemory(ABC):
         """Order the current stream after another one."""
 
     @abstractmethod
-    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
-        """On the current stream: write ``value`` to every target, then wait until every own number is at least that.
+    def signal_and_wait(self, stream: Any, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+        """On a stream: write ``value`` to every target, then wait until every own number is at least that.
 
         They are 32-bit numbers in shareable memory. Raises HoopError if the device cannot do it; does not wait itself.
         """
@@ -214,12 +214,12 @@ class CudaMemory(DeviceMemory):
     def follow(self, stream: Any) -> None:
         torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+    def signal_and_wait(self, stream: Any, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+        handle = stream.cuda_stream
         for address in targets:
-            cuda_ipc.write_when_reached(stream, address, value)
+            cuda_ipc.write_when_reached(handle, address, value)
         for address in own:
-            cuda_ipc.wait_until_written(stream, address, value)
+            cuda_ipc.wait_until_written(handle, address, value)
 
     def release(self, address: int, value: int, count: int) -> None:
         with torch.cuda.device(self.device):
@@ -334,7 +334,7 @@ class EmulatedMemory(DeviceMemory):
     def follow(self, stream: Any) -> None:
         """There is one stream: the host's own order."""
 
-    def signal_and_wait(self, targets: Sequence[int], own: Sequence[int], value: int) -> None:
+    def signal_and_wait(self, stream: Any, targets: Sequence[int], own: Sequence[int], value: int) -> None:
         """Waits itself, because there is no stream that could."""
         for address in targets:
             ctypes.c_uint32.from_address(address).value = value
