@@ -115,7 +115,7 @@ def queries_of_torch(rank: int) -> list[str]:
     for group in (dist.group.WORLD, dist.new_group([0, 1], group_desc="both")):
         assert dist.get_backend(group) == "hoop"
         assert group is not None
-        assert group._device_types == [torch.device("cpu")]
+        assert group._device_types == [torch.device("cpu"), torch.device("cuda")]
         assert (group.rank(), group.size()) == (rank, 2)
         backend: Any = group._get_backend(torch.device("cpu"))
         assert backend is group

@@ -35,6 +35,8 @@ class World:
     size: int
     backend: str = "hoop"
     timeout: float = LONG_S
+    before: Callable[[int], None] | None = None
+    """Called in each rank, with its number, before it joins the group."""
     processes: list[BaseProcess] = field(default_factory=list)
     _pipes: list[Connection] = field(default_factory=list)
 
@@ -44,7 +46,9 @@ class World:
         context.set_forkserver_preload(PRELOADED)
         for rank in range(self.size):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run_rank, args=(rank, self._init_options(), sender, function, args))
+            process = context.Process(
+                target=_run_rank, args=(rank, self._init_options(), self.before, sender, function, args)
+            )
             process.start()
             sender.close()
             self.processes.append(process)
@@ -87,10 +91,17 @@ class World:
 
 
 def _run_rank(
-    rank: int, init_options: dict[str, Any], pipe: Connection, function: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    init_options: dict[str, Any],
+    before: Callable[[int], None] | None,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: Sequence[Any],
 ) -> None:
     torch.set_num_threads(1)
     try:
+        if before is not None:
+            before(rank)
         dist.init_process_group(rank=rank, **init_options)
         value = function(rank, *args)
         if dist.is_initialized():

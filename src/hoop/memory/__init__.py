@@ -26,5 +26,5 @@ __all__ = [
 DeviceMemory = Arena | GpuMemory
 """The memory that clients of a device use: its arena, or memory on its GPU."""
 
-PUBLIC = ("allocator", "commit_record", "cuda_arena", "dtypes", "gpu_driver", "storage")
+PUBLIC = ("allocator", "commit_record", "cuda_arena", "cuda_ipc", "dtypes", "gpu_driver", "storage")
 """Modules that other rooms may import."""

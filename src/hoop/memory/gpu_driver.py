@@ -32,7 +32,9 @@ _PORTABLE = 1
 _NAME_BYTES = 128
 
 
-class _IpcHandle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
+    """The driver's handle of an allocation."""
+
     _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
 
 
@@ -46,7 +48,7 @@ def _driver() -> ctypes.CDLL:
         ) from None
 
 
-def _call(name: str, *arguments: object) -> None:
+def call_driver(name: str, *arguments: object) -> None:
     """Call a function of the driver; raises with its name and the driver's text."""
     driver = _driver()
     code = getattr(driver, name)(*arguments)
@@ -116,8 +118,8 @@ def count_gpus() -> int:
     """GPUs that this process can use through the driver; 0 without a driver. Initialises CUDA in this process."""
     count = ctypes.c_int()
     try:
-        _call("cuInit", ctypes.c_uint(0))
-        _call("cuDeviceGetCount", ctypes.byref(count))
+        call_driver("cuInit", ctypes.c_uint(0))
+        call_driver("cuDeviceGetCount", ctypes.byref(count))
     except FailedPrecondition:
         return 0
     return count.value
@@ -150,113 +152,113 @@ class CudaGpu(Gpu):
         self.name = "GPU"
         if number is None:
             return
-        _call("cuInit", ctypes.c_uint(0))
+        call_driver("cuInit", ctypes.c_uint(0))
         count = ctypes.c_int()
-        _call("cuDeviceGetCount", ctypes.byref(count))
+        call_driver("cuDeviceGetCount", ctypes.byref(count))
         if number >= count.value:
             raise FailedPrecondition(
                 f"accelerator: cuda:{number} was asked for, and {count.value} GPUs are visible, from cuda:0 on; look "
                 "at nvidia-smi and CUDA_VISIBLE_DEVICES"
             )
-        _call("cuDeviceGet", ctypes.byref(self._device), ctypes.c_int(number))
+        call_driver("cuDeviceGet", ctypes.byref(self._device), ctypes.c_int(number))
         text = ctypes.create_string_buffer(_NAME_BYTES)
-        _call("cuDeviceGetName", text, ctypes.c_int(_NAME_BYTES), self._device)
+        call_driver("cuDeviceGetName", text, ctypes.c_int(_NAME_BYTES), self._device)
         self.name = text.value.decode(errors="replace")
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+        call_driver("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
 
     def _enter(self) -> None:
         """Make the context current in this thread."""
         if self._context:
-            _call("cuCtxSetCurrent", self._context)
+            call_driver("cuCtxSetCurrent", self._context)
 
     def _copy_stream(self) -> ctypes.c_void_p:
         """The stream for copies, in the context of this thread; it is made when first used."""
         self._enter()
         with self._lock:
             if not self._stream:
-                _call("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
+                call_driver("cuStreamCreate", ctypes.byref(self._stream), ctypes.c_uint(_NON_BLOCKING))
         return self._stream
 
     def _wait(self) -> None:
-        _call("cuStreamSynchronize", self._stream)
+        call_driver("cuStreamSynchronize", self._stream)
 
     def allocate(self, size: int) -> int:
         self._enter()
         pointer = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+        call_driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
         return pointer.value
 
     def free(self, address: int) -> None:
         self._enter()
-        _call("cuMemFree_v2", ctypes.c_uint64(address))
+        call_driver("cuMemFree_v2", ctypes.c_uint64(address))
 
     def clear(self, address: int, size: int) -> None:
         stream = self._copy_stream()
-        _call("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
+        call_driver("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(size), stream)
         self._wait()
 
     def write(self, address: int, data: Bytes) -> None:
         stream = self._copy_stream()
         source = ctypes.c_void_p(data.ctypes.data)
-        _call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), source, ctypes.c_size_t(data.nbytes), stream)
+        call_driver("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(address), source, ctypes.c_size_t(data.nbytes), stream)
         self._wait()
 
     def read(self, address: int, into: Bytes) -> None:
         stream = self._copy_stream()
         target = ctypes.c_void_p(into.ctypes.data)
-        _call("cuMemcpyDtoHAsync_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(into.nbytes), stream)
+        call_driver("cuMemcpyDtoHAsync_v2", target, ctypes.c_uint64(address), ctypes.c_size_t(into.nbytes), stream)
         self._wait()
 
     def copy(self, to: int, source: int, size: int) -> None:
         stream = self._copy_stream()
-        _call("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
+        call_driver("cuMemcpyDtoDAsync_v2", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(size), stream)
         self._wait()
 
     def memory(self) -> tuple[int, int]:
         self._enter()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        call_driver("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
     def pin(self, size: int) -> Bytes:
         self._enter()
         pointer = ctypes.c_void_p()
-        _call("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
+        call_driver("cuMemHostAlloc", ctypes.byref(pointer), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE))
         assert pointer.value is not None, "the driver has returned memory"
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(pointer.value))
 
     def unpin(self, buffer: Bytes) -> None:
         self._enter()
-        _call("cuMemFreeHost", ctypes.c_void_p(buffer.ctypes.data))
+        call_driver("cuMemFreeHost", ctypes.c_void_p(buffer.ctypes.data))
 
     def export(self, address: int) -> bytes:
         self._enter()
-        handle = _IpcHandle()
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        handle = IpcHandle()
+        call_driver("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
         return bytes(handle)
 
     def map(self, handle: bytes) -> int:
         self._enter()
         pointer = ctypes.c_uint64()
-        _call(
+        call_driver(
             "cuIpcOpenMemHandle_v2",
             ctypes.byref(pointer),
-            _IpcHandle.from_buffer_copy(handle),
+            IpcHandle.from_buffer_copy(handle),
             ctypes.c_uint(_LAZY_PEER_ACCESS),
         )
         return pointer.value
 
     def unmap(self, address: int) -> None:
         self._enter()
-        _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+        call_driver("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def close(self) -> None:
         if self._stream:
             self._enter()
-            _call("cuStreamDestroy_v2", self._stream)
+            call_driver("cuStreamDestroy_v2", self._stream)
             self._stream = ctypes.c_void_p()
         if self._context:
-            _call("cuDevicePrimaryCtxRelease_v2", self._device)
+            call_driver("cuDevicePrimaryCtxRelease_v2", self._device)
             self._context = ctypes.c_void_p()
 
 

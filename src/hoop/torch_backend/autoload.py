@@ -19,7 +19,7 @@ def register() -> None:
             if not dist.is_available():
                 return
             from torch.distributed import distributed_c10d as c10d
-        c10d.Backend.register_backend("hoop", _create, extended_api=True, devices=["cpu"])
+        c10d.Backend.register_backend("hoop", _create, extended_api=True, devices=["cpu", "cuda"])
     except Exception as error:  # a program that does not use Hoop must not fail because of it
         import warnings
 

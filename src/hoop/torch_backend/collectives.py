@@ -275,10 +275,10 @@ def sparse_all_reduce(links: GroupLinks, tensor: torch.Tensor, timeout: float) -
     own = tensor.detach().coalesce()
     indices, values = own.indices(), own.values()
     description = Described("sparse_all_reduce", tensor.dtype, tuple(tensor.shape), "sum")
-    own_length = torch.tensor([values.shape[0]])
+    own_length = torch.tensor([values.shape[0]], device="cpu")
     lengths = [int(count) for count in _all_gather_list(links, own_length, description, timeout)]
-    all_indices = [torch.empty(indices.shape[0], length, dtype=torch.int64) for length in lengths]
-    all_values = [torch.empty(length, *values.shape[1:], dtype=values.dtype) for length in lengths]
+    all_indices = [indices.new_empty(indices.shape[0], length) for length in lengths]
+    all_values = [values.new_empty(length, *values.shape[1:]) for length in lengths]
     all_to_all(links, all_indices, [indices] * links.size, timeout, description)
     all_to_all(links, all_values, [values] * links.size, timeout, description)
     total = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape)
@@ -290,7 +290,7 @@ def _all_gather_list(
     links: GroupLinks, tensor: torch.Tensor, description: Described, timeout: float
 ) -> list[torch.Tensor]:
     """The tensors of all ranks, which have the same shape, in rank order."""
-    gathered = torch.empty(links.size, *tensor.shape, dtype=tensor.dtype)
+    gathered = tensor.new_empty(links.size, *tensor.shape)
     sent, received = bytes_of(tensor), bytes_of(gathered)
     links.run("all_gather", tensor.nbytes, BYTES, sent, received, timeout, description=description)
     return list(gathered)

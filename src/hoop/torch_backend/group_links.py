@@ -50,6 +50,12 @@ class GroupLinks:
         """Default timeout of an operation, in seconds."""
         self.p2p = p2p
         self._communicator = communicator
+        self.endpoint = communicator.endpoint
+        self.on_close: list[Callable[[], None]] = []
+        """Called by ``close`` after the links are closed."""
+        self.on_break: list[Callable[[], None]] = []
+        """Called, from any thread, when a rank was lost or an operation was broken off."""
+        self.before_close: list[Callable[[], None]] = []
         self.work_queue = communicator.work_queue
         self._prepared: dict[tuple[str, int, str, str, int, str, Described | None], PreparedOperation] = {}
         self._calls: dict[Described, Call] = {}
@@ -113,12 +119,17 @@ class GroupLinks:
         self, sources: Sequence[Array], destinations: Sequence[Array], description: Described, timeout: float
     ) -> None:
         """Sends ``sources[i]`` to rank i, of any length; all ranks must pass the same ``description``."""
+        endpoint, deadline = self._communicator.endpoint, time.monotonic() + timeout
+        all_to_all_v(endpoint, self.call(description), sources, destinations, deadline)
+
+    def call(self, description: Described) -> Call:
+        """The call that the ranks of this group compare."""
         call = self._calls.get(description)
         if call is None:
             if len(self._calls) >= _CACHE_SIZE:
                 self._calls.clear()
             call = self._calls[description] = self._communicator.call(str(description))
-        all_to_all_v(self._communicator.endpoint, call, sources, destinations, time.monotonic() + timeout)
+        return call
 
     def submit(self, work: PendingWork, job: Callable[[float], None], timeout: float, acquired: bool = False) -> None:
         """Queues a job behind the jobs submitted before it, and returns at once.
@@ -161,6 +172,19 @@ class GroupLinks:
     def _break(self, error: HoopError) -> None:
         self._broken = self._broken or error
         self._communicator.endpoint.abort(error)
+        if not isinstance(error, CollectiveMismatch):  # then all ranks are there, and earlier operations go on
+            for release in self.on_break:
+                release()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an error has broken the group, or it is closed."""
+        return self._broken is not None
+
+    def check_working(self) -> None:
+        """Raises the error that has broken the group, if there is one."""
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken))
 
     def _diagnose(self, title: str, error: HoopError, timeout: float) -> HoopError:
         """Breaks the group and returns the user's error, which names the rank that died or left first."""
@@ -186,6 +210,10 @@ class GroupLinks:
 
     def close(self) -> None:
         """Says goodbye to all peers and closes every link; pending operations fail."""
+        for finish in self.before_close:
+            finish()
         self._broken = self._broken or PeerLost(_DESTROYED)
         self.p2p.close()
         self._communicator.close()
+        for close in self.on_close:
+            close()

@@ -39,6 +39,12 @@ class MessageKind(IntEnum):
     BARRIER = 2
     """Part of a monitored barrier; its tags are separate from those of MESSAGE."""
     GOODBYE = 3
+    DEVICE = 4
+    """Where in GPU memory a message is (``device_messages``)."""
+    DELIVERED = 5
+    """The answer to DEVICE."""
+    DEVICE_DATA = 6
+    """The bytes of a message in GPU memory that its receiver cannot map."""
 
 
 @dataclass(eq=False)

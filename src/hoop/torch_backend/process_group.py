@@ -9,11 +9,15 @@ the call into one job. A job runs in one of three ways:
     work queue idle                                  arrived by then, the rest runs on the work queue
     every other call                             (3) on the work queue; a synchronous caller waits for it
 
+An operation on CUDA tensors that the caller's thread runs (1) returns when it is ordered on the current stream; one on
+the work queue (3) runs on a stream of its own and is finished when the GPU has done it.
+
 Point-to-point messages (send, recv) do not use the work queue: they are requests to the group's ``P2PEngine``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -24,19 +28,17 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.distributed_c10d import ReduceOptions
+from torch.distributed.distributed_c10d import ReduceOptions, _world
 
 from hoop.collectives.compression import compressor
 from hoop.errors import HoopError, InvalidArgument
 from hoop.torch_backend import c10d_backend, collectives, monitored_barrier, rendezvous
 from hoop.torch_backend.group_links import GroupLinks
 from hoop.torch_backend.p2p import MessageKind, P2PRequest
+from hoop.torch_backend.routes import OtherBackends, Route, Routes
 from hoop.torch_backend.tensor_views import (
-    ContiguousView,
     TorchReduction,
-    as_contiguous,
     bytes_of,
-    check_dense_cpu,
     check_same,
     is_plain,
     only,
@@ -74,6 +76,10 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._name, self._description = name, "undefined"
         self._store = store
         self._links, transports = rendezvous.connect_group(name, store, rank, size, world, timeout)
+        self._routes = Routes(self._links)
+        self._others: OtherBackends | None = None
+        """The other backends of this group; None before the first call."""
+        self._timeout = timeout
         self._barrier_numbers = itertools.count()
         # Runs when the group is destroyed or garbage-collected, or the process ends (also a multiprocessing child).
         self._close = Finalize(self, _close, (self._links, transports), exitpriority=10)
@@ -164,10 +170,11 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tensor: Tensor = only("all_reduce", listed)
         if tensor.layout is torch.sparse_coo:
             return self._sparse_all_reduce(tensor, opts)
-        check_dense_cpu("all_reduce", tensor)
+        route = self._routes.find("all_reduce", listed)
         reduction = self._reduction("all_reduce", opts, tensor)
         if (
             getattr(opts, "asyncOp", True)
+            and route is self._routes.host
             and reduction.in_place
             and tensor.nbytes <= INLINE_ALL_REDUCE_BYTES
             and is_plain(tensor)
@@ -175,68 +182,72 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             work = self._try_inline_all_reduce(tensor, reduction, opts, listed)
             if work is not None:
                 return work
-        job = partial(collectives.all_reduce, self._links, tensor, reduction)
+        job = route.job(collectives.all_reduce, tensor, reduction)
         return self._dispatch("all_reduce", opts, job, listed, listed)
 
     def _sparse_all_reduce(self, tensor: Tensor, opts: Any) -> Work:
         reduction = self._reduction("sparse_all_reduce", opts, tensor)
         if reduction.name != "sum":
             raise InvalidArgument(f"sparse_all_reduce: {reduction.name} of sparse tensors; only sum is possible")
-        job = partial(collectives.sparse_all_reduce, self._links, tensor)
+        if not tensor.is_cpu:
+            raise InvalidArgument(
+                f"sparse_all_reduce: a tensor is on {tensor.device}; Hoop sums sparse tensors on the CPU"
+            )
+        job = self._routes.host.job(collectives.sparse_all_reduce, tensor)
         return self._dispatch("sparse_all_reduce", opts, job, [tensor], [tensor])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        check_dense_cpu("all_reduce_coalesced", *tensors)
+        route = self._routes.find("all_reduce_coalesced", tensors)
         check_same("all_reduce_coalesced", tensors[0], tensors, sizes=False)
         reduction = self._reduction("all_reduce_coalesced", opts, tensors[0])
-        job = partial(collectives.all_reduce_coalesced, self._links, tensors, reduction)
+        job = route.job(collectives.all_reduce_coalesced, tensors, reduction)
         return self._dispatch("all_reduce", opts, job, tensors, tensors)
 
     def allreduce_compressed(self, tensor: Tensor, compression: str, opts: Any = None) -> Work:
         """A lossy all_reduce. torch.distributed has no such call; ``ddp_hooks.compressed`` calls it."""
-        check_dense_cpu("all_reduce", tensor)
+        route = self._routes.find("all_reduce", [tensor])
         reduction = self._reduction("all_reduce", opts, tensor)
-        if tensor.dtype is not torch.float32 or not is_plain(tensor) or reduction.name not in ("sum", "avg"):
+        plain = route is self._routes.host and tensor.dtype is torch.float32 and is_plain(tensor)
+        if not plain or reduction.name not in ("sum", "avg"):
             raise InvalidArgument(
-                "compression: only of sum and avg of a contiguous float32 tensor; "
-                f"this is {reduction.name} of {tensor.dtype}"
+                "compression: only of sum and avg of a contiguous float32 tensor on the CPU; "
+                f"this is {reduction.name} of {tensor.dtype} on {tensor.device}"
             )
         compressor(compression)  # raises if the name is unknown
-        job = partial(collectives.all_reduce_compressed, self._links, tensor, reduction, compression)
+        job = route.job(collectives.all_reduce_compressed, tensor, reduction, compression)
         return self._dispatch("all_reduce", opts, job, [tensor], [tensor])
 
     def reduce(self, tensors: Any, opts: Any = None) -> Work:
         tensor: Tensor = only("reduce", _as_list(tensors))
-        check_dense_cpu("reduce", tensor)
+        route = self._routes.find("reduce", [tensor])
         reduction, root = self._reduction("reduce", opts, tensor), self._root("reduce", opts)
-        job = partial(collectives.reduce, self._links, tensor, root, reduction)
+        job = route.job(collectives.reduce, tensor, root, reduction)
         return self._dispatch("reduce", opts, job, [tensor], [tensor])
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         output: Tensor = only("reduce_scatter", _as_list(outputs))
         tensors: Tensors = only("reduce_scatter", inputs) if _is_nested(inputs) else inputs
         self._check_one_per_rank("reduce_scatter", tensors)
-        check_dense_cpu("reduce_scatter", output, *tensors)
+        route = self._routes.find("reduce_scatter", [output, *tensors])
         check_same("reduce_scatter", output, tensors, sizes=False)
         check_same("reduce_scatter", output, [tensors[self._links.rank]])
-        job = partial(
-            collectives.reduce_scatter, self._links, output, tensors, self._reduction("reduce_scatter", opts, output)
-        )
+        reduction = self._reduction("reduce_scatter", opts, output)
+        job = route.job(collectives.reduce_scatter, output, tensors, reduction)
         return self._dispatch("reduce_scatter", opts, job, [output], tensors)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        self._check_blocks("reduce_scatter_tensor", output, tensor)
+        route = self._check_blocks("reduce_scatter_tensor", output, tensor)
         reduction = self._reduction("reduce_scatter_tensor", opts, output)
-        job = partial(collectives.reduce_scatter_single, self._links, output, tensor, reduction)
+        job = route.job(collectives.reduce_scatter_single, output, tensor, reduction)
         return self._dispatch("_reduce_scatter_base", opts, job, [output], [tensor])
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_blocks("reduce_scatter_tensor_coalesced", output, tensor)
+        pairs = list(zip(outputs, inputs, strict=True))
+        routes = [self._check_blocks("reduce_scatter_tensor_coalesced", *pair) for pair in pairs]
         reduction = self._reduction("reduce_scatter_tensor_coalesced", opts, outputs[0])
         jobs = [
-            partial(collectives.reduce_scatter_single, self._links, output, tensor, reduction)
-            for output, tensor in zip(outputs, inputs, strict=True)
+            route.job(collectives.reduce_scatter_single, *pair, reduction)
+            for route, pair in zip(routes, pairs, strict=True)
         ]
         return self._dispatch("reduce_scatter_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
 
@@ -244,32 +255,30 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Work:
         tensor: Tensor = only("broadcast", _as_list(tensors))
-        check_dense_cpu("broadcast", tensor)
-        job = partial(collectives.broadcast, self._links, tensor, self._root("broadcast", opts))
+        route = self._routes.find("broadcast", [tensor])
+        job = route.job(collectives.broadcast, tensor, self._root("broadcast", opts))
         return self._dispatch("broadcast", opts, job, [tensor], [tensor])
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         tensor: Tensor = only("all_gather", _as_list(inputs))
         tensors: Tensors = only("all_gather", outputs) if _is_nested(outputs) else outputs
         self._check_one_per_rank("all_gather", tensors)
-        check_dense_cpu("all_gather", tensor, *tensors)
+        route = self._routes.find("all_gather", [tensor, *tensors])
         check_same("all_gather", tensor, tensors, sizes=False)
         check_same("all_gather", tensor, [tensors[self._links.rank]])
-        job = partial(collectives.all_gather, self._links, tensors, tensor)
+        job = route.job(collectives.all_gather, tensors, tensor)
         return self._dispatch("all_gather", opts, job, tensors, [tensor])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
-        self._check_blocks("all_gather_into_tensor", tensor, output)
-        job = partial(collectives.all_gather_single, self._links, output, tensor)
+        route = self._check_blocks("all_gather_into_tensor", tensor, output)
+        job = route.job(collectives.all_gather_single, output, tensor)
         return self._dispatch("_all_gather_base", opts, job, [output], [tensor])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        jobs = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_blocks("all_gather_into_tensor_coalesced", tensor, output)
-        jobs = [
-            partial(collectives.all_gather_single, self._links, output, tensor)
-            for output, tensor in zip(outputs, inputs, strict=True)
-        ]
+            route = self._check_blocks("all_gather_into_tensor_coalesced", tensor, output)
+            jobs.append(route.job(collectives.all_gather_single, output, tensor))
         return self._dispatch("all_gather_into_tensor_coalesced", opts, partial(_run_in_order, jobs), outputs, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -278,9 +287,9 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         jobs = []
         for index, tensor in enumerate(inputs):
             column = [row[index] for row in outputs]
-            check_dense_cpu("all_gather_coalesced", tensor, *column)
+            route = self._routes.find("all_gather_coalesced", [tensor, *column])
             check_same("all_gather_coalesced", tensor, column)
-            jobs.append(partial(collectives.all_gather, self._links, column, tensor))
+            jobs.append(route.job(collectives.all_gather, column, tensor))
         results = [tensor for row in outputs for tensor in row]
         return self._dispatch("all_gather", opts, partial(_run_in_order, jobs), results, inputs)
 
@@ -292,8 +301,8 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensors = only("gather", outputs) if _is_nested(outputs) else outputs
             self._check_one_per_rank("gather", tensors)
             check_same("gather", tensor, tensors)
-        check_dense_cpu("gather", tensor, *tensors)
-        job = partial(collectives.gather, self._links, tensors, tensor, root)
+        route = self._routes.find("gather", [tensor, *tensors])
+        job = route.job(collectives.gather, tensors, tensor, root)
         return self._dispatch("gather", opts, job, tensors, [tensor])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
@@ -304,17 +313,17 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
             tensors = only("scatter", inputs) if _is_nested(inputs) else inputs
             self._check_one_per_rank("scatter", tensors)
             check_same("scatter", output, tensors)
-        check_dense_cpu("scatter", output, *tensors)
-        job = partial(collectives.scatter, self._links, output, tensors, root)
+        route = self._routes.find("scatter", [output, *tensors])
+        job = route.job(collectives.scatter, output, tensors, root)
         return self._dispatch("scatter", opts, job, [output], tensors)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         self._check_one_per_rank("all_to_all", outputs)
         self._check_one_per_rank("all_to_all", inputs)
-        check_dense_cpu("all_to_all", *outputs, *inputs)
+        route = self._routes.find("all_to_all", [*outputs, *inputs])
         check_same("all_to_all", inputs[0], [*inputs, *outputs], sizes=False)
         check_same("all_to_all", inputs[self._links.rank], [outputs[self._links.rank]])
-        job = partial(collectives.all_to_all, self._links, outputs, inputs)
+        job = route.job(collectives.all_to_all, outputs, inputs)
         return self._dispatch("all_to_all", opts, job, outputs, inputs)
 
     def all_to_all_single(
@@ -325,17 +334,17 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        check_dense_cpu("all_to_all_single", output, tensor)
+        route = self._routes.find("all_to_all_single", [output, tensor])
         check_same("all_to_all_single", tensor, [output], sizes=False)
         if not output_splits and not input_splits:
             check_same("all_to_all_single", tensor, [output])
             self._check_divisible("all_to_all_single", tensor)
-            job = partial(collectives.all_to_all_single, self._links, output, tensor)
+            job = route.job(collectives.all_to_all_single, output, tensor)
         else:
             sources = self._split("all_to_all_single", tensor, input_splits)
             targets = self._split("all_to_all_single", output, output_splits)
             check_same("all_to_all_single", sources[self._links.rank], [targets[self._links.rank]])
-            job = partial(collectives.all_to_all, self._links, targets, sources)
+            job = route.job(collectives.all_to_all, targets, sources)
         return self._dispatch("all_to_all", opts, job, [output], [tensor])
 
     def barrier(self, opts: Any = None) -> Work:
@@ -367,15 +376,16 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if len(items) != self._links.size:
             raise InvalidArgument(f"{title}: a list of {len(items)} tensors for {self._links.size} ranks")
 
-    def _check_blocks(self, title: str, block: Tensor, whole: Tensor) -> None:
-        """Checks that ``whole`` is as large as one ``block`` for each rank."""
-        check_dense_cpu(title, block, whole)
+    def _check_blocks(self, title: str, block: Tensor, whole: Tensor) -> Route:
+        """Checks that ``whole`` is as large as one ``block`` for each rank; returns their route."""
+        route = self._routes.find(title, [block, whole])
         check_same(title, block, [whole], sizes=False)
         if whole.numel() != block.numel() * self._links.size:
             raise InvalidArgument(
                 f"{title}: {block.numel()} elements a rank and {self._links.size} ranks make "
                 f"{block.numel() * self._links.size}, the large tensor has {whole.numel()}"
             )
+        return route
 
     def _check_divisible(self, title: str, tensor: Tensor) -> None:
         if tensor.dim() == 0 or tensor.shape[0] % self._links.size:
@@ -397,9 +407,12 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> Work:
         tensor = only("send", tensors)
-        check_dense_cpu("send", tensor)
+        route = self._routes.find("send", [tensor])
         work = HoopWork("send", [tensor], future_thread=True)
-        return self._submit_p2p(work, True, peer, tag, as_contiguous(tensor), _no_copy_back, tensors)
+        if route.messages is not None and route.messages.takes(tensor):
+            return self._start_p2p(work, peer, tensors, partial(route.messages.send, work, tensor, peer, tag))
+        start = partial(self._submit_p2p, work, True, peer, tag, route.message(tensor), _no_copy_back)
+        return self._start_p2p(work, peer, tensors, start)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive("recv", tensors, peer, tag)
@@ -409,10 +422,27 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _receive(self, title: str, tensors: Tensors, peer: int | None, tag: int) -> Work:
         tensor = only(title, tensors)
-        check_dense_cpu(title, tensor)
-        view = ContiguousView(tensor)
+        route = self._routes.find(title, [tensor])
         work = HoopWork(title, [tensor], future_thread=True)
-        return self._submit_p2p(work, False, peer, tag, view.flat, view.copy_back, tensors)
+        if route.messages is not None and route.messages.takes(tensor):
+            return self._start_p2p(work, peer, tensors, partial(route.messages.receive, work, tensor, peer, tag))
+        start = partial(self._submit_p2p, work, False, peer, tag, *route.message_buffer(tensor))
+        return self._start_p2p(work, peer, tensors, start)
+
+    def _start_p2p(self, work: HoopWork, peer: int | None, tensors: Tensors, start: Callable[[float], None]) -> Work:
+        """Calls ``start(timeout)``, which submits a send or a receive that finishes ``work``.
+
+        ``peer``: None receives from any rank. ``tensors``: those that the profiler records.
+        """
+        if peer is not None and not 0 <= peer < self._links.size:
+            raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
+        end_event = record_in_profiler(work, work.title, tensors) if profiler_enabled() else None
+        start(self._links.timeout)
+        if end_event is not None:
+            end_event()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _submit_p2p(
         self,
@@ -422,17 +452,13 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
         tag: int,
         flat: torch.Tensor,
         copy_back: Callable[[], None],
-        tensors: Tensors,
-    ) -> Work:
+        timeout: float,
+    ) -> None:
         """Submits a send or a receive of ``flat`` to the P2P engine; its thread finishes ``work``.
 
-        ``peer``: None receives from any rank. ``copy_back``: copies received bytes from ``flat`` to the user's tensor.
-        ``tensors``: the tensors that the profiler records.
+        ``copy_back``: copies received bytes from ``flat`` to the user's tensor.
         """
-        if peer is not None and not 0 <= peer < self._links.size:
-            raise InvalidArgument(f"{work.title}: rank {peer} is not in 0..{self._links.size - 1}")
-        links, timeout = self._links, self._links.timeout
-        end_event = record_in_profiler(work, work.title, tensors) if profiler_enabled() else None
+        links = self._links
 
         def on_complete(error: HoopError | None, source: int) -> None:
             if error is None:
@@ -454,11 +480,6 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 on_complete=on_complete,
             )
         )
-        if end_event is not None:
-            end_event()
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
 
     # ---- several calls as one work
 
@@ -471,6 +492,19 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # The names that C++ calls since torch 2.15.
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing
+
+    # ---- other backends of the group
+
+    def _other_backends(self) -> OtherBackends:
+        """Known from the first call on: torch writes down a group's backends after it was made."""
+        if self._others is None:
+            configuration = _world.pg_backend_config.get(self)
+            if configuration is None:
+                return OtherBackends("cpu:hoop", None, 0, 1, self._timeout)
+            rank, size = self._links.rank, self._links.size
+            self._others = OtherBackends(str(configuration), self._store, rank, size, self._timeout)
+            self._links.on_close.append(self._others.close)
+        return self._others
 
     # ---- closing
 
@@ -496,11 +530,16 @@ class HoopProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        types = dict.fromkeys(["cpu", "cuda", *self._other_backends().names])
+        return [torch.device(one) for one in types]
 
-    def _get_backend(self, device: torch.device) -> HoopProcessGroup:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"No backend type associated with device type {device}; Hoop has cpu")
+    def _get_backend(self, device: torch.device) -> Any:
+        device = torch.device(device)
+        other = self._other_backends().group_for(device)
+        if other is not None:
+            return other._get_backend(device)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"No backend type associated with device type {device}; Hoop has cpu and cuda")
         return self
 
     get_backend = _get_backend  # the name since torch 2.15
@@ -563,3 +602,28 @@ def _close(links: GroupLinks, transports: Sequence[Transport]) -> None:
     """Not a method: the finalizer must not keep the group alive."""
     links.close()
     rendezvous.release_transports(transports)
+
+
+def _with_other_backends(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, for a group that may have another backend for the device of the call."""
+
+    @functools.wraps(method)
+    def call(self: HoopProcessGroup, *arguments: Any, **options: Any) -> Any:
+        others = self._others if self._others is not None else self._other_backends()
+        if others.names:
+            group = others.group_for(*arguments, *options.values())
+            if group is not None:
+                return getattr(group, name)(*arguments, **options)
+        return method(self, *arguments, **options)
+
+    return call
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "allgather"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "_allgather_base"),
+    *("allgather_into_tensor_coalesced", "allgather_coalesced", "all_to_all_single", "alltoall_base"),
+    *("send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing", "start_coalescing", "end_coalescing"),
+):
+    setattr(HoopProcessGroup, _name, _with_other_backends(_name, getattr(HoopProcessGroup, _name)))

@@ -31,14 +31,6 @@ ELEMENTS: dict[torch.dtype, DType] = {getattr(torch, name): kind for name, kind 
 _BYTE = np.dtype(np.uint8)
 
 
-def check_dense_cpu(title: str, *tensors: torch.Tensor) -> None:
-    """Raises InvalidArgument unless all tensors are dense and on the CPU."""
-    for tensor in tensors:
-        if tensor.layout is not torch.strided or not tensor.is_cpu:
-            what = tensor.layout if tensor.layout is not torch.strided else f"on {tensor.device}"
-            raise InvalidArgument(f"{title}: a tensor is {what}; Hoop moves dense tensors on the CPU")
-
-
 def check_same(title: str, like: torch.Tensor, others: Sequence[torch.Tensor], sizes: bool = True) -> None:
     """Raises InvalidArgument unless ``others`` have the dtype of ``like`` and, with ``sizes``, its element count."""
     for index, other in enumerate(others):
@@ -108,13 +100,16 @@ class Described(NamedTuple):
     reduction: str = ""
     root: str = ""
     """``from 1`` or ``to 0``."""
+    place: str = ""
+    """The type of the device that the tensors are on; empty: the CPU."""
 
     def __str__(self) -> str:
         reduction = f" {self.reduction}" if self.reduction else ""
         counts = self.elements if isinstance(self.elements, tuple) else (self.elements,)
         elements = f"{' + '.join(map(str, counts))} " if counts else ""
         kind = str(self.kind).removeprefix("torch.")
-        return f"{self.title}{reduction} of {elements}{kind}{' ' if self.root else ''}{self.root}"
+        place = f" on {self.place}" if self.place else ""
+        return f"{self.title}{reduction} of {elements}{kind}{' ' if self.root else ''}{self.root}{place}"
 
 
 class ContiguousView:
@@ -123,7 +118,7 @@ class ContiguousView:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
         self._is_copy = not is_plain(self._tensor)
-        self.flat = torch.empty(tensor.shape, dtype=tensor.dtype) if self._is_copy else self._tensor
+        self.flat = tensor.new_empty(tensor.shape, requires_grad=False) if self._is_copy else self._tensor
 
     def copy_in(self) -> None:
         """Copies the tensor to ``flat``, before sending."""
@@ -146,9 +141,9 @@ class FlatTensors:
         """``copy_in``: a buffer starts with the tensors' elements, else uninitialized."""
         self._tensors = [tensor.detach() for tensor in tensors]
         self._lengths = [tensor.numel() for tensor in tensors]
-        adjacent = _adjacent(self._tensors)
-        self._is_copy = adjacent is None
-        self.flat = torch.empty(sum(self._lengths), dtype=tensors[0].dtype) if adjacent is None else adjacent
+        in_place = adjacent(self._tensors)
+        self._is_copy = in_place is None
+        self.flat = tensors[0].new_empty(sum(self._lengths)) if in_place is None else in_place
         if self._is_copy and copy_in:
             for part, tensor in zip(split(self.flat, self._lengths), self._tensors, strict=True):
                 part.view(tensor.shape).copy_(tensor)
@@ -160,7 +155,7 @@ class FlatTensors:
                 tensor.copy_(part.view(tensor.shape))
 
 
-def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The tensors as one flat view, if they are plain and follow one another in one storage; else None."""
     first = tensors[0]
     expected = first.data_ptr()
@@ -232,7 +227,7 @@ class TorchReduction:
 
     def _check_foldable(self, title: str) -> None:
         """Raises InvalidArgument for dtypes that torch can only move and convert."""
-        one = torch.zeros(1).to(self.kind)
+        one = torch.zeros(1, device="cpu").to(self.kind)
         try:
             self.fold([one, one])
         except RuntimeError as error:
@@ -247,6 +242,15 @@ class TorchReduction:
         if self.complex:
             return torch.view_as_real(tensor)
         return tensor.view(torch.uint8) if self.kind is torch.bool else tensor
+
+    def combine(self, left: torch.Tensor, right: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """``into = left op right`` on the tensors' device; without the division of AVG."""
+        return _FOLDS[self.name](left, right, out=into)  # type: ignore[call-arg]
+
+    def divide(self, total: torch.Tensor, divisor: torch.Tensor) -> None:
+        """The division of AVG, in place; ``divisor``: the number of ranks, on the tensor's device."""
+        rounding = None if self.kind.is_floating_point or self.complex else "trunc"
+        torch.div(total, divisor, rounding_mode=rounding, out=total)
 
     def fold(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Reduces all ranks' tensors with torch, in rank order."""
