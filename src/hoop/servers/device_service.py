@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from hoop.errors import InvalidArgument, PeerLost
+from hoop.events import wall_clock
 from hoop.memory import Arena, ArenaBuffer
+from hoop.servers.host_examination import run_doctor
 from hoop.servers.job_record import follow_events
 from hoop.servers.lab_streams import StreamTable
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
@@ -26,9 +29,18 @@ class DeviceService:
     """Hoop's device service. Each method is the RPC of the same name."""
 
     def __init__(
-        self, arena: Arena, runner: OperationRunner, streams: StreamTable, tasks: Tasks, ports: PortCheck
+        self,
+        arena: Arena,
+        runner: OperationRunner,
+        streams: StreamTable,
+        tasks: Tasks,
+        ports: PortCheck,
+        jobs: Path | None = None,
     ) -> None:
+        """``jobs``: folder with the code of jobs; None: the current folder."""
         self._arena = arena
+        self._jobs = jobs or Path.cwd()
+        self._examining = asyncio.Lock()
         self._ports = ports
         self._runner = runner
         self._tasks = tasks
@@ -46,6 +58,7 @@ class DeviceService:
             memory=self.memory(),
             open_streams=self._streams.open,
             tasks=self._tasks.describe(),
+            time=wall_clock(),
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
@@ -157,6 +170,10 @@ class DeviceService:
         addresses = [Address.parse(one, "data_addresses") for one in request.data_addresses]
         tried = (asyncio.wrap_future(self._ports.data_port(address)) for address in addresses)
         return pb.CheckLinksResponse(failures=[printable(one, 500) for one in await asyncio.gather(*tried)])
+
+    async def examine(self, request: pb.ExamineRequest) -> pb.ExamineResponse:
+        async with self._examining:  # one at a time: each loads PyTorch
+            return pb.ExamineResponse(json=await run_doctor(request.job, request.devices, self._jobs))
 
 
 def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:

@@ -42,6 +42,7 @@ def device_message(info: DeviceInfo) -> pb.DeviceDescription:
         hoop_version=info.hoop_version,
         torch_version=info.torch_version,
         python_version=info.python_version,
+        processor=printable(info.processor, 128),
     )
 
 
@@ -52,6 +53,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
         )
     texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
+    texts["processor"] = message.processor, 0, 128
     texts |= {name: (getattr(message, name), 0, 64) for name in ("hoop_version", "torch_version", "python_version")}
     for name, (text, least, most) in texts.items():
         if not least <= len(text) <= most or not text.isprintable():
@@ -75,6 +77,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         hoop_version=message.hoop_version,
         torch_version=message.torch_version,
         python_version=message.python_version,
+        processor=message.processor,
     )
 
 
