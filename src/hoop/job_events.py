@@ -99,6 +99,14 @@ class Started(JobEvent):
 
 
 @dataclass(frozen=True)
+class RoundingDiffers(JobEvent):
+    """Some devices compute other bits than the others; ``text`` names them and says what follows."""
+
+    kind = "rounding_differs"
+    text: str
+
+
+@dataclass(frozen=True)
 class Steps(JobEvent):
     """Steps that were done since the last such event, about four times a second."""
 

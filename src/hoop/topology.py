@@ -1,4 +1,4 @@
-"""Addresses of processes, the description of a device, and the number of devices of a job."""
+"""Addresses and ports of processes, the description of a device, and the number of devices of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_DEVICES = 4096
 _HOST_PORT = re.compile(r"(?:\[(?P<v6>[\w:.%-]{1,80})\]|(?P<name>[\w.-]{1,253})):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
-def _is_v6(text: str) -> bool:
+def is_v6(text: str) -> bool:
     try:
         return ipaddress.ip_address(text).version == 6
     except ValueError:
@@ -33,7 +33,7 @@ class Address:
     def parse(cls, text: str, field: str = "address") -> Address:
         """Parse ``host:port`` or ``[v6]:port``; raises InvalidArgument."""
         match = _HOST_PORT.fullmatch(text.strip())
-        if match is None or int(match["port"]) > 65535 or (match["v6"] and not _is_v6(match["v6"])):
+        if match is None or int(match["port"]) > 65535 or (match["v6"] and not is_v6(match["v6"])):
             raise InvalidArgument(f"{field}: {text[:80]!r} is not host:port, e.g. 127.0.0.1:4021 or [::1]:4021")
         return cls(match["v6"] or match["name"], int(match["port"]))
 
@@ -76,6 +76,34 @@ class Addresses:
 
     def __str__(self) -> str:
         return ",".join(map(str, self.addresses))
+
+
+@dataclass(frozen=True)
+class PortRange:
+    """The ports on one of which a process listens: the first of them that is free."""
+
+    low: int = 0
+    """0: any free port."""
+    high: int = 0
+
+    @classmethod
+    def parse(cls, value: str | int, field: str = "port") -> PortRange:
+        """From ``4022``, ``"4022"`` or ``"4022-4040"``; raises InvalidArgument."""
+        match = re.fullmatch(r"\s*([0-9]{1,5})\s*(?:-\s*([0-9]{1,5})\s*)?", str(value), re.ASCII)
+        low, high = (0, -1) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 0 <= low <= high <= 65535 or (low == 0 and high):
+            raise InvalidArgument(
+                f"{field}: {str(value)[:40]!r} is neither a port, 1 to 65535 (0: any free one), nor a range of ports, "
+                "such as 4022-4040"
+            )
+        return cls(low, high)
+
+    @property
+    def ports(self) -> range:
+        return range(self.low, self.high + 1)
+
+    def __str__(self) -> str:
+        return str(self.low) if self.low == self.high else f"{self.low}-{self.high}"
 
 
 @dataclass(frozen=True)
@@ -148,11 +176,18 @@ class DeviceInfo:
     python_version: str = ""
     gpu: str = ""
     """The GPU that has the memory from ``min_address`` on; empty: it is host memory."""
+    processor: str = ""
+    """The type of its processor; empty: unknown."""
 
     @property
     def versions(self) -> dict[str, str]:
-        """The versions that the device sent, by the keys of ``hoop.environment``."""
-        found = {"hoop": self.hoop_version, "torch": self.torch_version, "python": self.python_version}
+        """The versions that the device sent and its processor, by the keys of ``hoop.environment``."""
+        found = {
+            "hoop": self.hoop_version,
+            "torch": self.torch_version,
+            "python": self.python_version,
+            "processor": self.processor,
+        }
         return {key: version for key, version in found.items() if version}
 
     @property

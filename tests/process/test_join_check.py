@@ -165,7 +165,7 @@ def test_a_device_without_the_job_ends_it_before_the_first_step_by_name(cluster:
     cluster.join(2, trainer=cluster.lack_code)
     with hoop.connect(cluster.servers.address) as client:
         job = client.start_job("{}", [1, 2])
-        with pytest.raises(NotFound, match=rf"rank 1 \(device 2\): {LACKS}"):
+        with pytest.raises(NotFound, match=rf"rank 1 \(device 2 on {socket.gethostname()}\): {LACKS}"):
             list(job.events())
 
 
@@ -177,9 +177,8 @@ def test_a_device_without_the_job_is_named_and_does_not_join_it(cluster: Cluster
         refused = next(one.event for one in job.events() if isinstance(one.event, ev.Refused))
         assert isinstance(refused, ev.Refused)
         assert refused.device == 2
-        assert (
-            refused.text == f"{cluster.servers.coordinator.coordinator.state.members[2].info} cannot take part: {LACKS}"
-        )
+        info = cluster.servers.coordinator.coordinator.state.members[2].info
+        assert refused.text == f"{info} on {socket.gethostname()} cannot take part: {LACKS}"
         cluster.go_on.set()
         assert ev.Reassigned not in {type(one.event) for one in job.events()}
 

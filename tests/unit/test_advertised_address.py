@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hoop.errors import DeadlineExceeded, InvalidArgument
 from hoop.servers import device
-from hoop.servers.advertised_address import Route, advertised_host, routes_to
+from hoop.servers.advertised_address import Route, _ipv6_of, advertised_host, interface_address, routes_to
 from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
@@ -115,3 +116,23 @@ def test_it_joins_if_it_is_advertised_or_the_coordinator_is_here(
     advertise = Address("10.0.0.9", 1) if proxied else None
     with pytest.raises(DeadlineExceeded, match=r"^10\.0\.0\.9 joins" if proxied else r"^127\.0\.0\.1 joins"):
         started(monkeypatch, [THERE if proxied else Route("10.0.0.1", "10.0.0.1")], advertise)
+
+
+def test_the_address_of_an_interface() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    with pytest.raises(
+        InvalidArgument, match=r"^--interface: 'eth99' is no network interface of this machine; it has .*lo"
+    ):
+        interface_address("eth99")
+
+
+def test_an_ipv6_address_of_an_interface_is_no_link_local_one(tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe80000000000000000000000000a001 02 40 20 80     eth1\n"
+        "fd000000000000000000000000000007 02 40 00 80     eth1\n"
+        "00000000000000000000000000000001 01 80 10 80       lo\n"
+    )
+    assert _ipv6_of(2, table) == "fd00::7"
+    assert _ipv6_of(1, table) == "::1"
+    assert _ipv6_of(3, table) == ""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.topology import Address, DeviceInfo, DeviceRange
+from hoop.topology import Address, DeviceInfo, DeviceRange, PortRange
 
 
 @pytest.mark.parametrize(
@@ -153,3 +153,17 @@ def test_a_wrong_number_of_devices_is_named(value: object, sentence: str) -> Non
     with pytest.raises(InvalidArgument) as caught:
         DeviceRange.parse(value)
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"), [("0", 0, 0), (4022, 4022, 4022), ("4022-4040", 4022, 4040), (" 1 - 2 ", 1, 2)]
+)
+def test_a_port_or_a_range_of_ports(text: str | int, low: int, high: int) -> None:
+    assert PortRange.parse(text) == PortRange(low, high)
+    assert list(PortRange(low, high).ports) == list(range(low, high + 1))
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "65536", "5-4", "0-9", "1-65536", "1-2-3", "٣"])
+def test_a_wrong_port_is_named(text: str) -> None:
+    with pytest.raises(InvalidArgument, match=r"^--port: '.*' is neither a port, 1 to 65535"):
+        PortRange.parse(text, "--port")

@@ -24,6 +24,7 @@ COMMANDS = (
     "drain",
     "status",
     "events",
+    "doctor",
     "token",
     "certs",
     "bench",

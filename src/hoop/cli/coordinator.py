@@ -69,6 +69,7 @@ def configure(
 
 def coordinator(
     host: options.Host = "127.0.0.1",
+    interface: options.Interface = None,
     port: options.Port = 0,
     address_file: options.AddressFile = None,
     journal: Annotated[
@@ -118,7 +119,19 @@ def coordinator(
         journal_location(journal, parse_duration(journal_lease, "--journal-lease"), journal_tls) if journal else None
     )
     config = replace(
-        configure(host, port, count_unit, lease, timeout, place, insecure, token_file, tls, lab, lab_dialect),
+        configure(
+            options.listening_host(host, interface),
+            port,
+            count_unit,
+            lease,
+            timeout,
+            place,
+            insecure,
+            token_file,
+            tls,
+            lab,
+            lab_dialect,
+        ),
         restart_grace_s=parse_duration(restart_grace, "--restart-grace"),
         max_communicators=max_communicators,
         communicators_per_client=communicators_per_client,

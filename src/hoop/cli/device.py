@@ -14,7 +14,8 @@ import typer
 
 from hoop.cli import options
 from hoop.config import parse_duration, parse_size
-from hoop.topology import Address, Addresses
+from hoop.errors import InvalidArgument
+from hoop.topology import Address, Addresses, PortRange, is_v6
 
 if TYPE_CHECKING:
     from hoop.cli.running import Stopping
@@ -33,10 +34,9 @@ def device(
     memory: options.Memory = "256MiB",
     accelerator: options.DeviceAccelerator = "cpu",
     host: options.Host = "127.0.0.1",
-    port: options.Port = 0,
-    data_port: Annotated[
-        int, typer.Option(metavar="N", min=0, max=65535, help="The port for its data links; 0 picks a free one.")
-    ] = 0,
+    interface: options.Interface = None,
+    port: options.Ports = "0",
+    data_port: options.DataPorts = "0",
     arena: Annotated[
         Path | None,
         typer.Option(
@@ -49,9 +49,16 @@ def device(
     jobs: options.Jobs = None,
     address_file: options.AddressFile = None,
     advertise: Annotated[
-        str | None, typer.Option(help="Address at which others reach this device, if not the one it listens on.")
+        str | None,
+        typer.Option(
+            metavar="HOST[:PORT]",
+            help="Name or address at which others reach this device, if not the one it listens on. With a port: for "
+            "calls only.",
+        ),
     ] = None,
-    advertise_data: Annotated[str | None, typer.Option(help="The same for its data links.")] = None,
+    advertise_data: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The same for its data links, with their port.")
+    ] = None,
     checksums: Annotated[
         bool, typer.Option(help="Checksum every TCP message and retransmit damaged ones; the same on all devices.")
     ] = True,
@@ -82,15 +89,17 @@ def device(
     from hoop.wire.roles import Role
 
     folder = options.check_jobs(jobs)
+    named, proxied = _advertised(advertise)
     config = DeviceConfig(
         coordinator=Addresses.parse(join, "--join"),
         memory=parse_size(memory, "--memory"),
-        host=host,
-        port=port,
-        data_port=data_port,
+        host=options.listening_host(host, interface),
+        port=PortRange.parse(port, "--port"),
+        data_port=PortRange.parse(data_port, "--data-port"),
         arena=arena,
         device_id=id,
-        advertise=Address.parse(advertise, "--advertise") if advertise else None,
+        advertise=proxied,
+        advertised_host=named,
         advertise_data=Address.parse(advertise_data, "--advertise-data") if advertise_data else None,
         checksums=checksums,
         join_timeout_s=parse_duration(connect_timeout, "--connect-timeout"),
@@ -100,6 +109,7 @@ def device(
         lab=lab or lab_dialect is not None,
         lab_dialect=options.check_dialect(lab_dialect),
         insecure=insecure,
+        jobs=folder,
         credentials=find_credentials(Role.DEVICE, token_file=token_file, tls=tls),
     )
 
@@ -125,6 +135,21 @@ def device(
                 address_file.unlink(missing_ok=True)
 
     asyncio.run(run())
+
+
+def _advertised(text: str | None) -> tuple[str, Address | None]:
+    """The value of ``--advertise``: a host by itself, or an address with a port."""
+    if text is None:
+        return "", None
+    bare = text.strip("[]") if text.startswith("[") and text.endswith("]") else text
+    try:
+        if ":" in bare and not is_v6(bare):
+            return "", Address.parse(text, "--advertise")
+        return Address.parse(f"[{bare}]:1" if ":" in bare else f"{bare}:1").host, None
+    except InvalidArgument:
+        raise InvalidArgument(
+            f"--advertise: {text[:80]!r} is neither a host, such as node7 or 10.0.0.7, nor host:port"
+        ) from None
 
 
 async def join_device(config: DeviceConfig, trainer: TrainFunction, stopping: Stopping) -> DeviceServer | None:

@@ -12,8 +12,24 @@ from hoop.errors import InvalidArgument
 if TYPE_CHECKING:
     from hoop.servers.coordinator import CoordinatorConfig
 
+LOOPBACK = "127.0.0.1"
 OPEN_LAB = "every user of this machine can make the lab's calls, which read and write the devices' memory"
 Host = Annotated[str, typer.Option(help="The address to listen on. Loopback unless you say otherwise.")]
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Listen on the address of this network interface, e.g. eth1, in place of --host."
+    ),
+]
+Ports = Annotated[
+    str,
+    typer.Option(
+        metavar="N|LOW-HIGH", help="The port to listen on, or a range: the first free one. 0 is any free one."
+    ),
+]
+DataPorts = Annotated[
+    str, typer.Option(metavar="N|LOW-HIGH", help="The same for its data links; it may be the same range.")
+]
 Port = Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="The port to listen on; 0 picks a free one.")]
 Memory = Annotated[
     str,
@@ -111,6 +127,17 @@ def check_dialect(text: str | None) -> str:
     if text not in known:
         raise InvalidArgument(f"--lab-dialect: {text!r} is not one of {', '.join(known)}")
     return text
+
+
+def listening_host(host: str, interface: str | None) -> str:
+    """The address to listen on: of ``--interface`` if it is given, else ``--host``."""
+    if interface is None:
+        return host
+    from hoop.servers.advertised_address import interface_address
+
+    if host != LOOPBACK:
+        raise InvalidArgument(f"--interface: {interface}, and --host {host}; give one of them")
+    return interface_address(interface)
 
 
 def check_jobs(folder: Path | None) -> Path:

@@ -27,7 +27,7 @@ from hoop.resources import TRAINING, Request, admit
 from hoop.schedulers.catalog import NAMES, find_placement
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
-from hoop.topology import Address, Addresses, DeviceRange
+from hoop.topology import Address, Addresses, DeviceRange, PortRange
 
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
@@ -97,6 +97,12 @@ def train(
     replicas: Annotated[
         int | None,
         typer.Option(metavar="N", help=options.REPLICAS_HELP, show_default="1"),
+    ] = None,
+    require_same_bits: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-same-bits", help="Refuse devices whose processors round differently, in place of a warning."
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -176,8 +182,30 @@ def train(
         ),
     ] = None,
     meet_timeout: Annotated[
-        str, typer.Option(help="How long the ranks wait for each other.", rich_help_panel=SCHEDULERS)
+        str,
+        typer.Option(
+            help="How long the ranks wait for each other, and --devices 4:16 for the first 4.",
+            rich_help_panel=SCHEDULERS,
+        ),
     ] = "300s",
+    device_ports: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW-HIGH",
+            help="Ports on which the ranks of a host listen, for calls and data links; 2 for each rank.",
+            show_default="any free ones",
+            rich_help_panel=SCHEDULERS,
+        ),
+    ] = None,
+    interface: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Network interface whose address the ranks listen on, e.g. eth1.",
+            show_default="the one towards rank 0",
+            rich_help_panel=SCHEDULERS,
+        ),
+    ] = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -224,6 +252,7 @@ def train(
         "replicas": replicas,
         "threads_per_device": threads_per_device,
         "min_devices": min_devices,
+        "require_same_bits": require_same_bits or None,
         "faults": ";".join(fault) if fault else None,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
@@ -239,6 +268,7 @@ def train(
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
+    listening = _listening(placement, interface, device_ports)
     first, timeout_s = wanted.first if wanted else None, parse_duration(meet_timeout, "--meet-timeout")
     if placement is not None:
         first = wanted.first if wanted else placement.world_size
@@ -246,7 +276,7 @@ def train(
         if placement.local_rank == 0:
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
-            raise typer.Exit(_run_rank(placement, job, changes, size, credentials, timeout_s))
+            raise typer.Exit(_run_rank(placement, job, changes, listening, size, credentials, timeout_s))
     elif there is None and not (resume and first is None):  # a resumed run says itself how many it had
         admit(Request(first or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
@@ -259,6 +289,7 @@ def train(
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if placement is not None:
             launch = replace(launch, credentials=credentials, placement=placement)
+            launch = replace(launch, device_host=listening[0], device_ports=listening[1])
             view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
         if detach:
             _detach(launch, json, token_file, tls, view)
@@ -304,6 +335,26 @@ def _placement(
     return placement
 
 
+def _listening(placement: Placement | None, interface: str | None, ports: str | None) -> tuple[str, PortRange]:
+    """The address and the ports that this rank's device listens on; an empty address: all, or loopback."""
+    if placement is None:
+        if interface is not None or ports is not None:
+            raise InvalidArgument(
+                f"{'--interface' if interface is not None else '--device-ports'}: for ranks that a scheduler started; "
+                "devices of this machine use loopback, and hoop device has --interface, --port and --data-port"
+            )
+        return "", PortRange()
+    chosen = PortRange.parse(ports, "--device-ports") if ports is not None else PortRange()
+    if interface is None:
+        return "", chosen
+    from hoop.servers.advertised_address import interface_address
+
+    assert placement.meeting_point is not None, "checked by find_placement"
+    if placement.meeting_point.is_loopback:
+        raise InvalidArgument(f"--interface: {interface}, where all ranks are on this host and meet on loopback")
+    return interface_address(interface), chosen
+
+
 def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
     """The credentials of this rank; without credentials only if all ranks are processes of this user on this host."""
     from hoop.wire.auth import find_credentials
@@ -328,6 +379,7 @@ def _run_rank(
     placement: Placement,
     job: str | None,
     changes: dict[str, Any],
+    listening: tuple[str, PortRange],
     memory: int,
     credentials: Credentials,
     timeout_s: float,
@@ -350,7 +402,9 @@ def _run_rank(
         config = DeviceConfig(
             point,
             memory=memory,
-            host=point.host if point.is_loopback else wildcard_towards(point.host),
+            host=listening[0] or (point.host if point.is_loopback else wildcard_towards(point.host)),
+            port=listening[1],
+            data_port=listening[1],
             device_id=placement.device_id,
             join_timeout_s=timeout_s,
             credentials=credentials,

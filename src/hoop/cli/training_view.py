@@ -40,7 +40,7 @@ class PlainView:
 
     def note(self, event: JobEvent) -> None:
         """Shows an event of the job."""
-        if isinstance(event, ev.Warned):
+        if isinstance(event, ev.Warned | ev.RoundingDiffers):
             echo(f"warning: {event.text}", err=True)
 
     def summary(self, result: dict[str, Any], out: Path | None) -> None:
@@ -97,7 +97,7 @@ class View(PlainView):
                 self._advance(event)
             case ev.Evaluated():
                 self._evaluated(event)
-            case ev.Warned():
+            case ev.Warned() | ev.RoundingDiffers():
                 self._print(f"warning: {event.text}")
             case ev.DeviceLost():
                 self._print(f"device {event.device} was lost: {event.text}")

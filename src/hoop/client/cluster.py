@@ -35,6 +35,9 @@ from hoop.wire.roles import Role
 from hoop.wire.service import device_info, status_of, translate, unreachable
 from hoop.wire.tokens import find_token
 
+EXAMINE_S = 600.0
+"""How long the hosts of a cluster may take to examine themselves."""
+
 
 class Session:
     """A stream that stays open while this client lives. It is reopened when the connection breaks."""
@@ -126,6 +129,12 @@ class Cluster:
         """The current devices and communicators of the coordinator."""
         answer: pb.GetStatusResponse = self._call("GetStatus", pb.GetStatusRequest())
         return answer
+
+    def examine_hosts(self, job: str = "") -> list[pb.HostExamination]:
+        """What ``hoop doctor`` finds on every host that has devices; with ``job``, also whether its data is there."""
+        request = pb.ExamineHostsRequest(job=job)
+        answer = call(self._stub.ExamineHosts, request, EXAMINE_S, f"the coordinator at {self.address}")
+        return list(answer.hosts)
 
     def communicator(self, devices: int | Sequence[int]) -> Communicator:
         """Create a communicator of ``devices`` devices, or of the devices with these ids in rank order."""

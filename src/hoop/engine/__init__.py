@@ -21,6 +21,7 @@ PUBLIC = (
     "job",
     "job_source",
     "loss_reduction",
+    "numeric_probe",
     "recipes",
     "settings",
     "stage.autograd",

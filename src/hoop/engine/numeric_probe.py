@@ -16,8 +16,13 @@ from hoop import environment
 
 
 def rank_environment() -> dict[str, str]:
-    """The versions of this process, and its arithmetic."""
-    return {**environment.versions(), "arithmetic": probe_arithmetic(torch.get_num_threads())}
+    """The versions of this process, its arithmetic, and the type of its processor."""
+    arithmetic = probe_arithmetic(torch.get_num_threads())
+    return {
+        **environment.versions(),
+        environment.ARITHMETIC: arithmetic,
+        environment.PROCESSOR: environment.processor(),
+    }
 
 
 @functools.lru_cache(maxsize=4)

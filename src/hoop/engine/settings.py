@@ -64,7 +64,9 @@ class Settings:
     max_devices: int = 0
     """The most devices that the job takes while it runs (``--devices 4:16``); 0: all that join its cluster."""
     allow_mixed: bool = False
-    """Let devices take part whose versions or processors compute other bits; the weights then depend on the devices."""
+    """Let devices take part that have another version of Hoop or PyTorch; the weights then depend on the devices."""
+    require_same_bits: bool = False
+    """Refuse devices whose processors round differently. Without it they take part, and an event names them."""
     slowdown: tuple[float, ...] = ()
     """For experiments: factor by which each rank's computation is slowed down, 1 or more."""
     faults: str = ""
@@ -111,6 +113,8 @@ class Settings:
                 f"min_devices (--min): {self.min_devices} is more than the {self.max_devices} devices that the job "
                 "takes (max_devices)"
             )
+        if self.require_same_bits and self.allow_mixed:
+            raise InvalidArgument("require_same_bits: allow_mixed lets devices differ; leave out one of them")
         if self.num_microbatches > MAX_MICROBATCHES:
             raise InvalidArgument(
                 f"accumulate: {self.shards} shards x {self.accumulate} are {self.num_microbatches} micro-batches, more "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import socket
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator, select_accelerator
 from hoop.engine.stage.linear_chain import layers_of
 from hoop.engine.stage.state import StateVectors, shared_parameters
-from hoop.environment import mismatch
+from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import FailedPrecondition, InternalError, InvalidArgument
 from hoop.memory.dtypes import dtype
 from hoop.plan.partition import Block
@@ -48,6 +49,8 @@ from hoop.strategies.base import Strategy
 from hoop.strategies.catalog import all_strategies, parse, plan_for_devices
 from hoop.strategies.memory_fit import MIB, Fit, advice, enough_memory, fit, fitting_strategies, gpu_bytes
 from hoop.transport.base import SharedEndpoint, SpanningEndpoint
+
+FIRST_WEIGHTS = "first weights"
 
 
 def check_stages(strategy: Strategy, plan: Plan, model: nn.Module, blocks: int) -> None:
@@ -111,6 +114,8 @@ class TrainingSetup:
     role: RankRole
     step_costs: dict[str, Any] | None = None
     """Measured costs of a step, for the prediction of the run's duration; None after resharding."""
+    rounding: str = ""
+    """Which ranks compute other bits than the others, and what follows; empty: all compute alike."""
 
     def describe_stages(self) -> list[str]:
         """Text for each stage and each server slice: its blocks and its ranks."""
@@ -153,7 +158,7 @@ def prepare(
     if criterion is None:
         raise InternalError("a job is prepared before the reduction of its loss is known")
     reduction = f"{criterion.returns} {criterion.minimised}"
-    _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
+    rounding = _check_same_on_all_ranks(context, settings, None if resharding else model, data, reduction)
     rows = -(-settings.batch_size // settings.num_microbatches)
     sample = data.train.batch(np.arange(min(rows, len(data.train)), dtype=np.int64), epoch=0, seed=settings.seed)
     found = _profile(blocks, sample, settings, accelerator)
@@ -173,7 +178,7 @@ def prepare(
         role = make_role(executor, strategy, blocks, data.train, vectors)
     if context.inject_faults is not None:
         context.inject_faults(executor)
-    setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role)
+    setup = TrainingSetup(model, costs, bounds, strategy, plan, executor, role, rounding=rounding)
     if not resharding:  # the run is predicted once, when it starts
         try:
             setup.step_costs = _measure_step_costs(context, settings, job, data, setup)
@@ -223,10 +228,11 @@ def _measure_step_costs(
 
 def _check_same_on_all_ranks(
     context: RankContext, settings: Settings, model: nn.Module | None, data: Splits, reduction: str
-) -> None:
-    """Collective. Raises unless all ranks have the same settings, loss, data, environment and, if given, ``model``.
+) -> str:
+    """Collective. Raises unless all ranks have the same settings, loss, data, versions and, if given, ``model``.
 
-    The error names the rank, what differs there, and the remedy.
+    The error names the rank, what differs there, and the remedy. Returns which ranks round differently, in words; their
+    first weights may differ by that.
     """
     weights = hashlib.sha256()
     with torch.no_grad():
@@ -237,19 +243,26 @@ def _check_same_on_all_ranks(
         "loss": reduction,
         "training data": data.train.checksum,
         "test data": data.test.checksum,
-        "first weights": weights.hexdigest(),
+        FIRST_WEIGHTS: weights.hexdigest(),
     }
     mine = {name: hashlib.sha256(value.encode()).hexdigest()[:16] for name, value in mine.items()}
-    ranks = all_gather_object(context.communicator, [mine, rank_environment()], settings.timeout_s)
-    expected, environment = ranks[0]
-    for rank, (found, its_environment) in enumerate(ranks):
-        if not settings.allow_mixed and (differs := mismatch(its_environment, environment)):
-            raise FailedPrecondition(f"job {settings.job}: rank {rank} has {differs}")
-        if others := [name for name in expected if found[name] != expected[name]]:
+    place = f"device {context.device} on {socket.gethostname()}"
+    ranks = all_gather_object(context.communicator, [mine, rank_environment(), place], settings.timeout_s)
+    expected, environment, _ = ranks[0]
+    rounding: dict[str, dict[str, str]] = {}
+    for rank, (found, its_environment, its_place) in enumerate(ranks):
+        differs = "" if settings.allow_mixed else mismatch(its_environment, environment, settings.require_same_bits)
+        if differs:
+            raise FailedPrecondition(f"job {settings.job}: rank {rank} ({its_place}) has {differs}")
+        if rounds_differently(its_environment, environment):
+            rounding[its_place] = its_environment
+        others = [name for name in expected if found[name] != expected[name]]
+        if others and not (others == [FIRST_WEIGHTS] and its_place in rounding):
             raise FailedPrecondition(
-                f"job {settings.job}: rank {rank} has another {', another '.join(others)} than rank 0; "
+                f"job {settings.job}: rank {rank} ({its_place}) has another {', another '.join(others)} than rank 0; "
                 "use the same job code and datasets on every machine"
             )
+    return rounding_text(list(rounding), next(iter(rounding.values())), environment) if rounding else ""
 
 
 def _broadcast_costs(context: RankContext, settings: Settings, costs: list[Block]) -> list[Block]:

@@ -305,6 +305,8 @@ class Trainer:
                     costs=setup.step_costs,
                 )
             )
+            if setup.rounding:
+                self._emit(ev.RoundingDiffers(setup.rounding))
 
     def _train_steps(self) -> None:
         """(2): the steps until ranks synchronize."""

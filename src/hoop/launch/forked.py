@@ -37,7 +37,7 @@ from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.tasks import TrainFunction
-from hoop.topology import Address
+from hoop.topology import Address, PortRange
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
 from hoop.wire.tokens import LocalToken, Token, environment_value
@@ -262,6 +262,10 @@ class ForkedConfig:
     coordinator: CoordinatorConfig = field(default_factory=lambda: own_coordinator())
     join: Address | None = None
     """The address at which devices of other hosts reach the coordinator; None: there are none."""
+    host: str = ""
+    """The address that the devices listen on; empty: as the coordinator, all addresses or loopback."""
+    ports: PortRange = field(default_factory=PortRange)
+    """Ports for the services and the data links of the devices."""
 
     @property
     def client_credentials(self) -> Credentials:
@@ -375,7 +379,13 @@ def _head(config: ForkedConfig, head: Head, events_write: int, control_read: int
         for device_id in range(1, config.devices + 1):
             credentials = Credentials(Role.DEVICE, config.coordinator.credentials.token)
             device = DeviceConfig(
-                config.join or address, memory=config.memory, host=host, device_id=device_id, credentials=credentials
+                config.join or address,
+                memory=config.memory,
+                host=config.host or host,
+                port=config.ports,
+                data_port=config.ports,
+                device_id=device_id,
+                credentials=credentials,
             )
             work = partial(run_device, device, config.trainer, errors_write, devices.read_end)
             devices.start(work, (close - {address_read}) | {coordinator.read_end})

@@ -427,7 +427,7 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if _broken(job, cluster, one, working):  # (4)
         if not _backoff_over(job, cluster, now) or _needs_loading(job, cluster):
             return job, ()
-        if len(working) + len(_ready(job, cluster)) < job.floor:
+        if 0 < len(_remaining(job, cluster)) < job.floor:
             return _await_more(job, cluster, now)
         return _rebuild(job, cluster, dispensable)
     if waiting and job.waits_since is not None:  # (5)
@@ -528,9 +528,9 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
 def _await_more(job: JobView, cluster: State, now: float) -> Result:
     """(2), (4): fewer devices are left than the user allows. Waits for others until the restart grace is over."""
     began, job = job.grace_until is None, _with_grace(job, now)
-    ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+    ranks = len(_remaining(job, cluster))
     assert job.grace_until is not None, "it has begun"
-    if job.elastic and now < job.grace_until:
+    if job.elastic and (now < job.grace_until or loading(job, cluster)):
         return job, (AwaitMore(ranks, job.grace_until - now),) if began else ()
     waited = f", and no other came within {job.restart_grace_s:g} s" if job.elastic and job.restart_grace_s else ""
     text = (
@@ -695,6 +695,13 @@ def _ready(job: JobView, cluster: State) -> list[int]:
             ready.append(key)
     stay = sum(key not in job.leaving for key in active(job, cluster))
     return ready[: max(0, job.most - stay)] if job.most else ready
+
+
+def _remaining(job: JobView, cluster: State) -> list[int]:
+    """The devices that would have a rank if ranks were assigned now: a dead one may still have its task here."""
+    out = cluster.link_faults_of(job.id).evicted_until
+    found = (*active(job, cluster), *_ready(job, cluster))
+    return [key for key in found if cluster.members[key].usable and key not in out]
 
 
 def _has_room(job: JobView, cluster: State) -> bool:

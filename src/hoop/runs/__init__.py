@@ -7,6 +7,8 @@ PUBLIC = (
     "api",
     "audit",
     "checkpoint_store",
+    "doctor",
+    "elastic",
     "export",
     "job_follower",
     "job_lookup",

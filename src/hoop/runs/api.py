@@ -13,7 +13,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +31,7 @@ from hoop.membership.replication import check_replicas
 from hoop.plan.faults import DISK_FULL
 from hoop.runs.elastic import check_range, local_processes, wait_for_devices
 from hoop.runs.result import Result
-from hoop.topology import DeviceRange
+from hoop.topology import DeviceRange, PortRange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,6 +105,10 @@ class Launch:
     """Of this process, if a scheduler started it and the others of the run. It is rank 0."""
     meet_timeout_s: float = 300.0
     """How long rank 0 waits for the other ranks, and a range of devices for the first of them."""
+    device_host: str = ""
+    """With a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
+    device_ports: PortRange = field(default_factory=PortRange)
+    """With a placement: the ports that this rank's device may listen on."""
 
 
 class Training:
@@ -209,7 +213,15 @@ class Training:
         assert placement.meeting_point is not None, "checked by find_placement"
         credentials = launch.credentials or find_credentials(Role.COORDINATOR)
         coordinator = meeting_coordinator(placement.meeting_point, credentials)
-        return ForkedConfig(1, launch.memory, train_rank, coordinator, join=placement.meeting_point)
+        return ForkedConfig(
+            1,
+            launch.memory,
+            train_rank,
+            coordinator,
+            join=placement.meeting_point,
+            host=launch.device_host,
+            ports=launch.device_ports,
+        )
 
     def _rank_exit_code(self, result: dict[str, Any]) -> int:
         """The exit code of the other ranks of a run with this result: the same as that of ``hoop train`` in rank 0."""

@@ -68,6 +68,8 @@ class Deduplicator:
         match event:
             case ev.Started() if self._first_step is None:  # later ones are of ranks that start in the middle
                 self._first_step = event.done
+            case ev.RoundingDiffers():  # a step that another device computes again has other bits
+                self._synchronous = False
             case ev.Evaluated():
                 before, self._evaluated = self._evaluated, max(self._evaluated, event.steps)
                 return event if event.steps > before else None

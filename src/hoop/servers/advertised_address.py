@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
+from pathlib import Path
 
 from hoop.errors import InvalidArgument
 from hoop.topology import Address, Addresses
@@ -35,6 +37,10 @@ class Route:
         return self.local != self.remote and not Address(self.local, 0).is_loopback
 
 
+SIOCGIFADDR = 0x8915
+"""Linux's number of the request for the address of an interface."""
+GLOBAL_SCOPE, HOST_SCOPE = "00", "10"
+"""Scopes in /proc/net/if_inet6: also unique local addresses are global; loopback is of the host."""
 OUTSIDE = (Address("192.0.2.1", 9), Address("2001:db8::1", 9))
 """Addresses that no machine has (RFC 5737, RFC 3849). The route to them starts at this machine's main address."""
 
@@ -63,6 +69,51 @@ def wildcard_towards(host: str) -> str:
     except (OSError, UnicodeError):  # a name that is not known yet, as of a pod that has not started
         found = set()
     return str(IPv6Address(0) if found == {socket.AF_INET6} else IPv4Address(0))
+
+
+def interface_address(name: str, field: str = "--interface") -> str:
+    """The address of a network interface of this machine: its IPv4 address, else a global IPv6 address.
+
+    Raises InvalidArgument with the interfaces that there are.
+    """
+    try:
+        index = socket.if_nametoindex(name)
+    except (OSError, UnicodeError, ValueError):
+        known = ", ".join(found for _, found in socket.if_nameindex())
+        raise InvalidArgument(
+            f"{field}: {name[:40]!r} is no network interface of this machine; it has {known}"
+        ) from None
+    found = _ipv4_of(name) or _ipv6_of(index)
+    if not found:
+        raise InvalidArgument(
+            f"{field}: {name} has no IPv4 address and no IPv6 address that other machines reach; give it one (ip "
+            f"address add), or name an address of this machine with --host"
+        )
+    return found
+
+
+def _ipv4_of(interface: str) -> str:
+    """The IPv4 address of an interface; empty if it has none, or the system has another call for it."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except (ImportError, OSError):
+        return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_of(index: int, table: Path = Path("/proc/net/if_inet6")) -> str:
+    """An IPv6 address of the interface with this index that is not link-local; empty if it has none."""
+    try:
+        lines = table.read_text().splitlines()
+    except OSError:
+        return ""
+    for digits, number, _, scope, *_ in map(str.split, lines):
+        if int(number, 16) == index and scope in (GLOBAL_SCOPE, HOST_SCOPE):
+            return str(IPv6Address(int(digits, 16)))
+    return ""
 
 
 async def routes_to(addresses: Sequence[Address]) -> list[Route]:

@@ -10,7 +10,9 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import aclosing
 
+from hoop.environment import versions
 from hoop.errors import InvalidArgument, MembershipChanged, NotFound
+from hoop.events import wall_clock
 from hoop.membership import events as m
 from hoop.membership.reachability import describe, left_out
 from hoop.membership.state import CommunicatorState, Member
@@ -20,6 +22,7 @@ from hoop.servers.client_sessions import ClientSessions, check_session
 from hoop.servers.coordinator import Coordinator, CoordinatorConfig
 from hoop.servers.drains import Drains
 from hoop.servers.grpc_server import ClientReports
+from hoop.servers.host_examination import examine_hosts
 from hoop.servers.job_record import follow_events
 from hoop.servers.jobs import Jobs
 from hoop.servers.link_checks import JoinCheck, LinkDiagnosis
@@ -101,7 +104,12 @@ class CoordinatorService:
             devices=[self._member(state.members[device_id], out) for device_id in sorted(state.members)],
             communicators=[self._communicator(one) for one in state.communicators.values()],
             jobs=self.jobs.descriptions(),
+            time=wall_clock(),
+            hoop_version=versions().get("hoop", ""),
         )
+
+    async def examine_hosts(self, request: pb.ExamineHostsRequest) -> pb.ExamineHostsResponse:
+        return pb.ExamineHostsResponse(hosts=await examine_hosts(self._coordinator, request.job))
 
     def _member(self, member: Member, left_out: Collection[int]) -> pb.Member:
         device_id = member.info.device_id

@@ -22,8 +22,15 @@ from typing import cast
 
 import grpc
 
-from hoop.environment import versions
-from hoop.errors import FailedPrecondition, HoopError, OutOfMemory, ResourceExhausted, Unauthenticated
+from hoop.environment import processor, versions
+from hoop.errors import (
+    FailedPrecondition,
+    HoopError,
+    InvalidArgument,
+    OutOfMemory,
+    ResourceExhausted,
+    Unauthenticated,
+)
 from hoop.memory import Arena, DeviceMemory
 from hoop.memory.cuda_arena import GpuMemory
 from hoop.memory.gpu_driver import open_gpu
@@ -38,7 +45,7 @@ from hoop.servers.lab_streams import MAX_OPEN, StreamTable
 from hoop.servers.operation_runner import OperationRunner
 from hoop.servers.tasks import Tasks, TrainFunction
 from hoop.texts import printable
-from hoop.topology import Address, Addresses, DeviceInfo
+from hoop.topology import Address, Addresses, DeviceInfo, PortRange
 from hoop.transport.port_check import PortCheck
 from hoop.transport.shm_listener import open_shm_transport
 from hoop.transport.tcp_listener import TcpTransport
@@ -63,8 +70,10 @@ class DeviceConfig:
     coordinator: Address | Addresses
     memory: int = 256 * 1024 * 1024
     host: str = "127.0.0.1"
-    port: int = 0
-    data_port: int = 0
+    port: int | PortRange = 0
+    """The port of its services, 0: any free one; or a range, of which it takes the first that is free."""
+    data_port: int | PortRange = 0
+    """The same for the links of other devices."""
     arena: Path | None = None
     """An arena file that survives the device; None: a file that is deleted with it."""
     device_id: int = 0
@@ -73,6 +82,9 @@ class DeviceConfig:
     """Address at which peers reach its services, if it is not the listening address (a proxy, a NAT). A device that
     listens on all addresses (``0.0.0.0``) advertises the one from which it reaches the coordinator."""
     advertise_data: Address | None = None
+    advertised_host: str = ""
+    """Name or address at which peers reach this host, if it is not the one that the device listens on and its ports are
+    the same there; empty: the one that it listens on."""
     checksums: bool = True
     """TCP messages carry a checksum, and damaged ones are retransmitted."""
     join_timeout_s: float = 30.0
@@ -87,6 +99,8 @@ class DeviceConfig:
     accelerator: str = "cpu"
     """Where the memory of the lab's calls and of named buffers is: ``cpu``, ``auto``, ``cuda``, ``cuda:N`` or
     ``emulated``. Jobs choose for themselves."""
+    jobs: Path | None = None
+    """Folder with the code of jobs, for ``hoop doctor``; None: the current folder."""
 
 
 class DeviceServer:
@@ -103,16 +117,14 @@ class DeviceServer:
 
         ``memory``: of ``open_memory``, which is called here without it. The device closes it.
         """
-        check_exposure(Address(config.host, config.port), config.credentials, config.insecure, config.lab)
+        check_exposure(Address(config.host, 0), config.credentials, config.insecure, config.lab)
         self.config = config
         self._keeps_arena = config.arena is not None
         incarnation = secrets.token_hex(8)
         self._memory = open_memory(config) if memory is None else memory
         self._arena = self._memory.host if isinstance(self._memory, GpuMemory) else self._memory
         try:
-            self._transport = TcpTransport(
-                Address(config.host, config.data_port), config.checksums, config.credentials.link_key
-            )
+            self._transport = _open_transport(config)
         except HoopError:
             close_memory(self._memory, config)
             raise
@@ -134,7 +146,7 @@ class DeviceServer:
         self._transport.on_damage = self._tasks.on_damage
         self._ports = PortCheck(config.credentials.link_key)
         self._service = device_service.DeviceService(
-            self._memory, self._runner, self._streams, self._tasks, self._ports
+            self._memory, self._runner, self._streams, self._tasks, self._ports, config.jobs
         )
         self._heartbeat_client = HeartbeatClient(
             config.coordinator, self._service.memory, config.credentials, self._tasks.stalls
@@ -142,7 +154,7 @@ class DeviceServer:
         self._server: grpc.aio.Server | None = None
         self._info = DeviceInfo(
             device_id=config.device_id or int(self._arena.label(ID_LABEL) or 0),
-            address=Address(config.host, config.port),
+            address=Address(config.host, 0),
             data_address=config.advertise_data or self._transport.address,
             min_address=self._memory.min_address,
             max_address=self._memory.max_address,
@@ -152,6 +164,7 @@ class DeviceServer:
             incarnation=incarnation,
             shared_address=self._shared.address if self._shared else None,
             keeps_memory=self._keeps_arena,
+            processor=printable(processor(), 128),
             **{f"{name}_version": printable(version, 64) for name, version in versions().items()},
         )
 
@@ -184,13 +197,14 @@ class DeviceServer:
                 handlers(device_service.SERVICE, self._service, receiving),
             )
             self._server, address = await serve(
-                self._info.address,
+                Address(self.config.host, 0),
                 services,
                 self.config.max_message,
                 self.config.credentials,
                 self.config.lab,
                 self._reports.refused,
                 advertised=lambda: (self._service.info or self._info).address,
+                ports=_range(self.config.port),
             )
             info = await self._advertised(address)
             self._service.info = info
@@ -208,8 +222,10 @@ class DeviceServer:
     async def _advertised(self, listening: Address) -> DeviceInfo:
         """The device's description, with addresses at which the coordinator and other devices reach it."""
         config = self.config
-        host = config.host
-        if listening.is_wildcard and not (config.advertise and config.advertise_data):
+        host = config.advertised_host or config.host
+        if config.advertised_host:
+            pass  # the user knows how others reach it, and the check that follows the join tries it
+        elif listening.is_wildcard and not (config.advertise and config.advertise_data):
             host = await host_towards(config.coordinator, listening, config.join_timeout_s)
         elif listening.is_loopback and config.advertise is None:
             remote = [one for one in config.coordinator.addresses if not one.is_loopback]
@@ -265,6 +281,25 @@ def close_memory(memory: DeviceMemory, config: DeviceConfig) -> None:
         memory.close()
     assert isinstance(arena, Arena)
     arena.close(delete=config.arena is None)
+
+
+def _range(port: int | PortRange) -> PortRange:
+    return port if isinstance(port, PortRange) else PortRange(port, port)
+
+
+def _open_transport(config: DeviceConfig) -> TcpTransport:
+    """Listens for the links of other devices on the first free one of the data ports."""
+    ports = _range(config.data_port)
+    for port in ports.ports:
+        try:
+            return TcpTransport(Address(config.host, port), config.checksums, config.credentials.link_key)
+        except InvalidArgument as error:
+            failure = error
+    if len(ports.ports) == 1:
+        raise failure
+    raise FailedPrecondition(
+        f"--data-port: no port of {ports} is free on {config.host} ({failure}); give a larger range"
+    )
 
 
 def open_arena(config: DeviceConfig) -> Arena:

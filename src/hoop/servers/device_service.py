@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from hoop.errors import HoopError, InvalidArgument, PeerLost
+from hoop.events import wall_clock
 from hoop.memory import ArenaBuffer, DeviceMemory
 from hoop.memory.cuda_arena import CudaArena, GpuMemory
+from hoop.servers.host_examination import run_doctor
 from hoop.servers.job_record import follow_events
 from hoop.servers.lab_streams import StreamTable
 from hoop.servers.operation_runner import MAX_TIMEOUT_S, OperationRunner, locate
@@ -32,9 +35,18 @@ class DeviceService:
     """Hoop's device service. Each method is the RPC of the same name."""
 
     def __init__(
-        self, memory: DeviceMemory, runner: OperationRunner, streams: StreamTable, tasks: Tasks, ports: PortCheck
+        self,
+        memory: DeviceMemory,
+        runner: OperationRunner,
+        streams: StreamTable,
+        tasks: Tasks,
+        ports: PortCheck,
+        jobs: Path | None = None,
     ) -> None:
+        """``jobs``: folder with the code of jobs; None: the current folder."""
         self._memory = memory
+        self._jobs = jobs or Path.cwd()
+        self._examining = asyncio.Lock()
         self._ports = ports
         self._runner = runner
         self._tasks = tasks
@@ -75,6 +87,7 @@ class DeviceService:
             memory=self.memory(),
             open_streams=self._streams.open,
             tasks=self._tasks.describe(),
+            time=wall_clock(),
         )
 
     async def allocate(self, request: pb.AllocateRequest) -> pb.AllocateResponse:
@@ -186,6 +199,10 @@ class DeviceService:
         addresses = [Address.parse(one, "data_addresses") for one in request.data_addresses]
         tried = (asyncio.wrap_future(self._ports.data_port(address)) for address in addresses)
         return pb.CheckLinksResponse(failures=[printable(one, 500) for one in await asyncio.gather(*tried)])
+
+    async def examine(self, request: pb.ExamineRequest) -> pb.ExamineResponse:
+        async with self._examining:  # one at a time: each loads PyTorch
+            return pb.ExamineResponse(json=await run_doctor(request.job, request.devices, self._jobs))
 
 
 def _buffer_message(buffer: ArenaBuffer) -> pb.Buffer:

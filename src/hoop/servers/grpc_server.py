@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from hoop.errors import FailedPrecondition, InvalidArgument
 from hoop.files import write_text
 from hoop.resources import descriptor_limit, raise_descriptor_limit
 from hoop.texts import printable
-from hoop.topology import Address, Addresses
+from hoop.topology import Address, Addresses, PortRange
 from hoop.wire.auth import LAB_SERVICES, Credentials
 from hoop.wire.channels import server_options
 from hoop.wire.service import OnRefused
@@ -68,10 +69,12 @@ async def serve(
     on_lab_refused: OnRefused | None = None,
     on_bound: Callable[[Address], None] = lambda _: None,
     advertised: Callable[[], Address] | None = None,
+    ports: PortRange | None = None,
 ) -> tuple[grpc.aio.Server, Address]:
     """Starts a server. Returns it and its address; port 0 picks a free port.
 
-    ``advertised``: the address of a device by which callers know it, as soon as it is known.
+    ``advertised``: the address of a device by which callers know it, as soon as it is known. ``ports``: in place of the
+    port in ``address``; the first that is free.
 
     Its connections take at most half of the open files of this process, so that callers cannot use up what devices,
     links and files need. ``lab``: the lab's calls need no token. ``on_lab_refused`` is called for those that are
@@ -89,19 +92,42 @@ async def serve(
     server = grpc.aio.server(options=options, interceptors=interceptors)
     server.add_generic_rpc_handlers(tuple(services))
     try:
-        port = credentials.add_port(server, address)
-    except RuntimeError:
-        raise FailedPrecondition(
-            f"cannot listen on {address}: the port is in use or not ours; choose another, or 0 for any"
-        ) from None
-    bound = dataclasses.replace(address, port=port)
-    try:
+        bound = _listen(server, address, ports or PortRange(address.port, address.port), credentials)
         on_bound(bound)
     except BaseException:
         await server.stop(None)
         raise
     await server.start()
     return server, bound
+
+
+def _listen(server: grpc.aio.Server, address: Address, ports: PortRange, credentials: Credentials) -> Address:
+    """Opens the first of these ports that is free; returns the address."""
+    several = len(ports.ports) > 1
+    for port in ports.ports:
+        if several and not _is_free(address.host, port):  # gRPC logs every port that it cannot open
+            continue
+        try:
+            return dataclasses.replace(
+                address, port=credentials.add_port(server, dataclasses.replace(address, port=port))
+            )
+        except RuntimeError:
+            continue
+    if not several:
+        where = dataclasses.replace(address, port=ports.low)
+        raise FailedPrecondition(
+            f"cannot listen on {where}: the port is in use or not ours; choose another, or 0 for any"
+        )
+    raise FailedPrecondition(f"cannot listen on {address.host}: no port of {ports} is free; give a larger range")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.create_server((host, port), family=family):
+            return True
+    except OSError:
+        return False
 
 
 def write_address_file(path: Path, address: Address | Addresses) -> None:

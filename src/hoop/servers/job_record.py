@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hoop.environment import mismatch
+from hoop.environment import mismatch, rounding_text, rounds_differently
 from hoop.errors import HoopError, InvalidArgument, PeerCause, PeerLost, TrainingStateLost, UserError
 from hoop.events import Event, EventLog
-from hoop.job_events import JobEnded, JobEvent, Ready
+from hoop.job_events import JobEnded, JobEvent, Ready, RoundingDiffers
 from hoop.membership.state import CommunicatorState
 from hoop.servers.tasks import PINNED_EVENTS
 from hoop.strategies.catalog import min_devices, parse
@@ -115,14 +115,22 @@ class JobRecord:
         """Why a device with this event cannot take part; empty if it can."""
         found = event.data  # None if the device took part before and was only unreachable
         self.data = self.data or found or ""
-        if found is not None and (differs := mismatch(event.environment, self.environment)):
-            return f"{info} has {differs}"
+        strict = self._settings.get("require_same_bits") is True
+        if found is not None and (differs := mismatch(event.environment, self.environment, strict)):
+            return f"{info} on {info.host} has {differs}"
         if found in (None, self.data):
             return ""
         return (
             f"{info} has other data than job {self.id}: {event.about} with fingerprint {found}, where the "
             f"others have {self.data}; put the same dataset on {info.host}, and start the device again"
         )
+
+    def rounding(self, info: DeviceInfo, event: Ready) -> RoundingDiffers | None:
+        """An event if a device that takes part computes other bits than the others."""
+        if not rounds_differently(event.environment, self.environment):
+            return None
+        name = f"device {info.device_id} on {info.host}"
+        return RoundingDiffers(rounding_text([name], event.environment, self.environment))
 
     def emit(self, event: JobEvent, rank: int = 0, device: int = 0) -> None:
         """Adds an event of the coordinator's own to the job's log."""

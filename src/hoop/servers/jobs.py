@@ -265,12 +265,12 @@ class Jobs:
         member = supervisor.has_rank(device_id)
         match self._membership_event(job, info, message):
             case ev.Failed() as event if not member:  # it could not load the job: the ranks go on without it
-                supervisor.refuse(info, f"{info} cannot take part: {event.text}")
+                supervisor.refuse(info, f"{info} on {info.host} cannot take part: {event.text}")
                 return
             case ev.Started() as event:
                 job.data, job.environment = event.same, event.environment
             case ev.Failed() as event:
-                text = f"rank {rank} (device {device_id}): {event.text}"
+                text = f"rank {rank} (device {device_id} on {info.host}): {event.text}"
                 await self._add_failure(job, error_from_name(event.error, text))
                 supervisor.handle(jm.TaskFinished(device_id, incarnation, failed=True))
             case ev.Waiting() as event:
@@ -284,6 +284,8 @@ class Jobs:
                 if refusal := job.refusal(info, event):
                     supervisor.refuse(info, refusal)
                     return
+                if rounding := job.rounding(info, event):
+                    job.emit(rounding)
                 supervisor.excuse([device_id], 0.0)  # a device that was only unreachable loads nothing
                 supervisor.handle(jm.TaskReady(device_id, incarnation))
             case ev.Resized() | ev.Recovered() as event:

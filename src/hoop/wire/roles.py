@@ -21,13 +21,14 @@ class Role(StrEnum):
 _TABLE = """
     hoop.v1.Coordinator     device       Join SendHeartbeats Leave
     hoop.v1.Coordinator     client       GetStatus WatchEvents Run Copy StartJob GetJob WatchJob StopJob KeepSession
-    hoop.v1.Coordinator     client       DrainDevice
+    hoop.v1.Coordinator     client       DrainDevice ExamineHosts
     hoop.v1.Coordinator     client       CreateCommunicator GetCommunicator RebuildCommunicator DestroyCommunicator
     gpu_sim.GPUCoordinator  client       CommInit CommDestroy CommFinalize GetCommStatus GroupStart GroupEnd
     gpu_sim.GPUCoordinator  client       AllReduceRing NaiveAllReduce AllReduce CommRemoveDevice Memcpy
     hoop.v1.Device          coordinator  AssignRank Launch Abort
     hoop.v1.Device          coordinator  StartTask ReassignTask CommitReassignment WatchTask StopTask
     hoop.v1.Device          coordinator  Reserve Release Describe Write Read Free ListBuffers CheckLinks
+    hoop.v1.Device          coordinator  Examine
     hoop.v1.Device          client       Describe Write Read Allocate Free ListBuffers
     gpu_sim.GPUDevice       device       StreamSend
     gpu_sim.GPUDevice       client       GetDeviceMetadata BeginSend BeginReceive GetStreamStatus

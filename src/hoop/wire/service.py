@@ -135,6 +135,7 @@ def device_message(info: DeviceInfo) -> pb.DeviceDescription:
         torch_version=info.torch_version,
         python_version=info.python_version,
         gpu=printable(info.gpu, 128),
+        processor=printable(info.processor, 128),
     )
 
 
@@ -145,6 +146,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
             f"device {message.device_id}: its memory [{message.min_address:#x}, {message.max_address:#x}) is no range"
         )
     texts = {"incarnation": (message.incarnation, 1, 64), "host": (message.host, 0, 256)}
+    texts["processor"] = message.processor, 0, 128
     texts |= {name: (getattr(message, name), 0, 64) for name in ("hoop_version", "torch_version", "python_version")}
     texts["gpu"] = message.gpu, 0, 128
     for name, (text, least, most) in texts.items():
@@ -170,6 +172,7 @@ def device_info(message: pb.DeviceDescription) -> DeviceInfo:
         torch_version=message.torch_version,
         python_version=message.python_version,
         gpu=message.gpu,
+        processor=message.processor,
     )
 
 

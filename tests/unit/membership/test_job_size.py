@@ -29,8 +29,9 @@ class Job:
         return self.handle(jm.DeviceArrived(device_id))
 
     def lose(self, device_id: int) -> tuple[jm.JobInstruction, ...]:
+        """Its death is known first, then the stream of its task's events ends."""
         self.state = after(self.state, dead(device_id))
-        return self.handle(jm.TaskLost(device_id, "a"))
+        return self.handle(jm.JobTick()) + self.handle(jm.TaskLost(device_id, "a"))
 
     def carry_out(self, instructions: tuple[jm.JobInstruction, ...]) -> tuple[int, ...]:
         """Assigns and delivers the ranks, and runs steps with them; returns the members."""
@@ -122,9 +123,8 @@ def test_without_others_the_job_ends_after_the_grace_and_says_why() -> None:
     )
 
 
-def test_after_the_loss_of_all_devices_it_waits_for_enough_to_come_back() -> None:
+def test_after_the_loss_of_all_devices_the_job_ends_as_without_a_least_number() -> None:
     job = Job(1, 2, first=2, floor=2)
-    job.lose(1)
-    job.lose(2)
-    assert jm.Invite(3) not in job.handle(jm.JobTick())
-    assert job.view.over, "no device is left that may have the state"
+    assert job.lose(1) == (jm.AwaitMore(1, 60.0),)
+    assert job.lose(2) == (jm.Assign(leaving=(1,)),)
+    assert job.handle(jm.AssignFailed()) == (jm.End(),), "no device is left that may have the state"

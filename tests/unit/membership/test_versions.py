@@ -40,8 +40,16 @@ def test_a_device_that_states_no_version_is_not_announced() -> None:
 def test_a_job_refuses_a_device_that_would_change_its_weights() -> None:
     job = JobRecord(CommunicatorState(1, (1,)), "{}", data="d", environment=SAME)
     assert job.refusal(device(2), Ready(data="d", environment=SAME)) == ""
-    refusal = job.refusal(device(2), Ready(data="d", environment={**SAME, "arithmetic": "bb"}))
+    assert job.rounding(device(2), Ready(data="d", environment=SAME)) is None
+    other = Ready(data="d", environment={**SAME, "arithmetic": "bb"})
+    assert job.refusal(device(2), other) == "", "it takes part, and is named"
+    rounding = job.rounding(device(2), other)
+    assert rounding is not None
+    assert rounding.text.startswith("device 2 on here rounds differently from the others ")
+    strict = JobRecord(CommunicatorState(1, (1,)), '{"require_same_bits": true}', data="d", environment=SAME)
+    refusal = strict.refusal(device(2), other)
     assert "device 2" in refusal
+    assert "on here has" in refusal
     assert "the result of the numeric probe bb, where the others have the result of the numeric probe aa" in refusal
     assert job.refusal(device(2), Ready(data=None, environment={})) == "", "it took part before"
 

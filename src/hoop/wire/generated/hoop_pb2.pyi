@@ -54,7 +54,7 @@ class GpuMemory(_message.Message):
     def __init__(self, name: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., capacity: _Optional[int] = ..., used: _Optional[int] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ...) -> None: ...
 
 class DeviceDescription(_message.Message):
-    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version", "gpu")
+    __slots__ = ("device_id", "address", "data_address", "min_address", "max_address", "host", "pid", "incarnation", "shared_address", "keeps_memory", "hoop_version", "torch_version", "python_version", "gpu", "processor")
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class DeviceDescription(_message.Message):
     TORCH_VERSION_FIELD_NUMBER: _ClassVar[int]
     PYTHON_VERSION_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    PROCESSOR_FIELD_NUMBER: _ClassVar[int]
     device_id: int
     address: str
     data_address: str
@@ -83,23 +84,26 @@ class DeviceDescription(_message.Message):
     torch_version: str
     python_version: str
     gpu: str
-    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., gpu: _Optional[str] = ...) -> None: ...
+    processor: str
+    def __init__(self, device_id: _Optional[int] = ..., address: _Optional[str] = ..., data_address: _Optional[str] = ..., min_address: _Optional[int] = ..., max_address: _Optional[int] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., incarnation: _Optional[str] = ..., shared_address: _Optional[str] = ..., keeps_memory: bool = ..., hoop_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., python_version: _Optional[str] = ..., gpu: _Optional[str] = ..., processor: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("device", "memory", "open_streams", "tasks")
+    __slots__ = ("device", "memory", "open_streams", "tasks", "time")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     device: DeviceDescription
     memory: DeviceMemory
     open_streams: int
     tasks: _containers.RepeatedCompositeFieldContainer[TaskDescription]
-    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[TaskDescription, _Mapping]]] = ...) -> None: ...
+    time: float
+    def __init__(self, device: _Optional[_Union[DeviceDescription, _Mapping]] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ..., open_streams: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[TaskDescription, _Mapping]]] = ..., time: _Optional[float] = ...) -> None: ...
 
 class TaskDescription(_message.Message):
     __slots__ = ("job_id", "generation", "links")
@@ -417,6 +421,20 @@ class CheckLinksResponse(_message.Message):
     failures: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, failures: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class ExamineRequest(_message.Message):
+    __slots__ = ("job", "devices")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    devices: int
+    def __init__(self, job: _Optional[str] = ..., devices: _Optional[int] = ...) -> None: ...
+
+class ExamineResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
 class JobEvent(_message.Message):
     __slots__ = ("sequence", "time", "rank", "kind", "json", "device_id", "origin")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -532,18 +550,22 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("address", "pid", "devices", "communicators", "jobs")
+    __slots__ = ("address", "pid", "devices", "communicators", "jobs", "time", "hoop_version")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     COMMUNICATORS_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    HOOP_VERSION_FIELD_NUMBER: _ClassVar[int]
     address: str
     pid: int
     devices: _containers.RepeatedCompositeFieldContainer[Member]
     communicators: _containers.RepeatedCompositeFieldContainer[Communicator]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
+    time: float
+    hoop_version: str
+    def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., time: _Optional[float] = ..., hoop_version: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
     __slots__ = ("id", "settings", "device_ids", "status", "reason", "name", "min_devices", "max_devices")
@@ -596,6 +618,34 @@ class Communicator(_message.Message):
     status: str
     reason: str
     def __init__(self, id: _Optional[int] = ..., generation: _Optional[int] = ..., members: _Optional[_Iterable[_Union[DeviceDescription, _Mapping]]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ExamineHostsRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class ExamineHostsResponse(_message.Message):
+    __slots__ = ("hosts",)
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    hosts: _containers.RepeatedCompositeFieldContainer[HostExamination]
+    def __init__(self, hosts: _Optional[_Iterable[_Union[HostExamination, _Mapping]]] = ...) -> None: ...
+
+class HostExamination(_message.Message):
+    __slots__ = ("host", "device_ids", "json", "failure", "clock_ahead_s", "clock_error_s")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    device_ids: _containers.RepeatedScalarFieldContainer[int]
+    json: str
+    failure: str
+    clock_ahead_s: float
+    clock_error_s: float
+    def __init__(self, host: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., json: _Optional[str] = ..., failure: _Optional[str] = ..., clock_ahead_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ("after", "follow")

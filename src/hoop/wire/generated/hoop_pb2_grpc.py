@@ -101,6 +101,11 @@ class DeviceStub(object):
                 request_serializer=hoop__pb2.CheckLinksRequest.SerializeToString,
                 response_deserializer=hoop__pb2.CheckLinksResponse.FromString,
                 )
+        self.Examine = channel.unary_unary(
+                '/hoop.v1.Device/Examine',
+                request_serializer=hoop__pb2.ExamineRequest.SerializeToString,
+                response_deserializer=hoop__pb2.ExamineResponse.FromString,
+                )
 
 
 class DeviceServicer(object):
@@ -223,6 +228,13 @@ class DeviceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Examine(self, request, context):
+        """From the coordinator: run `hoop doctor` on this device's host.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DeviceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -310,6 +322,11 @@ def add_DeviceServicer_to_server(servicer, server):
                     servicer.CheckLinks,
                     request_deserializer=hoop__pb2.CheckLinksRequest.FromString,
                     response_serializer=hoop__pb2.CheckLinksResponse.SerializeToString,
+            ),
+            'Examine': grpc.unary_unary_rpc_method_handler(
+                    servicer.Examine,
+                    request_deserializer=hoop__pb2.ExamineRequest.FromString,
+                    response_serializer=hoop__pb2.ExamineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -612,6 +629,23 @@ class Device(object):
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
+    @staticmethod
+    def Examine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/hoop.v1.Device/Examine',
+            hoop__pb2.ExamineRequest.SerializeToString,
+            hoop__pb2.ExamineResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
 
 class CoordinatorStub(object):
     """---- the coordinator
@@ -648,6 +682,11 @@ class CoordinatorStub(object):
                 '/hoop.v1.Coordinator/GetStatus',
                 request_serializer=hoop__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=hoop__pb2.GetStatusResponse.FromString,
+                )
+        self.ExamineHosts = channel.unary_unary(
+                '/hoop.v1.Coordinator/ExamineHosts',
+                request_serializer=hoop__pb2.ExamineHostsRequest.SerializeToString,
+                response_deserializer=hoop__pb2.ExamineHostsResponse.FromString,
                 )
         self.WatchEvents = channel.unary_stream(
                 '/hoop.v1.Coordinator/WatchEvents',
@@ -746,6 +785,13 @@ class CoordinatorServicer(object):
 
     def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExamineHosts(self, request, context):
+        """Runs `hoop doctor` on every host that has devices, and compares the clocks.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -856,6 +902,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=hoop__pb2.GetStatusRequest.FromString,
                     response_serializer=hoop__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'ExamineHosts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExamineHosts,
+                    request_deserializer=hoop__pb2.ExamineHostsRequest.FromString,
+                    response_serializer=hoop__pb2.ExamineHostsResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -1011,6 +1062,23 @@ class Coordinator(object):
         return grpc.experimental.unary_unary(request, target, '/hoop.v1.Coordinator/GetStatus',
             hoop__pb2.GetStatusRequest.SerializeToString,
             hoop__pb2.GetStatusResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ExamineHosts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/hoop.v1.Coordinator/ExamineHosts',
+            hoop__pb2.ExamineHostsRequest.SerializeToString,
+            hoop__pb2.ExamineHostsResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -124,6 +124,12 @@ class DeviceStub:
     ]
     """From the coordinator: can this device reach the data ports of these others?"""
 
+    Examine: grpc.UnaryUnaryMultiCallable[
+        hoop_pb2.ExamineRequest,
+        hoop_pb2.ExamineResponse,
+    ]
+    """From the coordinator: run `hoop doctor` on this device's host."""
+
 class DeviceAsyncStub:
     """---- a device"""
 
@@ -225,6 +231,12 @@ class DeviceAsyncStub:
         hoop_pb2.CheckLinksResponse,
     ]
     """From the coordinator: can this device reach the data ports of these others?"""
+
+    Examine: grpc.aio.UnaryUnaryMultiCallable[
+        hoop_pb2.ExamineRequest,
+        hoop_pb2.ExamineResponse,
+    ]
+    """From the coordinator: run `hoop doctor` on this device's host."""
 
 class DeviceServicer(metaclass=abc.ABCMeta):
     """---- a device"""
@@ -362,6 +374,14 @@ class DeviceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[hoop_pb2.CheckLinksResponse, collections.abc.Awaitable[hoop_pb2.CheckLinksResponse]]:
         """From the coordinator: can this device reach the data ports of these others?"""
 
+    @abc.abstractmethod
+    def Examine(
+        self,
+        request: hoop_pb2.ExamineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hoop_pb2.ExamineResponse, collections.abc.Awaitable[hoop_pb2.ExamineResponse]]:
+        """From the coordinator: run `hoop doctor` on this device's host."""
+
 def add_DeviceServicer_to_server(servicer: DeviceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
 
 class CoordinatorStub:
@@ -397,6 +417,12 @@ class CoordinatorStub:
         hoop_pb2.GetStatusRequest,
         hoop_pb2.GetStatusResponse,
     ]
+
+    ExamineHosts: grpc.UnaryUnaryMultiCallable[
+        hoop_pb2.ExamineHostsRequest,
+        hoop_pb2.ExamineHostsResponse,
+    ]
+    """Runs `hoop doctor` on every host that has devices, and compares the clocks."""
 
     WatchEvents: grpc.UnaryStreamMultiCallable[
         hoop_pb2.WatchEventsRequest,
@@ -497,6 +523,12 @@ class CoordinatorAsyncStub:
         hoop_pb2.GetStatusRequest,
         hoop_pb2.GetStatusResponse,
     ]
+
+    ExamineHosts: grpc.aio.UnaryUnaryMultiCallable[
+        hoop_pb2.ExamineHostsRequest,
+        hoop_pb2.ExamineHostsResponse,
+    ]
+    """Runs `hoop doctor` on every host that has devices, and compares the clocks."""
 
     WatchEvents: grpc.aio.UnaryStreamMultiCallable[
         hoop_pb2.WatchEventsRequest,
@@ -607,6 +639,14 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: hoop_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[hoop_pb2.GetStatusResponse, collections.abc.Awaitable[hoop_pb2.GetStatusResponse]]: ...
+
+    @abc.abstractmethod
+    def ExamineHosts(
+        self,
+        request: hoop_pb2.ExamineHostsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hoop_pb2.ExamineHostsResponse, collections.abc.Awaitable[hoop_pb2.ExamineHostsResponse]]:
+        """Runs `hoop doctor` on every host that has devices, and compares the clocks."""
 
     @abc.abstractmethod
     def WatchEvents(
