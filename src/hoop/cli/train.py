@@ -24,7 +24,7 @@ from hoop.config import parse_duration, parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.resources import TRAINING, Request, admit
-from hoop.schedulers.catalog import NAMES, find_placement
+from hoop.schedulers.catalog import NAMES, RAY, find_placement
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Address, Addresses
@@ -32,6 +32,7 @@ from hoop.topology import Address, Addresses
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
+    from hoop.launch.ray_cluster import Ray
     from hoop.runs.api import Launch
     from hoop.schedulers.base import Placement
     from hoop.wire.auth import Credentials
@@ -133,7 +134,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"What started the processes of this run: {', '.join(NAMES)} (docs/clusters.md).",
+            help=f"What starts the processes of this run: {', '.join(NAMES)} (docs/clusters.md).",
             show_default="found in the environment",
             rich_help_panel=SCHEDULERS,
         ),
@@ -162,6 +163,10 @@ def train(
     meet_timeout: Annotated[
         str, typer.Option(help="How long the ranks wait for each other.", rich_help_panel=SCHEDULERS)
     ] = "300s",
+    ray_address: options.RayAddress = None,
+    ray_cpus: options.RayCpus = None,
+    ray_gpus: options.RayGpus = None,
+    ray_placement: options.RayPlacement = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -177,7 +182,8 @@ def train(
     [bold]hoop train mnist[/bold] needs nothing but what is installed. The trained weights do not depend on
     how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once. On a cluster
     (--coordinator) a job goes on if this command is killed or its terminal closed: see [bold]hoop attach[/bold].
-    Started by srun, mpirun, torchrun or Kubernetes, each process is one device of the run, and rank 0 prints.
+    Started by srun, mpirun, torchrun or Kubernetes, each process is one device of the run, and rank 0 prints. With
+    [bold]--on ray[/bold] the devices are actors of a Ray cluster.
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
@@ -216,6 +222,7 @@ def train(
         parse(strategy)
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
     placement = _placement(on, meet, port, devices, there)
+    ray = _ray(on, devices or DEFAULT_DEVICES, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
@@ -226,19 +233,22 @@ def train(
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
             raise typer.Exit(_run_rank(placement, job, changes, size, credentials, timeout_s))
-    elif there is None and not (resume and devices is None):  # a resumed run says itself how many it had
+    elif there is None and ray is None and not (resume and devices is None):  # a resumed run says how many it had
         admit(Request(devices or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
-        launch = _launch(job, changes, devices, size, out, resume, there, address_file, begin_again=auto_resume)
+        here = there is None and ray is None
+        launch = _launch(job, changes, devices, size, out, resume, there, address_file, auto_resume, load=here)
         launch = replace(launch, costs=priced)
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if placement is not None:
             launch = replace(launch, credentials=credentials, placement=placement, meet_timeout_s=timeout_s)
             view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
+        if ray is not None:
+            launch = replace(launch, ray=replace(ray, devices=launch.devices or ray.devices))
         if detach:
             _detach(launch, json, token_file, tls)
             return
@@ -277,6 +287,28 @@ def _placement(
             "which is a device; leave it out, or add --on local for a run of this process alone"
         )
     return placement
+
+
+def _ray(
+    on: str | None,
+    devices: int,
+    timeout: str,
+    address: str | None,
+    cpus: float | None,
+    gpus: float | None,
+    placement: str | None,
+) -> Ray | None:
+    """The options of a run on Ray; None: it is not on Ray, and must have none of them."""
+    given = {"address": address, "cpus": cpus, "gpus": gpus, "placement": placement}
+    found = {name: value for name, value in given.items() if value is not None}
+    if on != RAY:
+        if found:
+            raise InvalidArgument(f"{', '.join(f'--ray-{name}' for name in found)}: for --on {RAY}, which is missing")
+        return None
+    from hoop.launch.ray_cluster import Ray, import_ray
+
+    import_ray()
+    return Ray(devices=devices, timeout_s=parse_duration(timeout, "--meet-timeout"), **found)
 
 
 def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
@@ -389,9 +421,10 @@ def _launch(
     coordinator: Addresses | None,
     address_file: Path | None,
     begin_again: bool = False,
+    load: bool = True,
 ) -> Launch:
     """Checks everything that can be wrong before anything runs. ``begin_again``: ``out`` may hold a run without a
-    checkpoint."""
+    checkpoint. ``load``: devices are forked from this process, and share the data that is loaded now."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.api import DEFAULT_DEVICES, Launch
@@ -412,7 +445,7 @@ def _launch(
         if out is not None and (out / "checkpoints").is_dir() and not begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = resolved(job), None
-    known = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
+    known = job_named(name, load)
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     _check_strategy(settings, devices, coordinator is None)
     if settings.faults and coordinator is None:  # on a cluster the devices do, which have the data

@@ -1,6 +1,7 @@
 """``hoop.train``: a model, data and some devices in, a result out.
 
 train ──▶ Training ──▶ ForkedCluster (devices of this machine) or a cluster that is up
+            │           or a cluster of Ray actors (on_ray)
             └─ JobFollower: events, files, result
 """
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.launch.forked import ForkedConfig
+    from hoop.launch.ray_cluster import Ray
     from hoop.schedulers.base import Placement
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
@@ -102,6 +104,10 @@ class Launch:
     """Of this process, if a scheduler started it and the others of the run. It is rank 0."""
     meet_timeout_s: float = 300.0
     """How long rank 0 waits for the other ranks."""
+    ray: Ray | None = None
+    """Ray's cluster, if the devices are actors there."""
+    job: Job | None = None
+    """A job made of live objects, which Ray brings to the devices."""
 
 
 class Training:
@@ -124,6 +130,9 @@ class Training:
     def events(self) -> Iterator[Observed]:
         """Runs the job; the last event is ``Finished``. Closing the iterator ends the job."""
         yield from (Observed(ev.Warned(text)) for text in self._launch.warnings)
+        if self._launch.ray is not None:
+            yield from self._run_on_ray(self._launch.ray)
+            return
         coordinator = self._launch.coordinator
         yield from self._run_locally() if coordinator is None else self._run_on(coordinator)
 
@@ -212,6 +221,23 @@ class Training:
         with contextlib.suppress(HoopError), connect(address, credentials=credentials) as cluster:
             dismiss_ranks(cluster, placement.device_id, code)
 
+    def _run_on_ray(self, where: Ray) -> Iterator[Observed]:
+        from hoop.launch.ray_cluster import RayCluster
+        from hoop.runs.on_ray import device_code, waiting_for_devices
+        from hoop.runs.ray_client import run_through_client
+
+        launch = self._launch
+        code = device_code(launch.settings.job, launch.job)
+        if where.is_client:
+            yield from run_through_client(Training, launch, where, code, self._save, self._on_stop)
+            return
+        with RayCluster(where, launch.memory, code) as ray:
+            address = ray.start()
+            for text in waiting_for_devices(ray, address, lambda: self._stop_requested):
+                yield Observed(ev.Warned(text))
+            self._launch = replace(launch, devices=None, coordinator=address, credentials=ray.credentials, ray=None)
+            yield from self._run_on(address)
+
     def _run_on(self, address: Address | Addresses) -> Iterator[Observed]:
         def on_stop(stop: Callable[[], None]) -> None:
             def request_stop() -> None:
@@ -278,6 +304,17 @@ def _checked_devices(devices: Any) -> int:
     return int(devices)
 
 
+def _checked_ray(on: Any, devices: int) -> Ray | None:
+    """``on`` with a number of devices."""
+    if on is None:
+        return None
+    from hoop.launch.ray_cluster import Ray
+
+    if not isinstance(on, Ray):
+        raise InvalidArgument(f"on: {on!r:.80} is not a hoop.Ray(devices=…)")
+    return on if on.devices or on.elastic else replace(on, devices=devices)
+
+
 def _checked_strategy(strategy: Any) -> str:
     spec = strategy if isinstance(strategy, str) else getattr(strategy, "spec", None)
     if not isinstance(spec, str):
@@ -300,6 +337,7 @@ def train(
     data: Any = None,
     *,
     devices: int = DEFAULT_DEVICES,
+    on: Ray | None = None,
     strategy: str | StrategyLike = "data",
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
@@ -309,7 +347,7 @@ def train(
     reduction: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Trains a model on devices of this machine and returns the result.
+    """Trains a model on devices of this machine, or of a Ray cluster (``on``), and returns the result.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
     ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. Inputs and targets
@@ -320,7 +358,8 @@ def train(
     out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
     ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr, optimizer, seed …
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
-    there. ``progress`` is called with every event as a dict (docs/training.md, Events).
+    there. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster; ``devices`` counts if it names no number.
+    ``progress`` is called with every event as a dict (docs/training.md, Events).
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
@@ -335,6 +374,8 @@ def train(
     from hoop.runs.job_objects import job_from, load_into
 
     devices, spec, folder = _checked_devices(devices), _checked_strategy(strategy), _checked_folder(out)
+    on = _checked_ray(on, devices)
+    devices = devices if on is None else on.start
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
     if reduction is not None and isinstance(model, str | Job):
@@ -359,6 +400,8 @@ def train(
     found = newest_checkpoint(folder) if resume and folder else None
     size = parse_size(memory, "memory")
     launch = Launch(wanted, devices, size, folder)
+    if on is not None:
+        launch = replace(launch, ray=on, job=None if isinstance(model, str) else job)
     if found is not None:
         launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
