@@ -3,8 +3,8 @@
     pip install 'hoop[ray]' 'ray[train]'
     python examples/ray/torch_trainer.py --workers 2
 
-Ray Train starts the workers and makes the process group; ``TorchConfig(backend="hoop")`` is all that changes. Workers on
-several machines need a token: set HOOP_TOKEN for them, as below.
+Ray Train starts the workers and makes the process group; ``TorchConfig(backend="hoop")`` is all that changes. Workers
+on several machines need a token: set HOOP_TOKEN for them, as below.
 """
 
 from __future__ import annotations
@@ -54,9 +54,7 @@ def main() -> None:
         train,
         train_loop_config={"steps": options.steps},
         torch_config=TorchConfig(backend="hoop"),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=options.workers, resources_per_worker={"CPU": options.cpus}
-        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=options.workers, resources_per_worker={"CPU": options.cpus}),
     )
     metrics = trainer.fit().metrics
     assert metrics is not None, "every worker reports"

@@ -1,8 +1,8 @@
 """A training on Ray, from objects of this program: the model and the data travel by Ray, and nothing by file.
 
-    python examples/ray/train.py                          # on a Ray of its own, on this machine
-    python examples/ray/train.py --address 10.0.0.1:6379  # on a node of a cluster
-    ray job submit --working-dir examples/ray -- python train.py --devices 8 --elastic 4,16
+python examples/ray/train.py                          # on a Ray of its own, on this machine
+python examples/ray/train.py --address 10.0.0.1:6379  # on a node of a cluster
+ray job submit --working-dir examples/ray -- python train.py --devices 8 --elastic 4,16
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Trains on a Ray cluster of several nodes on this machine, which loses or gains nodes in the middle.
+"""Trains on a Ray cluster; the model is slow while a file does not exist, so that a test has time to disturb it.
 
-Run by ``test_ray.py`` in a process of its own. Reads a scenario (JSON) from standard input; writes the result as a line
-of JSON. The model is slow until the events of the scenario have happened, so that the training does not end before.
+Run by ``test_ray.py``: ``ray_driver.py ADDRESS DEVICES LEAST MOST OUT``. Prints every event as a line of JSON, but for
+the steps after the first; the last line is the result, with the hash of the same training on devices of this process.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,9 @@ from torch import nn
 import hoop
 
 HURRY = "HOOP_TEST_HURRY"
-"""Environment variable: the path of a file. While it does not exist, the model is slow."""
-PACE_S = 0.2
+"""Environment variable: the path of the file."""
+PACE_S = 1.0
+"""A step of one device takes four times as long, and there are 60 steps."""
 DATA = torch.Generator().manual_seed(5)
 INPUTS = torch.randn(203, 6, generator=DATA)
 TARGETS = (INPUTS @ torch.randn(6, 3, generator=DATA)).argmax(1)
@@ -30,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "epochs": 1_000,
     "batch_size": 8,
     "shards": 4,
-    "max_steps": 300,
+    "max_steps": 60,
     "evaluate_every": 0,
     "memory": "16MiB",
     "timeout_s": 300,
@@ -52,87 +51,30 @@ class Paced(nn.Module):
         return outputs
 
 
-class Scenario:
-    """Acts on the cluster when the training comes to the step of a script; hurries at the end of the script."""
-
-    def __init__(self, cluster: Any, nodes: list[Any], script: list[str], hurry: Path) -> None:
-        self._cluster, self._nodes, self._script, self._hurry = cluster, nodes, list(script), hurry
-        self.seen: list[str] = []
-
-    def note(self, event: dict[str, Any]) -> None:
-        """``script`` alternates: a kind of event to wait for, and what to do then."""
-        kind = str(event["kind"])
-        if kind not in ("steps", "straggler", "balanced"):
-            self.seen.append(kind)
-            print(time.strftime("%T"), str(event)[:200], file=sys.stderr, flush=True)
-        if self._script and kind == self._script[0]:
-            _, action, *self._script = self._script
-            print(time.strftime("%T"), f"{kind}: {action}", file=sys.stderr, flush=True)
-            getattr(self, action)()
-
-    def remove_node(self) -> None:
-        self._cluster.remove_node(self._nodes.pop(), allow_graceful=False)
-
-    def add_node(self) -> None:
-        self._nodes.append(self._cluster.add_node(num_cpus=1, wait=False))
-
-    def kill_coordinator(self) -> None:
-        os.kill(coordinator_pid(), signal.SIGKILL)
-
-    def hurry(self) -> None:
-        self._hurry.touch()
-
-
-def coordinator_pid() -> int:
-    """The process of the coordinator's actor: Ray names a worker by its actor's class."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(b"ray::CoordinatorActor") and os.getpid() != int(path.parent.name):
-                environment = (path.parent / "environ").read_bytes()
-                if f"HOOP_TEST_SESSION={os.environ.get('HOOP_TEST_SESSION', '')}".encode() in environment:
-                    return int(path.parent.name)
-        except OSError:
-            continue
-    raise AssertionError("there is no coordinator's actor")
-
-
 def main() -> None:
-    asked = json.load(sys.stdin)
-    folder = tempfile.TemporaryDirectory(prefix="hoop-ray-test-")
-    hurry = Path(folder.name) / "hurry"
-    os.environ[HURRY] = str(hurry)
+    address, devices, least, most, out = sys.argv[1:]
+    hurry = Path(os.environ[HURRY])
     hurry.touch()
     alone = hoop.train(Paced(), (INPUTS, TARGETS), devices=2, **SETTINGS)
     hurry.unlink()
-    from ray.cluster_utils import Cluster
+    began = False
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        nodes = [cluster.add_node(num_cpus=1) for _ in range(asked["nodes"])]
-        elastic = asked.get("elastic")
-        where = hoop.Ray(
-            devices=asked["devices"],
-            elastic=tuple(elastic) if elastic else None,
-            placement="spread",
-            address=cluster.address,
-            runtime_env={"env_vars": {HURRY: str(hurry)}},
-        )
-        scenario = Scenario(cluster, nodes, asked["script"], hurry)
-        out = Path(folder.name) / "run"
-        trained = hoop.train(Paced(), (INPUTS, TARGETS), on=where, progress=scenario.note, out=out, **SETTINGS)
-        report = {
-            "alone": alone.summary["weights_sha256"],
-            "ray": trained.summary["weights_sha256"],
-            "steps": trained.summary["steps"],
-            "devices": trained.summary["device_ids"],
-            "seen": scenario.seen,
-            "script_left": scenario._script,
-            "files": sorted(path.name for path in out.iterdir()),
-        }
-    finally:
-        cluster.shutdown()
-        folder.cleanup()
-    print(json.dumps(report), flush=True)
+    def note(event: dict[str, Any]) -> None:
+        nonlocal began
+        if not began or event["kind"] != "steps":
+            print(json.dumps(event), flush=True)
+        began = began or event["kind"] == "steps"
+
+    where = hoop.Ray(
+        devices=int(devices),
+        elastic=(int(least), int(most)),
+        placement="spread",
+        address=address,
+        runtime_env={"env_vars": {HURRY: str(hurry)}},
+    )
+    trained = hoop.train(Paced(), (INPUTS, TARGETS), on=where, progress=note, out=out, **SETTINGS)
+    report = {name: trained.summary[name] for name in ("weights_sha256", "steps", "device_ids")}
+    print(json.dumps({"kind": "trained", "alone": alone.summary["weights_sha256"], **report}), flush=True)
 
 
 if __name__ == "__main__":

@@ -300,7 +300,7 @@ def _ray(
 ) -> Ray | None:
     """The options of a run on Ray; None: it is not on Ray, and must have none of them."""
     given = {"address": address, "cpus": cpus, "gpus": gpus, "placement": placement}
-    found = {name: value for name, value in given.items() if value is not None}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if on != RAY:
         if found:
             raise InvalidArgument(f"{', '.join(f'--ray-{name}' for name in found)}: for --on {RAY}, which is missing")

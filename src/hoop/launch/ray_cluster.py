@@ -280,6 +280,8 @@ class RayCluster:
         self._starting: dict[Any, int] = {}
         """Calls that are answered when a device's constructor is done, and its number."""
         self._coordinator: Any = None
+        self._payload: Any = None
+        """Referenced as long as an actor may be started again, with the same arguments: else Ray deletes the object."""
         self._folder = ""
         self._connected = False
 
@@ -306,7 +308,7 @@ class RayCluster:
             ) from None
         except self._ray.exceptions.RayError as error:
             raise self._start_error("the coordinator", error) from None
-        payload = self._ray.put(self._code.payload)
+        self._payload = payload = self._ray.put(self._code.payload)
         # One group for the devices that must be there together; each further device has its own, which waits for room.
         self._add_devices(address, payload, self.where.least)
         for _ in range(self.where.most - self.where.least):
@@ -348,6 +350,8 @@ class RayCluster:
 
     def check(self) -> None:
         """Raises if a device's actor could not start: the code of the job, or Hoop, is not on its node, for example."""
+        if not self._starting:
+            return
         done, _ = self._ray.wait(list(self._starting), num_returns=len(self._starting), timeout=0)
         for call in done:
             number = self._starting.pop(call)
@@ -394,6 +398,6 @@ class RayCluster:
                     ray.util.remove_placement_group(group)
             if self._connected:
                 ray.shutdown()
-        self._devices, self._groups, self._coordinator, self._connected = [], [], None, False
+        self._devices, self._groups, self._coordinator, self._payload, self._connected = [], [], None, None, False
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
