@@ -194,9 +194,10 @@ class DeviceActor:
         coordinator: str,
         memory: int,
         make_trainer: Callable[[Any, str], TrainFunction],
-        payload: Any,
+        payload: list[Any],
         jobs: str,
     ) -> None:
+        """``payload``: a reference in a list, so that Ray does not resolve it: it complains about large arguments."""
         config = DeviceConfig(
             coordinator=Address.parse(coordinator),
             memory=memory,
@@ -204,7 +205,7 @@ class DeviceActor:
             join_timeout_s=JOIN_S,
             credentials=Credentials(Role.DEVICE, Token.parse(token)),
         )
-        trainer = make_trainer(payload, jobs)
+        trainer = make_trainer(import_ray().get(payload[0]), jobs)
 
         async def start() -> int:
             self._server = DeviceServer(config, trainer)
@@ -331,7 +332,7 @@ class RayCluster:
         for index in range(count):
             options = self._options(group, index, num_cpus=self.where.cpus, num_gpus=self.where.gpus)
             device = actor.options(**options).remote(
-                self._token, address, self._memory, code.make_trainer, payload, code.jobs
+                self._token, address, self._memory, code.make_trainer, [payload], code.jobs
             )
             self._devices.append(device)
             self._starting[device.device.remote()] = len(self._devices)
