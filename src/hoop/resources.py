@@ -111,6 +111,12 @@ def admission_error(request: Request, resources: Resources) -> ResourceExhausted
     return ResourceExhausted(f"{field}: {what} cannot fit on this machine: {'; '.join(missing)}. {remedy}")
 
 
+def largest_number(request: Request) -> int:
+    """How many of the devices fit on this machine now; 0: not even one."""
+    resources = measure_resources(request.folder)
+    return _largest(request.devices, lambda count: _fits(replace(request, devices=count), resources))
+
+
 def admit(request: Request) -> None:
     """Raise ResourceExhausted if the devices do not fit. Increases the soft limit of open files if needed."""
     if error := admission_error(request, measure_resources(request.folder)):

@@ -1,10 +1,12 @@
-"""Addresses of processes, and the description of a device."""
+"""Addresses of processes, the description of a device, and the number of devices of a job."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from hoop.errors import InvalidArgument
 
@@ -74,6 +76,52 @@ class Addresses:
 
     def __str__(self) -> str:
         return ",".join(map(str, self.addresses))
+
+
+@dataclass(frozen=True)
+class DeviceRange:
+    """How many devices a job uses: it begins when ``first`` are there, and takes in more, up to ``most``."""
+
+    first: int
+    most: int = 0
+    """0: none is stated (``--devices 4``). Processes of this machine are then ``first``, and a cluster has no limit."""
+
+    @classmethod
+    def parse(cls, value: object, field: str = "devices") -> DeviceRange:
+        """From ``4``, ``"4"``, ``"4:16"`` or ``(4, 16)``; raises InvalidArgument."""
+        parts: Sequence[object] = (value,)
+        if isinstance(value, str):
+            parts = value.split(":")
+        elif isinstance(value, tuple | list):
+            parts = value
+        numbers = [_whole(one) for one in parts]
+        if len(parts) not in (1, 2) or None in numbers:
+            raise InvalidArgument(
+                f"{field}: {value!r:.80} is not a whole number of at least 1, nor a range of two, such as 4:16"
+            )
+        first, *rest = (one for one in numbers if one is not None)
+        if rest and rest[0] < first:
+            raise InvalidArgument(f"{field}: {first}:{rest[0]} ends before it begins; write {rest[0]}:{first}")
+        if max(first, *rest, 0) > MAX_DEVICES:
+            raise InvalidArgument(f"{field}: {max(first, *rest, 0)} is more than {MAX_DEVICES}, the most of a cluster")
+        return cls(first, *rest)
+
+    @property
+    def processes(self) -> int:
+        """Devices to start, where they are processes of this machine."""
+        return max(self.first, self.most)
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.most}" if self.most else str(self.first)
+
+
+def _whole(value: object) -> int | None:
+    """A whole number of at least 1, or the same as text; None: it is none."""
+    if isinstance(value, str):
+        text = value.strip()
+        value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's integers too
+    return int(value) if whole and value >= 1 else None  # type: ignore[call-overload, operator]
 
 
 @dataclass(frozen=True)

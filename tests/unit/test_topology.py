@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hoop.errors import InvalidArgument
-from hoop.topology import Address, DeviceInfo
+from hoop.topology import Address, DeviceInfo, DeviceRange
 
 
 @pytest.mark.parametrize(
@@ -122,3 +122,34 @@ def test_device_info_shows_capacity_and_identity() -> None:
     info = DeviceInfo(3, Address("::1", 1), Address("::1", 2), 0x1000, 0x3000, "host", 42, "incarnation")
     assert info.capacity == 0x2000
     assert str(info) == "device 3 (pid 42, [::1]:1)"
+
+
+@pytest.mark.parametrize(
+    ("value", "first", "most", "processes"),
+    [(4, 4, 0, 4), ("4", 4, 0, 4), ("4:16", 4, 16, 16), ((4, 16), 4, 16, 16), ([1, 1], 1, 1, 1), (" 2 : 3 ", 2, 3, 3)],
+)
+def test_a_number_of_devices_or_a_range(value: object, first: int, most: int, processes: int) -> None:
+    found = DeviceRange.parse(value)
+    assert (found.first, found.most, found.processes) == (first, most, processes)
+    assert DeviceRange.parse(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (0, "devices: 0 is not a whole number of at least 1, nor a range of two, such as 4:16"),
+        (True, "devices: True is not a whole number"),
+        (2.0, "devices: 2.0 is not a whole number"),
+        ("4:", "devices: '4:' is not a whole number"),
+        ("1:2:3", "devices: '1:2:3' is not a whole number"),
+        ((), "devices: () is not a whole number"),
+        ("-1", "devices: '-1' is not a whole number"),
+        (None, "devices: None is not a whole number"),
+        ("16:4", "devices: 16:4 ends before it begins; write 4:16"),
+        ("4:5000", "devices: 5000 is more than 4096, the most of a cluster"),
+    ],
+)
+def test_a_wrong_number_of_devices_is_named(value: object, sentence: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        DeviceRange.parse(value)
+    assert str(caught.value).startswith(sentence)

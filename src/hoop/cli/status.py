@@ -86,7 +86,16 @@ def as_plain(found: pb.GetStatusResponse) -> dict[str, Any]:
             for one in found.communicators
         ],
         "jobs": [
-            {"id": one.id, "job": one.name, "devices": list(one.device_ids), "status": one.status, "reason": one.reason}
+            {
+                "id": one.id,
+                "job": one.name,
+                "devices": list(one.device_ids),
+                "min_devices": one.min_devices,
+                "max_devices": one.max_devices or None,
+                "can_use": _can_use(one),
+                "status": one.status,
+                "reason": one.reason,
+            }
             for one in found.jobs
         ],
     }
@@ -128,6 +137,7 @@ def _print(found: pb.GetStatusResponse) -> None:
             "job": str(one.id),
             "of": one.name,
             "devices": " ".join(map(str, one.device_ids)),
+            "can use": f"{more} more" if (more := _can_use(one)) else "",
             "status": one.status,
             WHY: one.reason,
         }
@@ -135,6 +145,13 @@ def _print(found: pb.GetStatusResponse) -> None:
     ]
     if rows:
         _print_table(console, rows, "")
+
+
+def _can_use(job: pb.Job) -> int | None:
+    """How many more devices a running job takes; None: it has ended, or states no limit."""
+    if job.status != "running" or not job.max_devices:
+        return None
+    return max(0, job.max_devices - len(job.device_ids))
 
 
 def _versions(device: pb.DeviceDescription) -> str:

@@ -27,7 +27,7 @@ from hoop.resources import TRAINING, Request, admit
 from hoop.schedulers.catalog import NAMES, RAY, find_placement
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
-from hoop.topology import Address, Addresses
+from hoop.topology import Address, Addresses, DeviceRange
 
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
@@ -45,8 +45,24 @@ def train(
         str | None, typer.Argument(help="A recipe (--list), or your own job: file.py:name or package.module:name.")
     ] = None,
     devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            "-n",
+            metavar="N|N:MOST",
+            help="How many devices. 4:16: begin when 4 are there, and take in more as they come, up to 16.",
+            show_default="4, or all",
+        ),
+    ] = None,
+    min_devices: Annotated[
         int | None,
-        typer.Option("--devices", "-n", metavar="N", min=1, help="How many devices.", show_default="4, or all"),
+        typer.Option(
+            "--min",
+            metavar="N",
+            min=1,
+            help="Wait for devices when fewer than this are left, in place of going on.",
+            show_default="1",
+        ),
     ] = None,
     strategy: Annotated[
         str | None,
@@ -213,44 +229,49 @@ def train(
         "replicate": replicate,
         "replicas": replicas,
         "threads_per_device": threads_per_device,
+        "min_devices": min_devices,
         "faults": ";".join(fault) if fault else None,
     }
     changes = {key: value for key, value in given.items() if value is not None} | _settings(set_ or [])
+    wanted = DeviceRange.parse(devices, "--devices") if devices is not None else None
+    if wanted is not None and (wanted.most or "max_devices" not in changes):
+        changes["max_devices"] = wanted.most
     size = parse_size(memory, "--memory")
     priced = read_costs(costs) if costs else None
     if strategy is not None:
         parse(strategy)
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
-    placement = _placement(on, meet, port, devices, there)
-    ray = _ray(on, devices or DEFAULT_DEVICES, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
+    placement = _placement(on, meet, port, wanted, there)
+    ray = _ray(on, wanted, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
+    first, timeout_s = wanted.first if wanted else None, parse_duration(meet_timeout, "--meet-timeout")
     if placement is not None:
-        devices, timeout_s = placement.world_size, parse_duration(meet_timeout, "--meet-timeout")
+        first = wanted.first if wanted else placement.world_size
         credentials = _rank_credentials(placement, token_file)
         if placement.local_rank == 0:
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
             raise typer.Exit(_run_rank(placement, job, changes, size, credentials, timeout_s))
-    elif there is None and ray is None and not (resume and devices is None):  # a resumed run says how many it had
-        admit(Request(devices or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
+    elif there is None and ray is None and not (resume and first is None):  # a resumed run says how many it had
+        admit(Request(first or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
         here = there is None and ray is None
-        launch = _launch(job, changes, devices, size, out, resume, there, address_file, auto_resume, load=here)
-        launch = replace(launch, costs=priced)
+        launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
+        launch = replace(launch, costs=priced, meet_timeout_s=timeout_s)
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
         if placement is not None:
-            launch = replace(launch, credentials=credentials, placement=placement, meet_timeout_s=timeout_s)
+            launch = replace(launch, credentials=credentials, placement=placement)
             view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
         if ray is not None:
-            launch = replace(launch, ray=replace(ray, devices=launch.devices or ray.devices))
+            launch = replace(launch, ray=ray.with_range(DeviceRange(launch.devices or DEFAULT_DEVICES)))
         if detach:
-            _detach(launch, json, token_file, tls)
+            _detach(launch, json, token_file, tls, view)
             return
         result, number = _follow(launch, view, started)
     if json:
@@ -271,7 +292,7 @@ def _can_resume(out: Path | None) -> bool:
 
 
 def _placement(
-    on: str | None, meet: str | None, port: int | None, devices: int | None, there: Addresses | None
+    on: str | None, meet: str | None, port: int | None, devices: DeviceRange | None, there: Addresses | None
 ) -> Placement | None:
     """The place of this process in a run that a scheduler started; None: it is a run of its own, or a client."""
     if there is not None:
@@ -281,17 +302,21 @@ def _placement(
             )
         return None
     placement = find_placement(os.environ, on, Address.parse(meet, "--meet") if meet else None, port)
-    if placement is not None and devices not in (None, placement.world_size):
+    if placement is None or devices is None:
+        return placement
+    size = placement.world_size
+    if devices.first > size or (devices.most or devices.first) < size:
         raise InvalidArgument(
-            f"--devices: {devices}, where {placement.scheduler} has started {placement.world_size} processes, each of "
-            "which is a device; leave it out, or add --on local for a run of this process alone"
+            f"--devices: {devices}, where {placement.scheduler} has started {size} processes, each of "
+            f"which is a device; leave it out, give a range such as 1:{size}, or add --on local for a run of this "
+            "process alone"
         )
     return placement
 
 
 def _ray(
     on: str | None,
-    devices: int,
+    devices: DeviceRange | None,
     timeout: str,
     address: str | None,
     cpus: float | None,
@@ -308,7 +333,8 @@ def _ray(
     from hoop.launch.ray_cluster import Ray, import_ray
 
     import_ray()
-    return Ray(devices=devices, timeout_s=parse_duration(timeout, "--meet-timeout"), **found)
+    where = Ray(timeout_s=parse_duration(timeout, "--meet-timeout"), **found)
+    return where if devices is None else where.with_range(devices)
 
 
 def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
@@ -380,16 +406,22 @@ def _check_detach(detach: bool, there: Addresses | None, out: Path | None, resum
         )
 
 
-def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | None) -> None:
+def _detach(launch: Launch, json: bool, token_file: Path | None, tls: Path | None, view: PlainView) -> None:
     """Starts the job and returns; ``hoop attach`` follows it."""
     from hoop.cli.attach import attach_command
     from hoop.client.cluster import connect
     from hoop.runs.api import choose_devices
+    from hoop.runs.elastic import check_range, wait_for_devices
     from hoop.runs.job_follower import JobFollower
 
     assert launch.coordinator is not None, "checked before"
+    for text in filter(None, (*launch.warnings, check_range(launch.devices, launch.settings))):
+        view.note(ev.Warned(text))
     with connect(launch.coordinator, credentials=launch.credentials) as cluster:
-        devices = choose_devices(cluster, launch.devices)
+        if launch.settings.max_devices and launch.devices:
+            for observed in wait_for_devices(cluster, launch.devices, launch.meet_timeout_s, lambda: False):
+                view.note(observed.event)
+        devices = choose_devices(cluster, launch.devices, launch.settings.min_devices)
         number = JobFollower(cluster, launch.settings, devices, resume=launch.resume).job.id
     # Straight to the descriptor: standard output is given to whatever the job's code prints.
     text = json_module.dumps({"job_id": number}) if json else f"job {number}"

@@ -15,6 +15,7 @@ from hoop.membership.replication import check_replicas
 from hoop.plan.faults import Fault, parse_faults
 from hoop.strategies.base import MAX_MICROBATCHES
 from hoop.texts import parse_json
+from hoop.topology import MAX_DEVICES
 
 PRECISIONS = ("float32", "bfloat16")
 ACCELERATORS = ("cpu", "cuda", "auto", "emulated")
@@ -58,6 +59,10 @@ class Settings:
     """If devices hold parts of a model, replicate each part on another device, in case one is lost."""
     replicas: int = 1
     """Replicas of each part, on different devices: as many devices may be lost at once."""
+    min_devices: int = 1
+    """The fewest devices with which the job goes on; with fewer it waits for others (``--min``)."""
+    max_devices: int = 0
+    """The most devices that the job takes while it runs (``--devices 4:16``); 0: all that join its cluster."""
     allow_mixed: bool = False
     """Let devices take part whose versions or processors compute other bits; the weights then depend on the devices."""
     slowdown: tuple[float, ...] = ()
@@ -101,6 +106,11 @@ class Settings:
                 raise InvalidArgument(f"{name}: {value!r} is not a whole number of at least {least}")
             if value > most:
                 raise InvalidArgument(f"{name}: {value!r} is more than {most}, the most that is allowed")
+        if self.max_devices and self.min_devices > self.max_devices:
+            raise InvalidArgument(
+                f"min_devices (--min): {self.min_devices} is more than the {self.max_devices} devices that the job "
+                "takes (max_devices)"
+            )
         if self.num_microbatches > MAX_MICROBATCHES:
             raise InvalidArgument(
                 f"accumulate: {self.shards} shards x {self.accumulate} are {self.num_microbatches} micro-batches, more "
@@ -181,6 +191,8 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "seed": (0, 2**64 - 1),
     "replicas": (1, 1024),
     "threads_per_device": (1, 1024),
+    "min_devices": (1, MAX_DEVICES),
+    "max_devices": (0, MAX_DEVICES),
     "evaluate_every": (0, 10**9),
     "checkpoint_every": (0, 10**9),
     "keep": (1, 10**6),

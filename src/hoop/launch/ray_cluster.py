@@ -21,7 +21,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from hoop.servers.coordinator import CoordinatorConfig
 from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.servers.tasks import TrainFunction
-from hoop.topology import MAX_DEVICES, Address
+from hoop.topology import MAX_DEVICES, Address, DeviceRange
 from hoop.wire.auth import Credentials
 from hoop.wire.roles import Role
 from hoop.wire.tokens import Token, new_token
@@ -90,6 +90,16 @@ class Ray:
             raise InvalidArgument("cpus, gpus: both are 0, and Ray places a device by what it needs; try cpus=0.1")
         if self.placement not in PLACEMENTS:
             raise InvalidArgument(f"placement: {self.placement!r:.80} is not one of {', '.join(PLACEMENTS)}")
+
+    def with_range(self, devices: DeviceRange) -> Ray:
+        """This, with a number of devices, or a range of them, if it has none."""
+        if self.devices or self.elastic:
+            return self
+        return replace(self, devices=devices.first, elastic=(devices.first, devices.most) if devices.most else None)
+
+    @property
+    def range(self) -> DeviceRange:
+        return DeviceRange(self.start, self.most if self.elastic else 0)
 
     @property
     def start(self) -> int:

@@ -29,6 +29,10 @@ A member that wants to leave may do so (``_departing``)
     (a) never before another member has the state that it has
     (b) when another device has taken its place: the job has as many ranks as it began with
     (c) without that, when no device is loading the job, its deadline is over and the strategy allows one rank less
+
+A job may state how many devices it takes (``--devices 4:16``, ``--min 3``). Up to ``most`` of them are invited: those
+that join, and those of the cluster that have no work. With fewer than ``floor`` the ranks keep their state and wait,
+for the restart grace, until others come; then the job ends.
 """
 
 from __future__ import annotations
@@ -37,9 +41,80 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from hoop.errors import PeerLost
+from hoop.membership.job_messages import (
+    Assign,
+    Assigned,
+    AssignFailed,
+    Await,
+    AwaitLoading,
+    AwaitMore,
+    Delivered,
+    DeviceArrived,
+    End,
+    Invite,
+    InviteFailed,
+    JobInstruction,
+    JobMembershipEvent,
+    JobTick,
+    LeaveCancelled,
+    LeaveRequested,
+    Move,
+    Readmit,
+    Release,
+    StopRequested,
+    TaskFinished,
+    TaskFound,
+    TaskLost,
+    TaskReady,
+    TaskResumed,
+    TasksListed,
+    TaskWaiting,
+)
 from hoop.membership.reachability import cut_off
 from hoop.membership.state import CommunicatorState, Health, Member, State
 
+__all__ = [
+    "FIRST_NOTICE_S",
+    "MAX_BACKOFF_S",
+    "NOTICE_S",
+    "Assign",
+    "AssignFailed",
+    "Assigned",
+    "Await",
+    "AwaitLoading",
+    "AwaitMore",
+    "Delivered",
+    "DeviceArrived",
+    "End",
+    "Handover",
+    "HandoverStage",
+    "Invite",
+    "InviteFailed",
+    "JobInstruction",
+    "JobMembershipEvent",
+    "JobTick",
+    "JobView",
+    "LeaveCancelled",
+    "LeaveRequested",
+    "Move",
+    "Readmit",
+    "Release",
+    "StopRequested",
+    "TaskFinished",
+    "TaskFound",
+    "TaskLost",
+    "TaskReady",
+    "TaskResumed",
+    "TaskStage",
+    "TaskView",
+    "TaskWaiting",
+    "TasksListed",
+    "active",
+    "advance",
+    "handover",
+    "loading",
+]
 MAX_BACKOFF_S = 30.0
 """The longest pause between two rebuilds without new evidence in between."""
 SETTLE = 1 / 6
@@ -91,7 +166,11 @@ class JobView:
     A device that leaves is replaced if as many remain.
     """
     least: int = 1
-    """The fewest devices that the strategy can use."""
+    """The fewest devices that the strategy can use, or that the user allows."""
+    floor: int = 1
+    """The fewest devices that the user allows. With fewer the job waits."""
+    most: int = 0
+    """The most devices that the job takes. 0: no limit is stated, and only devices that join are invited."""
     tasks: Mapping[int, TaskView] = field(default_factory=dict)
     """By device id; without tasks that have ended."""
     participants: frozenset[int] = frozenset()
@@ -136,215 +215,6 @@ class JobView:
     over: bool = False
 
 
-# ---- events
-
-
-@dataclass(frozen=True)
-class TaskFound:
-    """A device runs the job's task, at this generation; 0: it still loads code and data."""
-
-    device_id: int
-    incarnation: str
-    generation: int
-
-
-@dataclass(frozen=True)
-class TasksListed:
-    """All tasks were started, or a restarted coordinator has asked all devices for theirs."""
-
-
-@dataclass(frozen=True)
-class DeviceArrived:
-    """A device joined the cluster, or its eviction ended."""
-
-    device_id: int
-
-
-@dataclass(frozen=True)
-class InviteFailed:
-    """An invitation failed. ``refused``: the device cannot take part, and is not invited again."""
-
-    device_id: int
-    incarnation: str
-    refused: bool = True
-
-
-@dataclass(frozen=True)
-class TaskReady:
-    """A device has loaded the job's code and data."""
-
-    device_id: int
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class TaskWaiting:
-    """A member left this generation and waits for a new rank. ``lacks``, ``error``: see ``TaskView``."""
-
-    device_id: int
-    incarnation: str
-    generation: int
-    lacks: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class TaskResumed:
-    """The ranks of a generation run steps together."""
-
-    generation: int
-
-
-@dataclass(frozen=True)
-class TaskFinished:
-    """A task ended: at the end of the training, by a failure, or because the coordinator released it."""
-
-    device_id: int
-    incarnation: str
-    finished: bool = False
-    failed: bool = False
-
-
-@dataclass(frozen=True)
-class TaskLost:
-    """A device's task is gone: its process ended or restarted, or the failure detector declared the device dead."""
-
-    device_id: int
-    incarnation: str
-
-
-@dataclass(frozen=True)
-class Assigned:
-    """The ranks of this generation are in the cluster's state, and are being sent to the members."""
-
-    generation: int
-    planned: bool = False
-
-
-@dataclass(frozen=True)
-class AssignFailed:
-    """No ranks could be assigned: no device is alive, or the journal failed."""
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """All members received their rank of this generation; ``ok`` False: some did not."""
-
-    generation: int
-    ok: bool = True
-
-
-@dataclass(frozen=True)
-class LeaveRequested:
-    """A device is to leave. ``until``: until when it waits for another one to take its place, if none is loading."""
-
-    device_id: int
-    until: float = 0.0
-
-
-@dataclass(frozen=True)
-class LeaveCancelled:
-    """A device is not to leave after all. If it has no rank any more, it is invited again."""
-
-    device_id: int
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """A user wants the job to end. The tasks get ``StopTask``; this ends a job in which no device has a rank."""
-
-
-@dataclass(frozen=True)
-class JobTick:
-    """Time passed, or the cluster's state changed."""
-
-
-JobMembershipEvent = (
-    TaskFound
-    | TasksListed
-    | DeviceArrived
-    | InviteFailed
-    | TaskReady
-    | TaskWaiting
-    | TaskResumed
-    | TaskFinished
-    | TaskLost
-    | Assigned
-    | AssignFailed
-    | Delivered
-    | LeaveRequested
-    | LeaveCancelled
-    | StopRequested
-    | JobTick
-)
-
-
-# ---- instructions
-
-
-@dataclass(frozen=True)
-class Assign:
-    """Assign the ranks of a new generation. Answered by ``Assigned`` and ``Delivered``, or by ``AssignFailed``."""
-
-    joining: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    planned: bool = False
-
-
-@dataclass(frozen=True)
-class Move:
-    """Ask these members to move to their planned ranks, after a step that they agree on."""
-
-    members: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Invite:
-    """Ask a device to load the job's code and data."""
-
-    device_id: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """A device has no rank any more. ``final``: no other device needs its state, and it may end at once."""
-
-    device_id: int
-    final: bool
-
-
-@dataclass(frozen=True)
-class Readmit:
-    """End the eviction of a device: the other ranks lack state that it may have."""
-
-    device_id: int
-
-
-@dataclass(frozen=True)
-class Await:
-    """Announce which devices the job waits for, and for how many seconds at most."""
-
-    device_ids: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class AwaitLoading:
-    """Announce that the job waits for devices that are loading it, and how long the first of them has been loading."""
-
-    device_ids: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class End:
-    """The job is over. ``error`` (class) and ``text``: the lost state that ended it; empty if none."""
-
-    error: str = ""
-    text: str = ""
-
-
-JobInstruction = Assign | Move | Invite | Release | Readmit | Await | AwaitLoading | End
 Result = tuple[JobView, tuple[JobInstruction, ...]]
 
 
@@ -353,14 +223,14 @@ def advance(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
     if job.over or job.id not in cluster.communicators:
         return job, ()
     job, first = _record(job, event, cluster, now)
-    job, replacements = _invite_replacement(job, cluster, now)
+    job, invited = _invite_idle(job, cluster, now)
     job, then = _decide(_with_desertion(job, cluster, now), cluster, now)
     for device_id in [key for key, when in job.invite_again.items() if when <= now and not job.over]:
         job = replace(job, invite_again={key: at for key, at in job.invite_again.items() if key != device_id})
-        job, more = _invite(job, cluster, device_id, now)
+        job, more = _invite_if_room(job, cluster, device_id, now)
         then += more
     job, notices = _announce_loading(job, cluster, now)
-    return job, (*first, *replacements, *then, *notices)
+    return job, (*first, *invited, *then, *notices)
 
 
 # ---- recording an event
@@ -377,7 +247,7 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
         case DeviceArrived(device_id):
             member = cluster.members.get(device_id)
             arrived = {member.info.incarnation} if member is not None else set()
-            return _invite(replace(job, refused=job.refused - arrived), cluster, device_id, now)
+            return _invite_if_room(replace(job, refused=job.refused - arrived), cluster, device_id, now)
         case InviteFailed(device_id, incarnation, refused):
             job = _without_task(job, device_id, incarnation)
             if refused:
@@ -411,7 +281,7 @@ def _record(job: JobView, event: JobMembershipEvent, cluster: State, now: float)
             size = job.size if job.leaving else min(job.size, ranks)  # earlier losses need no replacement now
             return replace(job, leaving={**job.leaving, device_id: until}, size=size), ()
         case LeaveCancelled(device_id):
-            return _invite(_not_leaving(job, device_id), cluster, device_id, now)
+            return _invite_if_room(_not_leaving(job, device_id), cluster, device_id, now)
         case StopRequested():
             return replace(job, abandoned=job.abandoned or not active(job, cluster)), ()
         case JobTick():
@@ -451,19 +321,33 @@ def _invite(job: JobView, cluster: State, device_id: int, now: float) -> Result:
     return _with_task(job, device_id, task), (Invite(device_id),)
 
 
-def _invite_replacement(job: JobView, cluster: State, now: float) -> Result:
-    """Invites a device that has no work, if a member wants to leave and no device can take its place yet."""
-    if job.finding or job.finished or _wait_of_leavers(job, cluster, now) != HandoverStage.WAITING:
+def _invite_if_room(job: JobView, cluster: State, device_id: int, now: float) -> Result:
+    """Invites a device, unless the job has as many as it takes: then one that lost its rank is released."""
+    if _has_room(job, cluster):
+        return _invite(job, cluster, device_id, now)
+    stranded = not job.unsettled and device_id in _without_rank(job, cluster.communicator(job.id))
+    return job, (Release(device_id, True),) if stranded else ()
+
+
+def _invite_idle(job: JobView, cluster: State, now: float) -> Result:
+    """Invites devices that have no work: as many as the job still takes, or one if a member wants to leave and no
+    device can take its place yet."""
+    if job.finding or job.finished:
+        return job, ()
+    replacing = _wait_of_leavers(job, cluster, now) == HandoverStage.WAITING
+    if not replacing and not (job.most and _has_room(job, cluster)):
         return job, ()
     running = (cluster.communicators[key] for key in cluster.jobs if key in cluster.communicators)
     busy = {key for one in running for key in one.members}
+    invited: tuple[JobInstruction, ...] = ()
     for key in sorted(set(cluster.members) - busy - set(job.tasks)):
         member = cluster.members[key]
         if member.available and member.info.incarnation not in job.refused and key not in job.invite_again:
             job, instructions = _invite(job, cluster, key, now)
-            if instructions:
-                return job, instructions
-    return job, ()
+            invited += instructions
+            if instructions and not (job.most and _has_room(job, cluster)):
+                break
+    return job, invited
 
 
 def _on_waiting(job: JobView, event: TaskWaiting, cluster: State, now: float) -> JobView:
@@ -487,7 +371,7 @@ def _on_resumed(job: JobView, cluster: State, generation: int, now: float) -> Re
         if key in job.leaving or key in cluster.link_faults_of(job.id).evicted_until:
             instructions += (Release(key, True),)
         else:
-            job, more = _invite(job, cluster, key, now)
+            job, more = _invite_if_room(job, cluster, key, now)
             instructions += more
     kept = {key: until for key, until in job.leaving.items() if key in one.members or not _had_rank(job, key)}
     return replace(job, leaving=kept), instructions
@@ -543,6 +427,8 @@ def _decide(job: JobView, cluster: State, now: float) -> Result:
     if _broken(job, cluster, one, working):  # (4)
         if not _backoff_over(job, cluster, now) or _needs_loading(job, cluster):
             return job, ()
+        if len(working) + len(_ready(job, cluster)) < job.floor:
+            return _await_more(job, cluster, now)
         return _rebuild(job, cluster, dispensable)
     if waiting and job.waits_since is not None:  # (5)
         pause = cluster.config.lease_s * (SETTLE if stuck else 1.0) * 2**job.attempts
@@ -630,11 +516,28 @@ def _await_devices(job: JobView, cluster: State, now: float) -> Result:
         return _end(job)
     job = _with_grace(job, now)
     waited = not missing or _grace_over(job, cluster, missing, now)
+    if ready and waited and len(ready) < job.floor:
+        return _await_more(job, cluster, now)
     if ready and waited:
         return _rebuild(job, cluster) if _backoff_over(job, cluster, now) else (job, ())
     if waited:
         return _end(job)
     return _invite_and_announce(job, cluster, missing, now)
+
+
+def _await_more(job: JobView, cluster: State, now: float) -> Result:
+    """(2), (4): fewer devices are left than the user allows. Waits for others until the restart grace is over."""
+    began, job = job.grace_until is None, _with_grace(job, now)
+    ranks = len(active(job, cluster)) + len(_ready(job, cluster))
+    assert job.grace_until is not None, "it has begun"
+    if job.elastic and now < job.grace_until:
+        return job, (AwaitMore(ranks, job.grace_until - now),) if began else ()
+    waited = f", and no other came within {job.restart_grace_s:g} s" if job.elastic and job.restart_grace_s else ""
+    text = (
+        f"{ranks} device{' is' if ranks == 1 else 's are'} left, fewer than the {job.floor} that the job needs (--min)"
+        f"{waited}; start devices, and go on with --resume if it has --out, or with a lower --min"
+    )
+    return _end(job, PeerLost.__name__, text)
 
 
 def _await_state(job: JobView, cluster: State, waiting: list[int], now: float) -> Result:
@@ -790,7 +693,17 @@ def _ready(job: JobView, cluster: State) -> list[int]:
     for key in sorted(key for key in found if key not in out and key not in job.leaving):
         if _can_take_part(job, cluster.members[key]) and not _cut_off(job, cluster, key, ready):
             ready.append(key)
-    return ready
+    stay = sum(key not in job.leaving for key in active(job, cluster))
+    return ready[: max(0, job.most - stay)] if job.most else ready
+
+
+def _has_room(job: JobView, cluster: State) -> bool:
+    """Whether the job takes another device beside those that have a rank and stay, and those that will get one."""
+    if not job.most:
+        return True
+    without, members = _without_rank(job, cluster.communicator(job.id)), cluster.members
+    taking_part = (key for key in job.tasks if key not in without and key not in job.leaving)
+    return sum(key in members and members[key].usable for key in taking_part) < job.most
 
 
 def _cut_off(job: JobView, cluster: State, device_id: int, ready: Sequence[int] = ()) -> bool:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,7 +30,9 @@ from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import DISK_FULL
+from hoop.runs.elastic import check_range, local_processes, wait_for_devices
 from hoop.runs.result import Result
+from hoop.topology import DeviceRange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,19 +47,20 @@ if TYPE_CHECKING:
     from hoop.wire.auth import Credentials
 
 
-def choose_devices(cluster: Cluster, count: int | None) -> list[int]:
-    """Ids of ``count`` alive devices of a cluster, or of all; FailedPrecondition if there are fewer.
+def choose_devices(cluster: Cluster, count: int | None, least: int = 1) -> list[int]:
+    """Ids of ``count`` alive devices of a cluster, or of all, ``least`` or more; FailedPrecondition if there are fewer.
 
-    Devices to which others cannot connect do not count.
+    Devices to which others cannot connect do not count. A job with a range of devices begins with the least number:
+    the coordinator invites the others.
     """
     alive = [one for one in cluster.status().devices if one.state == "alive"]
     usable = sorted(one.device.device_id for one in alive if not one.left_out)
-    if not usable or (count or 0) > len(usable):
+    if (count or least) > len(usable):
         left_out = [
             f"; device {one.device.device_id} does not count: {one.unreachable}" for one in alive if one.left_out
         ]
         raise FailedPrecondition(
-            f"devices: {count or 'at least 1'} asked for, {len(usable)} are alive at {cluster.address}; "
+            f"devices: {count or f'at least {least}'} asked for, {len(usable)} are alive at {cluster.address}; "
             f"start more with: hoop device --join {cluster.address}{''.join(left_out)}"
         )
     return usable[: count or len(usable)]
@@ -84,6 +86,7 @@ class Launch:
 
     settings: Settings
     devices: int | None = None
+    """How many it begins with. ``settings.max_devices``: up to how many it takes (``--devices 4:16``)."""
     memory: int = DEFAULT_MEMORY
     """Bytes of the arena of each device."""
     out: Path | None = None
@@ -103,7 +106,7 @@ class Launch:
     placement: Placement | None = None
     """Of this process, if a scheduler started it and the others of the run. It is rank 0."""
     meet_timeout_s: float = 300.0
-    """How long rank 0 waits for the other ranks."""
+    """How long rank 0 waits for the other ranks, and a range of devices for the first of them."""
     ray: Ray | None = None
     """Ray's cluster, if the devices are actors there."""
     job: Job | None = None
@@ -118,6 +121,9 @@ class Training:
         for fault in launch.settings.parsed_faults:
             if fault.kind == DISK_FULL and launch.out is None:
                 raise InvalidArgument(f"fault {fault}: no file of this run is written; name a folder with out (--out)")
+        here = launch.coordinator is None
+        if warning := check_range(launch.devices or (DEFAULT_DEVICES if here else None), launch.settings):
+            launch = replace(launch, warnings=(*launch.warnings, warning))
         if launch.out is not None:
             make_folder(launch.out, "out (--out)")
         self._launch = launch
@@ -183,8 +189,13 @@ class Training:
                 "this process has been connected to a cluster, and devices cannot be forked from it any more; "
                 "train first, or in another process, or on the cluster: hoop train --coordinator HOST:PORT"
             )
-        config = self._forked_config(devices)
-        with shared_gpus(devices if launch.settings.may_use_cuda else 0) as warning:
+        processes, warning = devices, ""
+        if launch.placement is None:
+            processes, warning = local_processes(devices, launch.settings.max_devices, launch.memory)
+        if warning:
+            yield Observed(ev.Warned(warning))
+        config = self._forked_config(processes)
+        with shared_gpus(processes if launch.settings.may_use_cuda else 0) as warning:
             if warning:
                 yield Observed(ev.Warned(warning))
             forked = ForkedCluster(config, head)
@@ -264,10 +275,12 @@ class Training:
         launch = self._launch
         with connect(address, credentials=credentials) as cluster:
             if launch.placement is not None:
-                self._meet(cluster, launch.placement, on_stop)
+                self._meet(cluster, launch.placement, devices, on_stop)
                 address = launch.placement.meeting_point or address
             elif launch.coordinator is None and devices:
                 cluster.wait_for_devices(devices)
+            elif launch.settings.max_devices and devices:
+                yield from wait_for_devices(cluster, devices, launch.meet_timeout_s, lambda: self._stop_requested)
             if launch.address_file is not None:
                 write_address_file(launch.address_file, address)
             try:
@@ -275,7 +288,7 @@ class Training:
                 follower = JobFollower(
                     cluster,
                     launch.settings,
-                    choose_devices(cluster, devices),
+                    choose_devices(cluster, devices, launch.settings.min_devices),
                     launch.out,
                     launch.resume,
                     coordinator_timeout=timeout,
@@ -290,21 +303,15 @@ class Training:
                 if launch.address_file is not None:
                     launch.address_file.unlink(missing_ok=True)
 
-    def _meet(self, cluster: Cluster, placement: Placement, on_stop: OnStop) -> None:
+    def _meet(self, cluster: Cluster, placement: Placement, count: int | None, on_stop: OnStop) -> None:
         """Waits for the other ranks, until a stop is requested."""
         from hoop.runs.meeting import wait_for_ranks
 
         on_stop(lambda: None)
-        wait_for_ranks(cluster, placement, self._launch.meet_timeout_s, self._head_stopping.is_set)
+        wait_for_ranks(cluster, placement, self._launch.meet_timeout_s, self._head_stopping.is_set, count)
 
 
-def _checked_devices(devices: Any) -> int:
-    if isinstance(devices, bool) or not isinstance(devices, Integral) or devices < 1:
-        raise InvalidArgument(f"devices: {devices!r:.80} is not a whole number of at least 1")
-    return int(devices)
-
-
-def _checked_ray(on: Any, devices: int) -> Ray | None:
+def _checked_ray(on: Any, devices: DeviceRange) -> Ray | None:
     """``on`` with a number of devices."""
     if on is None:
         return None
@@ -312,7 +319,7 @@ def _checked_ray(on: Any, devices: int) -> Ray | None:
 
     if not isinstance(on, Ray):
         raise InvalidArgument(f"on: {on!r:.80} is not a hoop.Ray(devices=…)")
-    return on if on.devices or on.elastic else replace(on, devices=devices)
+    return on.with_range(devices)
 
 
 def _checked_strategy(strategy: Any) -> str:
@@ -336,7 +343,7 @@ def train(
     model: nn.Module | Callable[[int], nn.Module] | Job | str,
     data: Any = None,
     *,
-    devices: int = DEFAULT_DEVICES,
+    devices: int | str | tuple[int, int] = DEFAULT_DEVICES,
     on: Ray | None = None,
     strategy: str | StrategyLike = "data",
     memory: int | str = DEFAULT_MEMORY,
@@ -356,7 +363,8 @@ def train(
     ``cross_entropy``, ``mse``, or a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``. It trains as it
     does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
     out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
-    ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr, optimizer, seed …
+    ``devices`` is a number, or a range, ``"4:16"`` or ``(4, 16)``: training begins when 4 are ready, and takes in the
+    others as they come. ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr …
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
     there. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster; ``devices`` counts if it names no number.
     ``progress`` is called with every event as a dict (docs/training.md, Events).
@@ -373,9 +381,9 @@ def train(
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
     from hoop.runs.job_objects import job_from, load_into
 
-    devices, spec, folder = _checked_devices(devices), _checked_strategy(strategy), _checked_folder(out)
-    on = _checked_ray(on, devices)
-    devices = devices if on is None else on.start
+    count, spec, folder = DeviceRange.parse(devices), _checked_strategy(strategy), _checked_folder(out)
+    on = _checked_ray(on, count)
+    count = count if on is None else on.range
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
     if reduction is not None and isinstance(model, str | Job):
@@ -385,12 +393,13 @@ def train(
     else:
         job = model if isinstance(model, Job) else job_from(model, data, loss, reduction)
         name = f"inherited:{len(INHERITED)}"
-    wanted = job.defaults(name).replaced({**settings, "strategy": spec}).check()
-    check_replicas(wanted.replicas, devices)
+    limit = {"max_devices": count.most} if count.most else {}
+    wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
+    check_replicas(wanted.replicas, count.first)
     loaded = job.data()  # before the fork: devices share what is loaded now
     with blaming_user_code("calling the loss before the first step"):
         job = with_criterion(job, loaded.train, wanted.seed)
-    check_faults(wanted, devices, len(loaded.train))
+    check_faults(wanted, count.first, len(loaded.train))
     if not isinstance(model, str):
         INHERITED.append(job)
     if resume and folder is None:
@@ -399,7 +408,7 @@ def train(
         raise FailedPrecondition(f"out: {folder} holds a run; go on with it by resume=True, or name another")
     found = newest_checkpoint(folder) if resume and folder else None
     size = parse_size(memory, "memory")
-    launch = Launch(wanted, devices, size, folder)
+    launch = Launch(wanted, count.first, size, folder)
     if on is not None:
         launch = replace(launch, ray=on, job=None if isinstance(model, str) else job)
     if found is not None:

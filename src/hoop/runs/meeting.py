@@ -26,15 +26,19 @@ DISMISS_S = 60.0
 DISMISSED_AT_ONCE = 32
 
 
-def wait_for_ranks(cluster: Cluster, placement: Placement, timeout_s: float, stopping: Callable[[], bool]) -> None:
-    """Returns when the devices of all ranks are there. Raises DeadlineExceeded, with the ranks that did not come.
+def wait_for_ranks(
+    cluster: Cluster, placement: Placement, timeout_s: float, stopping: Callable[[], bool], count: int | None = None
+) -> None:
+    """Returns when the devices of ``count`` ranks are there; None: of all. Raises DeadlineExceeded, with the ranks that
+    did not come.
 
     ``stopping``: whether the run is to stop; then it raises PeerLost.
     """
+    enough = min(count or placement.world_size, placement.world_size)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            cluster.wait_for_devices(placement.world_size, max(0.1, min(LOOK_S, deadline - time.monotonic())))
+            cluster.wait_for_devices(enough, max(0.1, min(LOOK_S, deadline - time.monotonic())))
             return
         except DeadlineExceeded:
             alive = [one.device for one in cluster.status().devices if one.state == "alive"]
@@ -44,10 +48,12 @@ def wait_for_ranks(cluster: Cluster, placement: Placement, timeout_s: float, sto
         if missing and time.monotonic() >= deadline:
             hosts = ", ".join(sorted({one.host for one in alive}))
             point = placement.meeting_point
+            needed = f", and {enough} are needed" if enough < placement.world_size else ""
             raise DeadlineExceeded(
                 f"{_ranks(missing)} of {placement.world_size} did not come to {point} within {timeout_s:g} s; "
-                f"{len(alive)} are there, from {hosts}. What a missing rank printed says why; its host needs Hoop, the "
-                f"same token, and a way to {point} (--meet names another address, --meet-timeout waits longer)"
+                f"{len(alive)} are there, from {hosts}{needed}. What a missing rank printed says why; its host needs "
+                f"Hoop, the same token, and a way to {point} (--meet names another address, --meet-timeout waits "
+                "longer)"
             )
 
 

@@ -21,7 +21,7 @@ from hoop.servers.tasks import PINNED_EVENTS
 from hoop.strategies.catalog import min_devices, parse
 from hoop.strategies.data_parallel import DataParallel
 from hoop.texts import parse_json
-from hoop.topology import DeviceInfo
+from hoop.topology import MAX_DEVICES, DeviceInfo
 
 MAX_LOG_BYTES = 256 << 20
 """Limit of the events of one job."""
@@ -77,6 +77,21 @@ class JobRecord:
             return min_devices(parse(str(self._settings.get("strategy", DataParallel.name))))
         except InvalidArgument:
             return 1
+
+    @property
+    def floor(self) -> int:
+        """The fewest devices with which it goes on (``--min``)."""
+        return max(1, self._whole("min_devices"))
+
+    @property
+    def most(self) -> int:
+        """The most devices that it takes (``--devices 4:16``); 0: no limit is stated."""
+        return self._whole("max_devices")
+
+    def _whole(self, name: str) -> int:
+        """A whole number of the settings; 0 if it is none."""
+        found = self._settings.get(name, 0)
+        return min(max(0, found), MAX_DEVICES) if isinstance(found, int) else 0
 
     @property
     def _settings(self) -> dict[str, Any]:

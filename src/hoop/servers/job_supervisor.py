@@ -72,7 +72,9 @@ class JobSupervisor:
             planned=record.moves,
             restart_grace_s=coordinator.config.restart_grace_s,
             size=len(participants or record.communicator.members),
-            least=record.min_devices,
+            least=max(record.min_devices, record.floor),
+            floor=record.floor,
+            most=record.most,
             participants=frozenset(participants),
         )
         self._unsubscribe = [
@@ -184,6 +186,8 @@ class JobSupervisor:
                 self._coordinator.apply(m.Readmitted(self.record.id, device_id))
             case jm.Await(device_ids, seconds):
                 self._announce_wait(device_ids, seconds)
+            case jm.AwaitMore(ranks, seconds):
+                self._announce_shortage(ranks, seconds)
             case jm.AwaitLoading(device_ids, seconds):
                 self._announce_loading(device_ids, seconds)
             case jm.End(error, text):
@@ -205,6 +209,7 @@ class JobSupervisor:
             return
         record.communicator = one
         record.emit(ev.Reassigned(one.generation, list(one.members), self._left_out(before, one)))
+        self.announce_size()
         self.handle(jm.Assigned(one.generation, assign.planned))
         requests = {
             device_id: pb.ReassignTaskRequest(
@@ -304,6 +309,23 @@ class JobSupervisor:
         text = f"job {self.record.id} waits: {loading_text(device_ids, seconds)}"
         self._coordinator.events.publish("job_waiting_for_device", text, job=self.record.id)
         self.record.emit(ev.WaitingForDevice(list(device_ids), seconds, text))
+
+    def announce_size(self) -> None:
+        """Publishes how many devices the job has, and how many more it can use, if it says so."""
+        record = self.record
+        if record.most:
+            count = len(record.communicator.members)
+            more = max(0, record.most - count)
+            text = f"job {record.id} has {count} device{'s' * (count != 1)} and can use {more} more"
+            self._coordinator.events.publish("job_devices", text, job=record.id, devices=count, more=more)
+
+    def _announce_shortage(self, ranks: int, seconds: float) -> None:
+        text = (
+            f"job {self.record.id} has {ranks} device{'s' * (ranks != 1)} and needs {self.record.floor} (--min); waits "
+            f"{seconds:.0f} s for others; start one with: hoop device --join {self._coordinator.address}"
+        )
+        self._coordinator.events.publish("job_waiting_for_restart", text, job=self.record.id)
+        self.record.emit(ev.WaitingForRestart([], seconds, text))
 
     def _announce_wait(self, device_ids: Sequence[int], seconds: float) -> None:
         devices = ", ".join(f"device {key}" for key in device_ids)

@@ -119,6 +119,7 @@ class Jobs:
         self._jobs[one.id], self._supervisors[one.id] = job, supervisor
         devices = ", ".join(map(str, one.members))
         self._coordinator.events.publish("job_started", f"job {one.id} on devices {devices}", job=one.id)
+        supervisor.announce_size()
         for device_id in one.members:
             self._watch_task(job, device_id)
             info = self._coordinator.state.member(device_id).info
@@ -355,7 +356,13 @@ class Jobs:
             status = "running" if not one.ended else "failed" if one.error else "ended"
             found.append(
                 pb.Job(
-                    id=one.id, name=job_name(one.settings), device_ids=devices, status=status, reason=one.text[:1000]
+                    id=one.id,
+                    name=job_name(one.settings),
+                    device_ids=devices,
+                    status=status,
+                    reason=one.text[:1000],
+                    min_devices=self._jobs[one.id].floor if one.id in self._jobs else 0,
+                    max_devices=self._jobs[one.id].most if one.id in self._jobs else 0,
                 )
             )
         return found

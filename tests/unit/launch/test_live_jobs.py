@@ -129,7 +129,12 @@ def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"devices": "4"}, "devices: '4' is not a whole number of at least 1"),
+        ({"devices": "four"}, "devices: 'four' is not a whole number of at least 1"),
+        ({"devices": "8:4"}, "devices: 8:4 ends before it begins; write 4:8"),
+        (
+            {"devices": 2, "min_devices": 3},
+            "min_devices (--min): 3 is more than the 2 devices that the job begins with",
+        ),
         ({"devices": True}, "devices: True is not a whole number"),
         ({"devices": 0}, "devices: 0 is not a whole number"),
         ({"strategy": 3}, "strategy: 3 is neither a name, such as 'pipeline:1f1b', nor a strategy"),

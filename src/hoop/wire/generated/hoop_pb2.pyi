@@ -526,20 +526,24 @@ class GetStatusResponse(_message.Message):
     def __init__(self, address: _Optional[str] = ..., pid: _Optional[int] = ..., devices: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., communicators: _Optional[_Iterable[_Union[Communicator, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "settings", "device_ids", "status", "reason", "name")
+    __slots__ = ("id", "settings", "device_ids", "status", "reason", "name", "min_devices", "max_devices")
     ID_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_IDS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    MIN_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEVICES_FIELD_NUMBER: _ClassVar[int]
     id: int
     settings: str
     device_ids: _containers.RepeatedScalarFieldContainer[int]
     status: str
     reason: str
     name: str
-    def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    min_devices: int
+    max_devices: int
+    def __init__(self, id: _Optional[int] = ..., settings: _Optional[str] = ..., device_ids: _Optional[_Iterable[int]] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., name: _Optional[str] = ..., min_devices: _Optional[int] = ..., max_devices: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("device", "state", "reason", "memory", "silent_s", "unreachable", "left_out")
