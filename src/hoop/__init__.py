@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hoop.data.dataset import Splits
     from hoop.data.tensors import TensorData
     from hoop.engine.job import Job
+    from hoop.launch.ray_cluster import Ray
     from hoop.runs.api import train
     from hoop.runs.result import Result
     from hoop.strategies.data_parallel import DataParallel
@@ -45,6 +46,7 @@ __all__ = [
     "ParameterServer",
     "PeerError",
     "Pipeline",
+    "Ray",
     "Result",
     "RingModel",
     "Splits",
@@ -66,6 +68,7 @@ _ROOMS = {
     "Job": "hoop.engine.job",
     "ParameterServer": "hoop.strategies.parameter_server",
     "Pipeline": "hoop.strategies.pipeline",
+    "Ray": "hoop.launch.ray_cluster",
     "Result": "hoop.runs.result",
     "RingModel": "hoop.strategies.ring",
     "Splits": "hoop.data.dataset",

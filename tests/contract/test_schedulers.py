@@ -147,7 +147,7 @@ def test_the_user_may_name_the_meeting_point() -> None:
 @pytest.mark.parametrize(
     ("environ", "options", "error", "message"),
     [
-        ({}, {"on": "ray"}, InvalidArgument, f"--on: 'ray' is not one of {', '.join(NAMES)}"),
+        ({}, {"on": "lsf"}, InvalidArgument, f"--on: 'lsf' is not one of {', '.join(NAMES)}"),
         ({}, {"on": "slurm"}, NotFound, "SLURM_STEP_NUM_TASKS or SLURM_NTASKS: not set in the environment"),
         ({}, {"meet": MEET}, InvalidArgument, "--meet: no scheduler has started several processes here"),
         ({}, {"port": 1234}, InvalidArgument, "--port: no scheduler has started several processes here"),

@@ -56,7 +56,7 @@ TABLE = """
     launch          root memory wire membership servers
     runs            root memory wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
-    hoop            root client strategies data engine runs
+    hoop            root client strategies data engine launch runs
     lab             above
     cli             above
     __main__        cli

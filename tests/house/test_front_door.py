@@ -22,6 +22,7 @@ PUBLIC = [
     "ParameterServer",
     "PeerError",
     "Pipeline",
+    "Ray",
     "Result",
     "RingModel",
     "Splits",

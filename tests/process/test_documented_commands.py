@@ -96,6 +96,12 @@ TABLE = (
         How.NOT,
         why="needs that scheduler, or several hosts; tests/process/test_real_schedulers.py starts those that are there",
     ),
+    Rule(r": pip install ", How.NOT, why="installs from the network"),
+    Rule(
+        r"--on ray|: ray job submit|examples/ray/|clusters.md: python block",
+        How.NOT,
+        why="needs Ray, which is not installed everywhere; tests/process/test_ray.py starts it where it is",
+    ),
     Rule(r"clusters.md: hoop token", How.NOT, why="writes to the reader's home folder; SECURITY.md has the command"),
     Rule(r": torchrun .* hoop train", add=SHORT),
     # Servers, and commands that never end by themselves.

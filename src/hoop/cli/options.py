@@ -84,6 +84,33 @@ CoordinatorAddress = Annotated[
 MaxMessage = Annotated[
     str, typer.Option(help="Largest message of a call, like 64MiB; a larger one is refused before it is read.")
 ]
+RAY_PANEL = "Ray (--on ray)"
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="Ray's head, or ray://HOST:10001 from outside of the cluster.",
+        show_default="RAY_ADDRESS, or the one of this machine, or a new one",
+        rich_help_panel=RAY_PANEL,
+    ),
+]
+RayCpus = Annotated[
+    float | None,
+    typer.Option(min=0, help="CPUs that Ray reserves for a device.", show_default="1", rich_help_panel=RAY_PANEL),
+]
+RayGpus = Annotated[
+    float | None,
+    typer.Option(min=0, help="GPUs for a device, or a part of one.", show_default="0", rich_help_panel=RAY_PANEL),
+]
+RayPlacement = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Where devices go: pack (few nodes), spread (many), strict_pack or strict_spread.",
+        show_default="pack",
+        rich_help_panel=RAY_PANEL,
+    ),
+]
 REPLICAS_HELP = (
     "Replicas of each part, on different devices (and hosts, if there are enough): as many may be lost at once."
 )

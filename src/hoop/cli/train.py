@@ -24,7 +24,7 @@ from hoop.config import parse_duration, parse_size
 from hoop.errors import FailedPrecondition, HoopError, InvalidArgument
 from hoop.membership.replication import check_replicas
 from hoop.resources import TRAINING, Request, admit
-from hoop.schedulers.catalog import NAMES, find_placement
+from hoop.schedulers.catalog import NAMES, RAY, find_placement
 from hoop.simulate.cost_model import read_costs
 from hoop.strategies.catalog import parse
 from hoop.topology import Address, Addresses, DeviceRange, PortRange
@@ -32,6 +32,7 @@ from hoop.topology import Address, Addresses, DeviceRange, PortRange
 if TYPE_CHECKING:
     from hoop.cli.training_view import PlainView
     from hoop.engine.settings import Settings
+    from hoop.launch.ray_cluster import Ray
     from hoop.runs.api import Launch
     from hoop.schedulers.base import Placement
     from hoop.wire.auth import Credentials
@@ -155,7 +156,7 @@ def train(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"What started the processes of this run: {', '.join(NAMES)} (docs/clusters.md).",
+            help=f"What starts the processes of this run: {', '.join(NAMES)} (docs/clusters.md).",
             show_default="found in the environment",
             rich_help_panel=SCHEDULERS,
         ),
@@ -206,6 +207,10 @@ def train(
             rich_help_panel=SCHEDULERS,
         ),
     ] = None,
+    ray_address: options.RayAddress = None,
+    ray_cpus: options.RayCpus = None,
+    ray_gpus: options.RayGpus = None,
+    ray_placement: options.RayPlacement = None,
     fault: Annotated[
         list[str] | None,
         typer.Option(
@@ -221,7 +226,8 @@ def train(
     [bold]hoop train mnist[/bold] needs nothing but what is installed. The trained weights do not depend on
     how many devices there are. Ctrl-C stops after a step and keeps a checkpoint in --out; again, at once. On a cluster
     (--coordinator) a job goes on if this command is killed or its terminal closed: see [bold]hoop attach[/bold].
-    Started by srun, mpirun, torchrun or Kubernetes, each process is one device of the run, and rank 0 prints.
+    Started by srun, mpirun, torchrun or Kubernetes, each process is one device of the run, and rank 0 prints. With
+    [bold]--on ray[/bold] the devices are actors of a Ray cluster.
     """
     started = time.monotonic()
     from hoop.cli.training_view import PlainView, View, show_recipes
@@ -265,6 +271,7 @@ def train(
         parse(strategy)
     there = Addresses.parse(coordinator, "--coordinator") if coordinator else None
     placement = _placement(on, meet, port, wanted, there)
+    ray = _ray(on, wanted, meet_timeout, ray_address, ray_cpus, ray_gpus, ray_placement)
     if there is None and ((token_file and placement is None) or tls):
         raise InvalidArgument("--token-file, --tls: for a cluster that is up, with --coordinator")
     _check_detach(detach, there, out, resume)
@@ -277,13 +284,14 @@ def train(
             admit(Request(placement.local_world_size, size, TRAINING, options=("processes on this host", "--memory")))
         if placement.rank:
             raise typer.Exit(_run_rank(placement, job, changes, listening, size, credentials, timeout_s))
-    elif there is None and not (resume and first is None):  # a resumed run says itself how many it had
+    elif there is None and ray is None and not (resume and first is None):  # a resumed run says how many it had
         admit(Request(first or DEFAULT_DEVICES, size, options=("--devices", "--memory")))
     view = PlainView() if json else View()
     # What a user's own code prints goes to standard error: standard output holds the result and nothing else.
     with view, contextlib.redirect_stdout(sys.stderr):
         view.say("loading PyTorch and the data …")
-        launch = _launch(job, changes, first, size, out, resume, there, address_file, begin_again=auto_resume)
+        here = there is None and ray is None
+        launch = _launch(job, changes, first, size, out, resume, there, address_file, auto_resume, load=here)
         launch = replace(launch, costs=priced, meet_timeout_s=timeout_s)
         if there is not None:
             launch = replace(launch, credentials=find_credentials(Role.CLIENT, token_file=token_file, tls=tls))
@@ -291,6 +299,8 @@ def train(
             launch = replace(launch, credentials=credentials, placement=placement)
             launch = replace(launch, device_host=listening[0], device_ports=listening[1])
             view.say(f"{placement}: the ranks meet at {placement.meeting_point} …")
+        if ray is not None:
+            launch = replace(launch, ray=ray.with_range(DeviceRange(launch.devices or DEFAULT_DEVICES)))
         if detach:
             _detach(launch, json, token_file, tls, view)
             return
@@ -353,6 +363,29 @@ def _listening(placement: Placement | None, interface: str | None, ports: str | 
     if placement.meeting_point.is_loopback:
         raise InvalidArgument(f"--interface: {interface}, where all ranks are on this host and meet on loopback")
     return interface_address(interface), chosen
+
+
+def _ray(
+    on: str | None,
+    devices: DeviceRange | None,
+    timeout: str,
+    address: str | None,
+    cpus: float | None,
+    gpus: float | None,
+    placement: str | None,
+) -> Ray | None:
+    """The options of a run on Ray; None: it is not on Ray, and must have none of them."""
+    given = {"address": address, "cpus": cpus, "gpus": gpus, "placement": placement}
+    found: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if on != RAY:
+        if found:
+            raise InvalidArgument(f"{', '.join(f'--ray-{name}' for name in found)}: for --on {RAY}, which is missing")
+        return None
+    from hoop.launch.ray_cluster import Ray, import_ray
+
+    import_ray()
+    where = Ray(timeout_s=parse_duration(timeout, "--meet-timeout"), **found)
+    return where if devices is None else where.with_range(devices)
 
 
 def _rank_credentials(placement: Placement, token_file: Path | None) -> Credentials:
@@ -474,9 +507,10 @@ def _launch(
     coordinator: Addresses | None,
     address_file: Path | None,
     begin_again: bool = False,
+    load: bool = True,
 ) -> Launch:
     """Checks everything that can be wrong before anything runs. ``begin_again``: ``out`` may hold a run without a
-    checkpoint."""
+    checkpoint. ``load``: devices are forked from this process, and share the data that is loaded now."""
     untested = torch_versions.check_version(torch_versions.installed_version())  # before these imports load it
     from hoop.engine.trainer import check_faults
     from hoop.runs.api import DEFAULT_DEVICES, Launch
@@ -497,7 +531,7 @@ def _launch(
         if out is not None and (out / "checkpoints").is_dir() and not begin_again:
             raise FailedPrecondition(f"--out: {out} holds a run; go on with it by --resume, or name another")
         name, saved = resolved(job), None
-    known = job_named(name, load=coordinator is None)  # before the fork: devices share what is loaded now
+    known = job_named(name, load)
     settings: Settings = (saved or known.defaults(name)).replaced(changes).check()
     _check_strategy(settings, devices, coordinator is None)
     if settings.faults and coordinator is None:  # on a cluster the devices do, which have the data

@@ -198,6 +198,13 @@ def _not_here(name: str, where: str, path: Path | None, reason: str) -> NotFound
     )
 
 
+def inherit(name: str, job: Job) -> None:
+    """Makes ``inherited:N`` name this job in this process, as if it were forked from the one that made the job."""
+    index = int(name.rpartition(":")[2])
+    INHERITED.extend([job] * (index + 1 - len(INHERITED)))
+    INHERITED[index] = job
+
+
 def find_job(name: str, recipes: Mapping[str, Job]) -> Job:
     """Resolves a job's name in the user's process: a recipe, ``file.py:name``, ``module:name`` or ``inherited:0``."""
     if name in recipes:

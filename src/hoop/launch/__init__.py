@@ -1,8 +1,8 @@
-"""Starts clusters on this machine: ``local`` (subprocesses), ``forked`` (processes forked after PyTorch is loaded).
-Jobs are unknown here.
+"""Starts clusters: ``local`` (subprocesses), ``forked`` (processes forked after PyTorch is loaded), ``ray_cluster``
+(actors of a Ray cluster). Jobs are unknown here.
 
 May import: memory wire membership servers.
 """
 
-PUBLIC = ("forked", "local", "mps", "processes")
+PUBLIC = ("forked", "local", "mps", "processes", "ray_cluster")
 """Modules that other rooms may import."""

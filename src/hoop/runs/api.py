@@ -1,6 +1,7 @@
 """``hoop.train``: a model, data and some devices in, a result out.
 
 train ──▶ Training ──▶ ForkedCluster (devices of this machine) or a cluster that is up
+            │           or a cluster of Ray actors (on_ray)
             └─ JobFollower: events, files, result
 """
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.engine.settings import Settings
     from hoop.launch.forked import ForkedConfig
+    from hoop.launch.ray_cluster import Ray
     from hoop.schedulers.base import Placement
     from hoop.simulate.cost_model import Costs
     from hoop.topology import Address, Addresses
@@ -109,6 +111,10 @@ class Launch:
     """With a placement: the address that this rank's device listens on; empty: all addresses, or loopback."""
     device_ports: PortRange = field(default_factory=PortRange)
     """With a placement: the ports that this rank's device may listen on."""
+    ray: Ray | None = None
+    """Ray's cluster, if the devices are actors there."""
+    job: Job | None = None
+    """A job made of live objects, which Ray brings to the devices."""
 
 
 class Training:
@@ -134,6 +140,9 @@ class Training:
     def events(self) -> Iterator[Observed]:
         """Runs the job; the last event is ``Finished``. Closing the iterator ends the job."""
         yield from (Observed(ev.Warned(text)) for text in self._launch.warnings)
+        if self._launch.ray is not None:
+            yield from self._run_on_ray(self._launch.ray)
+            return
         coordinator = self._launch.coordinator
         yield from self._run_locally() if coordinator is None else self._run_on(coordinator)
 
@@ -235,6 +244,23 @@ class Training:
         with contextlib.suppress(HoopError), connect(address, credentials=credentials) as cluster:
             dismiss_ranks(cluster, placement.device_id, code)
 
+    def _run_on_ray(self, where: Ray) -> Iterator[Observed]:
+        from hoop.launch.ray_cluster import RayCluster
+        from hoop.runs.on_ray import device_code, waiting_for_devices
+        from hoop.runs.ray_client import run_through_client
+
+        launch = self._launch
+        code = device_code(launch.settings.job, launch.job)
+        if where.is_client:
+            yield from run_through_client(Training, launch, where, code, self._save, self._on_stop)
+            return
+        with RayCluster(where, launch.memory, code) as ray:
+            address = ray.start()
+            for text in waiting_for_devices(ray, address, lambda: self._stop_requested):
+                yield Observed(ev.Warned(text))
+            self._launch = replace(launch, devices=None, coordinator=address, credentials=ray.credentials, ray=None)
+            yield from self._run_on(address)
+
     def _run_on(self, address: Address | Addresses) -> Iterator[Observed]:
         def on_stop(stop: Callable[[], None]) -> None:
             def request_stop() -> None:
@@ -297,6 +323,17 @@ class Training:
         wait_for_ranks(cluster, placement, self._launch.meet_timeout_s, self._head_stopping.is_set, count)
 
 
+def _checked_ray(on: Any, devices: DeviceRange) -> Ray | None:
+    """``on`` with a number of devices."""
+    if on is None:
+        return None
+    from hoop.launch.ray_cluster import Ray
+
+    if not isinstance(on, Ray):
+        raise InvalidArgument(f"on: {on!r:.80} is not a hoop.Ray(devices=…)")
+    return on.with_range(devices)
+
+
 def _checked_strategy(strategy: Any) -> str:
     spec = strategy if isinstance(strategy, str) else getattr(strategy, "spec", None)
     if not isinstance(spec, str):
@@ -319,6 +356,7 @@ def train(
     data: Any = None,
     *,
     devices: int | str | tuple[int, int] = DEFAULT_DEVICES,
+    on: Ray | None = None,
     strategy: str | StrategyLike = "data",
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
@@ -328,7 +366,7 @@ def train(
     reduction: str | None = None,
     **settings: Any,
 ) -> Result:
-    """Trains a model on devices of this machine and returns the result.
+    """Trains a model on devices of this machine, or of a Ray cluster (``on``), and returns the result.
 
     ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
     ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. Inputs and targets
@@ -340,7 +378,8 @@ def train(
     ``devices`` is a number, or a range, ``"4:16"`` or ``(4, 16)``: training begins when 4 are ready, and takes in the
     others as they come. ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr …
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
-    there. ``progress`` is called with every event as a dict (docs/training.md, Events).
+    there. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster; ``devices`` counts if it names no number.
+    ``progress`` is called with every event as a dict (docs/training.md, Events).
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
@@ -355,6 +394,8 @@ def train(
     from hoop.runs.job_objects import job_from, load_into
 
     count, spec, folder = DeviceRange.parse(devices), _checked_strategy(strategy), _checked_folder(out)
+    on = _checked_ray(on, count)
+    count = count if on is None else on.range
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
     if reduction is not None and isinstance(model, str | Job):
@@ -380,6 +421,8 @@ def train(
     found = newest_checkpoint(folder) if resume and folder else None
     size = parse_size(memory, "memory")
     launch = Launch(wanted, count.first, size, folder)
+    if on is not None:
+        launch = replace(launch, ray=on, job=None if isinstance(model, str) else job)
     if found is not None:
         launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:

@@ -17,7 +17,9 @@ SCHEDULERS: tuple[Scheduler, ...] = (Torchrun(), Mpi(), Slurm(), Kubernetes())
 """The innermost first: torchrun and mpirun run in jobs of Slurm, and Slurm in pods."""
 LOCAL = "local"
 """No scheduler: the devices are processes of this machine that ``hoop train`` starts."""
-NAMES = (LOCAL, *sorted(one.name for one in SCHEDULERS))
+RAY = "ray"
+"""No scheduler either: the devices are actors that ``hoop train`` starts on a Ray cluster."""
+NAMES = (LOCAL, RAY, *sorted(one.name for one in SCHEDULERS))
 """The values of ``--on``."""
 
 
@@ -31,12 +33,12 @@ def find_placement(
 ) -> Placement | None:
     """The place of this process in a run that a scheduler started; None: it is a run of its own.
 
-    ``on``: the scheduler's name, or ``local``; None: it is detected, and a single process is a run of its own.
+    ``on``: the scheduler's name, ``local`` or ``ray``; None: it is detected, and a single process is a run of its own.
     ``meet``: the meeting point, in place of the scheduler's; ``port``: only its port.
     """
     if on is not None and on not in NAMES:
         raise InvalidArgument(f"--on: {on!r} is not one of {', '.join(NAMES)}")
-    if on == LOCAL:
+    if on in (LOCAL, RAY):
         return None  # whatever HOOP_MEET says
     if meet is not None and port is not None:
         raise InvalidArgument("--port: --meet HOST:PORT has a port already; give one of them")

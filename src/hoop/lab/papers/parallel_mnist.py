@@ -1,11 +1,12 @@
-"""Paper 4: softmax regression on MNIST by cores, nodes and image size, with Hoop and with MPI.
+"""Paper 4: softmax regression on MNIST by cores, nodes and image size, with Hoop, MPI and a task-based engine.
 
-The baselines run ``softmax_rank.py`` in separate processes: serially, and under mpirun.
+The baselines run ``softmax_rank.py`` in separate processes, serially and under mpirun, and ``softmax_tasks.py`` on Ray.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -36,6 +37,8 @@ from hoop.simulate.cluster import Link
 from hoop.simulate.cost_model import Costs
 
 SCRIPT = Path(__file__).with_name("softmax_rank.py")
+TASKS_SCRIPT = SCRIPT.with_name("softmax_tasks.py")
+TASKS = "tasks (Ray)"
 BASELINE_S = 3600.0
 """Time limit of a baseline."""
 
@@ -71,7 +74,17 @@ def baseline_folder(images: int, side: int) -> Iterator[Path]:
 
 def run_serial(folder: Path, side: int, epochs: int, rate: float) -> ByHand:
     """Run the baseline in one process on one core."""
-    return _run_baseline([sys.executable], folder, side, epochs, rate)
+    return _run_baseline([sys.executable, str(SCRIPT)], folder, side, epochs, rate)[0]
+
+
+def has_ray() -> bool:
+    return importlib.util.find_spec("ray") is not None
+
+
+def run_tasks(nodes: Sequence[int], folder: Path, side: int, epochs: int, rate: float) -> list[ByHand]:
+    """Run the baseline on a task-based engine, with each of these numbers of nodes."""
+    given = ",".join(map(str, nodes))
+    return _run_baseline([sys.executable, str(TASKS_SCRIPT)], folder, side, epochs, rate, given)
 
 
 def run_mpi(mpirun: Path, ranks: int, folder: Path, side: int, epochs: int, rate: float) -> ByHand:
@@ -82,7 +95,7 @@ def run_mpi(mpirun: Path, ranks: int, folder: Path, side: int, epochs: int, rate
     options = ["--oversubscribe", "--bind-to", "none"]
     if os.getuid() == 0:
         options.append("--allow-run-as-root")
-    return _run_baseline([str(mpirun), "-n", str(ranks), *options, python], folder, side, epochs, rate)
+    return _run_baseline([str(mpirun), "-n", str(ranks), *options, python, str(SCRIPT)], folder, side, epochs, rate)[0]
 
 
 def _has_mpi(python: str) -> bool:
@@ -90,8 +103,9 @@ def _has_mpi(python: str) -> bool:
     return Path(python).exists() and not subprocess.run(command, stderr=subprocess.DEVNULL).returncode
 
 
-def _run_baseline(launcher: list[str], folder: Path, side: int, epochs: int, rate: float) -> ByHand:
-    command = [*launcher, str(SCRIPT), str(folder), str(side // 28), str(epochs), repr(rate)]
+def _run_baseline(program: list[str], folder: Path, side: int, epochs: int, rate: float, *more: str) -> list[ByHand]:
+    """Run a program; returns the results that it printed, one a line."""
+    command = [*program, str(folder), str(side // 28), str(epochs), repr(rate), *more]
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
     try:
         out, _ = process.communicate(timeout=BASELINE_S)
@@ -99,8 +113,8 @@ def _run_baseline(launcher: list[str], folder: Path, side: int, epochs: int, rat
         if process.poll() is None:
             terminate_process(process, END_S)
     if process.returncode:
-        raise PeerLost(f"{' '.join(launcher)} ended with code {process.returncode}; what it printed is above")
-    return ByHand(**json.loads(out.strip().splitlines()[-1]))
+        raise PeerLost(f"{' '.join(program)} ended with code {process.returncode}; what it printed is above")
+    return [ByHand(**json.loads(line)) for line in out.splitlines() if line.startswith("{")]
 
 
 SIDES = (28, 56, 112)
@@ -123,6 +137,8 @@ def run(experiment: Experiment) -> Findings:
         )
     if experiment.mpirun is None:
         findings.limits.append("No mpirun was found or given (`--mpirun`): there are no MPI rows.")
+    if not has_ray():
+        findings.limits.append("Ray is not installed (`pip install 'hoop[ray]'`): there are no rows of tasks.")
     table: list[TableRow] = []
     profile: ByHand | None = None
     for side in SIDES:
@@ -163,6 +179,10 @@ def _one_size(
                 experiment.log(f"{side * side} pixels: MPI, {count} ranks")
                 ranks = run_mpi(experiment.mpirun, count, folder, side, epochs, rate)
                 add("MPI", count, ranks.epoch, ranks.loss[-1])
+        if has_ray():
+            experiment.log(f"{side * side} pixels: tasks on Ray")
+            for count, tasks in zip(nodes, run_tasks(nodes, folder, side, epochs, rate), strict=True):
+                add(TASKS, count, tasks.epoch, tasks.loss[-1])
         if experiment.accelerator != "cpu":
             one = experiment.train(f"{side * side} pixels", subset_job, **settings)
             add(f"Hoop, {experiment.accelerator}", 1, _epoch(one), one.losses[-1])
@@ -207,7 +227,7 @@ def _profile(findings: Findings, profile: ByHand, images: int) -> None:
 
 def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], nodes: list[int]) -> None:
     largest, most = SIDES[-1] ** 2, nodes[-1]
-    who = ["Hoop"] + (["MPI"] if experiment.mpirun is not None else [])
+    who = ["Hoop"] + (["MPI"] if experiment.mpirun is not None else []) + ([TASKS] if has_ray() else [])
     lines = [
         ChartLine(f"{name}, {side * side} pixels", nodes, _measured_speedups(table, name, side * side))
         for side in SIDES
@@ -240,7 +260,8 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         "Speed",
         "Every contender trains from the same first weights with the same rate: the losses show that it is the same "
         "job. **By hand** and **MPI** are one program: each rank adds up the gradient of its images, MPI_Reduce brings "
-        "them to the root, MPI_Bcast the weights back.",
+        "them to the root, MPI_Bcast the weights back. **Tasks**, where Ray is installed, are the same arithmetic on a "
+        "task-based engine, which OmpCluster is in the paper: a head makes one task a node in every epoch.",
         make_table(table, "An epoch", epoch="s"),
         Picture("speed-up", chart.svg(), "Measured."),
         Picture("times", times.svg(), "Measured."),
@@ -257,7 +278,17 @@ def _speed(experiment: Experiment, findings: Findings, table: list[TableRow], no
         if experiment.cores < 10
         else "",
     )
-    for name in who:
+    if has_ray():
+        head, peers = (_measured_speedups(table, name, largest)[nodes.index(at)] for name in (TASKS, "Hoop"))
+        findings.claim(
+            "a task-based engine (OmpCluster) scales worse",
+            paper="little improvement by nodes",
+            ours=f"tasks on Ray {head:.2f}x, Hoop {peers:.2f}x on {at} nodes, {largest} pixels",
+            how="measured",
+            verdict=experiment.timing_verdict("holds" if head < 0.95 * peers else "does not hold"),
+            why="the head sends the weights and sums the gradients alone, in every epoch",
+        )
+    for name in who[: 2 if experiment.mpirun is not None else 1]:
         up = _measured_speedups(table, name, largest)[nodes.index(at)]
         findings.claim(
             f"near-linear speed-up by nodes ({'MPI + OpenMP' if name == 'MPI' else 'data parallel'})",

@@ -26,37 +26,47 @@ CHUNK = 500
 
 
 class Rank:
-    """One rank: its share of the images, and all weights."""
+    """One rank: its share of the images, and all weights (one row per class, the bias last)."""
 
-    def __init__(self, folder: pathlib.Path, enlarge: int, rate: float, world: Any) -> None:
+    def __init__(self, images: Any, labels: Any, weights: Any, enlarge: int) -> None:
         import numpy as np
 
-        self.np, self.world, self.enlarge, self.rate = np, world, enlarge, rate
-        rank, size = (world.rank, world.size) if world else (0, 1)
-        images, labels = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("images", "labels")
-        )
-        self.total = len(images)
-        mine = slice(self.total * rank // size, self.total * (rank + 1) // size)
-        self.images, self.labels = np.array(images[mine]), np.array(labels[mine])
-        self.weights = np.load(folder / "weights.npy", allow_pickle=False)  # one row per class, the bias last
+        self.np, self.enlarge = np, enlarge
+        self.images, self.labels, self.weights = images, labels, weights
+        self.world: Any = None
+        self.rate, self.total = 0.0, len(images)
         self.seconds: dict[str, float] = defaultdict(float)
+
+    @classmethod
+    def read(cls, folder: pathlib.Path, enlarge: int, rate: float, world: Any) -> Rank:
+        """The rank ``world.rank`` of ``world.size``, with its share of the images in the folder."""
+        rank, size = (world.rank, world.size) if world else (0, 1)
+        images, labels, weights = read(folder)
+        mine = share(len(images), rank, size)
+        one = cls(images[mine].copy(), labels[mine].copy(), weights, enlarge)
+        one.world, one.rate, one.total = world, rate, len(images)
+        return one
 
     def epoch(self) -> float:
         """Train one epoch; returns its mean loss."""
-        np = self.np
-        gradient = np.zeros((len(self.weights), self.weights.shape[1] + 1), np.float32)  # and one column for the loss
-        for low in range(0, len(self.images), CHUNK):
-            pixels = self.timed("load", self.load, low)
-            logits = self.timed("hypothesis", self.hypothesis, pixels)
-            probabilities = self.timed("softmax", self.softmax, logits)
-            self.timed("gradient_update", self.gradient_update, gradient, pixels, probabilities, low)
+        gradient = self.gradient()
         if self.world:
             self.timed("communicate", self.reduce, gradient)
         self.timed("training_step", self.step, gradient)
         if self.world:
             self.timed("communicate", self.world.Bcast, self.weights)
         return float(gradient[:, -1].sum()) / self.total
+
+    def gradient(self) -> Any:
+        """The sum over this rank's images, with one more column for the loss."""
+        np = self.np
+        gradient = np.zeros((len(self.weights), self.weights.shape[1] + 1), np.float32)
+        for low in range(0, len(self.images), CHUNK):
+            pixels = self.timed("load", self.load, low)
+            logits = self.timed("hypothesis", self.hypothesis, pixels)
+            probabilities = self.timed("softmax", self.softmax, logits)
+            self.timed("gradient_update", self.gradient_update, gradient, pixels, probabilities, low)
+        return gradient
 
     def timed(self, name: str, call: Any, *arguments: Any) -> Any:
         started = time.perf_counter()
@@ -102,6 +112,21 @@ class Rank:
             self.weights -= self.np.float32(self.rate / self.total) * gradient[:, :-1]
 
 
+def read(folder: pathlib.Path) -> tuple[Any, Any, Any]:
+    """Images and labels, which are mapped, and the initial weights."""
+    import numpy as np
+
+    images, labels = (
+        np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ("images", "labels")
+    )
+    return images, labels, np.load(folder / "weights.npy", allow_pickle=False)
+
+
+def share(total: int, rank: int, size: int) -> slice:
+    """The images of a rank."""
+    return slice(total * rank // size, total * (rank + 1) // size)
+
+
 def main() -> None:
     world = None
     if any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")):
@@ -109,7 +134,7 @@ def main() -> None:
 
         world = MPI.COMM_WORLD
     folder, enlarge, epochs, rate = sys.argv[1:]
-    rank = Rank(pathlib.Path(folder), int(enlarge), float(rate), world)
+    rank = Rank.read(pathlib.Path(folder), int(enlarge), float(rate), world)
     seconds, losses = [], []
     for _ in range(int(epochs)):
         started = time.perf_counter()
