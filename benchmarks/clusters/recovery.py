@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tally import BATCH, EPOCHS, SAMPLES, STEPS, STEPS_AN_EPOCH, Tally, until  #
 
 NODES, FAULT_STEP, PIXELS = 4, 150, 784
 LEAST = 2
+STARTS = 5
 TURN_S = 1_500.0
 Result = dict[str, Any]
 
@@ -40,14 +42,26 @@ def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _retried(start: Callable[[], Any]) -> Any:
+    """Ray gives a node 30 s to start, which is short on a busy machine."""
+    for attempt in range(STARTS):
+        try:
+            return start()
+        except Exception as error:  # Ray raises nothing more special
+            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+                raise
+    raise AssertionError("it returns or raises")
+
+
 class Nodes:
     """A Ray cluster on this machine whose last node can be removed."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-        self._nodes = [self.cluster.add_node(num_cpus=1) for _ in range(NODES)]
+        head = {"num_cpus": 0, "include_dashboard": False}
+        self.cluster = _retried(lambda: Cluster(initialize_head=True, head_node_args=head))
+        self._nodes = [_retried(lambda: self.cluster.add_node(num_cpus=1)) for _ in range(NODES)]
 
     def remove_one(self) -> None:
         self.cluster.remove_node(self._nodes.pop(), allow_graceful=False)
