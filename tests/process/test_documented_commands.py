@@ -95,6 +95,11 @@ TABLE = (
         How.NOT,
         why="needs that scheduler, or several hosts; tests/process/test_real_schedulers.py starts those that are there",
     ),
+    Rule(
+        r"clusters.md: hoop (coordinator|device|doctor --coordinator) ",
+        How.NOT,
+        why="the token is in the reader's home folder; training.md has such servers, test_networks.py runs the doctor",
+    ),
     Rule(r"clusters.md: hoop token", How.NOT, why="writes to the reader's home folder; SECURITY.md has the command"),
     Rule(r": torchrun .* hoop train", add=SHORT),
     # Servers, and commands that never end by themselves.
