@@ -43,6 +43,7 @@ RUN_BY_OTHER_TESTS = {
     "bench": "tests/process/test_bench.py",
     "drain": "tests/process/test_drain.py",
     "chaos": "tests/process/test_signals.py",  # until a signal; to its end it takes minutes, in the slow tests
+    "doctor": "tests/process/test_networks.py",
     "export": "tests/process/test_train.py",
 }
 """Commands that no page names by default; these tests run them."""
@@ -101,6 +102,11 @@ TABLE = (
         r"--on ray|: ray job submit|examples/ray/|clusters.md: python block",
         How.NOT,
         why="needs Ray, which is not installed everywhere; tests/process/test_ray.py starts it where it is",
+    ),
+    Rule(
+        r"clusters.md: hoop (coordinator|device|doctor --coordinator) ",
+        How.NOT,
+        why="the token is in the reader's home folder; training.md has such servers, test_networks.py runs the doctor",
     ),
     Rule(r"clusters.md: hoop token", How.NOT, why="writes to the reader's home folder; SECURITY.md has the command"),
     Rule(r": torchrun .* hoop train", add=SHORT),

@@ -48,6 +48,8 @@ WAITING_CALL_TIMEOUTS_S = {
     "Coordinator.WatchEvents": 0.1,
     "Coordinator.WatchJob": 0.1,
     "Coordinator.KeepSession": 0.1,
+    "Coordinator.ExamineHosts": 0.1,  # a process that loads PyTorch, on every host
+    "Device.Examine": 0.1,
     "Device.WatchTask": 0.1,
 }
 
@@ -98,7 +100,7 @@ def plausible_values(target: Target) -> dict[str, list[Any]]:
         "StreamId.value": [1, 2, 3, 4, 5],
         "count numBytes bytes": [0, 1, 8, 64, 800],
         "offset": [0, 8],
-        "Location.address MemAddr.value": [low, low, low + 8, low + 800, low + 4096, high - 8],
+        "Location.address Buffer.address MemAddr.value": [low, low, low + 8, low + 800, low + 4096, high - 8],
         "address data_address": addresses,
         "shared_address": ["", *addresses],
         "min_address": [low],

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("ray") is None:
+RAY = importlib.util.find_spec("ray")
+if RAY is None or RAY.origin is None:  # examples/ray, on the path, is a namespace of that name
     pytest.skip("ray is not installed; pip install 'hoop[ray]'", allow_module_level=True)
 
 FOLDER = Path(__file__).parent
