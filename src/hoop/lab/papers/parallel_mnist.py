@@ -78,7 +78,8 @@ def run_serial(folder: Path, side: int, epochs: int, rate: float) -> ByHand:
 
 
 def has_ray() -> bool:
-    return importlib.util.find_spec("ray") is not None
+    found = importlib.util.find_spec("ray")
+    return found is not None and found.origin is not None  # a folder of that name on the path is no package
 
 
 def run_tasks(nodes: Sequence[int], folder: Path, side: int, epochs: int, rate: float) -> list[ByHand]:
