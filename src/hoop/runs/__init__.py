@@ -7,6 +7,7 @@ PUBLIC = (
     "api",
     "audit",
     "checkpoint_store",
+    "elastic",
     "export",
     "job_follower",
     "job_lookup",
