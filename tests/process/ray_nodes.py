@@ -1,12 +1,11 @@
 """A Ray cluster of several nodes on this machine, until standard input ends: a head without CPUs, nodes with one each.
 
-Prints the address of the head and that of its client server. Reads ``add`` and ``remove`` from standard input, a line
+Prints the address of the head. Reads ``add`` and ``remove`` from standard input, a line
 each, and prints the word again when it is done. A node is removed without notice: its processes are killed.
 """
 
 from __future__ import annotations
 
-import socket
 import sys
 from typing import Any
 
@@ -38,12 +37,10 @@ def add(cluster: Cluster) -> Any:
 
 
 def main() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    cluster = start(num_cpus=0, include_dashboard=False, ray_client_server_port=port)
+    cluster = start(num_cpus=0, include_dashboard=False)
     try:
         nodes = [add(cluster) for _ in range(int(sys.argv[1]))]
-        print(cluster.address, f"ray://127.0.0.1:{port}", flush=True)
+        print(cluster.address, flush=True)
         for line in sys.stdin:
             if line.strip() == "add":
                 nodes.append(add(cluster))

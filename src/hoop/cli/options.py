@@ -89,7 +89,7 @@ RayAddress = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="Ray's head, or ray://HOST:10001 from outside of the cluster.",
+        help="Ray's head; this command runs on a node of its cluster.",
         show_default="RAY_ADDRESS, or the one of this machine, or a new one",
         rich_help_panel=RAY_PANEL,
     ),

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import threading
@@ -54,7 +55,7 @@ class Ray:
 
     ``elastic=(least, most)``: the job starts with ``devices``, or with ``least`` if Ray has no room for more; it takes
     more as they come, up to ``most``. ``placement``: pack (few nodes) or spread (many); with strict_ Ray has no choice.
-    ``address``: of Ray's head, ``host:port`` or ``ray://host:port``; None: the cluster that this program is connected
+    ``address``: of Ray's head, ``host:port``; None: the cluster that this program is connected
     to, RAY_ADDRESS, the one that runs on this machine, or else a new one. ``runtime_env``: Ray's, for the actors.
     """
 
@@ -263,6 +264,8 @@ def connect_ray(where: Ray, working_dir: Path | None) -> bool:
     environment = dict(where.runtime_env)
     if working_dir is not None:
         environment.setdefault("working_dir", str(working_dir))
+    there = where.address or os.environ.get("RAY_ADDRESS") or "this machine"
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=where.address,
@@ -270,11 +273,15 @@ def connect_ray(where: Ray, working_dir: Path | None) -> bool:
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-    except ConnectionError as error:
-        there = where.address or os.environ.get("RAY_ADDRESS") or "this machine"
+    except (ConnectionError, RuntimeError) as error:
         raise PeerLost(
             f"ray: no cluster answers at {there}: {error}; check --ray-address, or run: ray status"
         ) from None
+    except ValueError as error:
+        raise InvalidArgument(f"ray: {there}, or runtime_env: {error}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():  # Ray has replaced what a command does on SIGTERM
+            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
     return True
 
 

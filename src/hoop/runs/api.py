@@ -247,13 +247,14 @@ class Training:
     def _run_on_ray(self, where: Ray) -> Iterator[Observed]:
         from hoop.launch.ray_cluster import RayCluster
         from hoop.runs.on_ray import device_code, waiting_for_devices
-        from hoop.runs.ray_client import run_through_client
 
         launch = self._launch
         code = device_code(launch.settings.job, launch.job)
         if where.is_client:
-            yield from run_through_client(Training, launch, where, code, self._save, self._on_stop)
-            return
+            raise FailedPrecondition(
+                "ray: through ray:// this program cannot reach the coordinator and the devices; run it on a node of "
+                "the cluster, for example with: ray job submit --working-dir . -- hoop train …"
+            )
         with RayCluster(where, launch.memory, code) as ray:
             address = ray.start()
             for text in waiting_for_devices(ray, address, lambda: self._stop_requested):
