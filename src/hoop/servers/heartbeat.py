@@ -27,7 +27,7 @@ from hoop.wire.service import device_message, status_of, translate, unreachable
 log = logging.getLogger("hoop.servers")
 CALL_S = 5.0
 HAND_OVER_S = 15.0
-LEAVE_S = 3.0
+LEAVE_S = 10.0
 """Timeout of the leave call. It suffices for a busy coordinator: without the call the device counts as lost."""
 STALLED = 1 / 3
 """Fraction of a lease: a task that waits longer for a peer without a byte reports a stall (``link_checks``)."""
