@@ -18,7 +18,7 @@ from hoop.servers.coordinator_service import CoordinatorServer
 from hoop.servers.device import DeviceConfig, DeviceServer
 from hoop.topology import DeviceInfo
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,19 @@ from hoop.topology import Address, DeviceInfo
 LACKS = "job: own_job is not on this machine"
 
 
-def closed_port() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return Address("127.0.0.1", server.getsockname()[1])
+def closed_port(cluster: Cluster) -> tuple[Address, socket.socket]:
+    """A port that refuses connections. Its socket is bound until the test ends, so that no other process gets it."""
+    reserved = socket.socket()
+    cluster.cleanup.callback(reserved.close)
+    reserved.bind(("127.0.0.1", 0))
+    return Address("127.0.0.1", reserved.getsockname()[1]), reserved
 
 
 class Cluster:
     """A coordinator, and devices that share no memory, as if each were on a host of its own."""
 
     def __init__(self, servers: Servers, cleanup: contextlib.ExitStack) -> None:
-        self.servers, self._cleanup = servers, cleanup
+        self.servers, self.cleanup = servers, cleanup
         self.go_on = threading.Event()
         """Set: jobs may end."""
         self.ranks: list[int] = []
@@ -59,7 +62,7 @@ class Cluster:
             return server
 
         server: DeviceServer = self.servers.call(start())
-        self._cleanup.callback(lambda: self.servers.call(server.stop()))
+        self.cleanup.callback(lambda: self.servers.call(server.stop()))
         return server
 
     def wait_for(self, kind: str) -> str:
@@ -82,7 +85,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def test_a_device_with_a_closed_data_port_is_named_and_not_counted(cluster: Cluster) -> None:
     cluster.join(1)
-    port = closed_port()
+    port, _ = closed_port(cluster)
     cluster.join(2, advertise_data=port)
     text = cluster.wait_for("device_unreachable")
     assert f"device 1 (127.0.0.1) cannot connect to its data port at {port} (Connection refused)" in text
@@ -110,7 +113,7 @@ def test_a_device_that_cannot_be_reached_does_not_join_a_running_job(cluster: Cl
     cluster.join(1)
     with hoop.connect(cluster.servers.address) as client:
         job = client.start_job("{}", [1])
-        cluster.join(2, advertise_data=closed_port())
+        cluster.join(2, advertise_data=closed_port(cluster)[0])
         refused = next(one.event for one in job.events() if isinstance(one.event, ev.Refused))
         assert isinstance(refused, ev.Refused)
         assert refused.device == 2
@@ -122,12 +125,13 @@ def test_a_device_that_cannot_be_reached_does_not_join_a_running_job(cluster: Cl
 
 def test_a_port_that_is_opened_later_makes_the_device_count(cluster: Cluster) -> None:
     cluster.join(1)
-    port = closed_port()
+    port, proxy = closed_port(cluster)
     second = cluster.join(2, advertise_data=port)
     cluster.wait_for("device_unreachable")
     # A proxy at the advertised address, which leads to the device's data port.
     real = second._transport.address
-    with socket.create_server((port.host, port.port)) as proxy:
+    with proxy:
+        proxy.listen()
         stopped = threading.Event()
 
         def forward() -> None:
@@ -154,7 +158,7 @@ def test_a_port_that_is_opened_later_makes_the_device_count(cluster: Cluster) ->
 
 def test_a_device_whose_services_cannot_be_called_is_not_counted(cluster: Cluster) -> None:
     cluster.join(1)
-    cluster.join(2, advertise=closed_port())
+    cluster.join(2, advertise=closed_port(cluster)[0])
     assert "the coordinator cannot connect to its services at" in cluster.wait_for("device_unreachable")
     with hoop.connect(cluster.servers.address) as client:
         assert choose_devices(client, None) == [1]
