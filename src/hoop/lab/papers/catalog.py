@@ -89,7 +89,7 @@ the same as `report.md`, every table as `report-N.csv` and all of them in `repor
   virtual time, with costs that were measured.
 - **holds**, **in part**, **does not hold**: of the claim, here. **not shown**: this run could not decide it, and says
   why.
-- A machine of two cores shows what is right, what is sent, what is held and what survives; it cannot show how four
+- A machine of two cores shows correct results, bytes sent, memory used and recovery; it cannot show how four
   machines share work. Where that matters, the simulator's figure stands beside, or the verdict is *not shown*.
 
 This page is written by `scripts/papers` from the results in [papers](papers), each a file with its command, date and
