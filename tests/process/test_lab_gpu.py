@@ -20,7 +20,7 @@ from lab_in_process import Servers, lab_channel, lab_servers
 import hoop
 from hoop.cli.status import as_plain
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.memory.gpu_driver import count_gpus, open_gpu
+from hoop.memory.gpu_driver import count_driver_gpus, open_gpu
 from hoop.wire.generated import gpu_sim_pb2 as lab
 
 DEVICES, MEMORY = 3, 1 << 20
@@ -184,7 +184,7 @@ def test_unknown_kinds_of_memory_are_refused() -> None:
         with pytest.raises(InvalidArgument, match=r"--accelerator: .* is unknown; known: cpu, auto, cuda, emulated"):
             open_gpu(kind)
     assert open_gpu("cpu") is None
-    if not count_gpus():
+    if not count_driver_gpus():
         assert open_gpu("auto") is None
         with pytest.raises(FailedPrecondition, match=r"accelerator: .*nvidia-smi"):
             open_gpu("cuda")

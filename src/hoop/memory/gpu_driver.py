@@ -114,7 +114,7 @@ class Gpu(ABC):
         """Release the GPU. All blocks are freed before."""
 
 
-def count_gpus() -> int:
+def count_driver_gpus() -> int:
     """GPUs that this process can use through the driver; 0 without a driver. Initialises CUDA in this process."""
     count = ctypes.c_int()
     try:
@@ -132,7 +132,7 @@ def open_gpu(kind: str) -> Gpu | None:
         raise InvalidArgument(f"--accelerator: {kind!r} is unknown; known: {', '.join(KINDS)}, cuda:N")
     if name == "emulated":
         return EmulatedGpu()
-    if name == "cpu" or (name == "auto" and not count_gpus()):
+    if name == "cpu" or (name == "auto" and not count_driver_gpus()):
         return None
     return CudaGpu(int(number or 0))
 
