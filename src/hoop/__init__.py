@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hoop.engine.job import Job
     from hoop.launch.ray_cluster import Ray
     from hoop.runs.api import train
+    from hoop.runs.callbacks import Callback, MlflowLogger, TensorBoardLogger, WandbLogger
     from hoop.runs.result import Result
     from hoop.strategies.data_parallel import DataParallel
     from hoop.strategies.hybrid import Hybrid
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Buffer",
+    "Callback",
     "Cluster",
     "Communicator",
     "DataParallel",
@@ -43,6 +45,7 @@ __all__ = [
     "HoopError",
     "Hybrid",
     "Job",
+    "MlflowLogger",
     "ParameterServer",
     "PeerError",
     "Pipeline",
@@ -50,8 +53,10 @@ __all__ = [
     "Result",
     "RingModel",
     "Splits",
+    "TensorBoardLogger",
     "TensorData",
     "UserError",
+    "WandbLogger",
     "connect",
     "train",
 ]
@@ -59,6 +64,7 @@ __all__ = [
 # Loaded when first used: most rooms must do without gRPC and PyTorch, and importing hoop must cost next to nothing.
 _ROOMS = {
     "Buffer": "hoop.client.device",
+    "Callback": "hoop.runs.callbacks",
     "Cluster": "hoop.client.cluster",
     "Communicator": "hoop.client.communicator",
     "DataParallel": "hoop.strategies.data_parallel",
@@ -66,13 +72,16 @@ _ROOMS = {
     "Handle": "hoop.client.handle",
     "Hybrid": "hoop.strategies.hybrid",
     "Job": "hoop.engine.job",
+    "MlflowLogger": "hoop.runs.callbacks",
     "ParameterServer": "hoop.strategies.parameter_server",
     "Pipeline": "hoop.strategies.pipeline",
     "Ray": "hoop.launch.ray_cluster",
     "Result": "hoop.runs.result",
     "RingModel": "hoop.strategies.ring",
     "Splits": "hoop.data.dataset",
+    "TensorBoardLogger": "hoop.runs.callbacks",
     "TensorData": "hoop.data.tensors",
+    "WandbLogger": "hoop.runs.callbacks",
     "connect": "hoop.client.cluster",
     "train": "hoop.runs.api",
 }

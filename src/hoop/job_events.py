@@ -119,6 +119,8 @@ class Steps(JobEvent):
     """Learning rate of the last of them."""
     fed: list[Any]
     """Provenance of each step: devices by shard and fingerprints of samples, or None."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    """By name: further metrics of each step, which the loss function returned."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,13 @@ class Evaluated(JobEvent):
     steps: int
     epoch: int
     loss: float
-    accuracy: float
+    accuracy: float | None
+    """None if the outputs are not those of a classification, and the loss returns no metric of this name."""
     split: str
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Further metrics, which the loss function returned."""
+    best: bool = False
+    """No earlier evaluation was better (settings ``monitor``, ``monitor_mode``)."""
 
 
 @dataclass(frozen=True)

@@ -264,5 +264,10 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
         if name not in one
         or name not in other
         or one[name].shape != other[name].shape
-        or one[name].contiguous().numpy().tobytes() != other[name].contiguous().numpy().tobytes()
+        or one[name].dtype != other[name].dtype
+        or _bytes(one[name]) != _bytes(other[name])
     ]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -11,6 +11,7 @@ import hoop
 
 PUBLIC = [
     "Buffer",
+    "Callback",
     "Cluster",
     "Communicator",
     "DataParallel",
@@ -19,6 +20,7 @@ PUBLIC = [
     "HoopError",
     "Hybrid",
     "Job",
+    "MlflowLogger",
     "ParameterServer",
     "PeerError",
     "Pipeline",
@@ -26,8 +28,10 @@ PUBLIC = [
     "Result",
     "RingModel",
     "Splits",
+    "TensorBoardLogger",
     "TensorData",
     "UserError",
+    "WandbLogger",
     "connect",
     "train",
 ]

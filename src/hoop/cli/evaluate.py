@@ -37,10 +37,9 @@ def evaluate(run: Run, job: JobName = None, json: options.Json = False) -> None:
         typer.echo(json_module.dumps(found))
         return
     training = found["split"] == "train"
+    kind = "training accuracy" if training else "accuracy"
+    accuracy = "" if found["accuracy"] is None else f"{kind} {found['accuracy']:.2%}  "
     which = "training samples: the job has no test data" if training else "test samples"
-    echo(
-        f"{'training ' if training else ''}accuracy {found['accuracy']:.2%}  loss {found['loss']:.4f}  on "
-        f"{found['samples']:,} {which}"
-    )
+    echo(f"{accuracy}loss {found['loss']:.4f}  on {found['samples']:,} {which}")
     echo(f"  {found['job']} after {found['steps']} steps, {found['checkpoint']}")
     echo(f"  weights sha256 {found['weights_sha256']}")

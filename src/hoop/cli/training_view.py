@@ -174,7 +174,9 @@ class View(PlainView):
         return f" · {(steps - done) * (last - first) / (now - then):.0f} s left" if now > then else ""
 
     def _evaluated(self, event: ev.Evaluated) -> None:
-        self._accuracy = f"{_accuracy(event.split)} {event.accuracy:.2%}"
+        shown = [] if event.accuracy is None else [f"{_accuracy(event.split)} {event.accuracy:.2%}"]
+        shown += [f"{name} {value:.4g}" for name, value in event.metrics.items() if name != "accuracy"]
+        self._accuracy = "  ".join(shown)
         self._printed = time.monotonic()
         trained = f"loss {sum(self._losses) / len(self._losses):.4f}  " if self._losses else ""
         self._losses = []

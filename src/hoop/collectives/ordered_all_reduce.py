@@ -36,7 +36,6 @@ from hoop.transport.call_check import Call
 
 _BLOCK = 64 * 1024
 """Elements summed at a time, so that a partial sum is still in the cache when the next addition reads it."""
-_SUM = Reduction("sum", dtype("float32"))
 Step = Callable[[float], None]
 """``step(deadline)``: performs the sum."""
 
@@ -185,12 +184,13 @@ def _build_linked_sum(
     communicator: Communicator, call: Call, plan: CollectivePlan, slots: Array, output: Array
 ) -> Step:
     scratch = np.empty(plan.scratch, output.dtype)
+    addition = Reduction("sum", dtype(output.dtype.name))
     endpoint, source = communicator.endpoint, slots.reshape(-1)
 
     def run(deadline: float) -> None:
         def execute() -> None:
             endpoint.begin_collective(call, deadline)
-            LinkExecution(endpoint, source, output, scratch, _SUM, deadline).run(plan)
+            LinkExecution(endpoint, source, output, scratch, addition, deadline).run(plan)
 
         run_collective(endpoint, execute)
 

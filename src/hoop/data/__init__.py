@@ -25,5 +25,5 @@ __all__ = [
     "shard",
 ]
 
-PUBLIC = ("catalog", "dataset", "mnist", "resident", "sampler", "tensors")
+PUBLIC = ("catalog", "dataset", "mnist", "resident", "sampler", "structured", "tensors", "worker_pool")
 """Modules that other rooms may import."""

@@ -55,10 +55,13 @@ class Dataset(Protocol):
 
 
 class Splits(NamedTuple):
-    """Training and test data. Without test data ``test`` is the training data again."""
+    """Training and test data. Without test data ``test`` is the training data again.
 
-    train: Dataset
-    test: Dataset
+    Each is a ``Dataset``, or a ``structured.StructuredDataset``, whose batches have any structure.
+    """
+
+    train: Any
+    test: Any
 
     @property
     def evaluated_split(self) -> str:

@@ -5,6 +5,7 @@
     setup, executor    builds, and executes, the instructions of a step
     stage/             what a rank computes and keeps of the model
     roles/             parameter servers, rings and standby ranks, which follow rules
+    custom/            the user's own batches, losses and optimizers
     fault_tolerance/   replication, recovery, checkpoints, state in the arena, fault injection
 
 Servers and gRPC are unknown here.
@@ -14,6 +15,9 @@ May import: memory transport collectives membership models data plan strategies.
 
 PUBLIC = (
     "cost_probe",
+    "custom.evaluation",
+    "custom.loss",
+    "custom.state",
     "entrypoint",
     "evaluation",
     "gradient_slots",

@@ -29,7 +29,6 @@ from hoop.collectives.communicator import Communicator, any_rank
 from hoop.data.dataset import Batch, Dataset
 from hoop.data.sampler import SampleOrder, shard
 from hoop.engine.data_feed import Position
-from hoop.engine.roles.base import StepWork
 from hoop.engine.roles.resident import ResidentRole
 from hoop.engine.settings import Settings
 from hoop.engine.stage.accelerator import Accelerator
@@ -39,6 +38,7 @@ from hoop.engine.stage.optimizer import OptimizerSettings, make_update
 from hoop.engine.stage.provenance import Provenance, sample_fingerprint
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.state import StateLayout
+from hoop.engine.step_schedule import StepWork
 from hoop.engine.tensor_channel import TensorChannel
 from hoop.errors import InvalidArgument
 from hoop.plan.instructions import Instruction, InstructionKind

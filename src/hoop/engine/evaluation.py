@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hoop.collectives.registry import Operation
 from hoop.data.dataset import Dataset
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.stage.autograd import hits
+from hoop.engine.stage.autograd import Criterion, hits
 from hoop.memory.dtypes import dtype
 from hoop.plan.instructions import Instruction, InstructionKind
 
@@ -27,6 +27,8 @@ CHUNK = 500
 
 def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
     """Return the mean loss and the accuracy. Collective: every rank gets the same values."""
+    criterion = executor.criterion
+    assert isinstance(criterion, Criterion), "custom training is evaluated by ``custom/evaluation.py``"
     chunks = -(-len(data) // CHUNK)
     metrics = np.zeros((chunks, 2), np.float64)
     computed: dict[int, tuple[Tensor, Tensor, int]] = {}
@@ -59,7 +61,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
                 if stage == executor.last_stage:
                     targets = executor.stage_states[stage].read_targets(data, samples, out)
                     with torch.no_grad():
-                        loss = executor.criterion.value(value, targets)
+                        loss = criterion.value(value, targets)
                     computed[chunk] = loss, hits(value, targets), len(samples)
                 elif chain[stage + 1] != rank:
                     leaving = Instruction(InstructionKind.SEND_OUTPUT, stage, chunk, chain[stage + 1])
@@ -68,7 +70,7 @@ def evaluate(executor: PlanExecutor, data: Dataset) -> tuple[float, float]:
     finally:
         _restore(modes)
     for chunk, (value, right, count) in computed.items():
-        metrics[chunk] = executor.criterion.weighted_value(float(value), count, len(data)), float(right)
+        metrics[chunk] = criterion.weighted_value(float(value), count, len(data)), float(right)
     flat = metrics.reshape(-1)
     executor.context.communicator.run(
         Operation("all_reduce", flat.size, dtype("float64")), flat, flat, executor.settings.timeout_s

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hoop.collectives.rank_context import RankContext
 from hoop.collectives.shard_tree import MergePlan, merge_plan
 from hoop.data.dataset import Dataset, Indices
+from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.gradient_slots import max_gradient_slots
 from hoop.engine.profiler import InstructionProfiler, now
@@ -137,21 +138,24 @@ class PlanExecutor:
         cut: Sequence[int],
         plan: Plan,
         data: Dataset,
-        criterion: Criterion,
+        criterion: Criterion | CustomLoss,
         vectors: StateVectors,
         accelerator: Accelerator | None = None,
         resident: bool = False,
+        feed: DataFeed | None = None,
+        make_state: Callable[[], StageState] | None = None,
     ) -> None:
         """``cut``: the first block of each stage. ``vectors``: allocates the state in the arena.
 
-        ``resident``: the state stays on the accelerator, and ``ResidentRole`` runs the steps.
+        ``resident``: the state stays on the accelerator, and ``ResidentRole`` runs the steps. ``feed``, ``make_state``:
+        those of custom training, of which ``CustomRole`` computes the shards.
         """
         self.context, self.settings, self.criterion, self.rank = context, settings, criterion, context.rank
         self.profiler, self.last_stage = InstructionProfiler(), plan.stages - 1
         self.deferred_updates = DeferredUpdates(self.profiler)
         rows = -(-settings.batch_size // plan.num_microbatches)
         self.activations = ActivationFlow(
-            DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint)
+            feed or DataFeed(data, settings.seed, rows), TensorChannel(context.communicator.endpoint)
         )
         bounds, chain = [*cut, len(blocks)], layers_of(blocks) is not None
         self.stage_states: dict[int, StageState] = {}
@@ -161,7 +165,9 @@ class PlanExecutor:
             if accelerator is not None and resident
             else stage_state_factory(accelerator, plan, settings)
         )
-        for stage in plan.held_by(context.rank):
+        if make_state is not None:
+            self.stage_states[0] = make_state()
+        for stage in plan.held_by(context.rank) if make_state is None else ():
             low, high = bounds[stage], bounds[stage + 1]
             self.stage_states[stage] = make_stage_state(
                 vectors,
@@ -177,7 +183,7 @@ class PlanExecutor:
         self.update_device = accelerator.device if accelerator is not None else CPU
         """Where the updates of the weights are computed."""
         self._norm = GradientNorm(context, settings, blocks, bounds, self.update_device)
-        self.objective = Objective(criterion)
+        self.objective = Objective(criterion) if isinstance(criterion, Criterion) else None
         self._reducers: dict[int, GradientReducer] = {}
         self._handlers: dict[InstructionKind, Callable[[Instruction], None]] = {
             InstructionKind.LOAD: self.activations.load,
@@ -210,7 +216,8 @@ class PlanExecutor:
         self._batched: BatchedShards | None = None
         self.max_batched_shards = 1
         """How many shards may be computed as one batch."""
-        if plan.stages == 1 and self.objective.by_hand is not None and not resident:
+        by_hand = self.objective is not None and self.objective.by_hand is not None
+        if plan.stages == 1 and by_hand and not resident:
             whole = self.stage_states.get(0)
             self.max_batched_shards = agree_max_batched_shards(context, whole, rows, settings.timeout_s)
             if self.max_batched_shards > 1 and whole is not None:
@@ -314,7 +321,7 @@ class PlanExecutor:
         profiler, handlers, batched = self.profiler, self._handlers, self._batched
         for run in self._program:
             if batched is not None and batched.can_batch(run):
-                batched(run, self._add_compute_time, self._on_batched_shard)
+                batched(run, self.add_compute_time, self._on_batched_shard)
                 continue
             for instruction in run:
                 started, self._waited = now(), 0.0
@@ -325,6 +332,10 @@ class PlanExecutor:
     def register_handlers(self, handlers: Mapping[InstructionKind, Callable[[Instruction], None]]) -> None:
         """Replace the handlers of these kinds of instruction. Roles call it."""
         self._handlers |= handlers
+
+    def handler(self, kind: InstructionKind) -> Callable[[Instruction], None]:
+        """Return the handler of a kind of instruction."""
+        return self._handlers[kind]
 
     def add_instruction_hook(self, hook: Callable[[int, Instruction], None]) -> None:
         """Call ``hook(step, instruction)`` before each instruction; the first step is 1. Disables batched shards."""
@@ -355,11 +366,12 @@ class PlanExecutor:
             self._compute_loss(micro, outputs)
         else:
             self.activations.outputs[stage, micro] = outputs
-        self._add_compute_time(started)
+        self.add_compute_time(started)
 
     def _compute_loss(self, micro: int, outputs: Tensor) -> None:
         """Compute the loss of a micro-batch, and the gradient with which its backward starts."""
         targets = self.stage_states[self.last_stage].to_device(self.feed.targets(micro))
+        assert self.objective is not None, "CustomRole computes losses itself"
         loss, gradient = self.objective(outputs, targets, self.feed.batch_size)
         self._metrics[micro] = (loss, 0.0, float(len(targets)))
         self.activations.output_gradients[self.last_stage, micro] = gradient
@@ -383,8 +395,8 @@ class PlanExecutor:
             if input_gradient is not None:
                 self.activations.input_gradients[key] = input_gradient
             self._on_gradient(stage_state, stage, micro, merged=overlap)
-            self._add_compute_time(started)
-        self._report_speed(instruction)
+            self.add_compute_time(started)
+        self.after_shard(instruction)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, micro = key = instruction.stage, instruction.micro
@@ -396,7 +408,7 @@ class PlanExecutor:
             )
             if input_gradient is not None:
                 self.activations.input_gradients[key] = input_gradient
-            self._add_compute_time(started)
+            self.add_compute_time(started)
 
     def _backward_weight(self, instruction: Instruction) -> None:
         stage, micro = instruction.stage, instruction.micro
@@ -408,8 +420,8 @@ class PlanExecutor:
             started = now()
             stage_state.stage.backward_weight(micro, stage_state.gradient_views(micro))
             self._on_gradient(stage_state, stage, micro)
-            self._add_compute_time(started)
-        self._report_speed(instruction)
+            self.add_compute_time(started)
+        self.after_shard(instruction)
 
     def _on_gradient(self, stage_state: StageState, stage: int, micro: int, merged: bool = False) -> None:
         metrics = self._metrics.pop(micro, NO_METRICS) if stage == self.last_stage else NO_METRICS
@@ -418,7 +430,7 @@ class PlanExecutor:
         if stage == self._first_stage:
             self.feed.release(micro)
 
-    def _add_compute_time(self, started: float) -> None:
+    def add_compute_time(self, started: float) -> None:
         """Add the time since ``started`` to the rank's compute time; sleep if the rank is slowed down on purpose."""
         seconds = now() - started
         if self.extra_slowdown:
@@ -428,10 +440,10 @@ class PlanExecutor:
 
     def _on_batched_shard(self, instruction: Instruction) -> None:
         self.computed.append(instruction.micro)
-        self._report_speed(instruction)
+        self.after_shard(instruction)
 
-    def _report_speed(self, instruction: Instruction) -> None:
-        """With the last gradient, report this rank's seconds per shard; the all-reduce brings it to all ranks."""
+    def after_shard(self, instruction: Instruction) -> None:
+        """Called after each shard: with the last one, report this rank's seconds per shard to all ranks."""
         if instruction is self._final_gradient:
             self.stage_states[instruction.stage].report_speed(
                 instruction.micro,

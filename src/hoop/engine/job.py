@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -27,6 +27,11 @@ INHERITED: list[Job] = []
 """Jobs made of live objects, by index: ``inherited:0`` names the first. Devices forked from this process have them."""
 LOADED: dict[str, Job] = {}
 """Jobs that this process has resolved, by the name that devices get. Devices forked from this process have them."""
+_FACTORIES = {
+    "optimizer": "give a function of the parameters, such as functools.partial(torch.optim.AdamW, lr=1e-3)",
+    "parameter_groups": "give a function of the model that returns a list of dicts with 'params'",
+    "lr_scheduler": "give a function of the optimizer, such as lambda o: torch.optim.lr_scheduler.StepLR(o, 10)",
+}
 _IMPORT_PATH = re.compile(r"[\w-]+(\.[\w-]+)*:\w+", re.ASCII)
 
 
@@ -39,14 +44,26 @@ class Job:
     or one value per sample. It trains as in PyTorch on the whole batch: with the mean, the sum, or the mean of the
     values.
     ``reduction`` states which of them ``loss`` returns, ``mean``, ``sum`` or ``none``, if Hoop cannot find out.
+    ``loss(model, batch)`` calls the model itself, for any batch; it may also return (sum, count), or a dict with
+    ``loss`` and further metrics (``engine/custom/loss.py``).
     """
 
     model: Callable[[int], nn.Module]
     data: Callable[[], Splits]
-    loss: str | Loss | Criterion = "cross_entropy"
+    loss: str | Loss | Criterion | Callable[..., Any] = "cross_entropy"
     settings: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
     reduction: str | None = None
+    optimizer: Callable[[Any], Any] | None = None
+    """Makes a ``torch.optim.Optimizer`` of the parameters or parameter groups; None: that of the settings."""
+    parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    """The parameter groups of a model; None: one group of all trained parameters."""
+    lr_scheduler: Callable[[Any], Any] | None = None
+    """Makes a scheduler of ``torch.optim.lr_scheduler`` of the optimizer; None: the schedule of the settings."""
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    """When the scheduler steps: after every step, or after every epoch."""
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999; 0: no average."""
 
     def __post_init__(self) -> None:
         if self.reduction is not None and self.reduction not in REDUCTIONS:
@@ -62,11 +79,24 @@ class Job:
         elif not callable(self.loss) and not isinstance(self.loss, Criterion):
             known = ", ".join(LOSSES)
             raise InvalidArgument(f"loss: {self.loss!r} is neither a function of (outputs, targets) nor one of {known}")
+        for name in ("optimizer", "parameter_groups", "lr_scheduler"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise InvalidArgument(f"{name}: {value!r:.80} is not a function; {_FACTORIES[name]}")
+        if self.scheduler_interval not in ("step", "epoch"):
+            raise InvalidArgument(f"scheduler_interval: {self.scheduler_interval!r} is neither 'step' nor 'epoch'")
+        if not isinstance(self.ema, float | int) or not 0 <= self.ema < 1:
+            raise InvalidArgument(f"ema: {self.ema!r} is not in 0..1; give a decay such as 0.999")
         own = getattr(self.loss, "reduction", None) if isinstance(self.loss, nn.Module) else None
         if self.reduction is not None and own in REDUCTIONS and own != self.reduction:
             raise InvalidArgument(
                 f"reduction: {self.reduction!r} is stated, {self.loss} has {own!r}; leave it out, or change the loss"
             )
+
+    @property
+    def has_own_parts(self) -> bool:
+        """Whether the job makes its own optimizer, groups, scheduler or average: then training is custom."""
+        return bool(self.optimizer or self.parameter_groups or self.lr_scheduler or self.ema)
 
     @property
     def loss_function(self) -> Loss:

@@ -16,11 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +24,10 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
+from hoop.data.structured import StructuredDataset, structured
+from hoop.engine.custom.loss import CustomLoss, find_loss, needs_custom, takes_model
 from hoop.engine.job import Job, build_model
+from hoop.engine.loss_trial import CUTS, SAMPLES, TOLERANCE, Decomposition, no_side_effects
 from hoop.engine.stage.autograd import (
     MEAN,
     NONE,
@@ -36,18 +35,12 @@ from hoop.engine.stage.autograd import (
     Criterion,
     Loss,
     Objective,
-    buffers_restored,
     call_loss,
     function_name,
+    loss_named,
 )
 from hoop.errors import InvalidArgument
 
-SAMPLES = 32
-"""Number of samples of a trial call."""
-CUTS = ((11,), (2, 5, 16))
-"""Where the samples are cut into parts."""
-TOLERANCE = 1e-4
-"""Relative difference allowed between a loss and the mean or sum of its parts: more than float32 rounding."""
 _REMEDY = (
     "state what Hoop is to take it for, reduction='mean' or 'sum', in hoop.train or hoop.Job: 'mean' weights each "
     "shard's value by its number of samples, which is exact with shards=1"
@@ -55,29 +48,63 @@ _REMEDY = (
 
 
 def with_criterion(job: Job, data: Dataset, seed: int, model: nn.Module | None = None) -> Job:
-    """Return the job with a ``Criterion``; raises if the reduction cannot be determined and the job does not state it.
+    """Return the job with a ``Criterion``, or with a ``CustomLoss`` if it has to be trained by ``engine/custom``.
 
-    Every process that computes a loss calls it before the first step, with the training data. ``model``: by default
-    the job's own.
+    Raises if the reduction cannot be determined and the job does not state it. Every process that computes a loss calls
+    it before the first step, with the training data. ``model``: by default the job's own, which is only built if it is
+    needed.
     """
-    if job.criterion is not None:
+    if isinstance(job.loss, CustomLoss | Criterion):
         return job
     function: Any = job.loss
+    custom = job.has_own_parts or takes_model(function) or isinstance(data, StructuredDataset)
+    if job.criterion is not None and not custom and model is None:
+        return job
     if model is None:
-        with _no_side_effects():
+        with no_side_effects():
             model = build_model(job, seed)
+    if custom or needs_custom(model):
+        return _with_custom_loss(job, data, seed, model)
+    if job.criterion is not None:
+        return job
     indices = np.linspace(0, len(data) - 1, SAMPLES).astype(np.int64)
     inputs, targets = data.batch(indices, epoch=0, seed=seed)
-    with _no_side_effects(model, function), torch.no_grad():
+    with no_side_effects(model, function), torch.no_grad():
         outputs: Any = model(inputs)
-        if not isinstance(outputs, Tensor):
-            raise InvalidArgument(
-                f"model: it returned {type(outputs).__name__}, not a tensor; return one tensor, with a row a sample"
-            )
+        custom = not isinstance(outputs, Tensor) or isinstance(function(outputs, targets), dict | tuple)
+    if custom:
+        return _with_custom_loss(job, data, seed, model)
+    with no_side_effects(model, function), torch.no_grad():
         reduction = reduction_of(function, outputs, targets)
         Objective(Criterion.of(function, reduction))(outputs, targets, SAMPLES)  # raises if there is no gradient
     check = _MeanCheck(function, targets) if reduction == MEAN else None
     return dataclasses.replace(job, loss=Criterion.of(function, reduction, check))
+
+
+def _with_custom_loss(job: Job, data: Dataset | StructuredDataset, seed: int, model: nn.Module) -> Job:
+    function: Any = job.loss
+    stated = job.reduction
+    if isinstance(function, str):
+        function = _NamedLoss(function, stated == SUM)
+        stated = SUM if stated == SUM else None
+    return dataclasses.replace(job, loss=find_loss(function, stated, structured(data), model, seed), reduction=None)
+
+
+class _NamedLoss:
+    """One of Hoop's losses by name, as (sum, count)."""
+
+    def __init__(self, name: str, as_sum: bool) -> None:
+        self._name, self._function, self._as_sum = name, loss_named(name), as_sum
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        for field, value in (("the model returned", outputs), ("the targets are", targets)):
+            if not isinstance(value, Tensor):
+                raise InvalidArgument(
+                    f"loss: {self._name!r} takes tensors, and {field} {type(value).__name__}; give a function of "
+                    "(outputs, targets), or of (model, batch), that returns the loss"
+                )
+        total = self._function(outputs, targets)
+        return total if self._as_sum else (total, len(targets))
 
 
 def reduction_of(function: Loss, outputs: Tensor, targets: Tensor) -> str:
@@ -108,39 +135,6 @@ def reduction_of(function: Loss, outputs: Tensor, targets: Tensor) -> str:
             f"is {found} for the model's first outputs; {_REMEDY}"
         )
     return possible.pop()
-
-
-@dataclass(frozen=True)
-class Decomposition:
-    """The loss of some samples, and the losses of parts of them."""
-
-    whole: float
-    parts: Sequence[tuple[int, float]]
-    """Number of samples and loss of each part."""
-
-    @property
-    def samples(self) -> int:
-        return sum(count for count, _ in self.parts)
-
-    @property
-    def sum(self) -> float:
-        return sum(value for _, value in self.parts)
-
-    @property
-    def mean(self) -> float:
-        return sum(count * value for count, value in self.parts) / self.samples
-
-    @property
-    def is_conclusive(self) -> bool:
-        """True if it can distinguish a mean from a sum."""
-        return math.isfinite(self.whole) and any(value for _, value in self.parts)
-
-    def fits(self, reduction: str) -> bool:
-        """True if the losses of the parts, reduced, give the loss of all; False if one of them is NaN."""
-        expected = self.sum if reduction == SUM else self.mean
-        sizes = [(count if reduction == MEAN else 1) * abs(value) for count, value in self.parts]
-        size = sum(sizes) / (self.samples if reduction == MEAN else 1)
-        return abs(self.whole - expected) <= TOLERANCE * max(size, abs(self.whole))
 
 
 def decompose(function: Loss, outputs: Tensor, targets: Tensor, ends: Sequence[int]) -> Decomposition:
@@ -214,26 +208,9 @@ class _MeanCheck:
         new = torch.tensor([not self._seen_targets >= set(one.flatten().tolist()) for one in targets.cpu()])
         order = torch.argsort(new.int(), descending=True, stable=True).to(targets.device)
         ends = sorted({1, len(targets) // 2, int(new.sum())} - {len(targets)})
-        with _no_side_effects(self._function, on=outputs.device), torch.no_grad():
+        with no_side_effects(self._function, on=outputs.device), torch.no_grad():
             for end in ends:
                 one = decompose(self._function, outputs[order], targets[order], (end,))
                 if one.is_conclusive and not one.fits(MEAN):
                     raise _neither(self._function, one)
         self._seen_targets |= found
-
-
-@contextmanager
-def _no_side_effects(*objects: Any, on: torch.device | None = None) -> Iterator[None]:
-    """Restore the random generators, and the buffers of those objects that are modules, afterwards.
-
-    ``on``: also restore the generator of this CUDA device.
-    """
-    modules = [one for one in objects if isinstance(one, nn.Module)]
-    gpus = [on] if on is not None and on.type == "cuda" else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=gpus), buffers_restored(modules):
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

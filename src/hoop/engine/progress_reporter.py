@@ -13,16 +13,19 @@ reporting rank is killed after its events were not read (the coordinator was awa
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hoop.collectives.communicator import Communicator
 from hoop.collectives.registry import Operation
+from hoop.engine.early_stopping import Watch
 from hoop.engine.stage.provenance import Provenance
 from hoop.job_events import Emit, Evaluated, Steps
 from hoop.memory.dtypes import dtype
@@ -40,43 +43,75 @@ KEPT_BYTES = 4 << 20
 _NO_EVALUATION = -1
 
 
-class Evaluation(NamedTuple):
-    """Loss and accuracy on the evaluation data after ``steps`` steps."""
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss, accuracy and metrics on the evaluation data after ``steps`` steps, with the state of early stopping."""
 
     steps: int = _NO_EVALUATION
     epoch: int = 0
     loss: float = 0.0
-    accuracy: float = 0.0
+    accuracy: float | None = None
+    watch: Watch = field(default_factory=Watch)
+    before: Watch = field(default_factory=Watch)
+    """``watch`` before this evaluation: after a recovery the same step may be evaluated again."""
+    metrics: tuple[float, ...] = ()
+    """In the order of the metrics' names."""
+
+    def to_row(self) -> list[float]:
+        """The fields as numbers, of which NaN is None."""
+        accuracy = math.nan if self.accuracy is None else self.accuracy
+        return [self.steps, self.epoch, self.loss, accuracy, *self.watch, *self.before, *self.metrics]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Evaluation:
+        steps, epoch, loss, accuracy, best, waited, best_before, waited_before, *metrics = row
+        return cls(
+            int(steps),
+            int(epoch),
+            loss,
+            None if math.isnan(accuracy) else accuracy,
+            Watch(best, int(waited)),
+            Watch(best_before, int(waited_before)),
+            tuple(metrics),
+        )
 
 
 class ProgressReporter:
     """One rank's rows of the last steps, and which of them it has emitted."""
 
-    def __init__(self, emit: Emit, provenance: Provenance, split: str = "test") -> None:
-        """``split``: name of the evaluation data."""
+    def __init__(
+        self, emit: Emit, provenance: Provenance, split: str = "test", metric_names: Sequence[str] = ()
+    ) -> None:
+        """``split``: name of the evaluation data. ``metric_names``: of the metrics beside the loss."""
+        self._metric_names = list(metric_names)
         self._emit = emit
         self._provenance = provenance
         self._split = split
-        width = 2 + provenance.width
-        self._rows: deque[tuple[float, float]] = deque(maxlen=min(KEPT_ROWS, max(256, KEPT_BYTES // width // 8)))
-        """Loss and seconds of the last steps; the last row is that of step ``_done``."""
+        width = 2 + len(self._metric_names) + provenance.width
+        self._rows: deque[tuple[float, ...]] = deque(maxlen=min(KEPT_ROWS, max(256, KEPT_BYTES // width // 8)))
+        """Loss, seconds and metrics of the last steps; the last row is that of step ``_done``."""
         self._done = 0
         self._emitted = 0
         """This rank has emitted rows up to this step, or need not."""
         self._last_emit = time.perf_counter()
-        self._evaluation = Evaluation()
+        self.evaluation = Evaluation()
+        """The newest evaluation, of this rank or another one."""
         self._emitted_evaluation = _NO_EVALUATION
 
-    def add(self, done: int, losses: Sequence[float], seconds: float) -> None:
-        """Appends the rows of the last ``len(losses)`` steps up to ``done``, which took ``seconds`` together."""
+    def add(self, done: int, losses: Sequence[float], seconds: float, metrics: Sequence[float] = ()) -> None:
+        """Appends the rows of the last ``len(losses)`` steps up to ``done``, which took ``seconds`` together.
+
+        ``metrics``: those of the last step, in the order of their names.
+        """
+        metrics = metrics or [0.0] * len(self._metric_names)
         if self._done != done - len(losses):
             self._rows.clear()  # rows between are missing here; take_over brings them
         self._done = done
-        self._rows.extend((loss, seconds / len(losses)) for loss in losses)
+        self._rows.extend((loss, seconds / len(losses), *metrics) for loss in losses)
 
     def add_evaluation(self, evaluation: Evaluation, rate: float, is_reporter: bool) -> None:
         """Every rank calls it after an evaluation; the reporting rank emits it."""
-        self._evaluation = evaluation
+        self.evaluation = evaluation
         self.report(rate, is_reporter, force=True)
 
     def report(self, rate: float, is_reporter: bool, force: bool = False) -> None:
@@ -97,16 +132,28 @@ class ProgressReporter:
             self._emit(
                 Steps(
                     first=first,
-                    loss=[loss for loss, _ in rows],
-                    seconds=[seconds for _, seconds in rows],
+                    loss=[row[0] for row in rows],
+                    seconds=[row[1] for row in rows],
                     rate=rate,
                     fed=self._provenance.as_events(first, count),
+                    metrics={name: [row[2 + at] for row in rows] for at, name in enumerate(self._metric_names)},
                 )
             )
         self._emitted = self._done
-        if self._evaluation.steps > self._emitted_evaluation:
-            self._emitted_evaluation = self._evaluation.steps
-            self._emit(Evaluated(**self._evaluation._asdict(), split=self._split))
+        found = self.evaluation
+        if found.steps > self._emitted_evaluation:
+            self._emitted_evaluation = found.steps
+            metrics = dict(zip(self._metric_names, found.metrics, strict=True))
+            self._emit(
+                Evaluated(
+                    found.steps, found.epoch, found.loss, found.accuracy, self._split, metrics, not found.watch.waited
+                )
+            )
+
+    def resume(self, evaluation: Evaluation) -> None:
+        """The run resumes from a checkpoint, whose last evaluation was reported before."""
+        if len(evaluation.metrics) == len(self._metric_names):
+            self.evaluation, self._emitted_evaluation = evaluation, evaluation.steps
 
     # ---- membership changes
 
@@ -121,7 +168,8 @@ class ProgressReporter:
             known += 1
         if known > (len(self._rows) if self._done == step else 0):
             newest = [rows[one] for one in range(step - known + 1, step + 1)]
-            table = np.array([[row[0], 0.0, *row[1:]] for row in newest])
+            metrics = [0.0] * len(self._metric_names)
+            table = np.array([[row[0], 0.0, *metrics, *row[1:]] for row in newest])
             self._replace(step, table)
 
     def take_over(self, communicator: Communicator, step: int, timeout: float) -> None:
@@ -136,34 +184,35 @@ class ProgressReporter:
         if self._done != step:
             self._rows.clear()
         self._done, self._emitted = step, min(self._emitted, step)
-        if self._evaluation.steps > step:
-            self._evaluation = Evaluation()
+        if self.evaluation.steps > step:
+            self.evaluation = Evaluation(metrics=(0.0,) * len(self._metric_names))
         self._emitted_evaluation = min(self._emitted_evaluation, step)
         if communicator.size == 1:
             return
-        mine = np.array([len(self._rows), *self._evaluation], np.float64)
+        known = self.evaluation if self.evaluation.steps >= 0 else Evaluation(metrics=(0.0,) * len(self._metric_names))
+        mine = np.array([len(self._rows), *known.to_row()], np.float64)
         gathered = np.zeros((communicator.size, mine.size), np.float64)
         gather = Operation("all_gather", mine.size, dtype("float64"))
         communicator.run(gather, mine, gathered.reshape(-1), timeout)
         root = int(gathered[:, 0].argmax())
-        table = np.zeros((int(gathered[root, 0]), 2 + self._provenance.width))
+        own = 2 + len(self._metric_names)
+        table = np.zeros((int(gathered[root, 0]), own + self._provenance.width))
         if communicator.rank == root:
-            table[:, :2] = np.array(self._rows).reshape(-1, 2)
-            table[:, 2:] = self._provenance.rows(step - len(table), len(table))
+            table[:, :own] = np.array(self._rows).reshape(-1, own)
+            table[:, own:] = self._provenance.rows(step - len(table), len(table))
         if table.size:
             flat = table.reshape(-1)
             give = Operation("broadcast", flat.size, dtype("float64"), root=root)
             communicator.run(give, flat, flat, timeout)
         if len(self._rows) < len(table):
             self._replace(step, table)
-        steps, epoch, loss, accuracy = gathered[int(gathered[:, 1].argmax()), 1:].tolist()
-        self._evaluation = Evaluation(int(steps), int(epoch), loss, accuracy)
+        self.evaluation = Evaluation.from_row(gathered[int(gathered[:, 1].argmax()), 1:].tolist())
 
     def _replace(self, step: int, table: np.ndarray[Any, np.dtype[np.float64]]) -> None:
-        """Sets the rows of the last steps up to ``step``: loss, seconds, provenance."""
-        first = step - len(table)
+        """Sets the rows of the last steps up to ``step``: loss, seconds, metrics, provenance."""
+        first, own = step - len(table), 2 + len(self._metric_names)
         self._rows.clear()
-        self._rows.extend((loss, seconds) for loss, seconds in table[:, :2].tolist())
+        self._rows.extend(map(tuple, table[:, :own].tolist()))
         self._done = step
         self._provenance.forget(first)
-        self._provenance.set_rows(first, table[:, 2:].astype(np.float32))
+        self._provenance.set_rows(first, table[:, own:].astype(np.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -81,6 +82,18 @@ class Settings:
     """Number of checkpoints to keep, the newest ones."""
     max_steps: int = 0
     """Stop after this many steps; 0: after all epochs."""
+    shuffle: bool = True
+    """Take the samples of each epoch in another random order; False: in the order of the dataset."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is smaller than the others."""
+    patience: int = 0
+    """Early stopping: end after this many evaluations in a row without a better one; 0: never."""
+    monitor: str = "loss"
+    """Early stopping and the best checkpoint: ``loss``, ``accuracy`` or another metric of evaluations."""
+    monitor_mode: str = ""
+    """Whether a smaller (``min``) or a larger (``max``) value of ``monitor`` is better; empty: max for accuracy."""
+    min_delta: float = 0.0
+    """Early stopping: the least change of ``monitor`` that counts as better."""
     trace_steps: int = 50
     """Record every instruction of this many steps at the start, for the timeline."""
     timeout_s: float = 120.0
@@ -127,6 +140,10 @@ class Settings:
             raise InvalidArgument(f"accelerator: {self.accelerator!r} is unknown; known: {', '.join(ACCELERATORS[:3])}")
         if not all(1 <= factor <= _MAX_SLOWDOWN for factor in self.slowdown):
             raise InvalidArgument(f"slowdown: {list(self.slowdown)} is not factors of 1 to {_MAX_SLOWDOWN}")
+        if self.monitor_mode not in ("", "min", "max"):
+            raise InvalidArgument(f"monitor_mode: {self.monitor_mode!r} is neither 'min' nor 'max'")
+        if not 0 <= self.min_delta < math.inf:
+            raise InvalidArgument(f"min_delta: {self.min_delta} is not 0 or more")
         if not 0 < self.timeout_s <= 86400:
             raise InvalidArgument(f"timeout_s: {self.timeout_s} is not in 0..86400")
         return self
@@ -201,6 +218,7 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "checkpoint_every": (0, 10**9),
     "keep": (1, 10**6),
     "max_steps": (0, 10**12),
+    "patience": (0, 10**9),
     "trace_steps": (0, 100_000),
     "bucket_bytes": (0, 1 << 40),
 }

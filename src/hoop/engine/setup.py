@@ -26,6 +26,8 @@ from hoop.config import format_size
 from hoop.data.dataset import Batch, Dataset, Splits
 from hoop.data.sampler import SampleOrder
 from hoop.engine.cost_probe import measure_communication, measure_costs, measure_gpu_step, profile_blocks
+from hoop.engine.custom.loss import CustomLoss
+from hoop.engine.custom.setup import check_strategy, prepare_parts
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.replication import check_memory, copies_bytes
 from hoop.engine.gradient_slots import gradient_memory_for
@@ -129,19 +131,28 @@ class TrainingSetup:
 
 
 def prepare(
-    context: RankContext, settings: Settings, job: Job, data: Splits, vectors: StateVectors, resharding: bool = False
+    context: RankContext,
+    settings: Settings,
+    job: Job,
+    data: Splits,
+    vectors: StateVectors,
+    resharding: bool = False,
+    model: nn.Module | None = None,
 ) -> TrainingSetup:
     """Collective. Builds this rank's part of the job; raises at every rank if the job cannot run.
 
     ``resharding``: the membership has changed since the strategy was chosen. The strategy is adapted to as many of the
-    ranks as it can use, and the model's initial weights need not be equal everywhere.
+    ranks as it can use, and the model's initial weights need not be equal everywhere. ``model``: the job's, if it is
+    built already.
     """
     settings.check()
     accelerator = select_accelerator(context, settings)
     half = settings.precision == "bfloat16" and (accelerator is None or not accelerator.cuda)
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise FailedPrecondition("precision: bfloat16 needs a processor that computes in it; this one does not")
-    model = build_model(job, settings.seed)
+    model = build_model(job, settings.seed) if model is None else model
+    if isinstance(job.loss, CustomLoss):
+        return _prepare_custom(context, settings, job, data, vectors, model, accelerator)
     blocks = blocks_of(model)
     strategy = parse(settings.strategy)
     if resharding:
@@ -187,6 +198,31 @@ def prepare(
             executor.close()
             raise
     return setup
+
+
+def _prepare_custom(
+    context: RankContext,
+    settings: Settings,
+    job: Job,
+    data: Splits,
+    vectors: StateVectors,
+    model: nn.Module,
+    accelerator: Accelerator | None,
+) -> TrainingSetup:
+    """Collective. Sets up custom training (``engine/custom``). Its blocks are not measured, and it is not predicted."""
+    loss, strategy = job.loss, parse(settings.strategy)
+    assert isinstance(loss, CustomLoss)
+    check_strategy(strategy)
+    plan = strategy.plan(context.size, settings.num_microbatches)
+    rounding = _check_same_on_all_ranks(context, settings, model, data, f"{loss.returns} {loss.metric_names}")
+
+    def check_memory(costs: list[Block]) -> None:
+        _partition(context, settings, strategy, costs, plan, [model], resharding=False)
+
+    executor, role, costs = prepare_parts(context, settings, job, data, vectors, model, plan, accelerator, check_memory)
+    if context.inject_faults is not None:
+        context.inject_faults(executor)
+    return TrainingSetup(model, costs, [0], strategy, plan, executor, role, rounding=rounding)
 
 
 def _profile(

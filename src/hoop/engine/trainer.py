@@ -21,28 +21,34 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
+from torch import nn
+
 from hoop import job_events as ev
 from hoop.collectives.rank_context import RankContext, single_rank
 from hoop.data.dataset import Splits, describe, fingerprint
-from hoop.data.sampler import SampleOrder
-from hoop.engine.data_feed import Position
+from hoop.data.structured import structured
+from hoop.engine.custom.evaluation import evaluate_custom
+from hoop.engine.custom.loss import CustomLoss
+from hoop.engine.custom.persistence import CustomInPlaceState
+from hoop.engine.early_stopping import EarlyStopping
 from hoop.engine.evaluation import evaluate
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import SnapshotPublisher, deserialize
 from hoop.engine.fault_tolerance.local_persistence import InPlaceState, load_from_arena, read_step_log
 from hoop.engine.fault_tolerance.manager import ShardedStateManager
 from hoop.engine.fault_tolerance.recovery import RECOVERABLE, plan_rest_of_step, synchronize_replicas
-from hoop.engine.job import Job
+from hoop.engine.job import Job, build_model
 from hoop.engine.load_balancer import load_balancer_for
 from hoop.engine.loss_reduction import with_criterion
 from hoop.engine.numeric_probe import rank_environment
 from hoop.engine.progress_reporter import Evaluation, ProgressReporter
-from hoop.engine.roles.base import StepWork
+from hoop.engine.roles.custom import CustomRole
 from hoop.engine.settings import Settings
 from hoop.engine.setup import TrainingSetup, prepare
 from hoop.engine.stage.accelerator import may_use_gpu
 from hoop.engine.stage.provenance import Provenance
-from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, StateVectors
+from hoop.engine.stage.state import MOVE, STOP, StateVectors
+from hoop.engine.step_schedule import StepSchedule
 from hoop.engine.thread_pinning import pin_threads
 from hoop.errors import DeadlineExceeded, FailedPrecondition, HoopError, InternalError, PeerError, PeerLost, UserError
 from hoop.job_events import Emit
@@ -55,54 +61,6 @@ log = logging.getLogger("hoop.engine")
 TAKE_OVER_TIMEOUT_S = 30.0
 REASSIGNMENT_TIMEOUT_S = 600.0
 """How long a rank keeps its state and waits for the coordinator to assign it another rank, or to end the job."""
-
-
-class StepSchedule:
-    """All steps of a run: their number, samples and learning rates, and where epochs end.
-
-    ``done`` is a number of steps: that many are finished, and the next step has that index.
-    """
-
-    def __init__(self, settings: Settings, samples: int) -> None:
-        """``samples``: number of training samples."""
-        self._settings = settings
-        self._order = SampleOrder(settings.seed, samples)
-        self.samples = samples
-        self.steps_per_epoch = self._order.steps(settings.batch_size)
-        self._steps = settings.epochs * self.steps_per_epoch
-        """Steps of all epochs, which the learning-rate schedule spans."""
-        self.total_steps = min(self._steps, settings.max_steps or self._steps)
-
-    def rate(self, done: int) -> float:
-        """Learning rate of the step after ``done`` steps."""
-        return self._settings.optimizer.rate(done, self._steps)
-
-    def next_steps(self, done: int, stride: int) -> list[StepWork]:
-        """The steps until ranks synchronize again, at most ``stride``.
-
-        They end at multiples of ``stride`` within an epoch and at the epoch's end: at the same steps, wherever a run
-        was resumed.
-        """
-        epoch, step = divmod(done, self.steps_per_epoch)
-        end = min((step // stride + 1) * stride, self.steps_per_epoch, step + self.total_steps - done)
-        works = []
-        for one in range(step, end):
-            number = done + one - step
-            samples = self._order.indices(epoch, one, self._settings.batch_size)
-            works.append(StepWork(Position(epoch, one, number), samples, self.rate(number)))
-        return works
-
-    def is_epoch_end(self, done: int) -> bool:
-        """True at the end of an epoch, and at the end of the run."""
-        return done % self.steps_per_epoch == 0 or done == self.total_steps
-
-    def last_epoch_end(self, done: int) -> int:
-        """Last epoch boundary that must have been processed after ``done`` steps."""
-        return max(0, (done - 1) // self.steps_per_epoch * self.steps_per_epoch)
-
-    def epoch_number(self, done: int) -> int:
-        """The epoch that ends at ``done``, counted from 1."""
-        return -(-done // self.steps_per_epoch)
 
 
 def check_faults(settings: Settings, devices: int, samples: int, linked: bool = True) -> None:
@@ -180,7 +138,8 @@ class Trainer:
         self._created_at = time.perf_counter()
         pin_threads(context, settings.threads_per_device, settings.pin and not may_use_gpu(settings))
         self._data = job.data()
-        job = with_criterion(job, self._data.train, settings.seed)
+        model = build_model(job, settings.seed)
+        job = with_criterion(job, self._data.train, settings.seed, model)
         self._schedule = StepSchedule(settings, len(self._data.train))
         if not joining:
             check_faults(settings, context.size, len(self._data.train), context.linked)
@@ -192,7 +151,9 @@ class Trainer:
         self._late_join = LateJoin(joining, emit, context, prefix)
         self._snapshots = SnapshotPublisher(context.arena, prefix, emit, context.run, joining)
         self._provenance = Provenance(settings.num_microbatches)
-        self._progress = ProgressReporter(emit, self._provenance, self._data.evaluated_split)
+        metric_names = job.loss.metric_names if isinstance(job.loss, CustomLoss) else ()
+        self._progress = ProgressReporter(emit, self._provenance, self._data.evaluated_split, metric_names)
+        self._early_stopping = EarlyStopping(settings)
         self._vectors = StateVectors(context.arena, prefix, context.run)
         replicated = parse(settings.strategy).replicated
         self._sharded = (
@@ -212,35 +173,39 @@ class Trainer:
         self._setup_error: PeerError | None = None
         if joining and self._sharded is not None:
             return  # the first recovery decides which part of the model this rank holds
-        self._set_up(job, resume, joining)
+        self._set_up(job, model, resume, joining)
 
     @property
     def ranks(self) -> int:
         """Ranks of the current generation."""
         return self._context.size
 
-    def _set_up(self, job: Job, resume: bytes | None, joining: bool) -> None:
+    def _set_up(self, job: Job, model: nn.Module, resume: bytes | None, joining: bool) -> None:
         """(1): builds this rank's part of the model, and loads the checkpoint or the arena's state."""
         context, settings = self._context, self._settings
         tensors, metadata = deserialize(resume) if resume is not None else ({}, {"steps": 0})
         self._done = self._epoch_end = self._first_step = int(metadata["steps"])
+        if "evaluation" in metadata:
+            self._progress.resume(Evaluation.from_row(metadata["evaluation"]))
+            self._check_early_stop()
         if self._sharded is not None:
             self._sharded.start(tensors, self._done, context.size)
         try:
-            setup = prepare(context, settings, job, self._data, self._vectors)
+            setup = prepare(context, settings, job, self._data, self._vectors, model=model)
         except PeerError as error:
             self._setup_error = error  # ``train`` recovers from it as from any other loss
             if self._sharded is not None:
                 return
             self._vectors.free()  # a data parallel rank needs no other rank to set up
-            setup = prepare(single_rank(context), settings, job, self._data, self._vectors)
+            setup = prepare(single_rank(context), settings, job, self._data, self._vectors, model=model)
         self._use_setup(setup)
         if tensors:
             self._role.restore(self._setup.model, tensors, self._done)
         if self._sharded is not None:
             self._sharded.set_live(self._setup, self._done)
             return
-        self._in_place = InPlaceState(
+        kind = CustomInPlaceState if isinstance(self._role, CustomRole) else InPlaceState
+        self._in_place = kind(
             setup=self._setup,
             vectors=self._vectors,
             arena_shards=self._late_join.arena_shards,
@@ -339,7 +304,8 @@ class Trainer:
         if sees_stop_vote and last is not None and self._sharded is None:
             self._stopped, self._reassignment_agreed = bool(last.tail[STOP] > 0), bool(last.tail[MOVE] > 0)
         if losses:
-            self._progress.add(self._done, losses, time.perf_counter() - began)
+            metrics = last.metrics() if last is not None else ()
+            self._progress.add(self._done, losses, time.perf_counter() - began, metrics)
             self._report()
         if sees_stop_vote and self._balancer is not None and last is not None and not self._reassignment_agreed:
             plan = self._balancer.observe(last.tail)
@@ -349,7 +315,7 @@ class Trainer:
                 self._emit(event)
 
     def _report(self, force: bool = False) -> None:
-        self._progress.report(self.executor.rate, self._role.is_reporter, force)
+        self._progress.report(self._rate(), self._role.is_reporter, force)
 
     def _epoch_end_due(self) -> bool:
         """True if an epoch has ended and has not been processed."""
@@ -362,12 +328,37 @@ class Trainer:
         self._report(force=True)
         self._role.refresh()
         if final or (settings.evaluate_every and epoch % settings.evaluate_every == 0):
-            loss, accuracy = evaluate(self.executor, self._data.test)
-            evaluation = Evaluation(self._done, epoch, loss, accuracy)
-            self._progress.add_evaluation(evaluation, self.executor.rate, self._role.is_reporter)
+            self._evaluate(epoch)
         if not final and settings.checkpoint_every and epoch % settings.checkpoint_every == 0:
             self._snapshot(final=False)
         self._epoch_end = self._done
+
+    def _evaluate(self, epoch: int) -> None:
+        """Collective. Evaluates the model; all ranks stop together if early stopping says so."""
+        accuracy: float | None
+        if isinstance(self._role, CustomRole):
+            found = evaluate_custom(self.executor, self._role.state, structured(self._data.test))
+            loss, accuracy, metrics = found
+        else:
+            loss, accuracy = evaluate(self.executor, self._data.test)
+            metrics = {}
+        last, watching = self._progress.evaluation, self._early_stopping
+        before = last.before if last.steps == self._done else last.watch
+        watch = watching.next(before, watching.value(loss, accuracy, metrics))
+        evaluation = Evaluation(self._done, epoch, loss, accuracy, watch, before, tuple(metrics.values()))
+        if isinstance(self._role, CustomRole):
+            self._role.on_evaluated(self._done, loss)
+        self._progress.add_evaluation(evaluation, self._rate(), self._role.is_reporter)
+        self._check_early_stop()
+
+    def _check_early_stop(self) -> None:
+        last = self._progress.evaluation
+        if last.steps == self._done and self._early_stopping.is_over(last.watch):
+            self._stopped = True
+
+    def _rate(self) -> float:
+        """The learning rate of the last step, for reports."""
+        return self._role.state.objects.rate if isinstance(self._role, CustomRole) else self.executor.rate
 
     def _finish(self) -> None:
         """(4): takes the final snapshot. Sharded: ranks synchronize after it, for an earlier loss would lose a part."""
@@ -381,7 +372,13 @@ class Trainer:
         role, reshard_count = self._role, self._sharded.reshard_count if self._sharded is not None else 0
         tensors = role.checkpoint_tensors(self._setup.model)
         self._snapshots.publish(
-            tensors, self._done, self._schedule.steps_per_epoch, final, role.num_checkpoint_parts, reshard_count
+            tensors,
+            self._done,
+            self._schedule.steps_per_epoch,
+            final,
+            role.num_checkpoint_parts,
+            reshard_count,
+            self._progress.evaluation.to_row(),
         )
 
     # ---- membership changes
@@ -458,6 +455,7 @@ class Trainer:
         self._use_setup(setup)
         self._done, self._epoch_end, self._stopped = plan.step, plan.epoch_end, plan.stopped
         self._late_join.complete(self._done, context, plan.source, plan.all_restarted, self._progress)
+        self._check_early_stop()
         sharded.ensure_replicated(context)
         sharded.synchronize(context, self._should_stop(), self._done)
         sharded.confirm(plan)
@@ -491,6 +489,7 @@ class Trainer:
         self._done, executor.computed = plan.step, list(plan.computed[context.rank])
         source = plan.source_of(context.rank)
         self._late_join.complete(self._done, context, source, plan.all_restarted, self._progress)
+        self._check_early_stop()
         self._epoch_end = plan.epoch_end
         if not planned:
             executor.stage_states[0].rotate_total_buffer()
@@ -519,11 +518,11 @@ class Trainer:
     def _count_finished_step(self) -> None:
         """Counts a step that was finished outside of ``_train_steps``."""
         tail = self.executor.stage_states[0].tail
-        self._count_step(float(tail[LOSS]) / float(tail[SAMPLES]))
+        self._count_step(self.executor.stage_states[0].mean_loss(tail))
 
     def _count_step(self, loss: float) -> None:
         self._done += 1
-        self._progress.add(self._done, [loss], 0.0)
+        self._progress.add(self._done, [loss], 0.0, self.executor.stage_states[0].metrics())
 
     def close(self) -> None:
         """Frees the arena's memory, except the last snapshots, which a client may still read, and the model."""

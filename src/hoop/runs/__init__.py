@@ -6,6 +6,7 @@ May import: memory wire membership client schedulers servers data plan strategie
 PUBLIC = (
     "api",
     "audit",
+    "callbacks",
     "checkpoint_store",
     "doctor",
     "elastic",

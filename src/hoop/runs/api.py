@@ -8,16 +8,17 @@ train ──▶ Training ──▶ ForkedCluster (devices of this machine) or a 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from hoop import job_events as ev
 from hoop import torch_versions
@@ -30,9 +31,10 @@ from hoop.files import make_folder
 from hoop.job_events import Observed
 from hoop.membership.replication import check_replicas
 from hoop.plan.faults import DISK_FULL
+from hoop.runs.callbacks import Callback, CallbackCaller, RunControl, check_callbacks
 from hoop.runs.elastic import check_range, local_processes, wait_for_devices
 from hoop.runs.result import Result
-from hoop.topology import DeviceRange, PortRange
+from hoop.topology import Addresses, DeviceRange, PortRange
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from hoop.launch.ray_cluster import Ray
     from hoop.schedulers.base import Placement
     from hoop.simulate.cost_model import Costs
-    from hoop.topology import Address, Addresses
+    from hoop.topology import Address
     from hoop.wire.auth import Credentials
 
 
@@ -324,15 +326,28 @@ class Training:
         wait_for_ranks(cluster, placement, self._launch.meet_timeout_s, self._head_stopping.is_set, count)
 
 
-def _checked_ray(on: Any, devices: DeviceRange) -> Ray | None:
-    """``on`` with a number of devices."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a run trains: on this machine, on a Ray cluster, or on a cluster of Hoop that is up."""
+
+    ray: Ray | None = None
+    coordinator: Addresses | None = None
+
+
+def _checked_place(on: Any, devices: DeviceRange) -> _Place:
+    """``on``: None, a ``hoop.Ray``, or the address of a coordinator."""
     if on is None:
-        return None
+        return _Place()
+    if isinstance(on, str):
+        return _Place(coordinator=Addresses.parse(on))
     from hoop.launch.ray_cluster import Ray
 
     if not isinstance(on, Ray):
-        raise InvalidArgument(f"on: {on!r:.80} is not a hoop.Ray(devices=…)")
-    return on.with_range(devices)
+        raise InvalidArgument(
+            f"on: {on!r:.80} is neither the address of a coordinator, such as '10.0.0.1:4021', nor a "
+            "hoop.Ray(devices=…)"
+        )
+    return _Place(ray=on.with_range(devices))
 
 
 def _checked_strategy(strategy: Any) -> str:
@@ -352,35 +367,84 @@ def _checked_folder(out: Any) -> Path | None:
         raise InvalidArgument(f"out: {out!r:.80} is not the path of a folder") from None
 
 
+def _checked_settings(job: Job, name: str, settings: dict[str, Any]) -> Settings:
+    """The settings of a job with those that were given; raises if the job's own parts make one of them void."""
+    if job.optimizer is not None or job.lr_scheduler is not None:
+        void = set(OPTIMIZER_FIELDS if job.optimizer is not None else ())
+        void |= set(SCHEDULE_FIELDS if job.lr_scheduler is not None else ())
+        for field_name in sorted(void & set(settings)):
+            own = "optimizer" if job.optimizer is not None and field_name in OPTIMIZER_FIELDS else "lr_scheduler"
+            raise InvalidArgument(
+                f"{field_name}: {settings[field_name]!r} has no effect, because {own} is a function that has its own; "
+                f"state it there, or leave out {own}"
+            )
+    for field_name in sorted({"batch_size", "shuffle", "drop_last"} & set(settings) & set(job.settings)):
+        if settings[field_name] != job.settings[field_name] and not job.about:
+            raise InvalidArgument(
+                f"{field_name}: {settings[field_name]!r} is given, and the DataLoader has "
+                f"{job.settings[field_name]!r}; leave one of them out"
+            )
+    return job.defaults(name).replaced(settings).check()
+
+
+OPTIMIZER_FIELDS = ("lr", "momentum", "nesterov", "beta1", "beta2", "eps", "weight_decay")
+SCHEDULE_FIELDS = ("schedule", "warmup", "step_every", "step_factor", "final")
+
+
 def train(
     model: nn.Module | Callable[[int], nn.Module] | Job | str,
     data: Any = None,
     *,
-    devices: int | str | tuple[int, int] = DEFAULT_DEVICES,
-    on: Ray | None = None,
+    devices: int | str | tuple[int, int] | None = None,
+    on: Ray | str | None = None,
+    token: str | None = None,
+    tls: str | os.PathLike[str] | None = None,
     strategy: str | StrategyLike = "data",
     memory: int | str = DEFAULT_MEMORY,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
+    callbacks: Sequence[Callback] | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
-    loss: str | Callable[[Any, Any], Any] = "cross_entropy",
+    loss: str | Callable[..., Any] = "cross_entropy",
     reduction: str | None = None,
+    optimizer: str | Callable[[Any], Any] | None = None,
+    parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    lr_scheduler: Callable[[Any], Any] | None = None,
+    scheduler_interval: Literal["step", "epoch"] = "step",
+    ema: float = 0.0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int | None = None,
     **settings: Any,
 ) -> Result:
-    """Trains a model on devices of this machine, or of a Ray cluster (``on``), and returns the result.
+    """Trains a model on devices of this machine, or of a cluster (``on``), and returns the result.
 
-    ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or a recipe's name;
-    ``data`` is (inputs, targets), ((inputs, targets), (test inputs, test targets)), or two datasets. Inputs and targets
-    are tensors or NumPy arrays, of which float64 becomes float32. Without test data
-    the model is measured on the training data, and ``result.split`` says so. ``loss`` is
-    ``cross_entropy``, ``mse``, or a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``. It trains as it
-    does in PyTorch on the whole batch: a mean as the mean, a sum as the sum, a value a sample as their mean. Hoop finds
-    out which of them it is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it.
-    ``devices`` is a number, or a range, ``"4:16"`` or ``(4, 16)``: training begins when 4 are ready, and takes in the
-    others as they come. ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, lr …
+    ``model`` is a module (it has the trained weights afterwards), a function of a seed, a ``Job``, or the name of a
+    recipe or job.
+
+    ``data`` is (inputs, targets), tensors or NumPy arrays, of which float64 becomes float32; any nesting of dicts and
+    tuples of them; a map-style dataset with samples of any structure, of which ``collate_fn`` makes batches, loaded by
+    ``num_workers`` processes on each device; or a ``DataLoader``, which states batch size, order, collate function and
+    workers. A pair of these is training and test data. Without test data the model is measured on the training data,
+    and ``result.split`` says so.
+
+    ``loss`` is ``cross_entropy``, ``mse``, a function of (outputs, targets), such as ``nn.CrossEntropyLoss()``, or a
+    function of (model, batch). It trains as it does in PyTorch on the whole batch: a mean as the mean, a sum as the
+    sum, a value a sample as their mean, (sum, count) as their quotient over the batch. Hoop finds out which of them it
+    is, or refuses; ``reduction``, ``mean``, ``sum`` or ``none``, states it. It may return a dict with ``loss`` and
+    further metrics.
+
+    ``optimizer`` is a name (with the settings lr, momentum, weight_decay …), or a function of the parameters, or of the
+    ``parameter_groups``, that returns any ``torch.optim.Optimizer``; ``lr_scheduler`` is a function of the optimizer,
+    which steps every step or epoch (``scheduler_interval``). ``ema`` averages the weights (``result.average``).
+
+    ``devices`` is a number, 4 by default, or a range, ``"4:16"`` or ``(4, 16)``: training begins when 4 are ready, and
+    takes in the others as they come. ``on="HOST:PORT"`` trains on the cluster whose coordinator is there, with
+    ``token`` or ``tls`` (a folder of ``hoop certs``); its devices load the job by name, so ``model`` is one, for
+    example ``"my_job.py:job"``. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster.
+
     ``out`` is a folder for metrics, checkpoints and plots; with ``resume`` the run resumes from the newest checkpoint
-    there. ``on=hoop.Ray(devices=8)`` trains on actors of a Ray cluster; ``devices`` counts if it names no number.
-    ``progress`` is called with every event as a dict (docs/training.md, Events).
+    there. ``callbacks`` are called while it trains (``hoop.Callback``), ``progress`` with every event as a dict.
+    ``settings`` are those of ``hoop train`` (docs/training.md): epochs, batch_size, shards, patience …
 
     >>> result = hoop.train(model, (images, labels), devices=4, epochs=3)
     >>> result.accuracy
@@ -392,26 +456,49 @@ def train(
     from hoop.engine.recipes import RECIPES
     from hoop.engine.trainer import check_faults
     from hoop.runs.checkpoint_store import FOLDER, newest_checkpoint
-    from hoop.runs.job_objects import job_from, load_into
+    from hoop.runs.job_objects import JobParts, averages, job_from, load_into
 
-    count, spec, folder = DeviceRange.parse(devices), _checked_strategy(strategy), _checked_folder(out)
-    on = _checked_ray(on, count)
-    count = count if on is None else on.range
+    if isinstance(optimizer, str) or (optimizer is not None and not callable(optimizer)):
+        settings["optimizer"], optimizer = optimizer, None
+    count = DeviceRange.parse(DEFAULT_DEVICES if devices is None else devices)
+    spec, folder = _checked_strategy(strategy), _checked_folder(out)
+    place = _checked_place(on, count)
+    count = count if place.ray is None else place.ray.range
+    called = check_callbacks(callbacks)
     if progress is not None and not callable(progress):
         raise InvalidArgument(f"progress: {progress!r:.80} is not a function of an event, which is a dict")
-    if reduction is not None and isinstance(model, str | Job):
-        raise InvalidArgument(f"reduction: {reduction!r} is for a loss that is given here; a job states its own")
+    parts = JobParts(
+        loss=loss,
+        reduction=reduction,
+        optimizer=optimizer,
+        parameter_groups=parameter_groups,
+        lr_scheduler=lr_scheduler,
+        scheduler_interval=scheduler_interval,
+        ema=ema,
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+    )
+    if isinstance(model, str | Job):
+        parts.check_only_default()
+    if place.coordinator is not None and not isinstance(model, str):
+        raise InvalidArgument(
+            f"on: the devices at {on} are other processes, to which no object of this one can be sent; name the job, "
+            "hoop.train('my_job.py:job', on=…), and put the file into the devices' folder (hoop device --jobs)"
+        )
+    if place.coordinator is None and (token is not None or tls is not None):
+        raise InvalidArgument("token, tls: they are for the cluster of on='HOST:PORT'; leave them out")
     if isinstance(model, str):
         job, name = find_job(model, RECIPES), model
     else:
-        job = model if isinstance(model, Job) else job_from(model, data, loss, reduction)
+        job = model if isinstance(model, Job) else job_from(model, data, parts)
         name = f"inherited:{len(INHERITED)}"
     limit = {"max_devices": count.most} if count.most else {}
-    wanted = job.defaults(name).replaced({**settings, **limit, "strategy": spec}).check()
+    wanted = _checked_settings(job, name, {**settings, **limit, "strategy": spec})
     check_replicas(wanted.replicas, count.first)
     loaded = job.data()  # before the fork: devices share what is loaded now
-    with blaming_user_code("calling the loss before the first step"):
-        job = with_criterion(job, loaded.train, wanted.seed)
+    with blaming_user_code("calling the model and the loss before the first step"):
+        live = None if isinstance(model, str) else build_model(job, wanted.seed)
+        job = with_criterion(job, loaded.train, wanted.seed, live)
     check_faults(wanted, count.first, len(loaded.train))
     if not isinstance(model, str):
         INHERITED.append(job)
@@ -422,16 +509,28 @@ def train(
     found = newest_checkpoint(folder) if resume and folder else None
     size = parse_size(memory, "memory")
     launch = Launch(wanted, count.first, size, folder)
-    if on is not None:
-        launch = replace(launch, ray=on, job=None if isinstance(model, str) else job)
+    if place.ray is not None:
+        launch = replace(launch, ray=place.ray, job=None if isinstance(model, str) else job)
+    if place.coordinator is not None:
+        from hoop.wire.auth import find_credentials
+        from hoop.wire.roles import Role
+
+        given = token is not None or tls is not None
+        credentials = find_credentials(Role.CLIENT, token, tls=Path(tls) if tls else None) if given else None
+        first = None if devices is None else count.first
+        launch = replace(launch, coordinator=place.coordinator, credentials=credentials, devices=first)
     if found is not None:
         launch = replace(launch, resume=found.path, warnings=tuple(found.warnings))
     with tempfile.TemporaryDirectory(prefix="hoop-") as scratch:
         weights = Path(scratch) / "weights.safetensors"
         summary: dict[str, Any] = {}
-        for observed in Training(launch, save=weights).events():
+        training = Training(launch, save=weights)
+        caller = CallbackCaller(called, RunControl(training.stop, json.loads(wanted.to_json())))
+        for observed in training.events():
             if progress is not None:
                 progress(observed.to_fields())
+            caller.on_observed(observed)
             if isinstance(observed.event, ev.Finished):
                 summary = observed.event.result
-        return Result(summary, load_into(build_model(job, wanted.seed), weights))
+        trained = load_into(build_model(job, wanted.seed), weights)
+        return Result(summary, trained, averages(weights))

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from hoop.data.dataset import Dataset
+from hoop.data.structured import structured
+from hoop.engine.custom.evaluation import evaluate_chunks, summarise
+from hoop.engine.custom.loss import CustomLoss
 from hoop.engine.evaluation import CHUNK
 from hoop.engine.job import Job, build_model
 from hoop.engine.loss_reduction import with_criterion
@@ -87,8 +90,15 @@ def measure(one: TrainedModel) -> dict[str, Any]:
         data = splits.test
         one.model.eval()
         job = with_criterion(one.job, splits.train, one.settings.seed, one.model)
-        assert job.criterion is not None, "with_criterion finds one, or raises"
-        loss, right = _figures(one, data, job.criterion)
+        accuracy: float | None
+        metrics: dict[str, float] = {}
+        if isinstance(job.loss, CustomLoss):
+            chunk_rows = max(1, -(-one.settings.batch_size // one.settings.num_microbatches))
+            rows = evaluate_chunks(one.model, job.loss, structured(data), chunk_rows)
+            loss, accuracy, metrics = summarise(job.loss, rows)
+        else:
+            assert job.criterion is not None, "with_criterion finds one, or raises"
+            loss, accuracy = (value / len(data) for value in _figures(one, data, job.criterion))
     return {
         "job": one.settings.job,
         "checkpoint": str(one.found.path),
@@ -96,8 +106,9 @@ def measure(one: TrainedModel) -> dict[str, Any]:
         "steps": one.steps,
         "split": splits.evaluated_split,
         "samples": len(data),
-        "accuracy": right / len(data),
-        "loss": loss / len(data),
+        "accuracy": accuracy,
+        "loss": loss,
+        "metrics": metrics,
         "weights_sha256": one.weights_sha256,
     }
 

@@ -25,7 +25,8 @@ from torch import Tensor
 from hoop import job_events as ev
 from hoop.client.cluster import Cluster, connect
 from hoop.client.jobs import JobHandle
-from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, MOMENT, deserialize, serialize
+from hoop.engine.custom.state import AVERAGE
+from hoop.engine.fault_tolerance.checkpoint import CHECKSUM_KEY, deserialize, is_training_state, serialize
 from hoop.engine.job import import_path
 from hoop.engine.settings import Settings
 from hoop.errors import FailedPrecondition, HoopError, NotFound, PeerError
@@ -99,6 +100,7 @@ class Deduplicator:
             loss=event.loss[repeated:],
             seconds=event.seconds[repeated:],
             fed=event.fed[repeated:],
+            metrics={name: each[repeated:] for name, each in event.metrics.items()},
         )
 
     def _compare(self, event: ev.Steps) -> None:
@@ -242,7 +244,8 @@ class JobFollower:
             case ev.Started():
                 self._started = event
             case ev.Evaluated():
-                self._evaluation = {"loss": event.loss, "accuracy": event.accuracy, "split": event.split}
+                measured = {"loss": event.loss, "accuracy": event.accuracy, "metrics": event.metrics}
+                self._evaluation = {**measured, "split": event.split}
                 self._check_divergence(event.steps - 1, [event.loss])
             case ev.Steps():
                 self._steps += len(event.loss)
@@ -295,7 +298,8 @@ class JobFollower:
         if self._recorder is not None and self._diverged is None:
             self._recorder.checkpoint(tensors, metadata | {"weights_sha256": digest}, event.steps)
         if event.final:
-            self.tensors = {name: one for name, one in tensors.items() if not name.startswith(MOMENT)}
+            kept = {name: one for name, one in tensors.items() if not is_training_state(name)}
+            self.tensors = kept | {name: one for name, one in tensors.items() if name.startswith(AVERAGE)}
             self._weights_sha256 = digest
 
     def _read_snapshot(self, observed: Observed, event: ev.SnapshotTaken) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -328,6 +332,7 @@ class JobFollower:
             "steps": steps,
             "accuracy": self._evaluation.get("accuracy"),
             "loss": self._evaluation.get("loss"),
+            "metrics": self._evaluation.get("metrics", {}),
             "split": self._evaluation.get("split"),
             "seconds": seconds,
             "samples_per_second": samples / seconds if seconds else 0.0,
@@ -351,7 +356,7 @@ class JobFollower:
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """One sha256 over a model's tensors in the order of their names; optimizer state is left out."""
     digest = hashlib.sha256()
-    for name in sorted(name for name in tensors if not name.startswith(MOMENT)):
+    for name in sorted(name for name in tensors if not is_training_state(name)):
         tensor = tensors[name].contiguous()
         digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)

@@ -5,76 +5,72 @@ Imports PyTorch; ``runs/api.py`` imports this module when it is called, after it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hoop.data.dataset import Splits
-from hoop.data.tensors import MapData, TensorData
+from hoop.engine.custom.state import AVERAGE
 from hoop.engine.fault_tolerance.checkpoint import deserialize
 from hoop.engine.job import Job, check_model_function
-from hoop.engine.stage.autograd import Loss
 from hoop.errors import FailedPrecondition, InvalidArgument
+from hoop.runs.user_data import user_data
 
 
-def job_from(
-    model: nn.Module | Callable[[int], nn.Module], data: Any, loss: str | Loss, reduction: str | None = None
-) -> Job:
-    """A job from a module, or a function of a seed that makes one, and data."""
-    splits = splits_from(data)
+@dataclass(frozen=True)
+class JobParts:
+    """What a program may give to ``hoop.train`` beside the model and the data; the fields are those of ``Job``."""
+
+    loss: str | Callable[..., Any] = "cross_entropy"
+    reduction: str | None = None
+    optimizer: Callable[[Any], Any] | None = None
+    parameter_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None
+    lr_scheduler: Callable[[Any], Any] | None = None
+    scheduler_interval: Literal["step", "epoch"] = "step"
+    ema: float = 0.0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    num_workers: int | None = None
+
+    def check_only_default(self) -> None:
+        """Raises if a part is given: a ``Job`` or a recipe has its own."""
+        for one in dataclasses.fields(self):
+            if getattr(self, one.name) != one.default:
+                raise InvalidArgument(
+                    f"{one.name}: {getattr(self, one.name)!r:.80} is for a model that is given here; a job states its "
+                    "own (dataclasses.replace makes another job of it)"
+                )
+
+
+def job_from(model: nn.Module | Callable[[int], nn.Module], data: Any, parts: JobParts) -> Job:
+    """A job from a module, or a function of a seed that makes one, its data, and the other parts."""
+    splits, settings = user_data(data, parts.collate_fn, parts.num_workers)
     if isinstance(model, nn.Module):
-        return Job(lambda seed: model, lambda: splits, loss, reduction=reduction)
-    check_model_function(model)
-    return Job(model, lambda: splits, loss, reduction=reduction)
-
-
-def splits_from(data: Any) -> Splits:
-    """Training and test data from a pair of datasets or of arrays; a single dataset is used for both."""
-    if isinstance(data, Splits):
-        return data
-    if isinstance(data, tuple | list) and len(data) == 2 and not _is_array(data[0]):
-        return Splits(_dataset(data[0], "train"), _dataset(data[1], "test"))
-    one = _dataset(data, "train")
-    return Splits(one, one)
-
-
-def _dataset(data: Any, name: str) -> Any:
-    if isinstance(data, tuple | list) and len(data) == 2 and _is_array(data[0]):
-        return TensorData(_tensor(data[0], "inputs"), _tensor(data[1], "targets"), name=name)
-    if hasattr(data, "batch") and hasattr(data, "checksum"):
-        return data
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return MapData(data, name=name)
-    raise InvalidArgument(
-        f"data: {type(data).__name__} is neither (inputs, targets) nor a dataset; give tensors or NumPy arrays, a "
-        "map-style torch Dataset, or a pair of them for training and test"
+        module, make = model, lambda seed: module
+    else:
+        check_model_function(model)
+        make = model
+    return Job(
+        make,
+        lambda: splits,
+        parts.loss,
+        settings,
+        reduction=parts.reduction,
+        optimizer=parts.optimizer,
+        parameter_groups=parts.parameter_groups,
+        lr_scheduler=parts.lr_scheduler,
+        scheduler_interval=parts.scheduler_interval,
+        ema=parts.ema,
     )
 
 
-def _is_array(values: Any) -> bool:
-    """Whether these are a tensor, or what NumPy takes for an array."""
-    return isinstance(values, Tensor) or hasattr(values, "__array__")
-
-
-def _tensor(values: Any, field: str) -> Tensor:
-    """An array as a tensor. NumPy's default type, float64, becomes float32, the type of all weights."""
-    if isinstance(values, Tensor):
-        return values
-    if not _is_array(values):
-        raise InvalidArgument(f"data: {field} are {type(values).__name__}; give a tensor or a NumPy array")
-    array = np.asarray(values)
-    kind = np.dtype(np.float32) if array.dtype == np.float64 else array.dtype.newbyteorder("=")
-    if kind.kind not in "biuf":
-        raise InvalidArgument(f"data: {field} are an array of {array.dtype}; give an array of numbers")
-    array = array.astype(kind, order="C", copy=not array.flags.writeable)  # torch takes no others
-    try:
-        return torch.from_numpy(array)
-    except TypeError as error:
-        raise InvalidArgument(f"data: {field} are an array that PyTorch does not take: {error}") from None
+def averages(weights: Path) -> dict[str, Tensor]:
+    """The averaged weights in a file, by name; empty if there are none."""
+    found = deserialize(weights.read_bytes(), weights)[0]
+    return {name.removeprefix(AVERAGE): one for name, one in found.items() if name.startswith(AVERAGE)}
 
 
 def load_into(model: nn.Module, weights: Path | Mapping[str, Tensor]) -> nn.Module:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,14 @@ class Result:
     summary: Mapping[str, Any]
     model: nn.Module
     """The module with the trained weights: the one that was given to ``hoop.train``, if one was."""
+    average: Mapping[str, Tensor] = field(default_factory=dict)
+    """With ``ema``: the averaged weights by name, for ``model.load_state_dict(result.average, strict=False)``."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Further metrics of the last evaluation, which the loss function returned."""
+        found: Mapping[str, float] = self.summary.get("metrics", {})
+        return found
 
     @property
     def accuracy(self) -> float | None:

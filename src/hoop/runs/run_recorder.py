@@ -107,7 +107,7 @@ class RunRecorder:
         for row in reversed(read_metrics(self._out / _METRICS)):
             for split in ("test", "train"):
                 if f"{split}_loss" in row:
-                    measured = {name: row[f"{split}_{name}"] for name in ("loss", "accuracy")}
+                    measured = {name: row.get(f"{split}_{name}") for name in ("loss", "accuracy")}
                     return {"split": split, **measured}
         return None
 
@@ -147,9 +147,11 @@ class RunRecorder:
         match event:
             case ev.Steps():
                 rows = zip(event.loss, event.seconds, strict=True)
-                for step, (loss, seconds) in enumerate(rows, start=event.first + 1):
-                    self._metrics.log(step, loss=loss, seconds=seconds)
-                    self._board.scalar("loss", loss, step, observed.time)
+                for index, (loss, seconds) in enumerate(rows):
+                    step, extra = event.first + index + 1, {name: each[index] for name, each in event.metrics.items()}
+                    self._metrics.log(step, loss=loss, seconds=seconds, **extra)
+                    for tag, value in {"loss": loss, **extra}.items():
+                        self._board.scalar(tag, value, step, observed.time)
                 self._write_speed(event, observed.time)
             case ev.Started():
                 self._plan = event
@@ -157,7 +159,10 @@ class RunRecorder:
             case ev.Resized() | ev.Recovered():
                 self._board.scalar("devices", event.ranks, event.step, observed.time)
             case ev.Evaluated():
-                values = {f"{event.split}_loss": event.loss, f"{event.split}_accuracy": event.accuracy}
+                values = {f"{event.split}_loss": event.loss}
+                if event.accuracy is not None:
+                    values[f"{event.split}_accuracy"] = event.accuracy
+                values |= {f"{event.split}_{name}": value for name, value in event.metrics.items()}
                 self._metrics.log(event.steps, **values, epoch=event.epoch)
                 for tag, value in {**values, "epoch": event.epoch}.items():
                     self._board.scalar(tag, value, event.steps, observed.time)

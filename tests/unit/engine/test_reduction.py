@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hoop.data.dataset import Splits
 from hoop.data.tensors import TensorData
 from hoop.engine.job import Job
-from hoop.engine.loss_reduction import SAMPLES, Decomposition, reduction_of, with_criterion
+from hoop.engine.loss_reduction import reduction_of, with_criterion
+from hoop.engine.loss_trial import SAMPLES, Decomposition
 from hoop.engine.stage.autograd import Criterion, Objective, cross_entropy, hits
 from hoop.errors import InvalidArgument
 

@@ -18,7 +18,8 @@ from hoop.engine.settings import Settings
 from hoop.engine.setup import check_stages
 from hoop.engine.stage.optimizer import OptimizerSettings
 from hoop.errors import FailedPrecondition, InvalidArgument
-from hoop.runs.job_objects import job_from, load_into, splits_from
+from hoop.runs.job_objects import JobParts, job_from, load_into
+from hoop.runs.user_data import user_data
 from hoop.strategies.catalog import parse
 
 
@@ -47,7 +48,7 @@ INPUTS, TARGETS = torch.randn(6, 2), torch.zeros(6, dtype=torch.int64)
     ],
 )
 def test_data_is_accepted_in_every_form(data: Any, sizes: tuple[int, int], evaluated: str) -> None:
-    found = splits_from(data)
+    found = user_data(data).splits
     assert (len(found.train), len(found.test)) == sizes
     assert found.evaluated_split == evaluated
 
@@ -55,35 +56,35 @@ def test_data_is_accepted_in_every_form(data: Any, sizes: tuple[int, int], evalu
 def test_numpy_arrays_are_accepted_and_floats_become_float32() -> None:
     inputs, targets = INPUTS.numpy().astype(np.float64), TARGETS.numpy()
     targets.flags.writeable = False
-    splits = splits_from(((inputs[::-1], targets), (inputs.astype(">f8"), TARGETS)))
+    splits = user_data(((inputs[::-1], targets), (inputs.astype(">f8"), TARGETS))).splits
     train, test = splits
     assert isinstance(train, TensorData)
     assert isinstance(test, TensorData)
     assert torch.equal(train.inputs, INPUTS.flip(0))
     assert torch.equal(test.inputs, INPUTS)
     assert train.targets.dtype == torch.int64
-    assert len(splits_from((inputs, targets)).train) == len(INPUTS)
+    assert len(user_data((inputs, targets)).splits.train) == len(INPUTS)
 
 
 @pytest.mark.parametrize(
     ("data", "sentence"),
     [
-        (7, "data: int is neither (inputs, targets) nor a dataset; give tensors or NumPy arrays"),
+        (7, "data: int is neither arrays nor a dataset; give tensors or NumPy arrays"),
         ((np.zeros((2, 3)), [0, 1]), "data: targets are list; give a tensor or a NumPy array"),
-        ((np.array(["a", "b"]), np.zeros(2)), "data: inputs are an array of <U1; give an array of numbers"),
+        ((np.array(["a", "b"]), np.zeros(2)), "data: inputs is an array of <U1; give an array of numbers"),
         ((np.zeros((2, 3)), np.zeros(4)), "inputs, targets: 2 and 4 rows"),
     ],
 )
 def test_unsupported_data_is_refused(data: Any, sentence: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        splits_from(data)
+        user_data(data)
     assert str(caught.value).startswith(sentence)
 
 
 def test_a_module_is_used_itself_and_a_function_creates_one() -> None:
     module = nn.Linear(2, 1)
-    assert job_from(module, (INPUTS, TARGETS), "mse").model(3) is module
-    assert job_from(lambda seed: nn.Linear(seed, 1), (INPUTS, TARGETS), "mse").model(3).in_features == 3
+    assert job_from(module, (INPUTS, TARGETS), JobParts("mse")).model(3) is module
+    assert job_from(lambda seed: nn.Linear(seed, 1), (INPUTS, TARGETS), JobParts("mse")).model(3).in_features == 3
 
 
 class Sized(nn.Module):
@@ -110,12 +111,12 @@ class Seeded(nn.Linear):
 def test_what_makes_no_model_is_refused(model: Any, sentence: str) -> None:
     """A class whose first argument is not the seed trained with the seed in its place: with 0 hidden units."""
     with pytest.raises(InvalidArgument) as caught:
-        job_from(model, (INPUTS, TARGETS), "mse")
+        job_from(model, (INPUTS, TARGETS), JobParts("mse"))
     assert str(caught.value).startswith(sentence)
 
 
 def test_the_model_of_a_job_is_checked_when_it_is_made() -> None:
-    splits = splits_from((INPUTS, TARGETS))
+    splits = user_data((INPUTS, TARGETS)).splits
     assert isinstance(build_model(Job(Seeded, lambda: splits), 3), Seeded)
     for model, sentence in (
         (nn.Linear(2, 1), "model: Linear is a module; a Job takes a function of the seed"),

@@ -45,5 +45,5 @@ def test_a_bundle_has_what_a_device_needs() -> None:
 
 
 def test_on_takes_nothing_else() -> None:
-    with pytest.raises(InvalidArgument, match="on: 'ray' is not a hoop"):
-        hoop.train("mnist", on="ray")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="on: 7 is neither the address of a coordinator"):
+        hoop.train("mnist", on=7)  # type: ignore[arg-type]

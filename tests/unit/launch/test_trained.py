@@ -24,8 +24,8 @@ import hoop
 Path(__file__).with_name("executed").touch()
 data = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 1, 0, 1])
 def job() -> hoop.Job:
-    from hoop.runs.job_objects import splits_from
-    return hoop.Job(model=lambda seed: torch.nn.Linear(2, 2), data=lambda: splits_from(data))
+    from hoop.runs.user_data import user_data
+    return hoop.Job(model=lambda seed: torch.nn.Linear(2, 2), data=lambda: user_data(data).splits)
 """
 WEIGHTS = {"weight": torch.eye(2), "bias": torch.zeros(2)}
 

@@ -30,10 +30,17 @@ from hoop.job_events import Emit, SnapshotTaken
 from hoop.memory import Arena
 
 MOMENT = "optimizer.moment"
+CUSTOM = "hoop."
+"""Begins the names of optimizer state, averaged weights and texts of custom training (``custom/state.py``)."""
 CHECKSUM_KEY = "sha256"
 """Key of the checksum, in a file's metadata and in ``snapshot`` events."""
 _BLANK_CHECKSUM = "0" * 64
 """Stands for the checksum while the checksum is computed."""
+
+
+def is_training_state(name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to training, not to the model."""
+    return name.startswith((MOMENT, CUSTOM))
 
 
 class Stateful(Protocol):
@@ -173,16 +180,19 @@ class SnapshotPublisher:
         final: bool,
         parts: int,
         reshard_count: int,
+        evaluation: Sequence[float] = (),
     ) -> None:
         """Publishes this rank's part of the checkpoint after ``done`` steps; ``tensors`` is None if it has no part.
 
-        A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``.
+        A checkpoint has ``parts`` parts, all with the same ``done`` and ``reshard_count``. ``evaluation``: the newest
+        one, as ``Evaluation.to_row`` returns it.
         """
         self._newest = done
         if tensors is None:
             return
         epoch, step = divmod(done, steps_per_epoch)
-        data = serialize(tensors, {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run})
+        about = {"steps": done, "epoch": epoch, "step": step, RUN_KEY: self._run, "evaluation": list(evaluation)}
+        data = serialize(tensors, about)
         # Two buffers in turn: the client may read one while the next is written.
         buffer = f"{self._prefix}{SNAPSHOT}{self._published % 2}"
         checksum = write_to_arena(self._arena, buffer, data)

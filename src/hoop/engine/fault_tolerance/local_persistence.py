@@ -43,7 +43,7 @@ from hoop.engine.fault_tolerance.state_slices import (
 from hoop.engine.job import names_of
 from hoop.engine.setup import TrainingSetup
 from hoop.engine.stage.provenance import Provenance
-from hoop.engine.stage.state import FLOAT32, LOSS, SAMPLES, StateRow, StateVectors
+from hoop.engine.stage.state import FLOAT32, StateRow, StateVectors
 from hoop.errors import FailedPrecondition
 from hoop.membership.recovery import NO_STATE, SliceSpec
 from hoop.memory import Arena, ArenaBuffer
@@ -210,14 +210,14 @@ class InPlaceState:
         rows += state_rows(self._counters_copy.slices, "counters") + state_rows(self._frozen_copy.slices, "fixed")
         self._record = vectors.commit_record("state", rows)
         self._step_log = StepLog(vectors, setup.role.provenance)
-        self._update = self.executor._handlers[InstructionKind.UPDATE]
+        self._update = self.executor.handler(InstructionKind.UPDATE)
         self.executor.register_handlers({InstructionKind.UPDATE: self._update_and_commit})
 
     def _update_and_commit(self, instruction: Instruction) -> None:
         self.invalidate()
         self._update(instruction)
         tail = self.executor.stage_states[0].tail
-        self._step_log.append(self.executor.steps_updated, [float(tail[LOSS]) / float(tail[SAMPLES])])
+        self._step_log.append(self.executor.steps_updated, [self.executor.stage_states[0].mean_loss(tail)])
         self.commit(self.executor.steps_updated)
 
     def invalidate(self) -> None:

@@ -131,7 +131,7 @@ def catch_up(state: InPlaceState, communicator: Communicator, plan: RecoveryPlan
     stage = executor.stage_states[0]
     total = stage.total.copy()
     root = plan.root
-    operation = Operation("broadcast", total.size, dtype("float32"), root=root)
+    operation = Operation("broadcast", total.size, stage.layout.element, root=root)
     communicator.run(operation, total, total, timeout)
     if communicator.rank in plan.behind:
         stage.total = stage.total_buffer

@@ -15,27 +15,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hoop.data.dataset import Indices
-from hoop.engine.data_feed import Position
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.fault_tolerance.checkpoint import restore, tensors_of
 from hoop.engine.fault_tolerance.state_slices import FlatState, LiveSlice
 from hoop.engine.job import names_of
 from hoop.engine.stage.provenance import Provenance
-from hoop.engine.stage.state import LOSS, SAMPLES
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """A step to run: its position in the data, its samples (the global batch), its learning rate."""
-
-    position: Position
-    samples: Indices
-    rate: float
+from hoop.engine.step_schedule import StepWork
 
 
 class RankRole:
@@ -85,7 +73,7 @@ class RankRole:
             executor.step(work.position, work.samples, stop)
             last = executor.stage_states.get(executor.last_stage)
             if last is not None:
-                losses.append(float(last.tail[LOSS]) / len(work.samples))
+                losses.append(last.mean_loss(last.tail))
         return losses
 
     def settle(self, done: int) -> list[float]:
@@ -95,8 +83,8 @@ class RankRole:
         """
         if self.executor.steps_updated <= done:
             return []
-        tail = self.executor.stage_states[0].tail  # the failure came after the update and before the step was counted
-        return [float(tail[LOSS]) / float(tail[SAMPLES])]
+        stage = self.executor.stage_states[0]  # the failure came after the update and before the step was counted
+        return [stage.mean_loss(stage.tail)]
 
     def on_state_change(self) -> None:
         """Called after a recovery, which may have changed the state in the arena."""

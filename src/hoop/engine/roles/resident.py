@@ -32,12 +32,13 @@ from hoop.data.sampler import shard
 from hoop.engine.data_feed import microbatch_seed
 from hoop.engine.executor import PlanExecutor
 from hoop.engine.profiler import InstructionProfiler, now
-from hoop.engine.roles.base import RankRole, StepWork
+from hoop.engine.roles.base import RankRole
 from hoop.engine.stage.peer_rows import SETS, PeerRows, open_peer_rows
 from hoop.engine.stage.provenance import Provenance, mark, sample_fingerprint
 from hoop.engine.stage.resident_state import ResidentStageState
 from hoop.engine.stage.resident_step import BatchLoader, ResidentStep, StepInputs
 from hoop.engine.stage.state import LOSS, MOVE, SAMPLES, STOP, TAIL, StateVectors
+from hoop.engine.step_schedule import StepWork
 from hoop.plan.instructions import Instruction, InstructionKind
 from hoop.plan.plan import Plan
 
@@ -135,12 +136,13 @@ class ResidentRole(RankRole):
         """The step for global batches of this size. It is recorded when it is first used."""
         found = self._steps.get(batch)
         if found is None:
-            settings = self.executor.settings
+            settings, objective = self.executor.settings, self.executor.objective
+            assert objective is not None, "custom training is not resident"
             found = ResidentStep(
                 self._state,
                 self._loader,
                 self._inputs,
-                self.executor.objective,
+                objective,
                 settings.optimizer.clip,
                 batch,
                 self._merge_plan,

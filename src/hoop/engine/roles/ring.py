@@ -21,11 +21,12 @@ from hoop.collectives.shard_tree import MergePlan, SlotMerge, merge_plan
 from hoop.data.dataset import Dataset, Indices
 from hoop.engine.data_feed import DataFeed, Position
 from hoop.engine.executor import PlanExecutor
-from hoop.engine.roles.base import RankRole, StepWork
+from hoop.engine.roles.base import RankRole
 from hoop.engine.roles.parameter_server import ASYNC_STRIDE
 from hoop.engine.roles.rule_executor import RuleExecutor, expected_messages
 from hoop.engine.stage.state import LOSS, StateVectors
 from hoop.engine.stage.weight_versions import NUM_VERSIONS, WeightVersions
+from hoop.engine.step_schedule import StepWork
 from hoop.errors import InternalError
 from hoop.plan.instructions import SENDS, WITH_PEER, Instruction, InstructionKind
 from hoop.plan.rules import Rule

@@ -53,8 +53,9 @@ class GradientNorm:
 
     def scale(self, stage_states: Mapping[int, StageState], plan: Plan) -> float:
         """Return the factor for the gradient. Collective over the ranks that hold a stage."""
+        normalisation = next(iter(stage_states.values())).normalisation() if stage_states else 1.0
         if not self._settings.optimizer.clip:
-            return 1.0
+            return normalisation
         squared = np.zeros(self._num_parameters, np.float64)
         for stage, one in stage_states.items():
             if plan.holders[stage][0] == self._context.rank:
@@ -67,7 +68,10 @@ class GradientNorm:
         self._context.group(holders).run(
             Operation("all_reduce", len(squared), dtype("float64")), squared, squared, self._settings.timeout_s
         )
-        return float(clip_scale(torch.from_numpy(squared).to(self._device), self._settings.optimizer.clip))
+        if normalisation != 1.0:
+            squared *= normalisation**2
+        clipping = clip_scale(torch.from_numpy(squared).to(self._device), self._settings.optimizer.clip)
+        return normalisation * float(clipping)
 
 
 def clip_scale(squared: Tensor, clip: float) -> Tensor:

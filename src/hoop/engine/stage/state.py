@@ -38,7 +38,7 @@ from hoop.engine.stage.provenance import ELEMENTS_PER_SHARD, Provenance, mark
 from hoop.errors import InternalError, InvalidArgument
 from hoop.memory import Arena
 from hoop.memory.commit_record import CommitRecord
-from hoop.memory.dtypes import dtype
+from hoop.memory.dtypes import DType, dtype
 
 ALIGN = 16
 """Tensors begin at a multiple of this many elements."""
@@ -51,48 +51,65 @@ LOSS, HITS, SAMPLES, STOP, MOVE = range(5)
 SPEED = 5
 """From this element of the tail on: the seconds per shard of rank 0, 1, 2, …"""
 MAX_SPEEDS = TAIL - SPEED
-FLOAT32 = dtype("float32")
+FLOAT32, FLOAT64 = dtype("float32"), dtype("float64")
 StateRow = tuple[str, int, int, int, str, int]
 """A slice of a tensor and its place in the arena: tensor name, first element, elements, bytes; vector, byte offset."""
 
 
-def _padded(count: int, to: int) -> int:
+def padded(count: int, to: int = PAD) -> int:
+    """The least multiple of ``to`` that is not below ``count``."""
     return -(-count // to) * to
 
 
 class StateLayout:
     """The offsets of the tensors of consecutive blocks in a vector; raises if the model is not float32."""
 
-    def __init__(self, blocks: Iterable[nn.Module], shards: int = 0) -> None:
-        """``shards``: micro-batches of a global batch, each of which has elements for its provenance."""
+    def __init__(self, blocks: Iterable[nn.Module], shards: int = 0, any_type: bool = False) -> None:
+        """``shards``: micro-batches of a global batch, each of which has elements for its provenance.
+
+        ``any_type``: tensors may have any type, and all buffers have elements (``engine/custom``).
+        """
         module = nn.ModuleList(blocks)
         self.parameters = [one for one in module.parameters() if one.requires_grad]
         self.frozen = [one for one in module.parameters() if not one.requires_grad]
         buffers = list(module.buffers())
-        self.buffers = [one for one in buffers if one.is_floating_point()]
-        self.counters = [one for one in buffers if not one.is_floating_point()]
-        for one in [*self.parameters, *self.buffers]:
-            if one.dtype != torch.float32:
-                raise InvalidArgument(f"model: a tensor of {one.dtype}; Hoop trains float32 (call model.float())")
+        self.buffers = [one for one in buffers if any_type or one.is_floating_point()]
+        self.counters = [one for one in buffers if not any_type and not one.is_floating_point()]
+        types = {tensor.dtype for tensor in [*self.parameters, *self.buffers]}
+        if not any_type and types - {torch.float32}:
+            raise InvalidArgument(
+                f"model: a tensor of {(types - {torch.float32}).pop()}; this strategy trains float32 (call "
+                "model.float()), the strategy data trains other types as well"
+            )
+        if any(kind.is_complex for kind in types):
+            raise InvalidArgument("model: a complex parameter or buffer; train its real and imaginary parts")
+        self.element = FLOAT64 if torch.float64 in types else FLOAT32
+        """Type of the elements of a gradient slot."""
         self.offsets: list[int] = []
         end = 0
         for one in self.parameters:
             self.offsets.append(end)
-            end += _padded(one.numel(), ALIGN)
-        self.trained = _padded(end, PAD)
+            end += padded(one.numel(), ALIGN)
+        self.trained = padded(end, PAD)
         """Elements that the optimizer updates: the parameters, with padding."""
         end = self.trained
-        for one in self.buffers:
+        for buffer in self.buffers:
             self.offsets.append(end)
-            end += _padded(one.numel(), ALIGN)
-        self.state = _padded(end, PAD)
+            end += padded(buffer.numel(), ALIGN)
+        self.state = padded(end, PAD)
         """Elements of a weight vector: parameters and float buffers."""
-        self.total = self.state + TAIL + _padded(ELEMENTS_PER_SHARD * shards, PAD)
+        self.total = self.state + TAIL + padded(ELEMENTS_PER_SHARD * shards, PAD)
         """Elements of a gradient slot."""
 
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.parameters, *self.buffers]
+
+    @property
+    def buffer_spans(self) -> list[tuple[int, int]]:
+        """The elements of each buffer."""
+        offsets = self.offsets[len(self.parameters) :]
+        return [(low, low + one.numel()) for low, one in zip(offsets, self.buffers, strict=True)]
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector in the shapes of the parameters and buffers."""
@@ -110,25 +127,26 @@ class StateLayout:
 
 
 class StateVectors:
-    """Allocates named float32 vectors in an arena, and frees them together."""
+    """Allocates named vectors in an arena, and frees them together."""
 
     def __init__(self, arena: Arena, prefix: str, run: str = "") -> None:
         """``prefix``: begins the name of each buffer. ``run``: run id, stored in commit records."""
         self._arena, self._prefix, self._run = arena, prefix, run
         self._names: list[str] = []
 
-    def new(self, name: str, count: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        """Allocate a vector of zeros; an earlier vector of the same name is freed."""
+    def new(self, name: str, count: int, element: DType = FLOAT32) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """Allocate a vector of zeros, of float32 if no type is given; an earlier vector of the same name is freed."""
+        size = max(count, 1) * element.itemsize
         full = f"{self._prefix}{name}"
-        if full in self._names and self._arena.buffer(full).size != max(count, 1) * 4:
+        if full in self._names and self._arena.buffer(full).size != size:
             self._arena.free(full)  # its size changes
             self._names.remove(full)
         if full in self._names:
             self._names.remove(full)
             self._arena.free(full)
-        buffer = self._arena.allocate(full, max(count, 1) * 4, reuse=True)
+        buffer = self._arena.allocate(full, size, reuse=True)
         self._names.append(full)
-        array = self._arena.array(buffer.address, FLOAT32, count)
+        array = self._arena.array(buffer.address, element, count)
         array[:] = 0
         return array
 
@@ -274,7 +292,7 @@ class StageState:
         slots = max(holding.slots, min_slots)
         if slots > len(self.slots):
             contents = self.slots.copy()
-            flat = self._vectors.new(f"{self._name}slots", slots * layout.total)
+            flat = self._vectors.new(f"{self._name}slots", slots * layout.total, layout.element)
             self.slots = flat.reshape(slots, layout.total)
             self.slots[: len(contents)] = contents
             trained = len(layout.parameters)
@@ -348,8 +366,11 @@ class StageState:
         slot.tail[:] = 0
         slot.tail[LOSS], slot.tail[HITS], slot.tail[SAMPLES] = metrics
         if fingerprint:
-            mark(slot.tail[TAIL:], micro % self._shards, self.device_id, fingerprint)
+            self._mark_provenance(slot, micro, fingerprint)
         self.merge(micro, self.buckets[-1] if merged else 0, self.layout.total)
+
+    def _mark_provenance(self, slot: _Slot, micro: int, fingerprint: int) -> None:
+        mark(slot.tail[TAIL:], micro % self._shards, self.device_id, fingerprint)
 
     def on_empty_shard(self, micro: int) -> None:
         """A shard has no samples: its slot is 0."""
@@ -378,7 +399,7 @@ class StageState:
         """Write totals to another buffer from now on: a rank declared dead may still write to the current one."""
         self._rotations += 1
         self.total_buffer = self._vectors.new(
-            f"{self._name}total{self._rotations % NUM_TOTAL_BUFFERS}", self.layout.total
+            f"{self._name}total{self._rotations % NUM_TOTAL_BUFFERS}", self.layout.total, self.layout.element
         )
         self.total = self.total_buffer
 
@@ -388,6 +409,18 @@ class StageState:
     def tail(self) -> Array:
         """The tail of the total: metrics, requests and speeds, summed over all shards."""
         return self.total[self.layout.state :]
+
+    def normalisation(self) -> float:
+        """Return the factor for the total of the gradients: 1, because shards' gradients are scaled before the sum."""
+        return 1.0
+
+    def mean_loss(self, tail: Array) -> float:
+        """Return the loss of a step from the tail of its total."""
+        return float(tail[LOSS]) / float(tail[SAMPLES])
+
+    def metrics(self) -> list[float]:
+        """Return the values of the step's further metrics (``engine/custom``)."""
+        return []
 
     def on_total(self, step: int, scale: float) -> None:
         """The total of ``step`` is complete: clip the gradient by ``scale``, and record the provenance."""

@@ -1,0 +1,275 @@
+"""The objects that custom training changes on one rank: model, optimizer, learning-rate scheduler, averaged weights.
+
+Every rank makes its own from the same job. ``trial_state`` finds out, on copies, which tensors the optimizer keeps, so
+that they have places in the arena before the first step.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hoop.engine.job import Job, names_of
+from hoop.engine.settings import Settings
+from hoop.engine.stage.optimizer import OptimizerSettings
+from hoop.errors import InvalidArgument
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+StateTemplate = list[dict[tuple[int, str], Any]]
+"""For each trained parameter: what the optimizers keep of it, by number of the optimizer and key."""
+PLAIN = (bool, int, float, str, type(None))
+_COPIES = "torch.optim"
+"""Optimizers of PyTorch do not change the gradients that they get; others get copies."""
+
+
+def make_optimizer(job: Job, settings: Settings, model: nn.Module) -> Optimizer:
+    """The job's own optimizer, or that of the settings, over the trained parameters or the job's parameter groups."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    groups: Any = trained
+    if job.parameter_groups is not None:
+        groups = job.parameter_groups(model)
+        groups = list(groups) if isinstance(groups, Iterable) else groups
+        _check_groups(groups, model)
+    if not trained:
+        raise InvalidArgument("model: it has no parameter with requires_grad=True; there is nothing to train")
+    if job.optimizer is None:
+        return _named_optimizer(settings.optimizer, groups)
+    optimizer: Any = job.optimizer(groups)
+    if not isinstance(optimizer, Optimizer):
+        raise InvalidArgument(
+            f"optimizer: it returned {type(optimizer).__name__}; give a function of the parameters that returns a "
+            "torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    known = {id(one) for one in model.parameters()}
+    foreign = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if foreign:
+        raise InvalidArgument(
+            f"optimizer: it has {foreign} parameters that are not the model's: make it of the parameters that it is "
+            "called with; each device has a model of its own"
+        )
+    return optimizer
+
+
+def _check_groups(groups: Any, model: nn.Module) -> None:
+    if not isinstance(groups, list) or not all(isinstance(one, Mapping) and "params" in one for one in groups):
+        raise InvalidArgument(
+            "parameter_groups: it returned no list of dicts with 'params'; give a function of the model that returns "
+            "[{'params': …, 'weight_decay': 0.1}, {'params': …, 'weight_decay': 0.0}]"
+        )
+
+
+def _named_optimizer(settings: OptimizerSettings, groups: Any) -> Optimizer:
+    shared: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if settings.name == "sgd":
+        return torch.optim.SGD(groups, momentum=settings.momentum, nesterov=settings.nesterov, **shared)
+    kind = torch.optim.Adam if settings.name == "adam" else torch.optim.AdamW
+    return kind(groups, betas=(settings.beta1, settings.beta2), eps=settings.eps, **shared)
+
+
+def make_scheduler(job: Job, optimizer: Optimizer) -> Scheduler | None:
+    """The job's own learning-rate scheduler of this optimizer; None if it has none."""
+    if job.lr_scheduler is None:
+        return None
+    found: Any = job.lr_scheduler(optimizer)
+    if not isinstance(found, LRScheduler | ReduceLROnPlateau):
+        raise InvalidArgument(
+            f"lr_scheduler: it returned {type(found).__name__}; give a function of the optimizer that returns one of "
+            "torch.optim.lr_scheduler"
+        )
+    plain_state(found.state_dict(), "lr_scheduler")
+    return found
+
+
+def plain_state(state: Any, field: str) -> Any:
+    """State made of numbers, texts, lists and dicts, as JSON has it; raises for anything else.
+
+    Keys that begin with an underscore and hold functions or optimizers are left out: they are made again.
+    """
+    if isinstance(state, PLAIN):
+        return state
+    if isinstance(state, Tensor) and state.numel() == 1:
+        return state.item()
+    if isinstance(state, Mapping):
+        return {str(key): plain_state(value, f"{field}.{key}") for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [plain_state(one, field) for one in state]
+    if hasattr(state, "item") and getattr(state, "size", 0) == 1:
+        return state.item()
+    raise InvalidArgument(
+        f"{field}: its state is {type(state).__name__}, which cannot be kept in a checkpoint; keep numbers, texts, "
+        "lists and dicts of them, or tensors"
+    )
+
+
+class TrainedObjects(ABC):
+    """What ``CustomState`` keeps in the arena: the objects of a job (``TrainingObjects``), or of a user's own loop."""
+
+    modules: Sequence[nn.Module]
+    names: Mapping[int, str]
+    """Name of each parameter and buffer, by ``id``."""
+    trained: Sequence[Tensor]
+    """The parameters that have gradients."""
+    optimizers: Sequence[Optimizer]
+    average: Sequence[Tensor]
+    """Averages of the trained parameters; empty if there are none."""
+    changes_gradients: bool
+    """An optimizer may change the gradients that it gets."""
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the first parameter group of the first optimizer."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    @abstractmethod
+    def update(self, rate: float, step: int) -> None:
+        """Updates the parameters with their ``grad``; ``step`` counts from 0."""
+
+    def on_evaluated(self, done: int, loss: float) -> None:  # noqa: B027 - most objects do not need it
+        """The model was evaluated after ``done`` steps; the loss is the same at every rank."""
+
+    @abstractmethod
+    def plain(self) -> dict[str, Any]:
+        """State that is not in tensors, in the form that JSON has."""
+
+    @abstractmethod
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        """Loads what ``plain`` returned, on this rank or another one."""
+
+    @abstractmethod
+    def trial_state(self) -> StateTemplate:
+        """What the optimizers keep of each trained parameter after a step, tried on copies."""
+
+
+class TrainingObjects(TrainedObjects):
+    """Model, optimizer, scheduler and averaged weights of one rank of a job."""
+
+    def __init__(self, job: Job, settings: Settings, model: nn.Module, steps_per_epoch: int) -> None:
+        self._job, self._all_settings = job, settings
+        self.model, self.modules, self.names = model, [model], names_of(model)
+        self.optimizer = make_optimizer(job, settings, model)
+        self.optimizers = [self.optimizer]
+        self.scheduler = make_scheduler(job, self.optimizer)
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        self.average = [one.detach().clone() for one in self.trained] if job.ema else []
+        """Exponential moving average of the trained parameters; empty if the job wants none."""
+        self._decay, self._settings, self._steps_per_epoch = job.ema, settings.optimizer, steps_per_epoch
+        self._every_epoch = job.scheduler_interval == "epoch"
+        self._evaluated = -1
+        """Steps done at the last evaluation that a ReduceLROnPlateau has had."""
+        self._base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        module = type(self.optimizer).__module__
+        self.changes_gradients = not module.startswith(_COPIES)
+
+    def update(self, rate: float, step: int) -> None:
+        """Updates the parameters with their ``grad``.
+
+        ``rate``: the learning rate of the settings' schedule at this step; groups keep their proportions to it.
+        """
+        if self.scheduler is None:
+            factor = rate / self._settings.lr
+            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base * factor)
+                else:
+                    group["lr"] = base * factor
+        self.optimizer.step()
+        due = not self._every_epoch or (step + 1) % self._steps_per_epoch == 0
+        if due and isinstance(self.scheduler, LRScheduler) and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        if self.average:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.average), [one.detach() for one in self.trained], 1.0 - self._decay)
+
+    def on_evaluated(self, done: int, loss: float) -> None:
+        """Gives a ``ReduceLROnPlateau`` the loss of the evaluation after ``done`` steps, the same at every rank.
+
+        After a recovery the same evaluation may come again, at ranks that have had it and at ranks that have not.
+        """
+        if isinstance(self.scheduler, ReduceLROnPlateau) and done > self._evaluated:
+            self.scheduler.step(loss)
+            self._evaluated = done
+
+    def trial_state(self) -> StateTemplate:
+        twin = copy.deepcopy(self.model)
+        trained = [one for one in twin.parameters() if one.requires_grad]
+        return trial_state([make_optimizer(self._job, self._all_settings, twin)], trained)
+
+    # ---- state that is not in tensors
+
+    def plain(self) -> dict[str, Any]:
+        """The values of parameter groups and of the scheduler, in the form that JSON has."""
+        groups = [
+            {key: plain_state(value, f"optimizer.{key}") for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        scheduler = None if self.scheduler is None else plain_state(self.scheduler.state_dict(), "lr_scheduler")
+        return {"groups": groups, "scheduler": scheduler, "evaluated": self._evaluated}
+
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        """Loads what ``plain`` returned, on this rank or another one."""
+        self._evaluated = int(state["evaluated"])
+        for group, values in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        if self.scheduler is not None and state["scheduler"] is not None:
+            own = self.scheduler.state_dict()
+            loaded = {key: _like(value, own.get(key)) for key, value in state["scheduler"].items()}
+            self.scheduler.load_state_dict(loaded)
+
+
+def _like(value: Any, own: Any) -> Any:
+    """A value of JSON in the type of the scheduler's own: JSON has no tuples, no tensors, and only texts as keys."""
+    if isinstance(own, tuple):
+        return tuple(value)
+    if isinstance(own, Tensor):
+        return torch.full_like(own, value)
+    if isinstance(own, Mapping) and isinstance(value, Mapping):
+        by_text = {str(key): key for key in own}
+        rebuilt = {by_text.get(key, _number(key)): one for key, one in value.items()}
+        return type(own)(rebuilt)  # type: ignore[call-arg]  # MultiStepLR keeps a Counter
+    return value
+
+
+def _number(key: str) -> Any:
+    return int(key) if key.lstrip("-").isdigit() else key
+
+
+def trial_state(optimizers: Sequence[Optimizer], trained: Sequence[Tensor]) -> StateTemplate:
+    """What optimizers keep of each parameter after a step with gradients of 0. Changes both: give copies.
+
+    Raises if an optimizer cannot make a step without a closure.
+    """
+    for one in trained:
+        one.grad = torch.zeros_like(one)
+    found: StateTemplate = [{} for _ in trained]
+    index = {id(one): number for number, one in enumerate(trained)}
+    for number, optimizer in enumerate(optimizers):
+        kind = type(optimizer).__name__
+        try:
+            optimizer.step()
+        except TypeError as error:
+            if "closure" not in str(error):
+                raise
+            raise InvalidArgument(
+                f"optimizer: {kind} calls the loss by itself (step(closure)), which a batch in shards does not allow; "
+                "use another one"
+            ) from None
+        for parameter, kept in optimizer.state.items():
+            for key, value in kept.items():
+                if not isinstance(key, str) or not isinstance(value, (Tensor, *PLAIN)):
+                    raise InvalidArgument(
+                        f"optimizer: {kind} keeps {key!r}, {type(value).__name__}, of a parameter; Hoop can replicate "
+                        "tensors, numbers and texts"
+                    )
+                found[index[id(parameter)]][number, key] = value
+    return found

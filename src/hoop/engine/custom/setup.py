@@ -1,0 +1,85 @@
+"""Sets up custom training on one rank: objects, state in the arena, executor and role. Collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from hoop.collectives.rank_context import RankContext
+from hoop.data.dataset import Splits
+from hoop.data.structured import structured
+from hoop.engine.custom.feed import StructuredFeed
+from hoop.engine.custom.loss import CustomLoss
+from hoop.engine.custom.objects import StateTemplate, TrainedObjects, TrainingObjects
+from hoop.engine.custom.state import CustomState
+from hoop.engine.executor import PlanExecutor
+from hoop.engine.job import Job
+from hoop.engine.roles.custom import CustomRole
+from hoop.engine.settings import Settings
+from hoop.engine.stage.accelerator import Accelerator
+from hoop.engine.stage.autograd import CPU
+from hoop.engine.stage.state import StateVectors
+from hoop.engine.step_schedule import StepSchedule
+from hoop.errors import InvalidArgument
+from hoop.plan.partition import Block
+from hoop.plan.plan import Plan
+from hoop.strategies.base import Strategy
+
+
+def check_strategy(strategy: Strategy) -> None:
+    """Raises unless the strategy is data parallel: the others cut the model, or the update, into parts."""
+    if not strategy.replicated:
+        raise InvalidArgument(
+            f"strategy: {strategy.spec} needs a float32 model of one tensor in and out, pairs of tensors as data, and "
+            "an optimizer by name; use strategy 'data', which trains every model, batch and optimizer"
+        )
+
+
+def costs_of(objects: TrainedObjects, template: StateTemplate) -> Block:
+    """The memory of the objects, for the check before the first step. Seconds are not measured."""
+    tensors = [one for module in objects.modules for one in [*module.parameters(), *module.buffers()]]
+    weights = sum(map(_bytes, tensors)) + sum(map(_bytes, objects.average))
+    kept = sum(_bytes(one) for each in template for one in each.values() if isinstance(one, Tensor))
+    element = 8 if any(one.dtype == torch.float64 for one in tensors) else 4
+    gradients = sum(element * one.numel() for one in tensors)
+    return Block("model", 1e-3, weights, kept, 0, 0, gradients, 5e-4)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // 64) * 64
+
+
+def prepare_parts(
+    context: RankContext,
+    settings: Settings,
+    job: Job,
+    data: Splits,
+    vectors: StateVectors,
+    model: nn.Module,
+    plan: Plan,
+    accelerator: Accelerator | None,
+    check_memory: Callable[[list[Block]], object],
+) -> tuple[PlanExecutor, CustomRole, list[Block]]:
+    """Makes this rank's objects, state, executor and role. ``check_memory`` raises if the state does not fit."""
+    loss = job.loss
+    assert isinstance(loss, CustomLoss), "with_criterion has found out how the loss is called"
+    device = accelerator.device if accelerator is not None and accelerator.cuda else CPU
+    if device != CPU:
+        model.to(device)
+    schedule = StepSchedule(settings, len(data.train))
+    objects = TrainingObjects(job, settings, model, schedule.steps_per_epoch)
+    template = objects.trial_state()
+    costs = [costs_of(objects, template)]
+    check_memory(costs)
+    train = structured(data.train)
+    feed = StructuredFeed(train, settings.seed, settings.timeout_s)
+    make_state = partial(CustomState, vectors, objects, loss, settings, template, device)
+    executor = PlanExecutor(
+        context, settings, [model], [0], plan, data.train, loss, vectors, feed=feed, make_state=make_state
+    )
+    state = executor.stage_states[0]
+    assert isinstance(state, CustomState)
+    return executor, CustomRole(executor, state, feed, schedule), costs

@@ -1,0 +1,163 @@
+"""Callbacks of ``hoop.train``: methods that it calls while a run trains, and loggers made of them.
+
+    result = hoop.train(model, data, callbacks=[hoop.TensorBoardLogger(SummaryWriter("runs/1"))])
+
+They run in the process that called ``hoop.train``, beside training: devices do not wait for them. What they do cannot
+change the weights, except that ``run.stop()`` ends the run after a step. For an end at the same step on every machine
+use early stopping (``patience=3``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hoop import job_events as ev
+from hoop.errors import InvalidArgument
+from hoop.job_events import Observed
+
+
+class RunControl:
+    """The run, as callbacks see it."""
+
+    def __init__(self, stop: Callable[[], None], settings: Mapping[str, Any]) -> None:
+        self._stop = stop
+        self.settings = settings
+        """The settings of the run."""
+
+    def stop(self) -> None:
+        """Ends the run after the current step, with its result."""
+        self._stop()
+
+
+class Callback:
+    """Base class: override the methods that you need. ``run`` can stop the run."""
+
+    def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
+        """Training begins: ``steps`` in all, a model of ``parameters``."""
+
+    def on_step(self, run: RunControl, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        """A step is done; ``step`` counts from 1. Called for every step, in order, up to a second later.
+
+        ``metrics``: those that the loss function returned, and ``learning_rate``.
+        """
+
+    def on_evaluate(
+        self,
+        run: RunControl,
+        step: int,
+        loss: float,
+        accuracy: float | None,
+        metrics: Mapping[str, float],
+        best: bool,
+    ) -> None:
+        """The model was evaluated after ``step`` steps. ``best``: no evaluation before was better."""
+
+    def on_checkpoint(self, run: RunControl, step: int, path: str) -> None:
+        """A checkpoint was written (with ``out``)."""
+
+    def on_event(self, run: RunControl, event: Mapping[str, Any]) -> None:
+        """Any event of the run, as a dict (docs/training.md, Events): lost devices, recoveries, warnings …"""
+
+    def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
+        """The run is over; ``summary`` is ``Result.summary``."""
+
+
+def check_callbacks(callbacks: Any) -> list[Callback]:
+    """The callbacks; raises InvalidArgument unless all are objects of ``hoop.Callback``."""
+    if callbacks is None:
+        return []
+    found = list(callbacks) if isinstance(callbacks, Sequence) else [callbacks]
+    for one in found:
+        if not isinstance(one, Callback):
+            given = f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
+            raise InvalidArgument(f"callbacks: {given} is not an object of a subclass of hoop.Callback")
+    return found
+
+
+class CallbackCaller:
+    """Calls the methods of callbacks for the events of a run."""
+
+    def __init__(self, callbacks: Sequence[Callback], run: RunControl) -> None:
+        self._callbacks, self._run = callbacks, run
+
+    def on_observed(self, observed: Observed) -> None:
+        event = observed.event
+        for one in self._callbacks:
+            match event:
+                case ev.Started():
+                    one.on_start(self._run, event.steps, event.parameters)
+                case ev.Steps():
+                    for index, loss in enumerate(event.loss):
+                        metrics = {name: each[index] for name, each in event.metrics.items()}
+                        one.on_step(self._run, event.first + index + 1, loss, metrics | {"learning_rate": event.rate})
+                case ev.Evaluated():
+                    one.on_evaluate(self._run, event.steps, event.loss, event.accuracy, event.metrics, event.best)
+                case ev.CheckpointWritten():
+                    one.on_checkpoint(self._run, event.steps, event.file)
+                case ev.Finished():
+                    one.on_end(self._run, event.result)
+            one.on_event(self._run, observed.to_fields())
+
+
+class _MetricLogger(Callback):
+    """Logs losses and metrics by tag, value and step."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def on_step(self, run: RunControl, step: int, loss: float, metrics: Mapping[str, float]) -> None:
+        self.log({"train/loss": loss, **{f"train/{name}": value for name, value in metrics.items()}}, step)
+
+    def on_evaluate(
+        self,
+        run: RunControl,
+        step: int,
+        loss: float,
+        accuracy: float | None,
+        metrics: Mapping[str, float],
+        best: bool,
+    ) -> None:
+        found = {"loss": loss, **({} if accuracy is None else {"accuracy": accuracy}), **metrics}
+        self.log({f"evaluation/{name}": value for name, value in found.items()}, step)
+
+
+class TensorBoardLogger(_MetricLogger):
+    """Logs to a ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def on_end(self, run: RunControl, summary: Mapping[str, Any]) -> None:
+        self._writer.flush()
+
+
+class WandbLogger(_MetricLogger):
+    """Logs to a run of Weights & Biases, which ``wandb.init()`` returned."""
+
+    def __init__(self, run: Any) -> None:
+        self._wandb = run
+
+    def on_start(self, run: RunControl, steps: int, parameters: int) -> None:
+        self._wandb.config.update(dict(run.settings), allow_val_change=True)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._wandb.log(dict(values), step=step)
+
+
+class MlflowLogger(_MetricLogger):
+    """Logs to MLflow: to the module ``mlflow``, which has an active run, or to an ``MlflowClient`` with a run's id."""
+
+    def __init__(self, mlflow: Any, run_id: str | None = None) -> None:
+        self._mlflow, self._run_id = mlflow, run_id
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for tag, value in values.items():
+            if self._run_id is None:
+                self._mlflow.log_metric(tag, value, step=step)
+            else:
+                self._mlflow.log_metric(self._run_id, tag, value, step=step)
