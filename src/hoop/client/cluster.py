@@ -32,9 +32,13 @@ from hoop.wire.channels import STAGING_PREFIX, Backoff, channel_options
 from hoop.wire.generated import hoop_pb2 as pb
 from hoop.wire.generated import hoop_pb2_grpc as pb_grpc
 from hoop.wire.roles import Role
-from hoop.wire.service import device_info, status_of, translate, unreachable
+from hoop.wire.service import device_info, status_of, translate, unreachable, was_cancelled
 from hoop.wire.tokens import find_token
 
+EVENT_STREAM_ATTEMPTS = 5
+"""How often a stream of events that gRPC has cancelled is opened again without an event in between …"""
+EVENT_STREAM_BACKOFF_S = 0.1
+"""… and how many seconds longer each wait is than the one before."""
 EXAMINE_S = 600.0
 """How long the hosts of a cluster may take to examine themselves."""
 
@@ -250,15 +254,30 @@ class Cluster:
         return JobHandle(self._stub, job_id, self._timeout, f"the coordinator at {self.address}", self.wait_ready)
 
     def events(self, after: int = 0, follow: bool = False) -> Iterator[Event]:
-        """The coordinator's events with a sequence number above ``after``; with ``follow`` the stream does not end."""
+        """The coordinator's events with a sequence number above ``after``; with ``follow`` the stream does not end.
+
+        A stream that gRPC cancels, though neither side asked for it, is opened again after the last event.
+        """
+        attempts = 0
+        while True:
+            try:
+                for event in self._event_stream(after, follow):
+                    after, attempts = event.sequence, 0
+                    yield event
+                return
+            except grpc.RpcError as error:
+                attempts += 1
+                if not was_cancelled(error) or attempts > EVENT_STREAM_ATTEMPTS:
+                    raise translate(error, f"the coordinator at {self.address}") from None
+            time.sleep(EVENT_STREAM_BACKOFF_S * attempts)
+
+    def _event_stream(self, after: int, follow: bool) -> Iterator[Event]:
         with defer_signals():
             stream = self._stub.WatchEvents(pb.WatchEventsRequest(after=after, follow=follow))
         try:
             for event in stream:
                 fields = {printable(key): printable(value) for key, value in event.fields.items()}
                 yield Event(event.sequence, event.time, printable(event.kind), printable(event.text), fields)
-        except grpc.RpcError as error:
-            raise translate(error, f"the coordinator at {self.address}") from None
         finally:
             stream.cancel()  # type: ignore[no-untyped-call]  # grpc-stubs leave it untyped
 

@@ -273,6 +273,11 @@ def unreachable(error: grpc.RpcError) -> bool:
     return not _error_class(error) and error.code() in _TRANSPORT_STATUSES
 
 
+def was_cancelled(error: grpc.RpcError) -> bool:
+    """Whether gRPC cancelled the call by itself: no Hoop server answered. It happens on machines under heavy load."""
+    return not _error_class(error) and error.code() == grpc.StatusCode.CANCELLED
+
+
 def _error_class(error: grpc.RpcError) -> str:
     """Class name of the Hoop error that a Hoop server sent; empty if the status is not from Hoop."""
     metadata: Any = error.trailing_metadata() or ()
