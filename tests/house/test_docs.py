@@ -63,6 +63,8 @@ def hoop_complaint(words: list[str], command: Any) -> str | None:
             if word not in subcommands:
                 return f"'{' '.join(path)}' has no command {word}; it has {', '.join(sorted(subcommands))}"
             command, path = subcommands[word], [*path, word]
+        elif not command.allow_interspersed_args:
+            return None  # the rest belongs to a program that the command starts
     return None
 
 
