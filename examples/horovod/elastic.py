@@ -40,6 +40,7 @@ def main() -> None:
     def train(state: hvd.elastic.TorchState) -> None:
         while state.epoch < args.epochs:
             loader = DataLoader(dataset, args.batch_size, sampler=state.sampler)  # the samples that are left
+            loss = torch.zeros(())  # the ranks may have changed after the last batch of the epoch
             for number, (features, targets) in enumerate(loader):
                 if dies and state.epoch == 1 and number == 10:
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -54,7 +54,7 @@ def datasets(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]:
             found.append(TensorDataset((images - 0.13) / 0.31, labels))
         return found[0], found[1]
     generator = torch.Generator().manual_seed(0)
-    digits = torch.rand(10, 1, 28, 28, generator=generator)  # ten patterns; a sample is one of them with noise
+    digits = torch.randn(10, 1, 28, 28, generator=generator)  # ten patterns; a sample is one of them with noise
     labels = torch.randint(10, (args.samples + 1024,), generator=generator)
     images = digits[labels] + 0.5 * torch.randn(len(labels), 1, 28, 28, generator=generator)
     split = args.samples
@@ -80,7 +80,7 @@ def main() -> None:
     test_loader = DataLoader(test_set, 256, sampler=test_sampler)
 
     model = Net().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=0.9)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none

@@ -86,7 +86,12 @@ class Context:
             self.place = _place(rank, size, _whole(environ, "LOCAL_RANK", rank % local_size), local_size)
         else:
             meet = environ.get("HOOP_MEET")
-            found = find_placement(environ, meet=None if meet is None else Address.parse(meet, "HOOP_MEET"))
+            try:
+                found = find_placement(environ, meet=None if meet is None else Address.parse(meet, "HOOP_MEET"))
+            except InvalidArgument as error:  # the option of hoop train is a variable here
+                raise InvalidArgument(
+                    str(error).replace("--meet ", "HOOP_MEET=").replace("--meet", "HOOP_MEET")
+                ) from None
             if found is None:
                 self._make_group(dist.HashStore(), 0, 1)
             else:

@@ -17,6 +17,7 @@ Keys in the store, below ``horovod/join/<epoch>``; an epoch ends when all ranks 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -113,7 +114,13 @@ class JoinLedger:
 
     def answer_joined(self) -> None:
         """Publishes the calls of this rank if another has joined."""
-        if not self._publishing and self._size > 1 and self._store.check([self._key("any")]):
+        if self._publishing or self._size == 1:
+            return
+        try:
+            asked = self._store.check([self._key("any")])
+        except RuntimeError:  # the rank that has the store is lost: the operation that is waited for says so
+            return
+        if asked:
             self._publish_all()
 
     def _publish_all(self) -> None:
@@ -123,7 +130,8 @@ class JoinLedger:
             self._publish(number, call)
 
     def _publish(self, number: int, call: Call) -> None:
-        self._store.set(self._key("call", number), call.to_json())
+        with contextlib.suppress(RuntimeError):  # the store is lost, and with it a rank: the operation says so
+            self._store.set(self._key("call", number), call.to_json())
 
     # ---- a rank that has joined
 

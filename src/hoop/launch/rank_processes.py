@@ -341,7 +341,9 @@ def _reserve_port() -> socket.socket:
 
 
 def program_command(program: str, arguments: Sequence[str]) -> list[str]:
-    """The command of a rank: a Python file runs in this Python, everything else is a program."""
+    """The command of a rank: a Python file, and ``python``, run in this Python; everything else is a program."""
+    if program in ("python", "python3"):
+        return [sys.executable, *arguments]  # the one on the path need not have Hoop
     if program.endswith(".py"):
         if not Path(program).is_file():
             raise InvalidArgument(f"SCRIPT: there is no file {program}")
