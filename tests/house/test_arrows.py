@@ -56,6 +56,7 @@ TABLE = """
     launch          root memory wire membership servers
     runs            root memory wire membership client schedulers servers data plan strategies engine simulate report launch
     torch_backend   root memory transport collectives
+    horovod         root schedulers launch torch_backend
     hoop            root client strategies data engine launch runs
     lab             above
     cli             above

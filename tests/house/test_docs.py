@@ -52,8 +52,8 @@ def hoop_complaint(words: list[str], command: Any) -> str | None:
             return None
         if word.startswith("-") and word.strip("-"):
             flag, equals, _ = word.partition("=")
-            flag = flag if flag.startswith("--") else flag[:2]
             known = {name: option for option in command.params for name in [*option.opts, *option.secondary_opts]}
+            flag = flag if flag.startswith("--") or flag in known else flag[:2]
             if flag not in known and flag != "--help":
                 return f"'{' '.join(path)}' has no flag {flag}"
             takes_value = flag in known and not known[flag].is_flag and not known[flag].count
@@ -63,6 +63,8 @@ def hoop_complaint(words: list[str], command: Any) -> str | None:
             if word not in subcommands:
                 return f"'{' '.join(path)}' has no command {word}; it has {', '.join(sorted(subcommands))}"
             command, path = subcommands[word], [*path, word]
+        elif not command.context_settings.get("allow_interspersed_args", True):
+            return None  # the rest belongs to a program that the command starts
     return None
 
 

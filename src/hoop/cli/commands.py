@@ -14,6 +14,7 @@ from hoop import __version__
 
 COMMANDS = (
     "train",
+    "run",
     "attach",
     "evaluate",
     "export",
@@ -66,8 +67,9 @@ def command_line(arguments: Sequence[str] = ()) -> typer.Typer:
     app.callback()(_options)
     named = [name for name in COMMANDS if name in arguments[:1]]
     for name in named or COMMANDS:
-        function = getattr(importlib.import_module(f"hoop.cli.{name}"), name)
-        app.command(help=_paragraphs(inspect.getdoc(function) or ""))(function)
+        module = importlib.import_module(f"hoop.cli.{name}")
+        function, settings = getattr(module, name), getattr(module, "CONTEXT_SETTINGS", None)
+        app.command(help=_paragraphs(inspect.getdoc(function) or ""), context_settings=settings)(function)
     return app
 
 

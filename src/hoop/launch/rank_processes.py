@@ -1,0 +1,353 @@
+"""The ranks of a user's program as processes on this machine. Used by ``hoop run``.
+
+Each rank runs the same command in a session of its own, with the variables that PyTorch's ``env://`` reads. This
+process reads their output line by line, notices when one ends, and ends the others when a rank has failed for good. No
+rank outlives it: on Linux the kernel kills the ranks when it dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import IO
+
+from hoop.errors import InvalidArgument
+from hoop.signals import defer_signals
+
+LOOPBACK = "127.0.0.1"
+GRACE_S = 5.0
+"""Time for a rank to end after SIGTERM before it is killed."""
+POLL_S = 0.1
+DRAIN_S = 1.0
+"""How long output is read after a rank has ended, if a process that it started keeps the pipe open."""
+LAST_LINES = 20
+MAX_LINE_BYTES = 1 << 16
+"""A longer line is passed on in parts."""
+_DIE_WITH_PARENT = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
+    "if os.getppid() != int(sys.argv[1]): sys.exit(143)\n"
+    "try: os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "except OSError as error: sys.exit(f'{sys.argv[2]}: {error.strerror}')\n"
+)
+
+
+class Stream(Enum):
+    """An output of a rank."""
+
+    STDOUT = "stdout"
+    STDERR = "stderr"
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """A process of a rank has ended."""
+
+    rank: int
+    code: int
+    """Its exit code; 128 + N if signal N ended it."""
+    restarts: int
+    """How often this rank had been started again before."""
+    last_lines: tuple[str, ...] = ()
+    """The end of its output, both streams."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """How a run ended."""
+
+    exits: tuple[RankExit, ...]
+    """The last exit of each rank, in rank order."""
+    failure: RankExit | None
+    """The exit that ended the run; None: every rank that was needed ended with 0."""
+
+    @property
+    def code(self) -> int:
+        return 0 if self.failure is None else self.failure.code
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The ranks of a run."""
+
+    command: Sequence[str]
+    size: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every rank besides this process's own."""
+    min_size: int | None = None
+    """With at least this number of ranks left a failed rank does not end the others; None: every failure does."""
+    max_restarts: int = 0
+    """How many failed ranks are started again, all ranks together; only with ``min_size``."""
+    grace_s: float = GRACE_S
+    output_folder: Path | None = None
+    """The output of rank R is also written to ``rank.R/stdout`` and ``rank.R/stderr`` in this folder."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise InvalidArgument(f"--devices: {self.size} processes; start at least 1")
+        if self.min_size is not None and not 1 <= self.min_size <= self.size:
+            raise InvalidArgument(f"--min-np: {self.min_size} is not in 1..{self.size} (--devices)")
+        if self.max_restarts < 0:
+            raise InvalidArgument(f"--max-restarts: {self.max_restarts} is negative")
+
+
+@dataclass
+class _Output:
+    """One stream of one rank: the pipe, an unfinished line, and the file that gets a copy."""
+
+    rank: int
+    stream: Stream
+    pipe: IO[bytes]
+    copy: IO[bytes] | None
+    unfinished: bytes = b""
+
+
+class _Rank:
+    """A process of a rank, from its start to the end of its output."""
+
+    def __init__(self, process: subprocess.Popen[bytes], restarts: int) -> None:
+        self.process, self.restarts = process, restarts
+        self.last_lines: deque[str] = deque(maxlen=LAST_LINES)
+        self.outputs: list[_Output] = []
+
+    def has_exited(self) -> bool:
+        """Leaves the process a zombie where the system can: its process group then keeps its number."""
+        if self.process.returncode is not None:
+            return True
+        if hasattr(os, "waitid"):
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self.process.poll() is not None
+
+    def signal(self, number: int) -> None:
+        """To the rank and the processes that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def reap(self) -> int:
+        """Ends what the rank has left running in its process group; returns its exit code."""
+        self.signal(signal.SIGKILL)
+        code = self.process.wait()
+        return code if code >= 0 else 128 - code
+
+
+class RankProcesses:
+    """Starts the ranks of a program, follows them to their end, and ends them. ``run`` does all of it."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        on_line: Callable[[int, Stream, bytes], None],
+        on_exit: Callable[[RankExit, bool], None] | None = None,
+        on_start: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        """``on_line(rank, stream, line)``: a line of output, without its end.
+
+        ``on_exit(exit, replaced)``: a process of a rank has ended, and is started again or not.
+        ``on_start(rank, pid, restarts)``: a process was started.
+        """
+        self.config = config
+        self._on_line, self._on_exit, self._on_start = on_line, on_exit, on_start
+        self._ranks: dict[int, _Rank] = {}
+        """Ranks whose process has not been waited for."""
+        self._exits: dict[int, RankExit] = {}
+        self._selector = selectors.DefaultSelector()
+        self._restarts_left = config.max_restarts if config.min_size is not None else 0
+        self._port = _reserve_port()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank that is running."""
+        return {number: rank.process.pid for number, rank in self._ranks.items()}
+
+    def run(self) -> RunOutcome:
+        """Starts the ranks and returns when all have ended. An exception, such as Ctrl-C, ends them first."""
+        failure: RankExit | None = None
+        try:
+            for number in range(self.config.size):
+                self._start(number, 0)
+            while self._ranks and failure is None:
+                self._read_outputs(POLL_S)
+                failure = self._take_exits()
+        finally:
+            self._end_all()
+            self._port.close()
+            self._selector.close()
+        return RunOutcome(tuple(self._exits[number] for number in sorted(self._exits)), failure)
+
+    # ---- starting
+
+    def _start(self, number: int, restarts: int) -> None:
+        config = self.config
+        folder = config.output_folder and config.output_folder / f"rank.{number}"
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with defer_signals():  # a process that is started is also recorded
+            process = subprocess.Popen(
+                _command(config.command),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **self._variables(number, restarts), **config.env},
+                start_new_session=True,
+            )
+            rank = self._ranks[number] = _Rank(process, restarts)
+        for stream, pipe in ((Stream.STDOUT, process.stdout), (Stream.STDERR, process.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            copy = None if folder is None else open(folder / stream.value, "ab" if restarts else "wb")  # noqa: SIM115
+            output = _Output(number, stream, pipe, copy)
+            rank.outputs.append(output)
+            self._selector.register(pipe, selectors.EVENT_READ, (rank, output))
+        if self._on_start is not None:
+            self._on_start(number, process.pid, restarts)
+
+    def _variables(self, number: int, restarts: int) -> dict[str, str]:
+        size = self.config.size
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // size))
+        return {
+            "RANK": str(number),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(number),
+            "LOCAL_WORLD_SIZE": str(size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self._port.getsockname()[1]),
+            "HOOP_RESTART_COUNT": str(restarts),
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    # ---- following
+
+    def _read_outputs(self, timeout_s: float) -> None:
+        """Passes on the lines that the ranks have written; waits up to ``timeout_s`` for the first."""
+        for key, _ in self._selector.select(timeout_s):
+            rank, output = key.data
+            self._read(rank, output)
+
+    def _read(self, rank: _Rank, output: _Output) -> None:
+        try:
+            data = os.read(output.pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close(rank, output)
+            return
+        if output.copy is not None:
+            output.copy.write(data)
+            output.copy.flush()
+        # A carriage return, with which progress bars overwrite their line, ends a line too.
+        *lines, output.unfinished = (
+            (output.unfinished + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        )
+        while len(output.unfinished) > MAX_LINE_BYTES:
+            lines.append(output.unfinished[:MAX_LINE_BYTES])
+            output.unfinished = output.unfinished[MAX_LINE_BYTES:]
+        for line in lines:
+            self._pass_on(rank, output, line)
+
+    def _pass_on(self, rank: _Rank, output: _Output, line: bytes) -> None:
+        rank.last_lines.append(line.decode(errors="replace"))
+        self._on_line(output.rank, output.stream, line)
+
+    def _close(self, rank: _Rank, output: _Output) -> None:
+        rank.outputs.remove(output)
+        self._selector.unregister(output.pipe)
+        output.pipe.close()
+        if output.unfinished:
+            self._pass_on(rank, output, output.unfinished)
+        if output.copy is not None:
+            output.copy.close()
+
+    def _take_exits(self) -> RankExit | None:
+        """Takes note of the ranks that have ended; returns the first exit that ends the run."""
+        for number in [number for number, rank in self._ranks.items() if rank.has_exited()]:
+            ended = self._finish(number)
+            left = len(self._ranks) + sum(one.code == 0 for one in self._exits.values())
+            failed = ended.code != 0
+            survives = failed and self.config.min_size is not None and left >= self.config.min_size
+            replaced = survives and self._restarts_left > 0
+            if self._on_exit is not None:
+                self._on_exit(ended, replaced)
+            if failed and not survives:
+                return ended
+            if replaced:
+                self._restarts_left -= 1
+                self._start(number, ended.restarts + 1)
+        return None
+
+    def _finish(self, number: int) -> RankExit:
+        """Waits for the process of a rank that has exited, and reads the rest of its output."""
+        rank = self._ranks[number]
+        with defer_signals():
+            code = rank.reap()
+            del self._ranks[number]
+        deadline = time.monotonic() + DRAIN_S
+        while rank.outputs and time.monotonic() < deadline:
+            self._read_outputs(POLL_S)
+        for output in list(rank.outputs):
+            self._close(rank, output)
+        ended = self._exits[number] = RankExit(number, code, rank.restarts, tuple(rank.last_lines))
+        return ended
+
+    # ---- ending
+
+    def _end_all(self) -> None:
+        """SIGTERM to all ranks, SIGKILL to those that are there after the grace period. A second Ctrl-C kills them."""
+        try:
+            for rank in self._ranks.values():
+                rank.signal(signal.SIGTERM)
+            deadline = time.monotonic() + self.config.grace_s
+            while self._ranks and time.monotonic() < deadline:
+                self._read_outputs(POLL_S)
+                for number in [number for number, rank in self._ranks.items() if rank.has_exited()]:
+                    self._finish(number)
+        finally:
+            with defer_signals():
+                for rank in self._ranks.values():
+                    rank.signal(signal.SIGKILL)
+                for number in list(self._ranks):
+                    self._finish(number)
+
+
+def _command(command: Sequence[str]) -> list[str]:
+    """The command, which on Linux is killed when this process dies."""
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+
+
+def _reserve_port() -> socket.socket:
+    """A socket that is bound to a free port and does not listen: rank 0 can listen there, and no other program gets it.
+
+    (Both sides set SO_REUSEADDR, as PyTorch does.)
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((LOOPBACK, 0))
+    return reserved
+
+
+def program_command(program: str, arguments: Sequence[str]) -> list[str]:
+    """The command of a rank: a Python file, and ``python``, run in this Python; everything else is a program."""
+    if program in ("python", "python3"):
+        return [sys.executable, *arguments]  # the one on the path need not have Hoop
+    if program.endswith(".py"):
+        if not Path(program).is_file():
+            raise InvalidArgument(f"SCRIPT: there is no file {program}")
+        return [sys.executable, program, *arguments]
+    if shutil.which(program) is None:
+        raise InvalidArgument(f"SCRIPT: {program} is neither a Python file (.py) nor a program that can be run")
+    return [program, *arguments]
